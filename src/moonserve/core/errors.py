@@ -1,0 +1,127 @@
+"""The tree of operating errors: what may go wrong while everything works as designed.
+
+    MoonserveError
+    ├── BadRequest          400  the client sent something wrong; `param` names the field
+    ├── ModelNotFound       404  no such model here
+    ├── BodyTooLarge        413  over a stated limit
+    ├── Overloaded          429  refused before any work was spent; `reason`, `retry_after_s`
+    ├── EngineFailed        502  an instance failed and no retry was left
+    ├── NobodyAlive         503  no instance could serve this
+    ├── DeadlineExceeded    504  a wait ran past its deadline
+    ├── StoreError               the pool could not do as asked
+    │   ├── NoSpace              every byte is leased, pinned or pending
+    │   ├── StaleTicket          a put ticket that is no longer the current one
+    │   ├── UnknownSegment       no such segment is mounted
+    │   └── BlockLost            no replica of a block could be read and verified
+    ├── TransferFailed           bytes did not arrive; `done` says which slices did
+    └── ConfigError              a setting is wrong; `field` names it and the remedy
+
+Catch MoonserveError at an edge and turn it into a reply; anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MoonserveError(Exception):
+    """Root of all operating errors; `status` is the HTTP status a gateway answers with."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "internal_error"
+
+
+class BadRequest(MoonserveError):
+    """The client's request is wrong; `param` names the field, `code` the fault."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ModelNotFound(BadRequest):
+    """No model of this name is served here."""
+
+    status = 404
+
+
+class BodyTooLarge(BadRequest):
+    """The request body is over the limit."""
+
+    status = 413
+
+
+class Overloaded(MoonserveError):
+    """Refused before any prefill was spent on it; try again after `retry_after_s`."""
+
+    status = 429
+    kind = "overloaded_error"
+
+    def __init__(self, message: str, reason: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class EngineFailed(MoonserveError):
+    """An instance failed while serving, and no retry was left."""
+
+    status = 502
+    kind = "engine_error"
+
+
+class NobodyAlive(MoonserveError):
+    """No live instance can serve this request."""
+
+    status = 503
+    kind = "unavailable_error"
+
+
+class DeadlineExceeded(MoonserveError):
+    """A wait ran past its deadline."""
+
+    status = 504
+    kind = "timeout_error"
+
+
+class StoreError(MoonserveError):
+    """The store could not do as asked."""
+
+    status = 500
+    kind = "store_error"
+
+
+class NoSpace(StoreError):
+    """No extent is free, and nothing may be evicted."""
+
+
+class StaleTicket(StoreError):
+    """The put ticket is unknown, reaped, or of another put of the same key."""
+
+
+class UnknownSegment(StoreError):
+    """No segment of this name is mounted."""
+
+
+class BlockLost(StoreError):
+    """No replica of the block could be read whole and verified."""
+
+
+class TransferFailed(MoonserveError):
+    """A transfer ended without all of its bytes."""
+
+    kind = "transfer_error"
+
+
+class ConfigError(MoonserveError):
+    """A setting is wrong; `field` names it."""
+
+    kind = "config_error"
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field

@@ -1,0 +1,51 @@
+"""A generation request as everything behind the gateway sees it: token ids, never text."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonserve.core.units import Micros, RequestId, Tokens
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the next token is chosen. temperature 0 means greedy (argmax, lowest id on a tie).
+
+    The random number for the token at sequence position `i` is a function of (seed, i) alone, so
+    that prefill, decode and a resumed decode draw what one process would have drawn.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or below: no limit."""
+    seed: int = 0
+    """The gateway draws one where the client gave none."""
+
+
+class Stopping(msgspec.Struct, frozen=True):
+    """When a request ends, whichever comes first."""
+
+    max_tokens: Tokens = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Service-level objectives; None means none was stated."""
+
+    ttft_us: Micros | None = None
+    tbt_us: Micros | None = None
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request. `prompt` holds token ids; `expected_output` is a forecast, never max_tokens."""
+
+    id: RequestId
+    model: str
+    prompt: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    stopping: Stopping = Stopping()
+    slo: Slo = Slo()
+    tenant: str = ""
+    priority: int = 0

@@ -1,0 +1,30 @@
+"""Units and ids: the words every other module uses.
+
+Quantities are plain integers whose unit is the last word of the name (`_us`, `_bytes`, tokens);
+the aliases below document signatures. Ids are NewTypes, so that two kinds cannot be swapped.
+"""
+
+from typing import NewType, TypeAlias
+
+Micros: TypeAlias = int
+"""Microseconds, from whatever epoch the driver's clock has."""
+Tokens: TypeAlias = int
+"""A count of tokens."""
+Bytes: TypeAlias = int
+"""A count of bytes."""
+
+RequestId = NewType("RequestId", str)
+InstanceId = NewType("InstanceId", str)
+SegmentId = NewType("SegmentId", str)
+"""A store segment; by convention the id of the instance that owns the memory."""
+LeaseId = NewType("LeaseId", str)
+"""Names everything one reader keeps from eviction; by convention the request's id."""
+BlockKey = NewType("BlockKey", bytes)
+"""The 32-byte name of one KV block: a chained SHA-256 over its tokens and all before it."""
+
+MICROS_PER_SECOND = 1_000_000
+
+
+def seconds_to_us(seconds: float) -> Micros:
+    """Convert seconds to whole microseconds."""
+    return round(seconds * MICROS_PER_SECOND)

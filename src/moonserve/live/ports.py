@@ -1,0 +1,146 @@
+"""The seams of the live shell, each with its contract in words.
+
+Rooms talk to each other through these protocols; each has one contract suite in tests/contract
+that runs over every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from moonserve.core.batch import Pass, PassResult
+from moonserve.core.request import Request
+from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId, Tokens
+
+
+class Clock(Protocol):
+    """Time as the event loop sees it; a virtual loop gives virtual time."""
+
+    def now_us(self) -> Micros:
+        """Microseconds, monotonic, never going back within a process."""
+
+    async def sleep_us(self, us: Micros) -> None:
+        """Return after `us` microseconds (0: after one turn of the loop)."""
+
+
+class EngineShape(msgspec.Struct, frozen=True):
+    """What an engine's pool looks like; fixed for its life."""
+
+    block_size: Tokens
+    num_blocks: int
+    block_bytes: Bytes
+    vocab_size: int
+    max_len: Tokens
+    layout: str
+    """Goes into the KV namespace: equal layouts mean exchangeable block bytes."""
+    revision: str
+    """Hash of the weights; goes into the KV namespace."""
+    eos_token_ids: tuple[int, ...]
+
+
+class Engine(Protocol):
+    """Runs passes over paged KV blocks. One pass at a time; knows no requests beyond a pass."""
+
+    @property
+    def shape(self) -> EngineShape:
+        """The pool's shape."""
+
+    async def run(self, work: Pass) -> PassResult:
+        """Run one pass off the event loop and return the sampled tokens.
+
+        Never called again before it returned. A raised exception means the pass had no defined
+        result: the caller fails every request in it.
+        """
+
+    def block(self, index: int) -> memoryview:
+        """The writable bytes of one pool block (format "B", block_bytes long, C-contiguous).
+
+        Valid for the engine's life. The caller may read a block whose tokens a finished pass has
+        computed, and write a block that no running or later pass has written yet.
+        """
+
+    async def close(self) -> None:
+        """Free threads and memory; `run` is not called after."""
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """Where one copy of an object lies."""
+
+    segment: SegmentId
+    offset: Bytes
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One object that exists: complete, readable, leased to the finder."""
+
+    key: BlockKey
+    size: Bytes
+    checksum: int
+    version: int
+    replicas: tuple[Replica, ...]
+
+
+class KVStore(Protocol):
+    """The shared pool of KV blocks, as a worker sees it. Exists means complete and readable."""
+
+    async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
+        """The leading run of `keys` that exist, each now kept from eviction under `lease`.
+
+        Stops at the first missing key. A lease ends by `release` or after its time to live.
+        """
+
+    async def read(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
+        """Copy each object into its buffer (size bytes each); nearest replica first, then others.
+
+        Returns how many leading objects arrived whole and verified by checksum; short when a
+        replica was lost and no other could serve. Never raises for lost data.
+        """
+
+    async def put(self, items: Sequence[tuple[BlockKey, memoryview]], lease: LeaseId | None) -> int:
+        """Store objects; those that exist already are kept and leased. Returns how many exist now.
+
+        All or nothing per object: a reader never sees a half-written one. Less than len(items)
+        means the pool was full of leased objects; the caller goes on without them.
+        """
+
+    async def release(self, lease: LeaseId) -> None:
+        """End a lease; an unknown one is no error."""
+
+    async def close(self) -> None:
+        """Leave: unmount the segment, close sockets and shared memory."""
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A piece of a generation, in order. The last piece has a finish_reason."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    """"stop" (EOS, stop token or stop string) or "length"; None while it goes on."""
+    cached_tokens: Tokens | None = None
+    """Prompt tokens reused by prefill; set on the first piece."""
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A served model, as the gateway needs to know it."""
+
+    name: str
+    max_len: Tokens
+    alive: bool
+    """Whether some prefill and some decode instance can serve it now."""
+
+
+class Serving(Protocol):
+    """The cluster behind a gateway."""
+
+    def models(self) -> list[ModelCard]:
+        """The models that instances have joined with."""
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        """Serve one request. Closing the iterator early cancels it everywhere and frees all.
+
+        Raises Overloaded, NobodyAlive, EngineFailed, DeadlineExceeded, ModelNotFound; the first
+        two only before the first piece.
+        """
