@@ -1,0 +1,205 @@
+"""Settings: one YAML file, environment MOONSERVE_…, flags, in rising order.
+
+Called by the CLI only; rooms below it are given plain values. Every error is a ConfigError that
+names its field, where the value came from, and the remedy. Nothing here starts or opens anything
+but the file; `apply_logging` is the one place that configures logging.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.units import Bytes, Tokens
+
+ENV_PREFIX = "MOONSERVE_"
+Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
+_Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is said on stderr: `{level: INFO, modules: {core.conductor: DEBUG}}`."""
+
+    level: Level = "INFO"
+    modules: dict[str, Level] = {}
+    """Level by module, named below `moonserve.`; a module stands for all under it."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting there is; a field's name is its key in the file and in MOONSERVE_<NAME>."""
+
+    model: str = "smollm2-135m-instruct"
+    host: str = "127.0.0.1"
+    port: _Port = 8000
+    """The gateway's; 0 takes a free one."""
+    prefill: _Count = 1
+    decode: _Count = 1
+    engine: Literal["torch", "fake"] = "torch"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    block_size: Annotated[Tokens, msgspec.Meta(ge=1, le=1024)] = 32
+    segment_bytes: _Size = 512 << 20
+    """Each worker's share of the KV store."""
+    max_body_bytes: _Size = 8 << 20
+    threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.5
+    """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
+    the best one must be before it is fetched rather than computed."""
+    start_s: _Seconds = 180.0
+    drain_s: _Seconds = 30.0
+    logging: Logging = Logging()
+
+
+FIELDS: tuple[str, ...] = Settings.__struct_fields__
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def parse_bytes(text: str | int) -> Bytes:
+    """Read a size such as "512MiB", "2GiB" or "4096"; units are powers of 1,024.
+
+    Raises ValueError with the remedy.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like 512MiB or 2GiB")
+    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+
+
+def load(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object | None]) -> Settings:
+    """Merge the three layers over the defaults; a flag of None was not given.
+
+    Without `file`, MOONSERVE_CONFIG may name one. Raises ConfigError.
+    """
+    if file is None and (named := env.get(ENV_PREFIX + "CONFIG")):
+        file = Path(named)
+    merged: dict[str, object] = {}
+    origin: dict[str, str] = {}
+    given = {name: value for name, value in flags.items() if value is not None}
+    layers = [(_from_env(env), "the environment"), (given, "the command line")]
+    if file is not None:
+        layers.insert(0, (_from_file(file), str(file)))
+    for values, source in layers:
+        for name, value in values.items():
+            old = merged.get(name)
+            both_maps = isinstance(old, dict) and isinstance(value, dict)
+            merged[name] = {**old, **value} if both_maps else value  # type: ignore[dict-item]
+            origin[name] = source
+    return _convert(merged, origin)
+
+
+def _from_file(file: Path) -> dict[str, object]:
+    import yaml
+
+    try:
+        raw = yaml.safe_load(file.read_text())
+    except OSError as err:
+        raise ConfigError(f"cannot read {file}: {err.strerror}", "config") from err
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(err).split())}", "config") from err
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} must be a map of settings, such as `port: 8000`", "config")
+    for name in raw:
+        if name not in FIELDS:
+            raise _unknown(str(name), FIELDS, str(file))
+    return {str(name): value for name, value in raw.items()}
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, object]:
+    """MOONSERVE_PORT=8001, MOONSERVE_LOGGING__LEVEL=DEBUG, MOONSERVE_LOGGING__MODULES={a: DEBUG}.
+
+    A name that only resembles a setting is an error; others are someone else's (a Kubernetes
+    service named moonserve, say, puts MOONSERVE_SERVICE_HOST into every pod).
+    """
+    import yaml
+
+    names = {ENV_PREFIX + field.upper(): field for field in FIELDS}
+    out: dict[str, object] = {}
+    nested: dict[str, object] = {}
+    for name, text in env.items():
+        if not name.startswith(ENV_PREFIX):
+            continue
+        if name in names and names[name] != "logging":
+            out[names[name]] = text
+        elif name == ENV_PREFIX + "LOGGING__LEVEL":
+            nested["level"] = text
+        elif name == ENV_PREFIX + "LOGGING__MODULES":
+            try:
+                nested["modules"] = yaml.safe_load(text)
+            except yaml.YAMLError as err:
+                raise ConfigError("write it like {core.conductor: DEBUG}", name) from err
+        elif difflib.get_close_matches(name, names, 1, 0.9):
+            raise _unknown(name, names, "the environment")
+    return {**out, **({"logging": nested} if nested else {})}
+
+
+def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
+    close = difflib.get_close_matches(name, list(known), 1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    return ConfigError(f"unknown setting in {source}; {hint}", name)
+
+
+def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
+    for name in ("segment_bytes", "max_body_bytes"):
+        if isinstance(value := merged.get(name), str):
+            try:
+                merged[name] = parse_bytes(value)
+            except ValueError as err:
+                raise ConfigError(f"{err} (from {origin[name]})", name) from err
+    try:
+        return msgspec.convert(merged, Settings, strict=False)
+    except msgspec.ValidationError as err:
+        raise _named(err, merged, origin) from err
+
+
+def _named(
+    err: msgspec.ValidationError, merged: Mapping[str, object], origin: Mapping[str, str]
+) -> ConfigError:
+    """Turn msgspec's "Expected … - at `$.port`" into an error that names field, value, source."""
+    text, _, path = str(err).partition(" - at `")
+    field = path.rstrip("`").removeprefix("$.").replace("[...]", "")
+    top = field.partition(".")[0]
+    source = origin.get(top, "the defaults")
+    if unknown := re.search(r"unknown field `(.+)`", text):
+        known = Logging.__struct_fields__
+        return _unknown(f"{field}.{unknown[1]}", [f"{field}.{k}" for k in known], source)
+    choices = {"engine": "torch or fake", "dtype": "auto, float32 or bfloat16"}
+    remedy = choices.get(field, text[:1].lower() + text[1:])
+    if top == "logging" and "enum" in text:
+        remedy = "a level is DEBUG, INFO, WARNING or ERROR"
+    elif field in choices:
+        remedy = "must be " + remedy
+    value = f"{merged[top]!r} from" if field == top and top in merged else "from"
+    return ConfigError(f"{remedy} ({value} {source})", field)
+
+
+class _Line(logging.Formatter):
+    """One record, one line: time, level, module below moonserve, message, error if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = record.name.removeprefix("moonserve.")
+        text = f"{self.formatTime(record, '%H:%M:%S')}.{int(record.msecs):03d} "
+        text += f"{record.levelname:<7} {name}: {record.getMessage()}"
+        if record.exc_info:
+            text += " | " + self.formatException(record.exc_info).replace("\n", " | ")
+        return text.replace("\n", " ")
+
+
+def apply_logging(settings: Logging) -> None:
+    """Log to stderr, one line a record, at the levels asked for; replaces earlier handlers."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Line())
+    logging.basicConfig(level="WARNING", handlers=[handler], force=True)
+    logging.getLogger("moonserve").setLevel(settings.level)
+    for module, level in settings.modules.items():
+        logging.getLogger("moonserve." + module.removeprefix("moonserve.")).setLevel(level)
