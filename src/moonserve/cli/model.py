@@ -1,0 +1,60 @@
+"""`moonserve model`: fetch and list the models that have a name.
+
+A face over live/model/catalog; nothing else imports it. Heavy imports stay inside the functions.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.group()
+def model() -> None:
+    """Fetch and list models."""
+
+
+@model.command()
+@click.argument("name", required=False)
+def pull(name: str | None) -> None:
+    """Fetch model NAME (default: smollm2-135m-instruct) into the user's cache."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from moonserve.live.model import catalog
+
+    columns = (
+        TextColumn("{task.description:>8}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    # Bars go to stderr: stdout is the path alone, for scripts.
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done)
+
+        found = catalog.pull(name or catalog.DEFAULT_MODEL, show)
+    click.echo(str(found.path))
+
+
+@model.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(as_json: bool) -> None:
+    """List the named models and where they lie."""
+    import msgspec
+
+    from moonserve.live.model import catalog
+
+    models = catalog.list_models()
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(models, enc_hook=str).decode() + "\n")
+        return
+    for entry in models:
+        place = entry.path or f"not pulled; moonserve model pull {entry.name}"
+        click.echo(f"{entry.name}  {entry.size >> 20} MiB  {entry.licence}  {place}")

