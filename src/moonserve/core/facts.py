@@ -1,16 +1,27 @@
 """The vocabulary between machines and drivers: what instances are and what they report.
 
-Plain frozen structs; the same ones travel as msgpack on the control plane.
+Plain frozen structs; the same ones travel as msgpack on the control plane. The first half is what
+instances say of themselves; the second is what the Conductor is told, each fact with the rank in
+which facts of one instant are taken.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from moonserve.core.prefix import Namespace
-from moonserve.core.units import Bytes, InstanceId, Micros, SegmentId, Tokens
+from moonserve.core.request import Request
+from moonserve.core.units import (
+    BlockKey,
+    Bytes,
+    InstanceId,
+    Micros,
+    RequestId,
+    SegmentId,
+    Tokens,
+)
 
 Role = Literal["prefill", "decode", "both"]
 
@@ -70,3 +81,156 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     passes: tuple[PassSample, ...] = ()
     """Passes measured since the last heartbeat, newest last; bounded by the sender."""
     transfers: tuple[TransferSample, ...] = ()
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """An instance came up, or came back with a new epoch."""
+
+    rank: ClassVar[int] = 0
+    info: InstanceInfo
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.info.id
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """An instance's heartbeat; of no effect when the epoch is not the one that joined."""
+
+    rank: ClassVar[int] = 1
+    instance: InstanceId
+    epoch: int
+    load: InstanceLoad
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.instance
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """An instance said goodbye."""
+
+    rank: ClassVar[int] = 2
+    instance: InstanceId
+    epoch: int
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.instance
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """A segment now holds a block, complete and readable."""
+
+    rank: ClassVar[int] = 3
+    key: BlockKey
+    segment: SegmentId
+    subject: ClassVar[str] = ""  # the store's own order is kept
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """A segment no longer holds a block."""
+
+    rank: ClassVar[int] = 3
+    key: BlockKey
+    segment: SegmentId
+    subject: ClassVar[str] = ""
+
+
+class PrefillEnded(msgspec.Struct, frozen=True, tag=True):
+    """Prefill gave the next token and its KV is in the store. `final`: that was the last token."""
+
+    rank: ClassVar[int] = 4
+    request: RequestId
+    number: int
+    final: bool
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request
+
+
+class DecodeEnded(msgspec.Struct, frozen=True, tag=True):
+    """Decode gave its last token."""
+
+    rank: ClassVar[int] = 4
+    request: RequestId
+    number: int
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag=True):
+    """A prefill or decode call ended without its result.
+
+    `length` and `keys` describe what is known by now: the prompt and every token already sent, so
+    that another instance can go on from there. `retry` is False where a retry cannot help.
+    """
+
+    rank: ClassVar[int] = 4
+    request: RequestId
+    number: int
+    why: str
+    retry: bool
+    length: Tokens
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request
+
+
+class ClientGone(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for this request any more."""
+
+    rank: ClassVar[int] = 5
+    request: RequestId
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """A new request, with the key chain of its prompt."""
+
+    rank: ClassVar[int] = 6
+    request: Request
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request.id
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Time has passed: look for instances not heard of."""
+
+    rank: ClassVar[int] = 7
+    subject: ClassVar[str] = ""
+
+
+BlockEvent: TypeAlias = BlockStored | BlockRemoved
+Fact: TypeAlias = (
+    Joined
+    | Beat
+    | Left
+    | BlockStored
+    | BlockRemoved
+    | PrefillEnded
+    | DecodeEnded
+    | CallFailed
+    | ClientGone
+    | Arrived
+    | Tick
+)

@@ -39,7 +39,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request. `prompt` holds token ids; `expected_output` is a forecast, never max_tokens."""
+    """One request. `prompt` holds token ids; everything else is what the client asked for."""
 
     id: RequestId
     model: str

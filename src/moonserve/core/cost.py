@@ -1,0 +1,153 @@
+"""What an engine pass and a KV transfer cost in time: linear forms, fitted from measured samples.
+
+One form serves the Conductor (live and simulated), the fake engine and later the simulator:
+
+    pass = [prefill] (base + a new + b square + c past) + [decode] (base + d seqs + e context)
+
+with new = tokens computed, square = sum(end^2 - start^2) (attention), past = sum(start) over the
+chunks; see PassSample. Prefilling n tokens of which p are cached then costs the papers' right form
+in (n - p), (n^2 - p^2) and p. Nothing here knows an engine; all times are microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.core.facts import PassSample, TransferSample
+from moonserve.core.units import Bytes, Micros, Tokens
+
+
+class LinearFit:
+    """Non-negative least squares, online: decayed normal equations, solved when asked.
+
+    Samples are weighted by 1/y^2, so that relative errors count: passes last from milliseconds to
+    seconds. A sample far from the prediction counts less (Huber): a pass may have been descheduled.
+    The prior acts like `prior_weight` samples per coefficient, so a cold model answers sensibly.
+    """
+
+    def __init__(
+        self,
+        prior: Sequence[float],
+        scales: Sequence[float],
+        *,
+        decay: float = 0.995,
+        prior_weight: float = 1e-3,
+    ) -> None:
+        assert len(prior) == len(scales)
+        self._scales = tuple(scales)
+        self._prior = tuple(p * s for p, s in zip(prior, scales, strict=True))
+        self._decay = decay
+        self._ridge = prior_weight
+        size = len(prior)
+        self._xx = [[0.0] * size for _ in range(size)]
+        self._xy = [0.0] * size
+        self._weights = list(self._prior)
+        self._stale = False
+        self._spread = 0.5
+        self.samples = 0
+
+    def predict(self, features: Sequence[float]) -> float:
+        """The fitted value, never negative."""
+        if self._stale:
+            self._solve()
+        pairs = zip(self._weights, features, self._scales, strict=True)
+        return sum(w * f / s for w, f, s in pairs)
+
+    def observe(self, features: Sequence[float], value: float) -> None:
+        """Learn from one sample; values of zero or below are measuring faults and are ignored."""
+        if value <= 0:
+            return
+        relative = abs(self.predict(features) - value) / value
+        trusted = self.samples >= 2 * len(self._prior)
+        weight = 1.0
+        if trusted and relative > 3 * self._spread:
+            weight = 3 * self._spread / relative
+        self._spread = max(0.02, 0.95 * self._spread + 0.05 * min(relative, 1.0))
+        row = [f / s / value for f, s in zip(features, self._scales, strict=True)]
+        for i, x in enumerate(row):
+            line = self._xx[i]
+            for j, other in enumerate(row):
+                line[j] = self._decay * line[j] + weight * x * other
+            self._xy[i] = self._decay * self._xy[i] + weight * x
+        self.samples += 1
+        self._stale = True
+
+    def _solve(self) -> None:
+        """Coordinate descent on the ridge problem with weights >= 0; a few dozen sweeps suffice."""
+        top = max(1e-12, max(self._xx[i][i] for i in range(len(self._xy))))
+        for _ in range(60):
+            moved = 0.0
+            for i, line in enumerate(self._xx):
+                ridge = self._ridge * max(line[i], 1e-6 * top)
+                others = sum(line[j] * w for j, w in enumerate(self._weights) if j != i)
+                target = (self._xy[i] - others + ridge * self._prior[i]) / (line[i] + ridge)
+                target = max(0.0, target)
+                moved = max(moved, abs(target - self._weights[i]))
+                self._weights[i] = target
+            if moved < 1e-9:
+                break
+        self._stale = False
+
+
+# Microseconds per feature before anything was measured: a small model on two laptop cores.
+# (prefill base, new, square, past, decode base, sequences, context)
+LAPTOP_PASS = (5_000.0, 1_000.0, 0.02, 0.1, 40_000.0, 5_000.0, 1.0)
+_PASS_SCALES = (1.0, 1e3, 1e6, 1e3, 1.0, 10.0, 1e3)  # typical sizes, so that the fit is well scaled
+LAPTOP_TRANSFER = (2_000.0, 0.0005)
+_TRANSFER_SCALES = (1.0, 1e6)
+
+
+class Cost:
+    """The fitted costs of one instance."""
+
+    def __init__(
+        self,
+        pass_prior: Sequence[float] = LAPTOP_PASS,
+        transfer_prior: Sequence[float] = LAPTOP_TRANSFER,
+    ) -> None:
+        self._pass = LinearFit(pass_prior, _PASS_SCALES)
+        self._transfer = LinearFit(transfer_prior, _TRANSFER_SCALES)
+
+    def pass_us(self, sample: PassSample) -> Micros:
+        """Predicted time of one pass with these features (its elapsed_us is not looked at)."""
+        return round(self._pass.predict(_pass_features(sample)))
+
+    def prefill_us(self, length: Tokens, cached: Tokens, chunk: Tokens) -> Micros:
+        """Compute time of a prompt of `length`, `cached` of it loaded, in passes of `chunk`."""
+        total = 0.0
+        start = cached
+        while start < length:
+            end = min(length, start + chunk)
+            square = end * end - start * start
+            total += self._pass.predict((1, end - start, square, start, 0, 0, 0))
+            start = end
+        return round(total)
+
+    def decode_step_us(self, seqs: int, context: Tokens) -> Micros:
+        """One token for each of `seqs` requests whose context lengths sum to `context`."""
+        return round(self._pass.predict((0, 0, 0, 0, 1, seqs, context)))
+
+    def transfer_us(self, size: Bytes) -> Micros:
+        """Loading `size` bytes of KV from another segment; nothing for nothing."""
+        return round(self._transfer.predict((1, size))) if size else 0
+
+    def observe(self, passes: Sequence[PassSample], transfers: Sequence[TransferSample]) -> None:
+        """Learn from measured passes and loads."""
+        for sample in passes:
+            self._pass.observe(_pass_features(sample), sample.elapsed_us)
+        for load in transfers:
+            self._transfer.observe((1, load.size_bytes), load.elapsed_us)
+
+
+def _pass_features(sample: PassSample) -> tuple[float, ...]:
+    prefills = 1 if sample.prefill_new else 0
+    decodes = 1 if sample.decode_seqs else 0
+    return (
+        prefills,
+        sample.prefill_new,
+        sample.prefill_square,
+        sample.prefill_past,
+        decodes,
+        sample.decode_seqs,
+        sample.decode_context,
+    )

@@ -1,0 +1,135 @@
+"""One request's life: prefill, hand over, decode, retry, cancel. Facts in, the next step out.
+
+    PREFILL --PrefillEnded--> DECODE --DecodeEnded--> ENDED
+       ^  \\                     |
+       |   `--final token--> ENDED
+       `------CallFailed------- (either phase, while attempts last; on from the tokens known)
+
+Every call to an instance is numbered; an outcome that carries an older number is of no effect, so
+a late reply of an aborted call cannot move the life. All ends go through ENDED, once; the Conductor
+releases everything there. Called by the Conductor only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
+from moonserve.core.placement import Decision
+from moonserve.core.request import Request
+from moonserve.core.units import BlockKey, InstanceId, Tokens
+
+MAX_ATTEMPTS = 3
+
+
+class Phase(enum.Enum):
+    """Where a life stands."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Choose instances (again) and prefill from what is known."""
+
+
+class StartDecode(msgspec.Struct, frozen=True):
+    """KV is in the store: let the decode instance go on."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """The life is over; `failure` says why where the client is owed an error."""
+
+    failure: str | None = None
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Nothing follows from this fact."""
+
+
+Next: TypeAlias = Place | StartDecode | End | Wait
+LifeFact: TypeAlias = PrefillEnded | DecodeEnded | CallFailed | ClientGone
+
+
+class Handoff:
+    """The life of one request."""
+
+    def __init__(self, request: Request, keys: Sequence[BlockKey]) -> None:
+        self.request = request
+        self.length: Tokens = len(request.prompt)
+        self.keys = tuple(keys)
+        self.phase = Phase.PREFILL
+        self.number = 0
+        """Of the call that is out; outcomes of earlier ones are stale."""
+        self.attempts = 0
+        self.decision: Decision | None = None
+        self.failed: list[InstanceId] = []
+        """Instances that failed this request, to be avoided while there are others."""
+
+    def placed(self, decision: Decision) -> int:
+        """A prefill call goes out; returns its number."""
+        assert self.phase is Phase.PREFILL
+        self.decision = decision
+        self.attempts += 1
+        self.number += 1
+        return self.number
+
+    def decoding(self, instance: InstanceId) -> int:
+        """A decode call goes out to `instance`; returns its number."""
+        assert self.phase is Phase.DECODE
+        assert self.decision is not None
+        self.decision = msgspec.structs.replace(self.decision, decode=instance)
+        self.number += 1
+        return self.number
+
+    def end(self) -> None:
+        """No fact moves this life any more."""
+        self.phase = Phase.ENDED
+
+    @property
+    def instance(self) -> InstanceId | None:
+        """Where the call that is out runs."""
+        if self.decision is None or self.phase is Phase.ENDED:
+            return None
+        return self.decision.prefill if self.phase is Phase.PREFILL else self.decision.decode
+
+    def step(self, fact: LifeFact) -> Next:
+        """What follows from a fact; changes the phase accordingly."""
+        if self.phase is Phase.ENDED:
+            return Wait()
+        if isinstance(fact, ClientGone):
+            return self._over(None)
+        if fact.number != self.number:
+            return Wait()
+        match fact:
+            case PrefillEnded(final=True):
+                return self._over(None)
+            case PrefillEnded():
+                assert self.phase is Phase.PREFILL
+                self.phase = Phase.DECODE
+                return StartDecode()
+            case DecodeEnded():
+                assert self.phase is Phase.DECODE
+                return self._over(None)
+            case CallFailed():
+                return self._failed(fact)
+
+    def _failed(self, fact: CallFailed) -> Next:
+        instance = self.instance
+        if instance is not None and instance not in self.failed:
+            self.failed.append(instance)
+        if not fact.retry or self.attempts >= MAX_ATTEMPTS:
+            return self._over(fact.why)
+        self.length = fact.length
+        self.keys = fact.keys
+        self.phase = Phase.PREFILL
+        return Place()
+
+    def _over(self, failure: str | None) -> End:
+        self.end()
+        return End(failure)
