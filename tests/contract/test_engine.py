@@ -1,0 +1,156 @@
+"""What every Engine must do, whatever computes inside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from moonserve.core.batch import Chunk, Pass
+from moonserve.core.request import Sampling
+from moonserve.core.units import RequestId
+from moonserve.live.engine.fake import FakeCost, FakeEngine
+from moonserve.live.ports import Engine
+
+BLOCK = 4
+GREEDY = Sampling(temperature=0.0)
+DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=11)
+PROMPT = [5, 9, 33, 7, 21, 60, 2, 14, 90, 41, 8]
+
+
+def fake() -> Engine:
+    """A FakeEngine with a vocabulary as small as the prompts here."""
+    return FakeEngine(
+        block_size=BLOCK,
+        num_blocks=32,
+        vocab_size=100,
+        words=range(3, 100),
+        cost=FakeCost(0, 0, 0),
+    )
+
+
+MAKERS: list[Callable[[], Engine]] = [fake]
+engines = pytest.mark.parametrize("make", MAKERS)
+
+
+def chunk(
+    name: str, known: Sequence[int], start: int, end: int, first_block: int, sampling: Sampling
+) -> Chunk:
+    """Positions start..end-1 of `known`, in consecutive blocks."""
+    blocks = range(first_block, first_block - (-end // BLOCK))
+    return Chunk(
+        RequestId(name),
+        tuple(known[start:end]),
+        start,
+        tuple(blocks),
+        sampling if end == len(known) else None,
+    )
+
+
+async def go_on(
+    engine: Engine,
+    known: list[int],
+    start: int,
+    count: int,
+    *,
+    first_block: int = 0,
+    step: int = 100,
+    sampling: Sampling = GREEDY,
+) -> list[int]:
+    """Compute from `start`, `step` tokens a pass, until `count` tokens were made."""
+    known = list(known)
+    made: list[int] = []
+    while len(made) < count:
+        end = min(start + step, len(known))
+        work = Pass((chunk("r", known, start, end, first_block, sampling),))
+        result = await engine.run(work)
+        start = end
+        if end == len(known):
+            made.append(result.sampled[RequestId("r")])
+            known.append(made[-1])
+        else:
+            assert result.sampled == {}
+    return made
+
+
+@engines
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_chunks_do_not_change_tokens(make: Callable[[], Engine], sampling: Sampling) -> None:
+    """A prompt computed in chunks of any size gives the tokens of one computed whole."""
+
+    async def main() -> None:
+        whole = await go_on(make(), PROMPT, 0, 6, sampling=sampling)
+        for step in (1, 3, 4, 7):
+            got = await go_on(make(), PROMPT, 0, 6, step=step, first_block=9, sampling=sampling)
+            assert got == whole, step
+
+    asyncio.run(main())
+
+
+@engines
+def test_requests_of_one_pass_do_not_mix(make: Callable[[], Engine]) -> None:
+    """Requests run together, prefill beside decode, give the tokens each gives alone."""
+
+    async def main() -> None:
+        others = [[1, 2, 3], [50, 51, 52, 53, 54], [9, 9]]
+        alone = [await go_on(make(), prompt, 0, 5) for prompt in [PROMPT, *others]]
+        engine = make()
+        known = [list(prompt) for prompt in [PROMPT, *others]]
+        computed = [0, 0, 0, 0]
+        for turn in range(8):
+            work = []
+            for i, tokens in enumerate(known[: turn + 1]):  # one more request joins each turn
+                if len(tokens) < len([PROMPT, *others][i]) + 5:
+                    work.append(chunk(f"r{i}", tokens, computed[i], len(tokens), 8 * i, GREEDY))
+                    computed[i] = len(tokens)
+            result = await engine.run(Pass(tuple(work)))
+            for i in range(4):
+                token = result.sampled.get(RequestId(f"r{i}"))
+                if token is not None:
+                    known[i].append(token)
+        assert [tokens[-5:] for tokens in known] == alone
+
+    asyncio.run(main())
+
+
+@engines
+def test_block_bytes_are_the_kv(make: Callable[[], Engine]) -> None:
+    """Blocks copied into another engine's pool, at other indices, continue with equal tokens."""
+
+    async def main() -> None:
+        source, target = make(), make()
+        assert source.shape == target.shape, "equal engines have equal layout and revision"
+        expected = await go_on(source, PROMPT, 0, 4)
+        for index in range(3):
+            target.block(20 + index)[:] = source.block(index)
+        known = [*PROMPT, expected[0]]
+        assert await go_on(target, known, len(PROMPT), 3, first_block=20) == expected[1:]
+
+    asyncio.run(main())
+
+
+@engines
+def test_blocks_are_plain_writable_bytes(make: Callable[[], Engine]) -> None:
+    """A block is block_bytes of contiguous, writable memory, and always the same memory."""
+    engine = make()
+    block = engine.block(1)
+    assert (block.format, block.nbytes, block.ndim) == ("B", engine.shape.block_bytes, 1)
+    assert block.c_contiguous
+    assert not block.readonly
+    block[0] = 77
+    assert engine.block(1)[0] == 77
+    assert engine.block(0)[0] != 77 or engine.block(2)[0] != 77
+
+
+@engines
+def test_seed_alone_decides_what_is_drawn(make: Callable[[], Engine]) -> None:
+    """Equal seeds give equal tokens; other seeds give others."""
+
+    async def main() -> None:
+        first = await go_on(make(), PROMPT, 0, 8, sampling=DRAWN)
+        other = Sampling(temperature=1.0, seed=12)
+        assert await go_on(make(), PROMPT, 0, 8, sampling=DRAWN) == first
+        assert await go_on(make(), PROMPT, 0, 8, sampling=other) != first
+
+    asyncio.run(main())
