@@ -1,0 +1,257 @@
+"""The cluster behind the gateway: does what the Conductor decides for each request.
+
+One inbox per request carries both the Conductor's actions and the replies of the call that is out,
+so that a request's task waits in one place. Implements ports.Serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from moonserve.core.conductor import Abort, Action, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.errors import (
+    BadRequest,
+    EngineFailed,
+    MoonserveError,
+    NobodyAlive,
+)
+from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
+from moonserve.core.prefix import Namespace, chain_keys
+from moonserve.core.request import Request
+from moonserve.core.units import BlockKey, Tokens
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.instances import embedded
+from moonserve.live.instances.wire import (
+    Decoded,
+    InstanceRefused,
+    Prefilled,
+    WireClient,
+    completion_body,
+)
+from moonserve.live.ports import ModelCard, Output
+
+
+class _Failed(msgspec.Struct, frozen=True):
+    """A call ended without its result."""
+
+    why: str
+    retry: bool
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    """What the call of this number gave."""
+
+    number: int
+    what: Prefilled | Decoded | _Failed
+
+
+_Item: TypeAlias = Action | _Reply
+
+
+class Cluster:
+    """Serves requests on the instances that have joined."""
+
+    def __init__(
+        self, conductor: ConductorLoop, wire: WireClient, configured: Mapping[str, Tokens]
+    ) -> None:
+        """`configured`: models served here by name and context length, joined yet or not."""
+        self._conductor = conductor
+        self._wire = wire
+        self._configured = dict(configured)
+
+    def models(self) -> list[ModelCard]:
+        """One card per model name, in order of name."""
+        view = self._conductor.core.view
+        cards = {name: ModelCard(name, size, False) for name, size in self._configured.items()}
+        for instance in view.instances.values():
+            info = instance.info
+            alive = bool(view.prefills(info.model) and view.decodes(info.model))
+            cards[info.model] = ModelCard(info.model, info.max_len, alive)
+        return [cards[name] for name in sorted(cards)]
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """See ports.Serving."""
+        life = _Life(request, self._namespace(request.model), self._conductor, self._wire)
+        try:
+            async for output in life.run():
+                yield output
+        finally:
+            await life.close()
+
+    def _namespace(self, model: str) -> Namespace:
+        for view in self._conductor.core.view.instances.values():
+            if view.info.model == model:
+                return view.info.namespace
+        raise NobodyAlive(f"no instance of model {model} is alive")
+
+
+class _Life:
+    """One request's task: its inbox, the call that is out, the tokens known so far."""
+
+    def __init__(
+        self, request: Request, namespace: Namespace, conductor: ConductorLoop, wire: WireClient
+    ) -> None:
+        self._request = request
+        self._root = namespace.root()
+        self._block_size = namespace.block_size
+        self._conductor = conductor
+        self._wire = wire
+        self._inbox: asyncio.Queue[_Item] = asyncio.Queue()  # bounded by max_tokens replies
+        self._known = list(request.prompt)
+        self._replayed = 0
+        """Tokens of the running decode that prefill gave already."""
+        self._cached: Tokens | None = None
+        self._params: dict[str, Any] = {}
+        self._number = 0
+        """Of the call that is out; 0 when none is."""
+        self._call: asyncio.Task[None] | None = None
+        self._outcome = "cancelled"
+        self._opened = False
+
+    async def run(self) -> AsyncIterator[Output]:
+        """Pieces of output until the end; raises what the client is owed."""
+        request = self._request
+        if self._conductor.known(request.id):
+            message = f"a request with id {request.id} is under way; ids must differ"
+            raise BadRequest(message, "x-request-id", "duplicate_request_id")
+        self._conductor.open(request, self._keys(), self._inbox)
+        self._opened = True
+        while True:
+            item = await self._inbox.get()
+            match item:
+                case Prefill():
+                    self._prefill(item)
+                case Decode():
+                    self._decode(item)
+                case Abort(number=number, why=why) if number == self._number:
+                    self._stop_call()
+                    self._tell_failed(_Failed(why, retry=True))
+                case Refuse(why=why):
+                    self._outcome = "refused"
+                    raise NobodyAlive(why)
+                case GiveUp(why=why):
+                    self._outcome = "failed"
+                    raise EngineFailed(why)
+                case _Reply(number, what) if number == self._number:
+                    output = self._take(what)
+                    if output is not None:
+                        yield output
+                        if output.finish_reason is not None:
+                            self._outcome = output.finish_reason
+                            return
+                case _:
+                    pass  # an older call's reply, or an abort that came too late
+
+    async def close(self) -> None:
+        """Stop whatever is still out; the Conductor frees what it reserved."""
+        self._stop_call()
+        if self._opened:
+            self._opened = False
+            self._conductor.tell(ClientGone(self._request.id))
+            self._conductor.close(self._request.id, self._outcome)
+
+    def _take(self, what: Prefilled | Decoded | _Failed) -> Output | None:
+        """Account for a reply; the output to pass on, if any."""
+        match what:
+            case _Failed():
+                self._tell_failed(what)
+                return None
+            case Prefilled():
+                return self._prefilled(what)
+            case Decoded(token_ids, finish):
+                skip = min(self._replayed, len(token_ids))
+                self._replayed -= skip
+                fresh = token_ids[skip:]
+                self._known.extend(fresh)
+                if finish is not None:
+                    self._conductor.tell(DecodeEnded(self._request.id, self._number))
+                if not fresh and finish is None:
+                    return None
+                return Output(fresh, finish)
+
+    def _prefilled(self, what: Prefilled) -> Output | None:
+        if not what.token_ids:
+            self._tell_failed(_Failed("prefill gave no token", retry=True))
+            return None
+        self._known.extend(what.token_ids)
+        self._params = what.kv_transfer_params
+        self._replayed = len(what.token_ids)
+        stopped = what.finish_reason == "stop"
+        finish = "stop" if stopped else ("length" if self._left() <= 0 else None)
+        self._conductor.tell(PrefillEnded(self._request.id, self._number, final=finish is not None))
+        cached = None
+        if self._cached is None:
+            cached = self._cached = what.cached_tokens
+            self._conductor.first_token(self._request.id, cached)
+        return Output(what.token_ids, finish, cached)
+
+    def _left(self) -> int:
+        """Tokens still to be generated."""
+        generated = len(self._known) - len(self._request.prompt)
+        return self._request.stopping.max_tokens - generated
+
+    def _keys(self) -> tuple[BlockKey, ...]:
+        return tuple(chain_keys(self._root, self._known, self._block_size))
+
+    def _prefill(self, action: Prefill) -> None:
+        params = embedded.prefill_params(self._request.id, action.decision)
+        body = completion_body(self._request, self._known, 1, False, params)
+
+        async def call() -> None:
+            reply = await self._wire.prefill(action.to, self._request, body)
+            self._inbox.put_nowait(_Reply(action.number, reply))
+
+        self._start(action.number, call())
+
+    def _decode(self, action: Decode) -> None:
+        """Decode's prompt is what prefill saw; its reply begins with the token prefill gave."""
+        prompt = self._known[: len(self._known) - self._replayed]
+        params = embedded.decode_params(self._params)
+        left = self._left() + self._replayed
+        body = completion_body(self._request, prompt, left, True, params)
+
+        async def call() -> None:
+            finished = False
+            async for piece in self._wire.decode(action.to, self._request, body):
+                self._inbox.put_nowait(_Reply(action.number, piece))
+                finished = piece.finish_reason is not None
+            if not finished:
+                message = f"instance {action.to.id} ended its stream without a finish_reason"
+                raise InstanceRefused(message, retry=True)
+
+        self._start(action.number, call())
+
+    def _start(self, number: int, call: Coroutine[Any, Any, None]) -> None:
+        async def guarded() -> None:
+            try:
+                await call
+            except InstanceRefused as error:
+                self._inbox.put_nowait(_Reply(number, _Failed(str(error), error.retry)))
+            except MoonserveError as error:
+                self._inbox.put_nowait(_Reply(number, _Failed(str(error), retry=True)))
+
+        self._stop_call()
+        self._number = number
+        self._call = asyncio.create_task(guarded(), name=f"call {number} of {self._request.id}")
+
+    def _stop_call(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    def _tell_failed(self, failed: _Failed) -> None:
+        number, self._number = self._number, 0  # nothing is out: a reply still queued is stale
+        self._conductor.tell(
+            CallFailed(
+                request=self._request.id,
+                number=number,
+                why=failed.why,
+                retry=failed.retry,
+                length=len(self._known),
+                keys=self._keys(),
+            )
+        )

@@ -1,0 +1,1 @@
+"""Clients of engine instances: one HTTP client speaking vLLM's wire, one module per connector."""

@@ -1,0 +1,35 @@
+"""Instances for Conductor tests: small numbers that can be checked by hand."""
+
+from moonserve.core.cost import Cost
+from moonserve.core.facts import InstanceInfo, Role
+from moonserve.core.prefix import Namespace
+from moonserve.core.units import InstanceId, SegmentId
+from moonserve.core.view import InstanceView
+
+BLOCK = 4
+NAMESPACE = Namespace("m", "r", "l", BLOCK)
+
+
+def info(name: str, role: Role, epoch: int = 1, max_seqs: int = 8) -> InstanceInfo:
+    """An instance whose segment bears its own name."""
+    return InstanceInfo(
+        id=InstanceId(name),
+        epoch=epoch,
+        role=role,
+        url=f"http://{name}",
+        model="m",
+        namespace=NAMESPACE,
+        kv_blocks=100,
+        block_bytes=1_000,
+        max_seqs=max_seqs,
+        chunk_tokens=1_000,
+        max_len=4_096,
+        segment=SegmentId(name),
+    )
+
+
+def view(name: str, role: Role, max_seqs: int = 8) -> InstanceView:
+    """A view with exact costs: 10 us a new token, 5 us a moved byte per 1,000, TBT by members."""
+    made = InstanceView(info(name, role, max_seqs=max_seqs), now_us=0)
+    made.cost = Cost(pass_prior=(0, 10, 0, 0, 100, 10, 1), transfer_prior=(5, 0.005))
+    return made
