@@ -1,0 +1,175 @@
+"""One pass as tensors: every index that all layers share, computed once and on whole arrays.
+
+For live/engine/model. Rows of the pass are its tokens: first the chunks of several tokens (spans),
+then the chunks of one token (singles: decoding requests), so that each part is one slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moonserve.core.batch import Chunk
+from moonserve.live.model.config import ModelConfig
+
+Ints = NDArray[np.int64]
+
+_SHORT_BLOCKS = 8
+"""Singles with fewer blocks than this are not split into groups by length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A chunk of several tokens. `gather` [layers, 2 * blocks] is None where nothing was before."""
+
+    first: int
+    last: int
+    context: int
+    gather: Tensor | None
+    mask: Tensor | None
+    """[tokens, context], additive; None means plainly causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Singles of like context length, padded to the longest: [batch, context]."""
+
+    first: int
+    last: int
+    context: int
+    gather: Tensor
+    """[layers, 2 * batch * blocks] rows of the pool: all keys, then all values."""
+    mask: Tensor | None
+    """[batch, 1, 1, context], additive; None where all have the same length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A pass. Slots [layers, rows, 2] say where each row's key and value go in the pool."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    spans: tuple[Span, ...]
+    groups: tuple[Group, ...]
+    sampling: tuple[Chunk, ...]
+    """The chunks that sample, in the order of `sample_rows`."""
+    sample_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The pool's geometry: [block, layer, key or value, token in block, kv head, dim]."""
+
+    num_blocks: int
+    layers: int
+    block_size: int
+    dtype: torch.dtype
+
+    def block_rows(self, blocks: Ints) -> Tensor:
+        """Rows of the pool seen as [blocks * layers * 2, ...]: [layers, 2 * blocks.size]."""
+        layer = np.arange(self.layers).reshape(-1, 1, 1)
+        which = np.arange(2).reshape(1, 2, 1)
+        rows = (blocks.reshape(1, 1, -1) * self.layers + layer) * 2 + which
+        return torch.from_numpy(rows.reshape(self.layers, -1))
+
+    def token_rows(self, blocks: Ints, offsets: Ints) -> Tensor:
+        """Rows of the pool seen as [blocks * layers * 2 * block_size, ...]: [layers, rows, 2]."""
+        layer = np.arange(self.layers).reshape(-1, 1, 1)
+        which = np.arange(2).reshape(1, 1, 2)
+        rows = (blocks.reshape(1, -1, 1) * self.layers + layer) * 2 + which
+        return torch.from_numpy(rows * self.block_size + offsets.reshape(1, -1, 1))
+
+
+def layout_name(config: ModelConfig, dtype: torch.dtype) -> str:
+    """The namespace's layout: equal names mean exchangeable block bytes."""
+    kind = str(dtype).removeprefix("torch.")
+    order = "blk,layer,kv,tok,head,dim"
+    return f"{kind}/v1:{order}/L{config.layers}/H{config.kv_heads}/D{config.head_dim}"
+
+
+def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
+    """Arrange a pass. Chunks must fit Pass's contract; a violation is a bug and asserts."""
+    spans = [chunk for chunk in chunks if len(chunk.tokens) > 1]
+    singles = sorted((chunk for chunk in chunks if len(chunk.tokens) == 1), key=_length_class)
+    ordered = spans + singles
+    positions, blocks = _places(ordered, layout)
+    ends = np.cumsum([len(chunk.tokens) for chunk in ordered])
+    built_spans = tuple(
+        _span(chunk, int(end), layout) for chunk, end in zip(spans, ends, strict=False)
+    )
+    groups: list[Group] = []
+    first = int(ends[-1]) - len(singles)
+    for _, members in groupby(singles, key=_length_class):
+        group = _group(list(members), first, layout)
+        groups.append(group)
+        first = group.last
+    sampling = [(c, e - 1) for c, e in zip(ordered, ends, strict=True) if c.sampling is not None]
+    return Inputs(
+        ids=torch.tensor([token for chunk in ordered for token in chunk.tokens]),
+        positions=torch.from_numpy(positions),
+        slots=layout.token_rows(blocks, positions % layout.block_size),
+        spans=built_spans,
+        groups=tuple(groups),
+        sampling=tuple(chunk for chunk, _ in sampling),
+        sample_rows=torch.tensor([row for _, row in sampling], dtype=torch.int64),
+    )
+
+
+def _length_class(chunk: Chunk) -> int:
+    """Singles of one class differ in blocks by less than a factor of two: so does the padding."""
+    return max(_SHORT_BLOCKS - 1, len(chunk.blocks)).bit_length()
+
+
+def _places(chunks: Sequence[Chunk], layout: Layout) -> tuple[Ints, Ints]:
+    """Each row's sequence position and pool block."""
+    positions: list[Ints] = []
+    blocks: list[Ints] = []
+    for chunk in chunks:
+        at = np.arange(chunk.start, chunk.start + len(chunk.tokens))
+        table = np.array(chunk.blocks, dtype=np.int64)
+        assert len(at) > 0, "an empty chunk"
+        assert at[-1] < len(table) * layout.block_size, "a chunk's blocks do not cover its tokens"
+        assert 0 <= min(chunk.blocks) <= max(chunk.blocks) < layout.num_blocks, "not a pool block"
+        positions.append(at)
+        blocks.append(table[at // layout.block_size])
+    return np.concatenate(positions), np.concatenate(blocks)
+
+
+def _table(chunk: Chunk, layout: Layout) -> Ints:
+    """The blocks that hold the chunk's context; a chunk may own more."""
+    needed = -(-(chunk.start + len(chunk.tokens)) // layout.block_size)
+    return np.array(chunk.blocks[:needed], dtype=np.int64)
+
+
+def _span(chunk: Chunk, last: int, layout: Layout) -> Span:
+    count = len(chunk.tokens)
+    context = chunk.start + count
+    if chunk.start == 0:
+        return Span(last - count, last, context, None, None)
+    # Query i stands at start + i and sees keys 0 .. start + i: the diagonal ends bottom right.
+    mask = torch.full((count, context), float("-inf"), dtype=layout.dtype)
+    mask.triu_(chunk.start + 1)
+    return Span(last - count, last, context, layout.block_rows(_table(chunk, layout)), mask)
+
+
+def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> Group:
+    tables = [_table(chunk, layout) for chunk in chunks]
+    width = max(len(table) for table in tables)
+    padded = np.zeros((len(chunks), width), dtype=np.int64)  # any block will do: it is masked
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    lengths = torch.tensor([chunk.start + 1 for chunk in chunks])
+    context = int(lengths.max())
+    mask = None
+    if int(lengths.min()) < context:
+        mask = torch.zeros(len(chunks), 1, 1, context, dtype=layout.dtype)
+        beyond = torch.arange(context) >= lengths[:, None]
+        mask.masked_fill_(beyond[:, None, None], float("-inf"))
+    return Group(first, first + len(chunks), context, layout.block_rows(padded), mask)

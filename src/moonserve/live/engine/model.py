@@ -1,0 +1,105 @@
+"""The forward pass of llama-like decoders over a paged KV pool.
+
+RMSNorm, rotary embedding (half rotation), grouped-query attention, SwiGLU: Llama, Qwen2 and kin.
+Called by TorchEngine on its one thread, under inference mode. Holds no request state; the pool is
+its only memory. No Python loop over tokens, heads or blocks: one over layers, and inside it one
+over the pass's prefilling requests and one over its groups of decoding ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+
+from moonserve.live.engine.inputs import Group, Inputs, Layout, Span
+from moonserve.live.engine.weights import Layer, Weights
+from moonserve.live.model.config import ModelConfig
+
+
+class Model:
+    """Weights and the pool [num_blocks, layers, 2, block_size, kv_heads, head_dim].
+
+    The pool starts as zeros and must stay finite: masked slots of a block are multiplied by 0.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, layout: Layout) -> None:
+        self.config = config
+        self.weights = weights
+        self.layout = layout
+        kv = (config.kv_heads, config.head_dim)
+        shape = (layout.num_blocks, config.layers, 2, layout.block_size, *kv)
+        self.pool = torch.zeros(shape, dtype=layout.dtype)
+        self._tokens = self.pool.view(-1, *kv)
+        self._blocks = self.pool.view(layout.num_blocks * config.layers * 2, -1)
+        angles = torch.outer(torch.arange(config.max_len).float(), weights.inv_freq)
+        self._cos = angles.cos().repeat(1, 2).to(layout.dtype)
+        sin = angles.sin()
+        self._sin = torch.cat((-sin, sin), -1).to(layout.dtype)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Run a pass: write its keys and values; return logits [sample_rows, vocab], float32."""
+        eps = self.config.norm_eps
+        width = (self.config.hidden,)
+        hidden = self.weights.embed[inputs.ids]
+        cos = self._cos[inputs.positions].unsqueeze(1)
+        sin = self._sin[inputs.positions].unsqueeze(1)
+        for index, layer in enumerate(self.weights.layers):
+            normed = rms_norm(hidden, width, layer.attn_norm, eps)
+            hidden += self._attention(index, layer, normed, cos, sin, inputs)
+            normed = rms_norm(hidden, width, layer.mlp_norm, eps)
+            gate, up = linear(normed, layer.gate_up).chunk(2, -1)
+            hidden += linear(silu(gate).mul_(up), layer.down)
+        last = rms_norm(hidden[inputs.sample_rows], width, self.weights.norm, eps)
+        return linear(last, self.weights.lm_head).float()
+
+    def _attention(
+        self, index: int, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor, inputs: Inputs
+    ) -> Tensor:
+        heads, kv_heads, dim = self.config.heads, self.config.kv_heads, self.config.head_dim
+        qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, dim)
+        rotated = qkv[:, : heads + kv_heads]
+        # cos holds both halves, sin its first half negated: roll swaps the halves of each head.
+        rotated.copy_((rotated * cos).addcmul_(rotated.roll(dim // 2, -1), sin))
+        keys_values = qkv[:, heads:].view(-1, 2, kv_heads, dim)
+        self._tokens[inputs.slots[index]] = keys_values
+        queries = qkv[:, :heads]
+        mixed = torch.empty_like(queries)
+        for span in inputs.spans:
+            rows = slice(span.first, span.last)
+            mixed[rows] = self._span(index, span, queries[rows], keys_values[rows])
+        for group in inputs.groups:
+            rows = slice(group.first, group.last)
+            mixed[rows] = self._group(index, group, queries[rows])
+        return linear(mixed.view(len(normed), -1), layer.out)
+
+    def _span(self, index: int, span: Span, queries: Tensor, keys_values: Tensor) -> Tensor:
+        """Attention of one request's several tokens [tokens, heads, dim] over its context."""
+        if span.gather is None:
+            keys, values = keys_values.unbind(1)
+        else:
+            shape = (2, -1, self.config.kv_heads, self.config.head_dim)
+            gathered = self._blocks.index_select(0, span.gather[index]).view(shape)
+            keys, values = gathered[:, : span.context].unbind(0)
+        return scaled_dot_product_attention(
+            queries.transpose(0, 1).unsqueeze(0),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            attn_mask=span.mask,
+            is_causal=span.mask is None,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+
+    def _group(self, index: int, group: Group, queries: Tensor) -> Tensor:
+        """Attention of one token each of several requests, padded to the longest context."""
+        kv_heads, dim = self.config.kv_heads, self.config.head_dim
+        batch = group.last - group.first
+        gathered = self._blocks.index_select(0, group.gather[index])
+        keys, values = gathered.view(2, batch, -1, kv_heads, dim)[:, :, : group.context].unbind(0)
+        # The heads that share a KV head stand in as its queries: no key is read or copied twice.
+        return scaled_dot_product_attention(
+            queries.view(batch, kv_heads, -1, dim),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=group.mask,
+        ).reshape(batch, -1, dim)

@@ -1,0 +1,196 @@
+"""TorchEngine: the Engine port over a torch model on this machine's CPU.
+
+For the worker, benchmarks and equality tests. All computation happens on one thread of its own, so
+that the event loop never waits for a pass; the time of a pass is measured there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from moonserve.core.batch import Chunk, Pass, PassResult
+from moonserve.core.errors import ConfigError
+from moonserve.core.request import Sampling
+from moonserve.core.units import Bytes, RequestId, Tokens
+from moonserve.live.engine.inputs import Layout, build_inputs, layout_name
+from moonserve.live.engine.model import Model
+from moonserve.live.engine.sampler import sample
+from moonserve.live.engine.weights import load_weights
+from moonserve.live.model.config import ModelConfig, weights_revision
+from moonserve.live.ports import EngineShape
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+DEFAULT_KV_BYTES: Bytes = 1 << 30
+"""Size of the KV pool where none is stated; touched only as it fills."""
+
+
+def native_bfloat16() -> str | None:
+    """The CPU's instructions for bfloat16 matrices, or None.
+
+    By capability, not by timing: two workers on like machines must come to the same answer, or
+    they could not exchange KV.
+    """
+    probes = {"AMX": "_is_amx_tile_supported", "AVX512-BF16": "_is_avx512_bf16_supported"}
+    for name, probe in probes.items():
+        supported = getattr(torch.cpu, probe, None)
+        if supported is not None and supported():
+            return name
+    return None
+
+
+def _pick_dtype(dtype: DType, progress: Callable[[str], None]) -> torch.dtype:
+    if dtype == "float32":
+        return torch.float32
+    if dtype == "bfloat16":
+        return torch.bfloat16
+    native = native_bfloat16()
+    if native is None:
+        progress("dtype float32: this CPU has neither AMX nor AVX512-BF16")
+        return torch.float32
+    progress(f"dtype bfloat16: this CPU has {native}")
+    return torch.bfloat16
+
+
+class TorchEngine:
+    """One model and its block pool. Made by `load`; `close` it."""
+
+    def __init__(
+        self, config: ModelConfig, model: Model, shape: EngineShape, threads: int | None
+    ) -> None:
+        self.config = config
+        self._model = model
+        self._shape = shape
+        self._bytes = model.pool.view(shape.num_blocks, -1).view(torch.uint8).numpy()
+        # torch's thread count is per calling thread with OpenMP, so the engine's own sets it.
+        self._thread = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="engine",
+            initializer=torch.set_num_threads,
+            initargs=(threads or len(os.sched_getaffinity(0)),),
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: DType = "auto",
+        block_size: Tokens = 32,
+        num_blocks: int | None = None,
+        kv_memory_bytes: Bytes | None = None,
+        threads: int | None = None,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> TorchEngine:
+        """Load a GGUF file or a safetensors folder; seconds for a small model.
+
+        The pool has num_blocks blocks, or as many as fit kv_memory_bytes (1 GiB where neither is
+        given). threads: None for every CPU this process may use. progress gets lines for a human.
+        """
+        kind = _pick_dtype(dtype, progress)
+        config, weights = load_weights(path, kind, progress)
+        if block_size <= 0:
+            raise ConfigError(f"{block_size} is not above 0; use 32", "block_size")
+        per_token = 2 * config.layers * config.kv_heads * config.head_dim * kind.itemsize
+        block_bytes = per_token * block_size
+        if num_blocks is None:
+            num_blocks = (kv_memory_bytes or DEFAULT_KV_BYTES) // block_bytes
+        _check_memory(num_blocks, block_bytes)
+        layout = Layout(num_blocks, config.layers, block_size, kind)
+        progress(
+            f"KV pool: {num_blocks} blocks of {block_size} tokens,"
+            f" {num_blocks * block_bytes / 2**20:.0f} MiB"
+        )
+        shape = EngineShape(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            vocab_size=config.vocab_size,
+            max_len=config.max_len,
+            layout=layout_name(config, kind),
+            revision=weights_revision(path),
+            eos_token_ids=config.eos_token_ids,
+        )
+        return cls(config, Model(config, weights, layout), shape, threads)
+
+    @property
+    def shape(self) -> EngineShape:
+        """The pool's shape."""
+        return self._shape
+
+    async def run(self, work: Pass) -> PassResult:
+        """Run one pass on the engine's thread. See ports.Engine."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+
+    def run_now(self, work: Pass) -> PassResult:
+        """Run one pass and wait for it: for benchmarks and tests, never on an event loop."""
+        return self._thread.submit(self._run, work).result()
+
+    def _run(self, work: Pass) -> PassResult:
+        begun_ns = time.perf_counter_ns()
+        with torch.inference_mode():
+            inputs = build_inputs(work.chunks, self._model.layout)
+            logits = self._model.forward(inputs)
+            wanted = [
+                (chunk.sampling, chunk.start + len(chunk.tokens))
+                for chunk in inputs.sampling
+                if chunk.sampling is not None
+            ]
+            tokens = sample(logits, wanted) if wanted else []
+        sampled = {
+            chunk.request: token for chunk, token in zip(inputs.sampling, tokens, strict=True)
+        }
+        return PassResult(sampled, (time.perf_counter_ns() - begun_ns) // 1000)
+
+    def block(self, index: int) -> memoryview:
+        """The writable bytes of one pool block. See ports.Engine."""
+        return memoryview(self._bytes[index])
+
+    async def close(self) -> None:
+        """End the engine's thread after the pass that runs, if one does."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_memory(num_blocks: int, block_bytes: Bytes) -> None:
+    """Refuse a pool that cannot be: the kernel would grant it now and kill us when it fills."""
+    if num_blocks <= 0:
+        raise ConfigError(
+            f"no room for one block of {block_bytes} bytes; raise it", "kv_memory_bytes"
+        )
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_blocks * block_bytes > present * 0.9:
+        most = int(present * 0.9) // block_bytes
+        raise ConfigError(
+            f"{num_blocks} blocks need {num_blocks * block_bytes / 2**30:.1f} GiB, this machine"
+            f" has {present / 2**30:.1f} GiB; use at most {most}",
+            "num_blocks",
+        )
+
+
+def greedy_reference(engine: TorchEngine, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens of one prompt with nothing else: the whole prompt in one pass, then one each.
+
+    The specification that the cluster's answers are compared with. Uses blocks 0, 1, 2, ... of the
+    pool, whatever they held; never stops at an end token.
+    """
+    blocks = tuple(range(ceil((len(prompt) + count) / engine.shape.block_size)))
+    request = RequestId("reference")
+    tokens: list[int] = []
+    new: tuple[int, ...] = tuple(prompt)
+    start = 0
+    while len(tokens) < count:
+        chunk = Chunk(request, new, start, blocks, Sampling(temperature=0.0))
+        token = engine.run_now(Pass((chunk,))).sampled[request]
+        tokens.append(token)
+        start += len(new)
+        new = (token,)
+    return tokens
