@@ -1,0 +1,227 @@
+"""One client connection: a socket, a reply parser, and the back-pressure between them.
+
+Only `client` uses this. It never decides which connection a request takes and never retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from typing import cast
+
+import httptools
+
+from moonserve.core.errors import DeadlineExceeded, MoonserveError
+from moonserve.core.units import Bytes
+
+_HIGH_BYTES = 256 << 10
+_LOW_BYTES = 64 << 10
+_MAX_HEAD_BYTES = 64 << 10
+
+
+class UpstreamError(MoonserveError):
+    """A peer gave no whole reply: refused, reset, broke off or spoke no HTTP.
+
+    `sent`: whether the request may have reached it, so that a repeat may do its work twice.
+    """
+
+    status = 502
+    kind = "upstream_error"
+
+    def __init__(self, message: str, *, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+class Connection(asyncio.Protocol):
+    """One connection: one exchange at a time, `send` then `next_chunk` or `read_all` to the end."""
+
+    def __init__(self, peer: str, registry: set[Connection]) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.reply_began = False
+        """Whether any byte of the current reply came."""
+        self.idle_since_s = 0.0
+        self._peer = peer
+        self._registry = registry
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._busy = False
+        self._head_done = True
+        self._until_close = False
+        self._keep_alive = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._head_bytes = 0
+        self._chunks: deque[bytes] = deque()
+        self._buffered = 0
+        self._paused = False
+        self._error: MoonserveError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._waiting_since_s = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    # What the client calls.
+
+    async def send(self, data: bytes) -> None:
+        """Send one request (head and body) and return when the reply's headers are here."""
+        assert not self._busy
+        if self._error is not None or self._transport is None:
+            raise self._error or UpstreamError(f"{self._peer}: not connected", sent=False)
+        self._busy = True
+        self._head_done = self.reply_began = self._until_close = False
+        self.headers = {}
+        self._head_bytes = 0
+        self._transport.write(data)
+        while not self._head_done:
+            await self._wait()
+
+    async def next_chunk(self) -> bytes | None:
+        """The next piece of the body, or None at its end."""
+        while not self._chunks:
+            if not self._busy:
+                return None
+            await self._wait()
+        chunk = self._chunks.popleft()
+        self._buffered -= len(chunk)
+        if self._paused and self._buffered < _LOW_BYTES:
+            self._paused = False
+            if self._transport is not None:
+                self._transport.resume_reading()
+        return chunk
+
+    async def read_all(self, limit: Bytes) -> bytes:
+        """The rest of the body. Raises UpstreamError when it is over `limit`."""
+        whole: list[bytes] = []
+        size = 0
+        while (chunk := await self.next_chunk()) is not None:
+            whole.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise UpstreamError(f"{self._peer}: reply over {limit} bytes", sent=True)
+        return whole[0] if len(whole) == 1 else b"".join(whole)
+
+    def reusable(self) -> bool:
+        """Whether another request may be sent on it."""
+        return not self._busy and not self._chunks and self._keep_alive and self._error is None
+
+    def watch_idle(self, timeout_s: float | None) -> None:
+        """From now on fail a wait for the peer that lasts `timeout_s`; None ends the watch."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        if timeout_s is not None:
+            self._idle_timer = self._loop.call_later(timeout_s, self._check_idle, timeout_s)
+
+    def abort(self) -> None:
+        """Close at once, dropping what is unsent."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail(UpstreamError(f"{self._peer}: connection closed here", sent=True))
+
+    # Waiting: one consumer, woken by the parser's callbacks.
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        self._waiting_since_s = self._loop.time()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: MoonserveError) -> None:
+        if self._error is None:
+            self._error = error
+            self._keep_alive = False
+        self._wake()
+
+    def _check_idle(self, timeout_s: float) -> None:
+        """A timer that looks back instead of being set anew for each chunk."""
+        left_s = timeout_s
+        if self._waiter is not None:
+            left_s -= self._loop.time() - self._waiting_since_s
+        if left_s > 0:
+            self._idle_timer = self._loop.call_later(left_s, self._check_idle, timeout_s)
+            return
+        self._fail(DeadlineExceeded(f"{self._peer}: silent for {timeout_s:g} s amid its reply"))
+        self.abort()
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start: turn Nagle's delay off."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._registry.add(self)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; the callbacks below collect what was parsed."""
+        if not self._busy:
+            # Bytes nobody asked for: the next reply could be mistaken for an answer to them.
+            self.abort()
+            return
+        self.reply_began = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(UpstreamError(f"{self._peer}: bad reply: {error}", sent=True))
+            self.abort()
+            return
+        if not self._head_done:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._fail(UpstreamError(f"{self._peer}: reply head over 64 KiB", sent=True))
+                self.abort()
+        elif self._buffered > _HIGH_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End of the socket: the end of a reply without length, an error amid any other."""
+        self._transport = None
+        self._registry.discard(self)
+        self.watch_idle(None)
+        if self._busy and self._until_close and exc is None:
+            self._busy = False
+        where = "amid its reply" if self.reply_began else "before a reply"
+        why = f" ({exc})" if exc is not None else ""
+        self._fail(UpstreamError(f"{self._peer}: closed {where}{why}", sent=True))
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header of the reply."""
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """The head is whole; 1xx heads are interim and dropped."""
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            self.headers = {}
+            return
+        headers = self.headers
+        self._keep_alive = self._parser.should_keep_alive()
+        self._until_close = "content-length" not in headers and "transfer-encoding" not in headers
+        self._head_done = True
+        self._wake()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._chunks.append(body)
+        self._buffered += len(body)
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        """The reply is whole."""
+        if self.status < 200:
+            return
+        self._busy = False
+        self._wake()

@@ -1,0 +1,235 @@
+"""What HTTP handlers receive and return: HttpRequest, Response, StreamingResponse, error replies.
+
+For handlers anywhere in `live`; `server.App` makes the requests and sends the replies. Nothing here
+opens a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, BodyTooLarge, MoonserveError, Overloaded
+
+T = TypeVar("T")
+
+JSON = "application/json"
+_NO_HEADERS: Mapping[str, str] = {}
+_MAX_ID_CHARS = 128
+
+
+class Response(msgspec.Struct):
+    """A whole reply; content-length is added when it is sent."""
+
+    status: int = 200
+    body: bytes = b""
+    headers: Mapping[str, str] = _NO_HEADERS
+    content_type: str = JSON
+
+
+class StreamingResponse(msgspec.Struct):
+    """A reply sent chunk by chunk as `chunks` yields.
+
+    The server closes `chunks` (aclose) on every path, also while it waits for its next chunk when
+    the client disconnects: there the await inside it sees CancelledError.
+    """
+
+    chunks: AsyncIterator[bytes]
+    status: int = 200
+    headers: Mapping[str, str] = {"cache-control": "no-cache"}
+    content_type: str = "text/event-stream; charset=utf-8"
+
+
+class BodyTooSlow(BadRequest):
+    """The request body did not arrive within the server's limit."""
+
+    status = 408
+
+
+class ErrorBody(msgspec.Struct):
+    """The inside of OpenAI's error shape."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct):
+    """OpenAI's error shape."""
+
+    error: ErrorBody
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS
+) -> Response:
+    """A JSON reply of anything msgspec can encode."""
+    return Response(status, msgspec.json.encode(value), headers)
+
+
+def error_reply(error: MoonserveError) -> ErrorReply:
+    """An operating error in OpenAI's shape; the reply a client sees says nothing else."""
+    param = code = None
+    if isinstance(error, BadRequest):
+        param, code = error.param, error.code
+    elif isinstance(error, Overloaded):
+        code = error.reason
+    return ErrorReply(ErrorBody(str(error), error.kind, param, code))
+
+
+def error_response(error: MoonserveError) -> Response:
+    """The reply to a failed request: the error's own status, body in OpenAI's shape."""
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["x-moonserve-reject-reason"] = error.reason
+    return json_response(error_reply(error), error.status, headers)
+
+
+class HttpRequest:
+    """One request as a handler sees it. `headers` has lower-case names; a repeated one's last wins.
+
+    `id` is the client's x-request-id where that is sane (at most 128 visible ASCII characters),
+    else made here; the server puts it on the reply.
+    """
+
+    __slots__ = (
+        "_body",
+        "_body_timeout_s",
+        "_complete",
+        "_max_body_bytes",
+        "_receive",
+        "_watcher",
+        "gone",
+        "headers",
+        "id",
+        "method",
+        "path",
+        "query_string",
+    )
+
+    def __init__(
+        self,
+        scope: Mapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        max_body_bytes: int,
+        body_timeout_s: float,
+    ) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query_string: bytes = scope["query_string"]
+        self.headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.id = _request_id(self.headers.get("x-request-id"))
+        self.gone = False
+        """Whether the client was seen to leave."""
+        self._receive = receive
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._body = bytearray()
+        self._complete = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The query string's fields; a repeated one's last wins."""
+        return dict(parse_qsl(self.query_string.decode("latin-1"), keep_blank_values=True))
+
+    async def body(self) -> bytes:
+        """The whole body. Raises BodyTooLarge (at once where content-length says so), BodyTooSlow.
+
+        A client that leaves half way ends the handler as `cancel_on_disconnect` does.
+        """
+        limit = self._max_body_bytes
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise BodyTooLarge(f"body of {declared} bytes is over the limit of {limit} bytes")
+        if not self._complete:
+            try:
+                async with asyncio.timeout(self._body_timeout_s):
+                    await self._read_body(limit)
+            except TimeoutError:
+                raise BodyTooSlow(
+                    f"body did not arrive within {self._body_timeout_s:g} s"
+                ) from None
+        return bytes(self._body)
+
+    async def _read_body(self, limit: int) -> None:
+        while not self._complete:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = self._complete = True
+                raise asyncio.CancelledError
+            self._body += message["body"]
+            self._complete = not message["more_body"]
+            if len(self._body) > limit:
+                self._body.clear()
+                raise BodyTooLarge(f"body is over the limit of {limit} bytes")
+
+    async def json(self, shape: type[T]) -> T:
+        """The body decoded from JSON as `shape`. Raises BadRequest on bad JSON or a wrong type."""
+        try:
+            return msgspec.json.decode(await self.body(), type=shape)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadRequest(f"request body: {error}") from None
+
+    async def disconnected(self) -> None:
+        """Return when the client is gone. One waiter per request; the body must have been read."""
+        assert not self.unread(), "read the body first: both come over the same channel"
+        while not self.gone:
+            self.gone = (await self._receive())["type"] == "http.disconnect"
+
+    def cancel_on_disconnect(self) -> None:
+        """From now on the calling handler's task is cancelled when the client goes away.
+
+        For handlers that wait on engines; the body must have been read. Streaming replies do it
+        by themselves once they are sent.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch(task))
+
+    async def _watch(self, handler: asyncio.Task[Any]) -> None:
+        await self.disconnected()
+        handler.cancel()
+
+    def stop_watching(self) -> None:
+        """End `cancel_on_disconnect`; called by the server before the reply's last byte."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+
+    def unread(self) -> bool:
+        """Whether some of the body may still be on its way."""
+        headers = self.headers
+        sent = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        return sent and not self._complete
+
+    async def discard(self, limit: int, timeout_s: float) -> None:
+        """Read and drop up to `limit` body bytes, for at most `timeout_s`.
+
+        A client that is still sending when its connection closes would lose the reply.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._complete and limit > 0:
+                    message = await self._receive()
+                    limit -= len(message.get("body", b""))
+                    self._complete = not message.get("more_body", False)
+        except TimeoutError:
+            pass
+
+
+def _request_id(given: str | None) -> str:
+    if given and len(given) <= _MAX_ID_CHARS and all("!" <= c <= "~" for c in given):
+        return given
+    return f"req-{secrets.token_hex(12)}"
