@@ -12,8 +12,10 @@ from typing import Protocol
 import msgspec
 
 from moonserve.core.batch import Pass, PassResult
+from moonserve.core.pool import Found as Found
+from moonserve.core.pool import Replica as Replica
 from moonserve.core.request import Request
-from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId, Tokens
+from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, Tokens
 
 
 class Clock(Protocol):
@@ -64,23 +66,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free threads and memory; `run` is not called after."""
-
-
-class Replica(msgspec.Struct, frozen=True):
-    """Where one copy of an object lies."""
-
-    segment: SegmentId
-    offset: Bytes
-
-
-class Found(msgspec.Struct, frozen=True):
-    """One object that exists: complete, readable, leased to the finder."""
-
-    key: BlockKey
-    size: Bytes
-    checksum: int
-    version: int
-    replicas: tuple[Replica, ...]
 
 
 class KVStore(Protocol):

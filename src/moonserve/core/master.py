@@ -1,0 +1,348 @@
+"""The store's machine: what exists in the pool, where, and who keeps it there.
+
+For live.store.server, which feeds it calls with a clock. Pure and synchronous; it never sees a
+byte of any object, only keys, extents and checksums.
+
+What holds at every moment:
+- An object exists once its put has ended: complete and readable. `drain_events` tells every
+  appearance and disappearance, so a replay of the events is exactly what `find` would say.
+- A leased object is not evicted. It goes only with its segment, or when it is found corrupt.
+- Ids of puts never repeat, so a stale ticket names nothing. Two owners may put one key at the
+  same time; each has an extent of its own, the first to end wins and the other's is freed. (Keys
+  name contents; neither owner then depends on the other's being alive.)
+- An extent may be reused while a reader whose lease ran out, or a writer whose put ran out, still
+  touches it. Hence readers verify the checksum after the copy: such an object is lost, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonserve.core.errors import UnknownSegment
+from moonserve.core.evict import Lru
+from moonserve.core.facts import BlockEvent, BlockRemoved, BlockStored
+from moonserve.core.pool import (
+    Address,
+    Exists,
+    Found,
+    Full,
+    MasterStats,
+    Mount,
+    Outcome,
+    Replica,
+    SegmentStats,
+    Terms,
+    Ticket,
+)
+from moonserve.core.segments import Extents, aligned
+from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId
+
+
+@dataclass(slots=True)
+class _Segment:
+    mount: Mount
+    extents: Extents
+    heard_us: Micros
+    lru: Lru = field(default_factory=Lru)
+    objects: dict[BlockKey, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Object:
+    found: Found
+    leases: int = 0
+
+    @property
+    def at(self) -> Replica:
+        return self.found.replicas[0]
+
+
+@dataclass(slots=True)
+class _Put:
+    key: BlockKey
+    size: Bytes
+    owner: SegmentId
+    segment: SegmentId
+    offset: Bytes
+    deadline_us: Micros
+
+
+@dataclass(slots=True)
+class _Lease:
+    expires_us: Micros
+    held: dict[BlockKey, int] = field(default_factory=dict)
+    """Key -> version, in the order taken. Grows only by what its holder asks for, until it ends."""
+
+
+class Master:
+    """Segments, objects, puts and leases of one pool.
+
+    Bounds: objects and pending puts by the mounted bytes, leases by their time to live, events by
+    the driver, which drains them after every call. `first_id` must be larger than every ticket id
+    an earlier master of this pool gave out (a start time in microseconds will do).
+    """
+
+    def __init__(self, terms: Terms, first_id: int) -> None:
+        self.terms = terms
+        self._next_id = first_id
+        self._segments: dict[SegmentId, _Segment] = {}
+        self._objects: dict[BlockKey, _Object] = {}
+        self._puts: dict[int, _Put] = {}
+        self._leases: dict[LeaseId, _Lease] = {}
+        self._events: list[BlockEvent] = []
+        self._evicted = 0
+
+    # Segments
+
+    def mount(self, now_us: Micros, mount: Mount) -> bool:
+        """Add a segment, empty. False: refused, a newer epoch of it is mounted.
+
+        The same epoch again is a repeated message. A newer one is a restarted owner: all that the
+        old one held is dropped first.
+        """
+        old = self._segments.get(mount.id)
+        if old is not None and old.mount.epoch >= mount.epoch:
+            old.heard_us = now_us
+            return old.mount.epoch == mount.epoch
+        self._drop_segment(mount.id)
+        self._segments[mount.id] = _Segment(mount, Extents(mount.capacity_bytes), now_us)
+        return True
+
+    def beat(self, now_us: Micros, segment: SegmentId, epoch: int) -> bool:
+        """The owner lives. False: this epoch is not mounted, so mount again."""
+        held = self._segments.get(segment)
+        if held is None or held.mount.epoch != epoch:
+            return False
+        held.heard_us = now_us
+        return True
+
+    def unmount(self, segment: SegmentId, epoch: int) -> None:
+        """Drop a segment and all it holds; another epoch's is left alone."""
+        held = self._segments.get(segment)
+        if held is not None and held.mount.epoch == epoch:
+            self._drop_segment(segment)
+
+    def addresses(self) -> dict[SegmentId, Address]:
+        """Where the mounted segments are reached."""
+        return {name: segment.mount.address for name, segment in self._segments.items()}
+
+    # Puts
+
+    def put_start(
+        self,
+        now_us: Micros,
+        owner: SegmentId,
+        items: Sequence[tuple[BlockKey, Bytes]],
+        lease: LeaseId | None,
+    ) -> list[Outcome]:
+        """Start one put per (key, size > 0), onto the owner's own segment where there is room.
+
+        Else onto the segment with most free bytes, else in place of the owner's least recently
+        used objects, else of another's. Objects that exist are leased. UnknownSegment: the owner
+        is not mounted.
+        """
+        if owner not in self._segments:
+            raise UnknownSegment(f"put by {owner!r}, which is not mounted")
+        outcomes: list[Outcome] = []
+        for key, size in items:
+            existing = self._objects.get(key)
+            if existing is not None:
+                self._use(now_us, existing, lease)
+                outcomes.append(Exists())
+                continue
+            place = self._allocate(owner, size)
+            if place is None:
+                outcomes.append(Full())
+                continue
+            deadline_us = now_us + self.terms.put_ttl_us
+            put = _Put(key, size, owner, place.segment, place.offset, deadline_us)
+            self._puts[self._next_id] = put
+            outcomes.append(Ticket(self._next_id, place.segment, place.offset))
+            self._next_id += 1
+        return outcomes
+
+    def put_end(
+        self, now_us: Micros, ends: Sequence[tuple[int, int]], lease: LeaseId | None
+    ) -> list[bool]:
+        """End puts, each (ticket id, checksum of the bytes written).
+
+        True: the object exists, and is leased. False: the ticket is stale, its extent was lost.
+        """
+        return [self._end(now_us, ticket, checksum, lease) for ticket, checksum in ends]
+
+    def put_abort(self, tickets: Sequence[int]) -> None:
+        """Give up puts; stale tickets are no error."""
+        for ticket in tickets:
+            put = self._puts.pop(ticket, None)
+            if put is not None:
+                self._segments[put.segment].extents.free(put.offset)
+
+    # Reads
+
+    def find(self, now_us: Micros, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
+        """The leading run of `keys` that exist, each leased; the whole lease lasts anew."""
+        found: list[Found] = []
+        for key in keys:
+            existing = self._objects.get(key)
+            if existing is None:
+                break
+            self._use(now_us, existing, lease)
+            found.append(existing.found)
+        return found
+
+    def locate(self, key: BlockKey) -> Found | None:
+        """Look an object up without using it."""
+        existing = self._objects.get(key)
+        return None if existing is None else existing.found
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease; an unknown one is no error.
+
+        Its last key becomes the oldest: a chain is then evicted from its tail, and what is left
+        of it stays a usable prefix.
+        """
+        ended = self._leases.pop(lease, None)
+        if ended is None:
+            return
+        for key, version in reversed(ended.held.items()):
+            existing = self._objects.get(key)
+            if existing is None or existing.found.version != version:
+                continue
+            existing.leases -= 1
+            if existing.leases == 0:
+                self._make_evictable(existing)
+
+    def discard(self, key: BlockKey, version: int) -> None:
+        """Remove an object whose bytes a reader found corrupt; a newer version is left alone."""
+        existing = self._objects.get(key)
+        if existing is not None and existing.found.version == version:
+            self._remove(existing)
+
+    # Time and ledgers
+
+    def reap(self, now_us: Micros) -> list[SegmentId]:
+        """Take back what ran out: segments not heard of (returned), overdue puts, old leases."""
+        silent_us = now_us - self.terms.segment_ttl_us
+        lost = [name for name, held in self._segments.items() if held.heard_us <= silent_us]
+        for name in lost:
+            self._drop_segment(name)
+        self.put_abort([id for id, put in self._puts.items() if put.deadline_us <= now_us])
+        for lease in [name for name, it in self._leases.items() if it.expires_us <= now_us]:
+            self.release(lease)
+        return lost
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What appeared and disappeared since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> MasterStats:
+        """The ledgers now."""
+        return MasterStats(
+            segments=tuple(
+                SegmentStats(
+                    id=name,
+                    epoch=held.mount.epoch,
+                    address=held.mount.address,
+                    capacity_bytes=held.extents.capacity_bytes,
+                    used_bytes=held.extents.used_bytes,
+                    evictable_bytes=held.lru.evictable_bytes,
+                    objects=len(held.objects),
+                )
+                for name, held in self._segments.items()
+            ),
+            objects=len(self._objects),
+            leases=len(self._leases),
+            pending_puts=len(self._puts),
+            evicted=self._evicted,
+        )
+
+    # Inside
+
+    def _end(self, now_us: Micros, ticket: int, checksum: int, lease: LeaseId | None) -> bool:
+        put = self._puts.pop(ticket, None)
+        if put is None:
+            return False
+        existing = self._objects.get(put.key)
+        if existing is not None:  # another owner's put of the same key ended first
+            self._segments[put.segment].extents.free(put.offset)
+            self._use(now_us, existing, lease)
+            return True
+        replica = Replica(put.segment, put.offset)
+        stored = _Object(Found(put.key, put.size, checksum, ticket, (replica,)))
+        self._objects[put.key] = stored
+        self._segments[put.segment].objects[put.key] = None
+        self._events.append(BlockStored(put.key, put.segment))
+        self._use(now_us, stored, lease)
+        return True
+
+    def _use(self, now_us: Micros, existing: _Object, lease: LeaseId | None) -> None:
+        """Keep an object under `lease`, or only mark it as used now."""
+        if lease is None:
+            if existing.leases == 0:
+                self._make_evictable(existing)
+            return
+        record = self._leases.setdefault(lease, _Lease(0))
+        record.expires_us = now_us + self.terms.lease_ttl_us
+        found = existing.found
+        if record.held.get(found.key) != found.version:
+            record.held[found.key] = found.version
+            existing.leases += 1
+            self._segments[existing.at.segment].lru.discard(found.key)
+
+    def _make_evictable(self, existing: _Object) -> None:
+        found = existing.found
+        self._segments[existing.at.segment].lru.add(found.key, aligned(found.size))
+
+    def _allocate(self, owner: SegmentId, size: Bytes) -> Replica | None:
+        own = self._segments[owner]
+        offset = own.extents.allocate(size)
+        if offset is not None:
+            return Replica(owner, offset)
+        others = [held for held in self._segments.values() if held is not own]
+        others.sort(key=lambda held: held.extents.free_bytes, reverse=True)
+        for held in others:
+            offset = held.extents.allocate(size)
+            if offset is not None:
+                return Replica(held.mount.id, offset)
+        for held in (own, *others):
+            offset = self._evict_for(held, size)
+            if offset is not None:
+                return Replica(held.mount.id, offset)
+        return None
+
+    def _evict_for(self, held: _Segment, size: Bytes) -> Bytes | None:
+        """Evict oldest first until `size` fits.
+
+        Among leased objects of other sizes all may be evicted in vain; with blocks of one size,
+        the first victim's extent fits.
+        """
+        if held.extents.free_bytes + held.lru.evictable_bytes < aligned(size):
+            return None
+        while (victim := held.lru.oldest()) is not None:
+            self._remove(self._objects[victim])
+            self._evicted += 1
+            offset = held.extents.allocate(size)
+            if offset is not None:
+                return offset
+        return None
+
+    def _remove(self, existing: _Object) -> None:
+        key, at = existing.found.key, existing.at
+        held = self._segments[at.segment]
+        del self._objects[key]
+        del held.objects[key]
+        held.lru.discard(key)
+        held.extents.free(at.offset)
+        self._events.append(BlockRemoved(key, at.segment))
+
+    def _drop_segment(self, name: SegmentId) -> None:
+        """Forget a segment, its objects, and every put that is onto it or by its owner."""
+        held = self._segments.get(name)
+        if held is None:
+            return
+        for key in list(held.objects):
+            self._remove(self._objects[key])
+        self.put_abort([id for id, put in self._puts.items() if name in (put.owner, put.segment)])
+        del self._segments[name]
