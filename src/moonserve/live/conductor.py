@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from moonserve.core.facts import Arrived, Fact
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens
+from moonserve.live.clock import LoopClock
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,9 @@ class Record(msgspec.Struct):
 class ConductorLoop:
     """Drives one Conductor on the running event loop."""
 
-    def __init__(
-        self,
-        conductor: Conductor,
-        release: Callable[[LeaseId], None],
-        now_us: Callable[[], Micros] = lambda: time.monotonic_ns() // 1_000,
-    ) -> None:
+    def __init__(self, conductor: Conductor, release: Callable[[LeaseId], None]) -> None:
         self.core = conductor
-        self.now_us = now_us
+        self.now_us = LoopClock().now_us
         self._release = release
         self._inboxes: dict[RequestId, asyncio.Queue[Any]] = {}
         self._facts: list[Fact] = []

@@ -7,7 +7,8 @@ so that a request's task waits in one place. Implements ports.Serving.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -77,8 +78,9 @@ class Cluster:
         """See ports.Serving."""
         life = _Life(request, self._namespace(request.model), self._conductor, self._wire)
         try:
-            async for output in life.run():
-                yield output
+            async with contextlib.aclosing(life.run()) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
             await life.close()
 
@@ -112,7 +114,7 @@ class _Life:
         self._outcome = "cancelled"
         self._opened = False
 
-    async def run(self) -> AsyncIterator[Output]:
+    async def run(self) -> AsyncGenerator[Output, None]:
         """Pieces of output until the end; raises what the client is owed."""
         request = self._request
         if self._conductor.known(request.id):

@@ -1,0 +1,126 @@
+"""Read-only HTTP views of the cluster: instances, decisions, segments, health, stats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.units import RequestId
+from moonserve.live.conductor import ConductorLoop, Record
+from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.server import Handler
+from moonserve.live.store.server import MasterService
+
+DECISIONS_PREFIX = "/api/decisions/"
+
+
+class NoDecision(BadRequest):
+    """No decision is kept for this request id."""
+
+    status = 404
+
+
+class Api:
+    """Handlers of /api, to be mounted by the gateway process."""
+
+    def __init__(self, conductor: ConductorLoop, store: MasterService) -> None:
+        self._conductor = conductor
+        self._store = store
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("GET", "/api/instances"): self._instances,
+            ("GET", "/api/segments"): self._segments,
+            ("GET", "/api/health"): self._health,
+            ("GET", "/api/stats"): self._stats,
+        }
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes."""
+        return {("GET", DECISIONS_PREFIX): self._decision}
+
+    async def _instances(self, request: HttpRequest) -> Response:
+        now_us = self._conductor.now_us()
+        rows = []
+        for view in self._conductor.core.view.instances.values():
+            info = view.info
+            rows.append(
+                {
+                    "id": info.id,
+                    "role": info.role,
+                    "url": info.url,
+                    "model": info.model,
+                    "epoch": info.epoch,
+                    "heard_ms_ago": (now_us - view.heard_us) / 1_000,
+                    "running": view.load.running,
+                    "waiting": view.load.waiting,
+                    "free_blocks": view.load.free_blocks,
+                    "kv_blocks": info.kv_blocks,
+                    "prefills_promised": view.prefills,
+                    "queue_ms": view.queue_us(now_us) / 1_000,
+                    "decodes_promised": len(view.decoding),
+                    "prefill_1k_ms": view.cost.prefill_us(1_000, 0, info.chunk_tokens) / 1_000,
+                    "tbt_ms": view.tbt_us(1_000) / 1_000,
+                }
+            )
+        return json_response(rows)
+
+    async def _segments(self, request: HttpRequest) -> Response:
+        return json_response(self._store.lookup(request.query.get("key")))
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _stats(self, request: HttpRequest) -> Response:
+        promised = self._conductor.core.promised()
+        return json_response(
+            {
+                "requests": promised.requests,
+                "prefills_promised": promised.prefills,
+                "prefill_us_promised": promised.prefill_us,
+                "decodes_promised": promised.decodes,
+                "index_blocks": len(self._conductor.core.index),
+                "store": self._store.stats(),
+            }
+        )
+
+    async def _decision(self, request: HttpRequest) -> Response:
+        wanted = RequestId(request.path.removeprefix(DECISIONS_PREFIX))
+        record = self._conductor.records.get(wanted)
+        if record is None:
+            raise NoDecision(f"no decision is kept for request {wanted}", "request id")
+        return json_response(explain(wanted, record))
+
+
+def explain(request: RequestId, record: Record) -> dict[str, Any]:
+    """A decision record for people: milliseconds and tokens, candidates best first."""
+    decision = record.decision
+    candidates = sorted(decision.candidates, key=lambda c: (c.ttft_us, c.instance))
+    return {
+        "request": request,
+        "prefill": decision.prefill,
+        "decode": decision.decode,
+        "prompt_tokens": decision.prompt_tokens,
+        "reused_tokens": decision.reused_tokens,
+        "holder": decision.holder,
+        "predicted_ttft_ms": decision.predicted_ttft_us / 1_000,
+        "predicted_tbt_ms": decision.predicted_tbt_us / 1_000,
+        "actual_ttft_ms": None if record.ttft_us is None else record.ttft_us / 1_000,
+        "actual_cached_tokens": record.cached_tokens,
+        "attempts": record.attempts,
+        "outcome": record.outcome,
+        "candidates": [
+            {
+                "instance": c.instance,
+                "local_tokens": c.local_tokens,
+                "reused_tokens": c.reused_tokens,
+                "holder": c.holder,
+                "transfer_ms": c.transfer_us / 1_000,
+                "queue_ms": c.queue_us / 1_000,
+                "compute_ms": c.compute_us / 1_000,
+                "ttft_ms": c.ttft_us / 1_000,
+            }
+            for c in candidates
+        ],
+    }

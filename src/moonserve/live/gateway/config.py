@@ -1,0 +1,32 @@
+"""Settings of the gateway process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonserve.core.units import Bytes
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway with its Conductor and store master."""
+
+    model: str
+    """Catalog name, Hugging Face folder or GGUF file: for tokens and the chat template."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free port."""
+    token: str = ""
+    """Workers must present it on /internal; empty only when bound to loopback."""
+    drain_s: float = 30.0
+    """How long running requests may take to finish after a stop was asked for."""
+    threshold: float = 1.0
+    """kvcache_balancing_threshold of Algorithm 1."""
+    max_body_bytes: Bytes = 8 << 20
+    max_in_flight: int = 1_024
+    """Requests served at once; more are answered 429."""
+    prefill_timeout_s: float = 300.0
+    """A prefill call, its wait on the instance included, may take this long."""
+    token_timeout_s: float = 60.0
+    """Longest silence between two tokens of a decode before it is taken for lost."""
+    dead_after_s: float = 5.0
+    """Instances not heard of for this long are taken for dead."""

@@ -1,0 +1,148 @@
+"""The control plane that workers speak to: join, beat, leave, and the store's operations.
+
+msgpack bodies, guarded by the cluster token. Translates to facts for the Conductor and calls on the
+master; decides only whether an instance may join.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left
+from moonserve.core.units import InstanceId
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.server import Handler
+from moonserve.live.store.server import MasterService
+
+T = TypeVar("T")
+
+STORE_PREFIX = "/internal/store/"
+_MSGPACK = "application/msgpack"
+
+
+class BeatBody(msgspec.Struct, frozen=True):
+    """A heartbeat as it travels."""
+
+    id: InstanceId
+    epoch: int
+    load: InstanceLoad
+
+
+class LeaveBody(msgspec.Struct, frozen=True):
+    """A goodbye as it travels."""
+
+    id: InstanceId
+    epoch: int
+
+
+class Unauthorized(BadRequest):
+    """The cluster token is missing or wrong."""
+
+    status = 401
+
+
+class UnknownInstance(BadRequest):
+    """A beat of an instance that has not joined, or joined as another epoch: it must join again."""
+
+    status = 404
+
+
+class Incompatible(BadRequest):
+    """An instance whose KV could not be exchanged with the others of its model."""
+
+    status = 409
+
+
+class Internal:
+    """Handlers of /internal, to be mounted by the gateway process."""
+
+    def __init__(
+        self, conductor: ConductorLoop, store: MasterService, after_store: Callable[[], None], token: str
+    ) -> None:
+        """`after_store` runs after each store operation, to pass its events on."""
+        self._conductor = conductor
+        self._store = store
+        self._after_store = after_store
+        self._token = token
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("POST", "/internal/join"): self._guarded(self._join),
+            ("POST", "/internal/beat"): self._guarded(self._beat),
+            ("POST", "/internal/leave"): self._guarded(self._leave),
+        }
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes."""
+        return {("POST", STORE_PREFIX): self._guarded(self._store_op)}
+
+    def _guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
+        async def checked(request: HttpRequest) -> Response:
+            given = request.headers.get("authorization", "").encode()
+            wanted = f"Bearer {self._token}".encode()
+            if self._token and not hmac.compare_digest(given, wanted):
+                raise Unauthorized("cluster token missing or wrong", "authorization")
+            return await handler(request)
+
+        return checked
+
+    async def _join(self, request: HttpRequest) -> Response:
+        info = _decode(await request.body(), InstanceInfo)
+        if info.namespace.block_size < 1 or info.chunk_tokens < 1 or info.max_seqs < 1:
+            raise BadRequest("block_size, chunk_tokens and max_seqs must be 1 or more", "namespace")
+        for view in self._conductor.core.view.instances.values():
+            other = view.info
+            if other.id != info.id and other.model == info.model:
+                _check_compatible(info, other)
+        self._conductor.tell(Joined(info))
+        return _reply({})
+
+    async def _beat(self, request: HttpRequest) -> Response:
+        beat = _decode(await request.body(), BeatBody)
+        view = self._conductor.core.view.instances.get(beat.id)
+        if view is None or view.info.epoch != beat.epoch:
+            raise UnknownInstance(f"instance {beat.id} has not joined; join again", "id")
+        self._conductor.tell(Beat(beat.id, beat.epoch, beat.load))
+        return _reply({})
+
+    async def _leave(self, request: HttpRequest) -> Response:
+        leave = _decode(await request.body(), LeaveBody)
+        self._conductor.tell(Left(leave.id, leave.epoch))
+        return _reply({})
+
+    async def _store_op(self, request: HttpRequest) -> Response:
+        op = request.path.removeprefix(STORE_PREFIX)
+        try:
+            reply = self._store.handle(op, await request.body())
+        finally:
+            self._after_store()
+        return Response(200, reply, content_type=_MSGPACK)
+
+
+def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:
+    for field in msgspec.structs.fields(info.namespace):
+        mine, theirs = getattr(info.namespace, field.name), getattr(other.namespace, field.name)
+        if mine != theirs:
+            raise Incompatible(
+                f"{field.name} is {mine!r} here but {theirs!r} on instance {other.id}: "
+                f"instances of model {info.model} cannot exchange KV; start all with the same",
+                f"namespace.{field.name}",
+            )
+
+
+def _decode(body: bytes, shape: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=shape)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"body is no msgpack {shape.__name__}: {error}", "body") from None
+
+
+def _reply(value: object) -> Response:
+    return Response(200, msgspec.msgpack.encode(value), content_type=_MSGPACK)

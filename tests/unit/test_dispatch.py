@@ -1,0 +1,256 @@
+"""Dispatch: one request's calls, retries and cancellation, with instances played by a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from moonserve.core.conductor import Conductor
+from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive
+from moonserve.core.facts import InstanceInfo, Joined, Left
+from moonserve.core.request import Request, Stopping
+from moonserve.core.units import LeaseId, RequestId
+from moonserve.core.view import Promised
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.dispatch import Cluster
+from moonserve.live.instances.wire import Decoded, InstanceRefused, Prefilled
+from moonserve.live.ports import Output
+from tests.support.cluster import info
+
+NOTHING = Promised(0, 0, 0, 0)
+PROMPT = tuple(range(9))
+
+
+def next_token(tokens: list[int]) -> int:
+    """The scripted model: a function of all tokens so far."""
+    return (sum(tokens) * 31 + len(tokens)) % 1_000
+
+
+def expected(count: int) -> list[int]:
+    """What one process would generate after PROMPT."""
+    known = list(PROMPT)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(PROMPT) :]
+
+
+class ScriptedWire:
+    """Instances that follow the model, except where `faults` says otherwise, call by call."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[str, str, int]] = []
+        """(role, what, after how many decode tokens): taken by the next call of that role."""
+        self.calls: list[tuple[str, str]] = []
+        self.cancelled = 0
+
+    def _fault(self, role: str) -> tuple[str, int]:
+        for fault in self.faults:
+            if fault[0] == role:
+                self.faults.remove(fault)
+                return fault[1], fault[2]
+        return "", -1
+
+    async def _fail(self, what: str) -> None:
+        if what == "hang":
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                self.cancelled += 1
+        if what == "reset":
+            raise InstanceRefused("connection reset", retry=True)
+        if what == "bad":
+            raise InstanceRefused("answered 400", retry=False)
+
+    async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
+        """One token after the prompt given."""
+        self.calls.append(("prefill", to.id))
+        asked = msgspec.json.decode(body)
+        assert asked["max_tokens"] == 1
+        await self._fail(self._fault("prefill")[0])
+        token = next_token(asked["prompt"])
+        return Prefilled((token,), "length", 4, {"first_token_id": token})
+
+    async def decode(
+        self, to: InstanceInfo, request: Request, body: bytes
+    ) -> AsyncIterator[Decoded]:
+        """The whole completion, first token included, two tokens a piece."""
+        self.calls.append(("decode", to.id))
+        asked = msgspec.json.decode(body)
+        known = list(asked["prompt"])
+        what, after = self._fault("decode")
+        tokens = []
+        for count in range(asked["max_tokens"]):
+            if count == after:
+                await self._fail(what)
+                if what == "short":
+                    return
+            known.append(next_token(known))
+            tokens.append(known[-1])
+            last = count == asked["max_tokens"] - 1
+            if len(tokens) == 2 or last:
+                yield Decoded(tuple(tokens), "length" if last else None)
+                tokens = []
+                await asyncio.sleep(0)
+
+
+class World:
+    """A cluster of scripted instances, and what was released."""
+
+    def __init__(self, *names: str) -> None:
+        self.wire = ScriptedWire()
+        self.released: list[LeaseId] = []
+        self.loop = ConductorLoop(Conductor(), self.released.append)
+        self.cluster = Cluster(self.loop, self.wire, {"m": 100})  # type: ignore[arg-type]
+        joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
+        self.loop.core.step(0, joins)
+
+    def request(self, name: str = "r", count: int = 8) -> AsyncIterator[Output]:
+        """Ask for `count` tokens."""
+        stopping = Stopping(max_tokens=count)
+        return self.cluster.generate(Request(RequestId(name), "m", PROMPT, stopping=stopping))
+
+    async def settled(self) -> Promised:
+        """The ledger after the loop has had its turns."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return self.loop.core.promised()
+
+
+async def collect(outputs: AsyncIterator[Output]) -> tuple[list[int], list[Output]]:
+    """All tokens, and the pieces they came in."""
+    pieces = [piece async for piece in outputs]
+    return [token for piece in pieces for token in piece.token_ids], pieces
+
+
+def run(test: Callable[[], Awaitable[Any]]) -> None:
+    """Run a test's coroutine with a deadline."""
+    asyncio.run(asyncio.wait_for(test(), 10))  # type: ignore[arg-type]
+
+
+def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
+    """The first token comes from prefill, decode's repetition of it is skipped."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        tokens, pieces = await collect(world.request())
+        assert tokens == expected(8)
+        assert pieces[0].token_ids == tuple(expected(1))
+        assert pieces[0].cached_tokens == 4
+        assert [p.finish_reason for p in pieces][-1] == "length"
+        assert world.wire.calls == [("prefill", "p0"), ("decode", "d0")]
+        assert await world.settled() == NOTHING
+        assert world.released == ["r"]
+
+    run(test)
+
+
+def test_a_single_token_never_reaches_decode() -> None:
+    """max_tokens 1 ends with prefill."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        tokens, pieces = await collect(world.request(count=1))
+        assert tokens == expected(1)
+        assert pieces[-1].finish_reason == "length"
+        assert world.wire.calls == [("prefill", "p0")]
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+@pytest.mark.parametrize("what", ["reset", "short"])
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_a_lost_decode_resumes_without_a_gap_or_a_repeat(what: str, after: int) -> None:
+    """Whenever decode breaks off, the client gets every token once."""
+
+    async def test() -> None:
+        world = World("p0", "d0", "d1")
+        world.wire.faults = [("decode", what, after)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert [who for role, who in world.wire.calls if role == "decode"] == ["d0", "d1"]
+        assert await world.settled() == NOTHING
+        assert world.released == ["r"]
+
+    run(test)
+
+
+def test_a_failed_prefill_is_tried_elsewhere() -> None:
+    """The second prefill instance serves the request."""
+
+    async def test() -> None:
+        world = World("p0", "p1", "d0")
+        world.wire.faults = [("prefill", "reset", 0)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert world.wire.calls[:2] == [("prefill", "p0"), ("prefill", "p1")]
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+def test_a_hung_instance_is_aborted_when_it_is_lost() -> None:
+    """An instance that leaves while its call hangs: the call is cancelled, another one serves."""
+
+    async def test() -> None:
+        world = World("p0", "d0", "d1")
+        world.wire.faults = [("decode", "hang", 4)]
+        stream = world.request()
+        pieces = [await anext(stream), await anext(stream)]
+        await asyncio.sleep(0)
+        world.loop.tell(Left(info("d0", "decode").id, 1))
+        pieces += [piece async for piece in stream]
+        assert [t for p in pieces for t in p.token_ids] == expected(8)
+        assert world.wire.cancelled == 1
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_closing_the_stream_cancels_everywhere(role: str) -> None:
+    """A client that leaves in either phase cancels the call; everything is released."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        world.wire.faults = [(role, "hang", 2)]
+        stream = world.request()
+        task = asyncio.ensure_future(collect(stream))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert await world.settled() == NOTHING
+        assert world.wire.cancelled == 1
+        assert world.released == ["r"]
+
+    run(test)
+
+
+def test_what_the_client_is_told() -> None:
+    """Nobody alive, a hopeless call and a duplicate id each raise their own error."""
+
+    async def test() -> None:
+        with pytest.raises(NobodyAlive):
+            await collect(World().request())
+        with pytest.raises(NobodyAlive):
+            await collect(World("p0").request())
+        world = World("p0", "d0")
+        world.wire.faults = [("prefill", "bad", 0)]
+        with pytest.raises(EngineFailed, match="answered 400"):
+            await collect(world.request())
+        assert await world.settled() == NOTHING
+        world.wire.faults = [("prefill", "hang", 0)]
+        first = asyncio.ensure_future(collect(world.request("same")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(BadRequest):
+            await collect(world.request("same"))
+        first.cancel()
+        assert await world.settled() == NOTHING
+
+    run(test)
