@@ -18,6 +18,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 async def read_request(reader: asyncio.StreamReader) -> bytes:
+    """One request's head and body."""
     head = await reader.readuntil(b"\r\n\r\n")
     for line in head.split(b"\r\n"):
         if line.lower().startswith(b"content-length:"):
@@ -59,6 +60,8 @@ def always(*pieces: bytes, gap_s: float = 0.0, close: bool = True) -> Peer:
 
 
 def run(behave: Peer, use: Callable[[HttpClient, str], Awaitable[None]]) -> None:
+    """Run `use` against a peer that behaves so."""
+
     async def main() -> None:
         async with asyncio.timeout(20), peer(behave) as url:
             client = HttpClient()
@@ -427,7 +430,7 @@ def test_bad_urls_name_the_field(url: str) -> None:
     """An address the client cannot use raises ConfigError that names the field."""
 
     async def use(client: HttpClient, good: str) -> None:
-        with pytest.raises(ConfigError, match="^url: "):
+        with pytest.raises(ConfigError, match=r"^url: "):
             await client.request("GET", url, timeout_s=5)
 
     run(always(OK), use)

@@ -10,6 +10,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
+_NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _MAX_ID_CHARS = 128
 
 
@@ -42,7 +44,7 @@ class StreamingResponse(msgspec.Struct):
 
     chunks: AsyncIterator[bytes]
     status: int = 200
-    headers: Mapping[str, str] = {"cache-control": "no-cache"}
+    headers: Mapping[str, str] = _NO_CACHE
     content_type: str = "text/event-stream; charset=utf-8"
 
 
@@ -104,6 +106,7 @@ class HttpRequest:
         "_body",
         "_body_timeout_s",
         "_complete",
+        "_cut",
         "_max_body_bytes",
         "_receive",
         "_watcher",
@@ -136,6 +139,7 @@ class HttpRequest:
         self._body_timeout_s = body_timeout_s
         self._body = bytearray()
         self._complete = False
+        self._cut = False
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -200,7 +204,13 @@ class HttpRequest:
 
     async def _watch(self, handler: asyncio.Task[Any]) -> None:
         await self.disconnected()
-        handler.cancel()
+        self.cut(handler)
+
+    def cut(self, handler: asyncio.Task[Any]) -> None:
+        """Cancel the handler's task, once: a second cancel would interrupt its clean-up."""
+        if not self._cut:
+            self._cut = True
+            handler.cancel()
 
     def stop_watching(self) -> None:
         """End `cancel_on_disconnect`; called by the server before the reply's last byte."""

@@ -40,6 +40,7 @@ _DISCARD_BYTES = 64 << 20
 _DISCARD_S = 5.0
 _CLEANUP_S = 5.0
 _FLUSH_S = 1.0
+_NOTICE_S = 0.1
 
 
 class NotFound(BadRequest):
@@ -204,7 +205,7 @@ class _StallGuard:
     def _check(self) -> None:
         if self.sending and self.sent == self._seen:
             log.warning("%s: client read nothing for %g s", self._request.id, self._period_s)
-            self._task.cancel()
+            self._request.cut(self._task)
             return
         self._seen = self.sent
         self._timer = self._task.get_loop().call_later(self._period_s, self._check)
@@ -276,8 +277,13 @@ class Server:
             await self._flush()
         for connection in list(self._state.connections):
             connection.transport.abort()
-        for task in running:
-            task.cancel()
+        if running:
+            # Losing the connection cancels those that watch it; a second cancel would interrupt
+            # their clean-up.
+            _, running = await asyncio.wait(running, timeout=_NOTICE_S)
+            for task in running:
+                if not task.cancelling():
+                    task.cancel()
         if running:
             await asyncio.wait(running, timeout=_CLEANUP_S)
         await self._listener.wait_closed()

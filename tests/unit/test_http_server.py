@@ -1,0 +1,416 @@
+"""The HTTP server seen from raw sockets and from our client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive, Overloaded
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
+from moonserve.live.http.server import App, Server, serve
+
+
+class Doc(msgspec.Struct):
+    n: int
+
+
+class Rig:
+    """An app with one handler of every kind, and what happened in them."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.waiting = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.release = asyncio.Event()
+        self.app = App(
+            {
+                ("GET", "/"): self.hello,
+                ("POST", "/echo"): self.echo,
+                ("POST", "/json"): self.doc,
+                ("GET", "/bug"): self.bug,
+                ("GET", "/busy"): self.busy,
+                ("GET", "/dead"): self.dead,
+                ("GET", "/bad"): self.bad,
+                ("POST", "/wait"): self.wait,
+                ("POST", "/stream"): self.stream,
+                ("GET", "/flood"): self.flood,
+                ("GET", "/breaks"): self.breaks,
+            },
+            {("GET", "/things/"): self.thing, ("GET", "/things/deep/"): self.hello},
+            **limits,
+        )
+
+    async def hello(self, request: HttpRequest) -> Response:
+        return Response(body=b"hello", content_type="text/plain")
+
+    async def echo(self, request: HttpRequest) -> Response:
+        return Response(body=await request.body(), headers={"x-q": request.query.get("q", "")})
+
+    async def doc(self, request: HttpRequest) -> Response:
+        return json_response({"n": (await request.json(Doc)).n + 1})
+
+    async def thing(self, request: HttpRequest) -> Response:
+        return Response(body=request.path.encode())
+
+    async def bug(self, request: HttpRequest) -> Response:
+        raise KeyError("secret detail")
+
+    async def busy(self, request: HttpRequest) -> Response:
+        raise Overloaded("too much", "prefill_load", 2.3)
+
+    async def dead(self, request: HttpRequest) -> Response:
+        raise NobodyAlive("nobody")
+
+    async def bad(self, request: HttpRequest) -> Response:
+        raise BadRequest("wrong", "field", "fault")
+
+    async def wait(self, request: HttpRequest) -> Response:
+        await request.body()
+        request.cancel_on_disconnect()
+        try:
+            self.waiting.set()
+            await self.release.wait()
+        finally:
+            self.closed.set()
+        return Response(body=b"waited")
+
+    async def stream(self, request: HttpRequest) -> StreamingResponse:
+        await request.body()
+        return StreamingResponse(self._slow())
+
+    async def _slow(self) -> AsyncIterator[bytes]:
+        try:
+            yield b"first"
+            self.waiting.set()
+            await self.release.wait()
+            yield b"last"
+        finally:
+            await asyncio.sleep(0)  # closing may take a turn of the loop
+            self.closed.set()
+
+    async def flood(self, request: HttpRequest) -> StreamingResponse:
+        async def chunks() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield bytes(1 << 20)
+            finally:
+                self.closed.set()
+
+        return StreamingResponse(chunks())
+
+    async def breaks(self, request: HttpRequest) -> StreamingResponse:
+        async def chunks() -> AsyncIterator[bytes]:
+            yield b"half"
+            raise KeyError("secret detail")
+
+        return StreamingResponse(chunks())
+
+
+Use = Callable[[Rig, Server, str], Awaitable[None]]
+
+
+def run(use: Use, **limits: Any) -> None:
+    """Run `use` with a served rig."""
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            rig = Rig(**limits)
+            server = await serve(rig.app, "127.0.0.1", 0)
+            try:
+                await use(rig, server, f"http://127.0.0.1:{server.port}")
+            finally:
+                await server.stop(0)
+
+    asyncio.run(main())
+
+
+async def raw(server: Server, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a socket and send these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(data)
+    return reader, writer
+
+
+async def ask(url: str, method: str = "GET", **more: Any) -> Any:
+    """One request by our own client."""
+    client = HttpClient()
+    try:
+        return await client.request(method, url, timeout_s=10, **more)
+    finally:
+        await client.close()
+
+
+def test_routes_bodies_and_queries() -> None:
+    """Exact paths win, then the longest prefix; bodies and queries arrive as sent."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        assert (await ask(url + "/")).body == b"hello"
+        reply = await ask(url + "/echo?q=%41&q=b", "POST", body=b"\0\xff")
+        assert (reply.body, reply.headers["x-q"]) == (b"\0\xff", "b")
+        assert (await ask(url + "/json", "POST", body=b'{"n": 1}')).body == b'{"n":2}'
+        assert (await ask(url + "/things/a%2Fb")).body == b"/things/a/b"
+        assert (await ask(url + "/things/deep/a")).body == b"hello"
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "kind", "param", "code"),
+    [
+        ("GET", "/none", b"", 404, "invalid_request_error", None, None),
+        ("DELETE", "/echo", b"", 405, "invalid_request_error", None, None),
+        ("POST", "/json", b"{", 400, "invalid_request_error", None, None),
+        ("POST", "/json", b'{"n": "\xff"}', 400, "invalid_request_error", None, None),
+        ("POST", "/json", b'{"n": "x"}', 400, "invalid_request_error", None, None),
+        ("POST", "/echo", b"x" * 101, 413, "invalid_request_error", None, None),
+        ("GET", "/bug", b"", 500, "internal_error", None, None),
+        ("GET", "/busy", b"", 429, "overloaded_error", None, "prefill_load"),
+        ("GET", "/dead", b"", 503, "unavailable_error", None, None),
+        ("GET", "/bad", b"", 400, "invalid_request_error", "field", "fault"),
+    ],
+)
+def test_errors_have_openai_shape_and_the_request_id(
+    method: str,
+    path: str,
+    body: bytes,
+    status: int,
+    kind: str,
+    param: str | None,
+    code: str | None,
+) -> None:
+    """Every failure is a JSON error with status, type, param, code and the caller's request id."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reply = await ask(url + path, method, body=body, headers={"x-request-id": "mine"})
+        error = json.loads(reply.body)["error"]
+        assert reply.status == status
+        assert (error["type"], error["param"], error["code"]) == (kind, param, code)
+        assert error["message"]
+        assert "secret" not in error["message"]
+        assert reply.headers["x-request-id"] == "mine"
+        if status == 429:
+            assert reply.headers["retry-after"] == "3"
+            assert reply.headers["x-moonserve-reject-reason"] == "prefill_load"
+
+    run(use, max_body_bytes=100)
+
+
+@pytest.mark.parametrize("given", ["", "has space", "x" * 129, "naïve"])
+def test_insane_request_ids_are_replaced(given: str) -> None:
+    """A request id that is not 1..128 visible ASCII characters is replaced by a fresh one."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        ids = {
+            (await ask(url + "/", headers={"x-request-id": given})).headers["x-request-id"]
+            for _ in range(2)
+        }
+        assert len(ids) == 2
+        assert all(name.startswith("req-") for name in ids)
+
+    run(use)
+
+
+def test_oversized_body_is_refused_before_it_is_sent() -> None:
+    """A content-length over the limit is answered at once, with no byte of the body read."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 101\r\n\r\n"
+        reader, writer = await raw(server, head)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+    run(use, max_body_bytes=100)
+
+
+def test_oversized_chunked_body_is_refused_while_reading() -> None:
+    """A body without a length is refused when it passes the limit, and the reply still arrives."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        reader, writer = await raw(server, head + b"1000\r\n" + b"x" * 4096 + b"\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+    run(use, max_body_bytes=100)
+
+
+def test_a_client_that_sends_everything_first_reads_the_413() -> None:
+    """A client that writes all of a far too large body before it reads still gets the reply."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reply = await ask(url + "/echo", "POST", body=bytes(20 << 20))
+        assert reply.status == 413
+
+    run(use, max_body_bytes=100)
+
+
+def test_slow_body_ends_in_408() -> None:
+    """A body that does not arrive in time is a 408."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\nhalf"
+        reader, writer = await raw(server, head)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+    run(use, body_timeout_s=0.05)
+
+
+def test_endless_head_is_cut() -> None:
+    """A request head over 64 KiB is a 400 and the end of the connection."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reader, writer = await raw(server, b"GET / HTTP/1.1\r\nx: " + b"y" * 66_000)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+    run(use)
+
+
+@pytest.mark.parametrize("path", ["/stream", "/wait"])
+def test_disconnect_reaches_the_handler_while_it_waits(path: str) -> None:
+    """A client that leaves cancels what its handler waits on, streaming or not."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nhi".encode()
+        _, writer = await raw(server, head)
+        await rig.waiting.wait()
+        assert not rig.closed.is_set()
+        writer.close()
+        async with asyncio.timeout(1):
+            await rig.closed.wait()
+
+    run(use)
+
+
+def test_disconnect_while_the_server_sends() -> None:
+    """A client that leaves in mid-flood closes the iterator."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        client = HttpClient()
+        async with client.stream("GET", url + "/flood", timeout_s=5, idle_timeout_s=5) as reply:
+            await anext(reply)
+        async with asyncio.timeout(1):
+            await rig.closed.wait()
+        await client.close()
+
+    run(use)
+
+
+def test_stalled_reader_is_cut() -> None:
+    """A client that stays but reads nothing is cut after the stall limit."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        _, writer = await raw(server, b"GET /flood HTTP/1.1\r\nhost: a\r\n\r\n")
+        async with asyncio.timeout(5):
+            await rig.closed.wait()
+        writer.close()
+
+    run(use, stall_timeout_s=0.05)
+
+
+def test_stream_that_breaks_is_not_ended_as_if_whole() -> None:
+    """A bug in mid-stream leaves the chunked body unfinished, so that no client takes it whole."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reader, writer = await raw(server, b"GET /breaks HTTP/1.1\r\nhost: a\r\n\r\n")
+        whole = await reader.read()
+        assert b"half" in whole
+        assert not whole.endswith(b"0\r\n\r\n")
+        writer.close()
+
+    run(use)
+
+
+def test_stream_whole_and_connection_kept() -> None:
+    """A stream that ends leaves the connection usable."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        rig.release.set()
+        client = HttpClient()
+        for _ in range(2):
+            async with client.stream("POST", url + "/stream", timeout_s=5, idle_timeout_s=5) as r:
+                assert r.headers["content-type"].startswith("text/event-stream")
+                assert await r.read() == b"firstlast"
+        assert len(client._open) == 1
+        await client.close()
+
+    run(use)
+
+
+def test_stop_lets_running_requests_finish() -> None:
+    """stop refuses new connections at once and lets a running request end whole."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        running = asyncio.create_task(ask(url + "/wait", "POST"))
+        await rig.waiting.wait()
+        stopping = asyncio.create_task(server.stop(5))
+        await asyncio.sleep(0.02)
+        with pytest.raises(OSError, match=r"Connect call failed"):
+            await asyncio.open_connection("127.0.0.1", server.port)
+        assert not stopping.done()
+        rig.release.set()
+        assert (await running).body == b"waited"
+        await stopping
+
+    run(use)
+
+
+@pytest.mark.parametrize("path", ["/stream", "/wait"])
+def test_stop_cuts_after_the_drain(path: str) -> None:
+    """What still runs after the drain is cancelled and cleaned up before stop returns."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n".encode()
+        reader, writer = await raw(server, head)
+        await rig.waiting.wait()
+        await server.stop(0.05)
+        assert rig.closed.is_set()
+        assert not (await reader.read()).endswith(b"0\r\n\r\n")
+        writer.close()
+
+    run(use)
+
+
+def test_idle_connections_do_not_hold_stop_up() -> None:
+    """An idle keep-alive connection does not delay stop."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reader, writer = await raw(server, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        await reader.readuntil(b"hello")
+        async with asyncio.timeout(2):
+            await server.stop(30)
+        assert await reader.read() == b""
+        writer.close()
+
+    run(use)
+
+
+def test_port_in_use_names_the_field() -> None:
+    """A port that is taken is a ConfigError that names the field and the remedy."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        with pytest.raises(ConfigError, match=r"^port: .* in use; stop its owner or choose"):
+            await serve(rig.app, "127.0.0.1", server.port)
+        with pytest.raises(ConfigError, match=r"^host: "):
+            await serve(rig.app, "192.0.2.1", 0)
+
+    run(use)
+
+
+def test_ready_is_called_with_the_port() -> None:
+    """`ready` learns the port that 0 became."""
+
+    async def main() -> None:
+        ports: list[int] = []
+        server = await serve(App({}), "127.0.0.1", 0, ready=ports.append)
+        assert ports == [server.port]
+        assert server.port > 0
+        await server.stop(0)
+
+    asyncio.run(main())
