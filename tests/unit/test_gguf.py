@@ -10,42 +10,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.model.gguf import open_gguf
-
-_CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30, "Q6_K": 14}
-
-
-def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _value(value: object) -> bytes:
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    assert isinstance(value, list)
-    return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
-
-
-def write_gguf(
-    path: Path,
-    metadata: dict[str, object],
-    tensors: dict[str, tuple[str, tuple[int, ...], bytes]],
-    version: int = 3,
-) -> Path:
-    """A minimal writer: `tensors` maps a name to (type, row-major shape, raw bytes)."""
-    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
-    head += b"".join(_string(key) + _value(value) for key, value in metadata.items())
-    data = b""
-    for name, (kind, shape, raw) in tensors.items():
-        head += _string(name) + struct.pack("<I", len(shape))
-        head += struct.pack(f"<{len(shape)}Q", *shape[::-1])
-        head += struct.pack("<IQ", _CODES[kind], len(data))
-        data += raw + bytes(-len(raw) % 32)
-    path.write_bytes(head + bytes(-len(head) % 32) + data)
-    return path
+from tests.support.tiny import write_gguf
 
 
 def _half_at(raw: bytes, at: int) -> float:

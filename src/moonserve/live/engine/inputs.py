@@ -96,6 +96,7 @@ def layout_name(config: ModelConfig, dtype: torch.dtype) -> str:
 
 def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
     """Arrange a pass. Chunks must fit Pass's contract; a violation is a bug and asserts."""
+    assert chunks, "an empty pass"
     spans = [chunk for chunk in chunks if len(chunk.tokens) > 1]
     singles = sorted((chunk for chunk in chunks if len(chunk.tokens) == 1), key=_length_class)
     ordered = spans + singles

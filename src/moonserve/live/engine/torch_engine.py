@@ -103,7 +103,8 @@ class TorchEngine:
         per_token = 2 * config.layers * config.kv_heads * config.head_dim * kind.itemsize
         block_bytes = per_token * block_size
         if num_blocks is None:
-            num_blocks = (kv_memory_bytes or DEFAULT_KV_BYTES) // block_bytes
+            memory = DEFAULT_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes
+            num_blocks = memory // block_bytes
         _check_memory(num_blocks, block_bytes)
         layout = Layout(num_blocks, config.layers, block_size, kind)
         progress(
@@ -164,7 +165,7 @@ def _check_memory(num_blocks: int, block_bytes: Bytes) -> None:
     """Refuse a pool that cannot be: the kernel would grant it now and kill us when it fills."""
     if num_blocks <= 0:
         raise ConfigError(
-            f"no room for one block of {block_bytes} bytes; raise it", "kv_memory_bytes"
+            f"no room for a block; raise it, or kv_memory_bytes to over {block_bytes}", "num_blocks"
         )
     present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_blocks * block_bytes > present * 0.9:

@@ -1,0 +1,79 @@
+"""The sampler: greedy and its ties, filters, and randomness that depends on (seed, position)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from moonserve.core.errors import EngineFailed  # noqa: E402
+from moonserve.core.request import Sampling  # noqa: E402
+from moonserve.live.engine.sampler import sample, uniform  # noqa: E402
+
+LOGITS = [0.0, 2.0, 1.0, 3.0, 3.0, -1.0]
+
+
+def draws(how: Sampling, count: int = 4000) -> Counter[int]:
+    """Tokens drawn at positions 0, 1, 2, ... from LOGITS."""
+    rows = torch.tensor([LOGITS] * count)
+    return Counter(sample(rows, [(how, position) for position in range(count)]))
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    """Temperature 0 is argmax, the lowest id on a tie, beside rows that draw."""
+    rows = torch.tensor([LOGITS, LOGITS, [5.0] * 6])
+    wanted = [(Sampling(temperature=0.0), 1), (Sampling(top_k=1), 2), (Sampling(temperature=0), 3)]
+    assert sample(rows, wanted) == [3, 3, 0]
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Frequencies over positions are the softmax at this temperature."""
+    got = draws(Sampling(temperature=2.0, seed=5))
+    weights = [math.exp(x / 2.0) for x in LOGITS]
+    for token, weight in enumerate(weights):
+        assert got[token] / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
+
+
+def test_filters_keep_the_likeliest() -> None:
+    """top_k keeps k tokens; top_p the fewest that reach its mass; both together, both."""
+    assert set(draws(Sampling(top_k=2))) == {3, 4}
+    assert set(draws(Sampling(top_k=3))) == {1, 3, 4}
+    # Probabilities .382 .382 .141 .052 .019 .007 wait for ids 3 4 1 2 0 5 (softmax of LOGITS).
+    assert set(draws(Sampling(top_p=0.3))) == {3}
+    assert set(draws(Sampling(top_p=0.5))) == {3, 4}
+    assert set(draws(Sampling(top_p=0.9))) == {1, 3, 4}
+    assert set(draws(Sampling(top_p=1.0, temperature=3.0))) == set(range(6))
+    assert set(draws(Sampling(top_p=0.9, top_k=2))) == {3, 4}
+    assert set(draws(Sampling(top_p=1e-9, top_k=1000))) == {3}
+
+
+def test_tiny_temperature_does_not_overflow() -> None:
+    """A temperature close to 0 draws among the maxima."""
+    assert set(draws(Sampling(temperature=1e-300), 50)) == {3, 4}
+
+
+def test_seed_and_position_alone_decide() -> None:
+    """The row's place in the batch and its company change nothing; seed and position do."""
+    how = Sampling(seed=9)
+    alone = [sample(torch.tensor([LOGITS]), [(how, i)])[0] for i in range(60)]
+    together = sample(torch.tensor([LOGITS] * 60), [(how, i) for i in reversed(range(60))])
+    assert together[::-1] == alone
+    assert alone != [sample(torch.tensor([LOGITS]), [(Sampling(seed=8), i)])[0] for i in range(60)]
+    assert uniform(9, 3) != uniform(9, 4)
+    assert uniform(-1, 3) == uniform(-1, 3)
+    assert 0 <= uniform(2**70, 2**40) < 1
+
+
+def test_uniform_is_fixed_for_all_time() -> None:
+    """The generator is part of the protocol between processes: its values never change."""
+    assert [uniform(7, 0), uniform(7, 1)] == [0.8720734548204873, 0.0828426870273763]
+
+
+def test_not_finite_is_refused() -> None:
+    """NaN or infinite logits raise EngineFailed."""
+    for bad in (math.nan, math.inf):
+        with pytest.raises(EngineFailed):
+            sample(torch.tensor([[0.0, bad]]), [(Sampling(), 0)])
