@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     segment_bytes: _Size = 512 << 20
     """Each worker's share of the KV store."""
     max_body_bytes: _Size = 8 << 20
-    threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.5
+    threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
     the best one must be before it is fetched rather than computed."""
     start_s: _Seconds = 180.0

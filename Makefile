@@ -1,0 +1,81 @@
+# To run it:       make up            (make up ARGS="--decode 2")
+# To contribute:   make check  make test  make fix
+# Everything lives in .venv; a second run of any target is quick.
+
+.PHONY: up model test check fix docs bench test-slow test-peer clean help
+.DEFAULT_GOAL := help
+SHELL := bash
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+ARGS ?=
+
+# Any Python from 3.11 on; PYTHON=… picks one.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# The CPU build is enough. Where PyPI has a CUDA build only (Linux: several GB), give the address of
+# PyTorch's own index of CPU wheels: make up TORCH_INDEX=…
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+
+RUN := $(VENV)/.stamp-run
+DEV := $(VENV)/.stamp-dev
+BENCH := $(VENV)/.stamp-bench
+
+help:
+	@sed -n '1,2s/^# //p' Makefile; echo; sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
+
+$(RUN): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "moonserve needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) has no venv module (on Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
+	@echo "installing into $(VENV): torch first, a few hundred MB"
+	$(PIP) install --quiet "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(DEV): $(RUN)
+	$(PIP) install --quiet --editable ".[dev]"
+	@touch $@
+
+# Wheels only: building llama.cpp here could take all memory.
+$(BENCH): $(RUN)
+	$(PIP) install --quiet --only-binary=xllamacpp --editable ".[bench]"
+	@touch $@
+
+up: $(RUN) ## start a cluster on this machine
+	@$(PY) -m moonserve up $(ARGS)
+
+model: $(RUN) ## fetch the default model
+	@$(PY) -m moonserve model pull >/dev/null
+
+test: $(DEV) model ## the quick suite, real processes and the real model included
+	$(PY) -m pytest $(ARGS)
+
+test-slow: $(DEV) model ## what takes minutes
+	$(PY) -m pytest -m slow $(ARGS)
+
+test-peer: $(DEV) $(BENCH) model ## compare with other implementations
+	$(PY) -m pytest -m peer $(ARGS)
+
+check: $(DEV) ## style, types, floors, docs
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PY) -m pytest -q tests/tidy tests/docs
+
+fix: $(DEV) ## mend what can be mended by itself
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+docs: $(RUN) ## write docs/cli.md from the program's help
+	@mkdir -p docs
+	$(PY) -m moonserve.cli.docs > docs/cli.md
+
+bench: $(BENCH) model ## tokens per second, beside llama.cpp
+	$(PY) bench/engine.py $(ARGS)
+
+clean: ## remove what make made here (the model stays in the user's cache)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

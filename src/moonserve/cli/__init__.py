@@ -1,0 +1,73 @@
+"""The command line: one module per command, found in the dict below.
+
+May import every room, heavy ones only inside functions: `moonserve --help` must stay instant.
+Users never see a traceback for an operating error; anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from moonserve import __version__
+from moonserve.core.errors import ConfigError, MoonserveError
+
+_COMMANDS = {
+    "up": "moonserve.cli.up:up",
+    "ask": "moonserve.cli.ask:ask",
+    "doctor": "moonserve.cli.doctor:doctor",
+    "model": "moonserve.cli.model:model",
+    "gateway": "moonserve.cli.roles:gateway",
+    "worker": "moonserve.cli.roles:worker",
+}
+
+
+class _Cli(click.Group):
+    """Loads a command when it is asked for, and turns operating errors into one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        command = getattr(import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except MoonserveError as err:
+            click.echo(f"error: {err}", err=True)
+            ctx.exit(2 if isinstance(err, ConfigError) else 1)
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+@click.group(
+    cls=_Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 88}
+)
+@click.version_option(__version__, message="moonserve %(version)s")
+def cli() -> None:
+    """A disaggregated LLM cluster that fits on a laptop, after Mooncake.
+
+    \b
+    The gateway takes OpenAI requests; its Conductor picks who serves each of them.
+    A prefill worker computes what nobody has yet, and puts it into the KV store.
+    A decode worker takes it from there, and streams the answer.
+
+    \b
+    Examples:
+      moonserve up                          start it all, with a small real model
+      moonserve ask "Why is the sky blue?"  ask it; see what was reused, and why
+      moonserve up --prefill 2 --decode 2   more of everything
+      moonserve doctor                      is this machine fit?
+    """
+
+
+def main() -> None:
+    """Run the program."""
+    cli(prog_name="moonserve")

@@ -1,0 +1,120 @@
+"""`moonserve doctor`: is this machine fit to run a cluster? Looks, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import click
+import msgspec
+
+from moonserve.config import Settings
+from moonserve.core.errors import MoonserveError
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing looked at; `remedy` says what to do where it is not "ok"."""
+
+    name: str
+    verdict: Literal["ok", "warn", "bad"]
+    detail: str
+    remedy: str = ""
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Check that this machine can run moonserve.
+
+    Ends with 1 if something must be mended first.
+    """
+    checks = (_python, _torch, _cpu, _cores, _shared_memory, _models, _port)
+    findings = [finding for check in checks for finding in check()]
+    if as_json:
+        click.echo(msgspec.json.encode(findings).decode())
+    else:
+        for finding in findings:
+            colour = {"ok": "green", "warn": "yellow", "bad": "red"}[finding.verdict]
+            mark = click.style(f"{finding.verdict:<5}", fg=colour)
+            remedy = f" -> {finding.remedy}" if finding.remedy else ""
+            click.echo(f"{mark}{finding.name:<15}{finding.detail}{remedy}")
+    if any(finding.verdict == "bad" for finding in findings):
+        raise SystemExit(1)
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    fit = sys.version_info >= (3, 11)
+    yield Finding("python", "ok" if fit else "bad", version, "" if fit else "install 3.11 or newer")
+
+
+def _torch() -> Iterator[Finding]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        yield Finding("torch", "ok", version("torch"))
+    except PackageNotFoundError:
+        remedy = "pip install torch; without it only --engine fake works"
+        yield Finding("torch", "warn", "not installed", remedy)
+
+
+def _cpu() -> Iterator[Finding]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        yield Finding("cpu", "ok", "features unknown on this system")
+        return
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    have = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
+    quick = have[:1] in (["amx_bf16"], ["avx512_bf16"])
+    detail = f"{' '.join(have) or 'no wide vectors'}; {'bfloat16' if quick else 'float32'} fits"
+    yield Finding("cpu", "ok", detail)
+
+
+def _cores() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    few = (cores or 1) < 2
+    remedy = "a prefill and a decode worker will take turns" if few else ""
+    yield Finding("cores", "warn" if few else "ok", str(cores), remedy)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    """Whether /dev/shm has room for the two segments of a default cluster."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        yield Finding("shared memory", "ok", "no /dev/shm on this system")
+        return
+    need, free = 2 * Settings().segment_bytes, shutil.disk_usage(folder).free
+    detail = f"{free >> 20} MiB free in /dev/shm, a default cluster takes up to {need >> 20}"
+    if free >= need:
+        yield Finding("shared memory", "ok", detail)
+    else:
+        remedy = "give --segment-bytes less, or the container more (docker run --shm-size=2g)"
+        yield Finding("shared memory", "bad", detail, remedy)
+
+
+def _models() -> Iterator[Finding]:
+    from moonserve.live.model import catalog
+
+    name = Settings().model
+    try:
+        yield Finding("model", "ok", str(catalog.resolve(name).path))
+    except MoonserveError:
+        remedy = f"moonserve up fetches it, or: moonserve model pull {name}"
+        yield Finding("model", "warn", f"{name} is not here yet", remedy)
+
+
+def _port() -> Iterator[Finding]:
+    port = Settings().port
+    with socket.socket() as trial:
+        trial.settimeout(1.0)
+        taken = trial.connect_ex(("127.0.0.1", port)) == 0
+    if taken:
+        yield Finding("port", "warn", f"{port} is in use", "moonserve up --port 0 takes a free one")
+    else:
+        yield Finding("port", "ok", f"{port} is free")

@@ -1,0 +1,90 @@
+"""`moonserve gateway` and `moonserve worker`: one role each, as `moonserve up` starts them.
+
+Also for hand-made clusters: start them with one MOONSERVE_TOKEN in all of their environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from moonserve.cli.settings import read_settings, settings_options
+
+TOKEN = "MOONSERVE_TOKEN"
+
+
+@click.command()
+@settings_options("model", "host", "port", "threshold", "max_body_bytes", "drain_s")
+def gateway(config: Path | None, **flags: str | None) -> None:
+    """Run one gateway, with the Conductor and the store's master in it."""
+    settings = read_settings(config, flags)
+    token = os.environ.get(TOKEN, "")
+    from moonserve.live.gateway.config import GatewayConfig
+    from moonserve.live.gateway.process import run_gateway
+    from moonserve.live.supervise import die_with_parent
+
+    die_with_parent()
+    asyncio.run(
+        run_gateway(
+            GatewayConfig(
+                host=settings.host,
+                port=settings.port,
+                token=token,
+                model=settings.model,
+                drain_s=settings.drain_s,
+                threshold=settings.threshold,
+                max_body_bytes=settings.max_body_bytes,
+            )
+        )
+    )
+
+
+@click.command()
+@click.option("--role", type=click.Choice(["prefill", "decode", "both"]), required=True)
+@click.option("--name", required=True, help="Unique in the cluster, such as p0.")
+@click.option("--gateway", default="http://127.0.0.1:8000", show_default=True, help="Whom to join.")
+@click.option(
+    "--listen",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="The worker's own port; 0 takes a free one.",
+)
+@settings_options("model", "host", "engine", "dtype", "block_size", "segment_bytes")
+def worker(
+    config: Path | None,
+    role: Literal["prefill", "decode", "both"],
+    name: str,
+    gateway: str,
+    listen: int,
+    **flags: str | None,
+) -> None:
+    """Run one prefill or decode worker."""
+    settings = read_settings(config, flags)
+    token = os.environ.get(TOKEN, "")
+    from moonserve.live.supervise import die_with_parent
+    from moonserve.live.worker.config import WorkerConfig
+    from moonserve.live.worker.main import run_worker
+
+    die_with_parent()
+    asyncio.run(
+        run_worker(
+            WorkerConfig(
+                name=name,
+                role=role,
+                host=settings.host,
+                port=listen,
+                gateway=gateway,
+                token=token,
+                model=settings.model,
+                engine=settings.engine,
+                dtype=settings.dtype,
+                block_size=settings.block_size,
+                segment_bytes=settings.segment_bytes,
+            )
+        )
+    )

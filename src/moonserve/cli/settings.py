@@ -1,0 +1,84 @@
+"""The flags that are settings: one table, so that every command names and explains them alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+import msgspec
+
+from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+# Setting: (metavar, help). Flags carry no default of their own: a flag not given is None, and
+# config.load fills it from the environment, the file or the defaults.
+_HELP: dict[str, tuple[str, str]] = {
+    "model": ("REF", "a name (moonserve model list), a Hugging Face folder, or a .gguf file"),
+    "host": ("ADDRESS", "address to listen on"),
+    "port": ("PORT", "the gateway's port; 0 takes a free one"),
+    "prefill": ("N", "how many prefill workers"),
+    "decode": ("M", "how many decode workers"),
+    "engine": ("NAME", "torch, or fake: needs no torch, makes up its tokens"),
+    "dtype": ("TYPE", "float32, bfloat16, or auto: bfloat16 where the CPU multiplies it"),
+    "block_size": ("TOKENS", "tokens in one KV block"),
+    "segment_bytes": ("SIZE", "each worker's share of the KV store"),
+    "max_body_bytes": ("SIZE", "largest request body"),
+    "threshold": ("RATIO", "fetch a prefix this much longer than one's own, rather than compute"),
+    "start_s": ("SECONDS", "longest wait until all are ready"),
+    "drain_s": ("SECONDS", "longest wait for running requests at the end"),
+}
+
+
+def settings_options(*names: str) -> Callable[[_Command], _Command]:
+    """Give a command the flags of these settings, and --config."""
+
+    def decorate(command: _Command) -> _Command:
+        command = click.option(
+            "--config",
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="YAML file of settings; environment and flags win over it.",
+        )(command)
+        for name in reversed(names):
+            metavar, text = _HELP[name]
+            flag = "--" + name.replace("_", "-")
+            shown = f"{text} [default: {_shown(getattr(Settings(), name), name)}]"
+            command = click.option(flag, name, metavar=metavar, help=shown)(command)
+        return command
+
+    return decorate
+
+
+def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings:
+    """Merge file, environment and flags, and set up logging. Raises ConfigError."""
+    settings = load(config, os.environ, flags)
+    apply_logging(settings.logging)
+    return settings
+
+
+def child_env(settings: Settings, **extra: str) -> dict[str, str]:
+    """The environment that gives a child process these settings, whatever file or flags they
+    came from.
+    """
+    own = {ENV_PREFIX + "CONFIG", *(ENV_PREFIX + name.upper() for name in FIELDS)}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in own and not name.startswith(ENV_PREFIX + "LOGGING__")
+    }
+    for name in FIELDS:
+        if name != "logging":
+            env[ENV_PREFIX + name.upper()] = str(getattr(settings, name))
+    env[ENV_PREFIX + "LOGGING__LEVEL"] = settings.logging.level
+    env[ENV_PREFIX + "LOGGING__MODULES"] = msgspec.json.encode(settings.logging.modules).decode()
+    return {**env, **extra}
+
+
+def _shown(value: object, name: str) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value >> 20}MiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)

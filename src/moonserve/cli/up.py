@@ -1,0 +1,206 @@
+"""`moonserve up`: the whole cluster on this machine, one process a role."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from moonserve.cli.settings import child_env, read_settings, settings_options
+from moonserve.core.errors import ConfigError, DeadlineExceeded
+
+if TYPE_CHECKING:
+    from moonserve.config import Settings
+    from moonserve.live.supervise import Child, Supervisor
+
+_POLL_S = 0.2
+_KILL_AFTER_S = 10.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@click.command(short_help="Start a whole cluster on this machine.")
+@settings_options(
+    "model",
+    "prefill",
+    "decode",
+    "engine",
+    "port",
+    "host",
+    "dtype",
+    "block_size",
+    "segment_bytes",
+    "threshold",
+    "max_body_bytes",
+    "start_s",
+    "drain_s",
+)
+def up(config: Path | None, **flags: str | None) -> None:
+    """Start a gateway, prefill workers and decode workers on this machine.
+
+    Fetches the model first if it has a name and is not here yet. Ctrl-C lets running requests
+    finish and stops all; a second Ctrl-C does not wait.
+    """
+    settings = read_settings(config, flags)
+    port = _free_port(settings.host, settings.port)
+    _fetch_model(settings.model)
+    asyncio.run(_serve(settings, port))
+
+
+def _free_port(host: str, port: int) -> int:
+    """Check that the port can be listened on; 0 finds one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except PermissionError as err:
+            raise ConfigError(f"{port} needs privileges; choose one above 1023", "port") from err
+        except OSError as err:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({err.strerror}); choose another with --port, "
+                "0 takes a free one",
+                "port",
+            ) from err
+        return int(trial.getsockname()[1])
+
+
+def _fetch_model(ref: str) -> None:
+    """Have the model on this machine, saying how far the download is."""
+    from moonserve.live.model import catalog
+
+    said: set[tuple[str, int]] = set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total)
+        if (stage, tenth) not in said:
+            said.add((stage, tenth))
+            _tell("model", f"{stage} {10 * tenth}% of {total >> 20} MiB")
+
+    found = catalog.ensure(ref, progress)
+    _tell("model", f"{found.name}: {found.path}")
+
+
+def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Child]:
+    """The processes of one cluster. `environ` is what all of them inherit, secrets included."""
+    from moonserve.live.supervise import Child
+
+    program = (sys.executable, "-m", "moonserve")
+    url = f"http://{_bracketed(settings.host)}:{port}"
+    names = [("prefill", f"p{i}") for i in range(settings.prefill)]
+    names += [("decode", f"d{i}") for i in range(settings.decode)]
+    # Spinning threads of several workers on few cores slow each other down many times over.
+    threads = max(1, _cores() // len(names))
+    environ = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), **environ}
+    gateway = (*program, "gateway", "--port", str(port))
+    # The gateway goes first: it takes no new requests and lets the running ones finish.
+    children = [Child("gateway", gateway, environ, 0, settings.drain_s + _KILL_AFTER_S)]
+    for role, name in names:
+        argv = (*program, "worker", "--role", role, "--name", name, "--gateway", url)
+        children.append(Child(name, argv, environ, 1, _KILL_AFTER_S))
+    return children
+
+
+async def _serve(settings: Settings, port: int) -> None:
+    from moonserve.live.supervise import Supervisor
+
+    environ = child_env(settings, MOONSERVE_TOKEN=secrets.token_urlsafe(32))
+    children = cluster(settings, port, environ)
+    boss = Supervisor(children, _tell)
+    _tell("up", f"starting {', '.join(child.name for child in children)}")
+    running = asyncio.create_task(boss.run())
+    stops = _heed_signals(boss)
+    ready = asyncio.create_task(_until_ready(settings.host, port, settings.start_s))
+    try:
+        await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done() and not running.done():
+            ready.result()
+            _say_hello(settings, port)
+        await running
+    finally:
+        ready.cancel()
+        running.cancel()  # where it has not ended yet, this ends the children
+        await asyncio.gather(running, ready, *stops, return_exceptions=True)
+    _tell("up", "stopped; no process is left")
+
+
+def _heed_signals(boss: Supervisor) -> list[asyncio.Task[None]]:
+    """First signal: stop in order. Second: at once. Gives the list the stop's task goes into."""
+    loop = asyncio.get_running_loop()
+    stops: list[asyncio.Task[None]] = []
+
+    def on_signal() -> None:
+        if stops:
+            _tell("up", "not waiting any longer")
+            boss.kill()
+            return
+        _tell("up", "stopping: running requests may finish; once more to not wait for them")
+        stops.append(loop.create_task(boss.stop()))
+
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    return stops
+
+
+async def _until_ready(host: str, port: int, deadline_s: float) -> None:
+    """Poll the gateway until it says that some worker of each role has joined."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not await asyncio.to_thread(_is_ready, host, port):  # noqa: ASYNC110 - no Event spans processes
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError as err:
+        raise DeadlineExceeded(
+            f"not ready within {deadline_s:g} s; the lines above say how far it came "
+            "(--start-s gives it longer)"
+        ) from err
+
+
+def _is_ready(host: str, port: int) -> bool:
+    from http.client import HTTPConnection, HTTPException
+
+    connection = HTTPConnection(_reachable(host), port, timeout=2.0)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _say_hello(settings: Settings, port: int) -> None:
+    from moonserve.live.model import catalog
+
+    url = f"http://{_bracketed(_reachable(settings.host))}:{port}"
+    name = catalog.resolve(settings.model).name
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
+    hint = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    click.echo(f"\nReady at {url}\n")
+    click.echo(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+    click.echo(f'  moonserve ask "Why is the sky blue?"{hint}\n')
+    sys.stdout.flush()
+
+
+def _tell(name: str, line: str) -> None:
+    """Print one line of one process, with its name before it."""
+    click.echo(click.style(f"{name:>7} | ", dim=True) + line, err=True)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,197 @@
+"""`moonserve up` as a user has it: real processes, real signals, the fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.model,  # for its tokenizer and chat template
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc"),
+]
+START_S = 60.0
+STOP_S = 30.0
+
+
+class Up:
+    """One `moonserve up`, and what it has printed."""
+
+    def __init__(self, *flags: str) -> None:
+        self.shared_before = shared_memory()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moonserve", "up", "--engine", "fake", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "CI": "true"},
+        )
+        self.lines: list[str] = []
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+
+    def until(self, true: Callable[[], object], within_s: float = START_S) -> None:
+        """Poll until it holds, or fail with what was printed."""
+        end = time.monotonic() + within_s
+        while not true():
+            assert time.monotonic() < end, "waited in vain; it said:\n" + "".join(self.lines)
+            time.sleep(0.05)
+
+    @property
+    def url(self) -> str:
+        """Where it is ready; waits for that."""
+        self.until(lambda: self._ready_line() or self.process.poll() is not None)
+        found = self._ready_line()
+        assert found, "ended before it was ready; it said:\n" + "".join(self.lines)
+        return found[1]
+
+    def _ready_line(self) -> re.Match[str] | None:
+        return re.search(r"^Ready at (http\S+)$", "".join(self.lines), re.MULTILINE)
+
+    def children(self) -> dict[str, int]:
+        """Pids of the cluster's processes, by name."""
+        return {_name(pid): pid for pid in children_of(self.process.pid)}
+
+    def ask(self) -> str:
+        """A chat, streamed; its text."""
+        body = {
+            "model": models(self.url)[0],
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 8,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            self.url + "/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            assert reply.headers["x-request-id"]
+            events = [line[6:].decode().strip() for line in reply if line.startswith(b"data: ")]
+        assert events.pop() == "[DONE]"
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        assert choices[-1]["finish_reason"] in ("length", "stop")
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+    def end(self) -> None:
+        """Whatever happened: leave nothing running."""
+        left = [*children_of(self.process.pid), self.process.pid]
+        for pid in left:
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        self._reader.join(10)
+
+
+@pytest.fixture
+def up() -> Iterator[Up]:
+    """A cluster of one gateway, one prefill and one decode worker."""
+    cluster = Up()
+    yield cluster
+    cluster.end()
+
+
+def models(url: str) -> list[str]:
+    """The names of the models served."""
+    with urllib.request.urlopen(url + "/v1/models", timeout=10) as reply:
+        listed: dict[str, Any] = json.load(reply)
+    return [model["id"] for model in listed["data"]]
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of a process's children."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _name(pid: int) -> str:
+    argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return argv[argv.index("--name") + 1] if "--name" in argv else "gateway"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def shared_memory() -> set[str]:
+    """Shared memory that is named as ours."""
+    return {path.name for path in Path("/dev/shm").glob("*moonserve*")}
+
+
+def test_serves_then_drains_on_ctrl_c(up: Up) -> None:
+    """Ready, a chat is streamed, Ctrl-C ends all with 0, and neither process nor memory is left."""
+    assert up.ask()
+    pids = up.children()
+    assert set(pids) == {"gateway", "p0", "d0"}
+    up.process.send_signal(signal.SIGINT)
+    up.until(lambda: up.process.poll() is not None, STOP_S)
+    assert up.process.returncode == 0, "".join(up.lines)
+    assert all(gone(pid) for pid in pids.values())
+    assert shared_memory() <= up.shared_before
+    assert "Traceback" not in "".join(up.lines)
+    assert "did not stop" not in "".join(up.lines)
+
+
+def test_killed_supervisor_takes_all_with_it(up: Up) -> None:
+    """SIGKILL of the supervisor ends its children within seconds, and frees their memory."""
+    assert up.url
+    pids = up.children()
+    up.process.kill()
+    up.until(lambda: all(gone(pid) for pid in pids.values()), 15)
+    assert shared_memory() <= up.shared_before
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0", "gateway"])
+def test_killed_child_is_restarted_and_serves_again(up: Up, victim: str) -> None:
+    """A process that dies is said, started again, and the cluster serves as before."""
+    before = up.ask()
+    first = up.children()[victim]
+    os.kill(first, signal.SIGKILL)
+    up.until(lambda: any("KILLED BY SIGKILL" in line for line in up.lines))
+    up.until(lambda: up.children().get(victim, first) != first)
+    up.until(lambda: _is_ready(up.url))
+    up.until(lambda: _asks_well(up))
+    assert up.ask() == before
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/ready", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def _asks_well(up: Up) -> bool:
+    """Whether a request is served; one may fail while a dead worker has not been missed yet."""
+    try:
+        return bool(up.ask())
+    except (OSError, AssertionError):
+        return False

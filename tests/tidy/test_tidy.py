@@ -1,0 +1,273 @@
+"""The house's rules that no linter knows, over every file; messages name the replacement.
+
+A rule is a function from a file to its complaints. Each has a sample below that breaks it, so that
+a rule that stopped working is seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_FUNCTION = 70
+MAX_FILE = 400
+PURE = {
+    *("__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "enum"),
+    *("functools", "hashlib", "heapq", "itertools", "math", "operator", "statistics", "string"),
+    *("struct", "sys", "types", "typing"),
+    *("msgspec", "xxhash", "blake3"),
+}
+HEAVY = {
+    *("torch", "numpy", "uvicorn", "uvloop", "httptools", "rich", "tokenizers", "jinja2"),
+    *("safetensors", "prometheus_client", "yaml", "moonserve.live", "moonserve.sim"),
+    "moonserve.show",
+}
+# In two halves, so that this file does not name what it forbids.
+FORBIDDEN = [
+    re.compile(left + right)
+    for left, right in [
+        (r"(?<![\w.])/wo", r"rk/"),
+        (r"(?<![\w.])/tmp", r"/\w"),
+        ("/opt/wh", "eels"),
+        ("pypi", r"\.org"),
+        (r"download\.py", r"torch\.org"),
+        ("pythonhosted", r"\.org"),
+    ]
+]
+
+
+class File(NamedTuple):
+    """One file: its path from the root, its text and, for Python, its tree."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        """The parsed file."""
+        return ast.parse(self.text)
+
+
+def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every (line, module) imported below a node; `from a import b` gives a.b."""
+    for below in ast.walk(node):
+        if isinstance(below, ast.Import):
+            yield from ((below.lineno, alias.name) for alias in below.names)
+        elif isinstance(below, ast.ImportFrom):
+            assert below.level == 0, "write absolute imports"
+            yield from ((below.lineno, f"{below.module}.{alias.name}") for alias in below.names)
+
+
+def within(module: str, rooms: set[str]) -> bool:
+    """Whether a module is one of these, or below one."""
+    return any(module == room or module.startswith(room + ".") for room in rooms)
+
+
+def for_typing_only(tree: ast.Module) -> set[int]:
+    """Lines under `if TYPE_CHECKING:`."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            lines |= set(range(node.lineno, (node.body[-1].end_lineno or node.lineno) + 1))
+    return lines
+
+
+def core_is_pure(file: File) -> Iterator[str]:
+    """Core imports itself, msgspec, hash functions and pure stdlib."""
+    if not file.path.startswith("src/moonserve/core/"):
+        return
+    typing_only = for_typing_only(file.tree)
+    for line, module in imports(file.tree):
+        if line not in typing_only and not within(module, PURE | {"moonserve.core"}):
+            yield f"{line}: core may not import {module}; take what it gives as an argument"
+
+
+def rooms_keep_their_floor(file: File) -> Iterator[str]:
+    """Live, sim and show import core, never each other nor the CLI."""
+    match = re.match(r"src/moonserve/(live|sim|show)/", file.path)
+    if match is None:
+        return
+    others = {"live", "sim", "show", "cli"} - {match[1]}
+    for line, module in imports(file.tree):
+        if within(module, {f"moonserve.{room}" for room in others}):
+            yield f"{line}: {match[1]} may not import {module}; share it through core"
+
+
+def torch_stays_in_the_engine(file: File) -> Iterator[str]:
+    """Torch is imported in live/engine and nowhere else in the product."""
+    if file.path.startswith("src/") and "/live/engine/" not in file.path:
+        for line, module in imports(file.tree):
+            if within(module, {"torch"}):
+                yield f"{line}: torch lives in live/engine; go through live.ports.Engine"
+
+
+def cli_is_light(file: File) -> Iterator[str]:
+    """The CLI imports heavy things inside functions only."""
+    if not file.path.startswith(("src/moonserve/cli/", "src/moonserve/config.py")):
+        return
+    inside = {
+        line
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    } | for_typing_only(file.tree)
+    for line, module in imports(file.tree):
+        if line not in inside and within(module, HEAVY):
+            yield f"{line}: import {module} inside the function that needs it; --help must be quick"
+
+
+def core_iterates_no_set(file: File) -> Iterator[str]:
+    """Core loops over no set, since its order changes from run to run."""
+    if not file.path.startswith("src/moonserve/core/"):
+        return
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.For | ast.comprehension):
+            over = node.iter
+            called = over.func if isinstance(over, ast.Call) else None
+            named = isinstance(called, ast.Name) and called.id in ("set", "frozenset")
+            if named or isinstance(over, ast.Set | ast.SetComp):
+                yield f"{over.lineno}: iterate sorted(…) or dict.fromkeys(…), not a set"
+
+
+def functions_fit_a_screen(file: File) -> Iterator[str]:
+    """No function is longer than a screen."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            if length > MAX_FUNCTION:
+                yield f"{node.lineno}: {node.name} has {length} lines; split it by what it decides"
+
+
+def modules_say_what_they_are_for(file: File) -> Iterator[str]:
+    """Every module has a docstring: the notice on its door."""
+    if not ast.get_docstring(file.tree) and file.text.strip():
+        yield "1: say what this module is for and who may call it, in a docstring"
+
+
+def files_fit_in_the_head(file: File) -> Iterator[str]:
+    """No product file is longer than one can keep in mind."""
+    length = file.text.count("\n")
+    if file.path.startswith("src/") and length > MAX_FILE:
+        yield f"1: {length} lines; find the two things in it and give each a file"
+
+
+def nothing_is_caught_blindly(file: File) -> Iterator[str]:
+    """A broad except says why in its noqa, logs the traceback, or raises again."""
+    lines = file.text.splitlines()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "BaseException"
+            reason = re.search(r"noqa: BLE001\W+\w", lines[node.lineno - 1])
+            broad = re.search(r"\b(Base)?Exception\b", caught)
+            if broad and not (reason or _reraises(node) or _tells(node)):
+                yield f"{node.lineno}: catch MoonserveError or what you expect; else noqa and why"
+
+
+def _reraises(node: ast.ExceptHandler) -> bool:
+    last = node.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def _tells(node: ast.ExceptHandler) -> bool:
+    """Whether a bug caught at an edge is logged with its traceback."""
+    calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return any(isinstance(func, ast.Attribute) and func.attr == "exception" for func in calls)
+
+
+def names_no_machine(file: File) -> Iterator[str]:
+    """No machine's path and no registry's host is named anywhere."""
+    for number, line in enumerate(file.text.splitlines(), 1):
+        for pattern in FORBIDDEN:
+            if found := pattern.search(line):
+                yield f"{number}: {found[0]!r} belongs to one machine; take it as a setting"
+
+
+PYTHON_RULES: list[Callable[[File], Iterator[str]]] = [
+    core_is_pure,
+    rooms_keep_their_floor,
+    torch_stays_in_the_engine,
+    cli_is_light,
+    core_iterates_no_set,
+    functions_fit_a_screen,
+    modules_say_what_they_are_for,
+    files_fit_in_the_head,
+    nothing_is_caught_blindly,
+]
+CORE, LIVE, CLI = (f"src/moonserve/{room}/x.py" for room in ("core", "live", "cli"))
+BROKEN = [
+    (core_is_pure, CORE, "import time"),
+    (core_is_pure, CORE, "def f():\n    from moonserve.live import ports"),
+    (rooms_keep_their_floor, LIVE, "from moonserve import sim"),
+    (rooms_keep_their_floor, LIVE, "import moonserve.cli"),
+    (torch_stays_in_the_engine, LIVE, "def f():\n    import torch.nn"),
+    (cli_is_light, CLI, "from moonserve.live.gateway import process"),
+    (cli_is_light, CLI, "import rich"),
+    (core_iterates_no_set, CORE, "for x in {1, 2}: pass"),
+    (core_iterates_no_set, CORE, "y = [x for x in set(a)]"),
+    (functions_fit_a_screen, LIVE, "def f():\n" + "    x = 1\n" * 70),
+    (modules_say_what_they_are_for, LIVE, "x = 1"),
+    (files_fit_in_the_head, LIVE, "x = 1\n" * 401),
+    (nothing_is_caught_blindly, LIVE, "try: pass\nexcept (OSError, Exception): pass"),
+    (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception: pass  # noqa: BLE001"),
+    (names_no_machine, "README.md", "cd /wo" + "rk/main"),
+    (names_no_machine, "Makefile", "pip --index https://pypi" + ".org/simple"),
+]
+FINE = [
+    (core_is_pure, CORE, "if TYPE_CHECKING:\n    from random import Random"),
+    (core_iterates_no_set, CORE, "for x in sorted({1, 2}): pass"),
+    (cli_is_light, CLI, "def f():\n    import rich"),
+    (functions_fit_a_screen, LIVE, "def f():\n" + "    x = 1\n" * 69),
+    (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception:  # noqa: BLE001 - why\n    0"),
+    (nothing_is_caught_blindly, LIVE, "try: pass\nexcept BaseException:\n    raise"),
+    (names_no_machine, LIVE, "path = tmp_path / 'work/x'"),
+]
+
+
+def house() -> list[File]:
+    """Every text file that is in the repository, or about to be."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\n")
+    endings = (".py", ".md", ".toml", ".yaml", ".yml", "Makefile", ".ci/run", ".json")
+    paths = [path for path in listed if path.endswith(endings) and (ROOT / path).is_file()]
+    assert "src/moonserve/core/units.py" in paths
+    return [File(path, (ROOT / path).read_text()) for path in paths]
+
+
+@pytest.mark.parametrize("rule", PYTHON_RULES, ids=lambda rule: rule.__name__)
+def test_python_files_keep_the_rule(rule: Callable[[File], Iterator[str]]) -> None:
+    """Every Python file keeps this rule."""
+    files = [file for file in house() if file.path.endswith(".py")]
+    complaints = [f"{file.path}:{complaint}" for file in files for complaint in rule(file)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_no_file_names_a_machine() -> None:
+    """What is in the repository means the same on every machine."""
+    complaints = [f"{file.path}:{text}" for file in house() for text in names_no_machine(file)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BROKEN)
+def test_each_rule_bites(rule: Callable[[File], Iterator[str]], path: str, text: str) -> None:
+    """A file that breaks a rule is complained about."""
+    assert list(rule(File(path, text)))
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), FINE)
+def test_no_rule_bites_the_innocent(
+    rule: Callable[[File], Iterator[str]], path: str, text: str
+) -> None:
+    """A file that keeps the rule is let alone."""
+    assert not list(rule(File(path, text)))

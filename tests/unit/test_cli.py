@@ -1,0 +1,232 @@
+"""The command line: light, clear in error, and `ask` against a scripted gateway."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moonserve.cli import cli
+from moonserve.cli.settings import child_env
+from moonserve.cli.up import cluster
+from moonserve.config import Logging, Settings, load
+
+
+def run(*argv: str, stdin: str | None = None) -> Result:
+    """Run the program in this process."""
+    return CliRunner().invoke(cli, argv, input=stdin, prog_name="moonserve")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`moonserve --help` stays instant: no heavy package is imported for it."""
+    code = (
+        "import sys\nfrom moonserve.cli import cli\n"
+        "cli(['--help'], prog_name='moonserve', standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'uvicorn', 'rich', 'tokenizers', 'jinja2', 'yaml', 'asyncio'}\n"
+        "print('HEAVY', sorted((heavy - {'asyncio'}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "moonserve up" in done.stdout
+    assert "HEAVY []" in done.stdout
+
+
+def test_runs_as_a_module() -> None:
+    """`python -m moonserve` is the program, and knows its version."""
+    done = subprocess.run(
+        [sys.executable, "-m", "moonserve", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("moonserve 0.")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["up", "--port", "99999"], "error: port: expected `int` <= 65535"),
+        (["up", "--engine", "vllm"], "error: engine: must be torch or fake"),
+        (["up", "--segment-bytes", "lots"], "error: segment_bytes: 'lots' is not a size"),
+        (["up", "--config", "/no/such.yaml"], "error: config: cannot read /no/such.yaml"),
+        (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0"),
+        (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: str) -> None:
+    """A wrong setting is one line on stderr that names it; never a traceback."""
+    result = run(*argv)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_up_refuses_a_port_in_use() -> None:
+    """A taken port is said before anything is fetched or started."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run("up", "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 2
+    assert "--port" in result.stderr
+
+
+def test_a_cluster_keeps_secrets_out_of_argv_and_shares_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The token travels by environment; threads are divided among the workers."""
+    monkeypatch.setattr("moonserve.cli.up._cores", lambda: 8)
+    children = cluster(Settings(prefill=2, decode=1), 8000, {"MOONSERVE_TOKEN": "secret"})
+    assert [child.name for child in children] == ["gateway", "p0", "p1", "d0"]
+    assert all("secret" not in " ".join(child.argv) for child in children)
+    assert all(child.env["MOONSERVE_TOKEN"] == "secret" for child in children)
+    assert {child.env["OMP_NUM_THREADS"] for child in children} == {"2"}
+    assert [child.rank for child in children] == [0, 1, 1, 1]
+
+
+def test_children_read_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a child reads from its environment is what the parent was told, by whatever way."""
+    monkeypatch.setenv("MOONSERVE_CONFIG", "/only/the/parent/reads/this.yaml")
+    settings = Settings(
+        model="m", block_size=16, drain_s=1.5, logging=Logging("ERROR", {"core.x": "DEBUG"})
+    )
+    assert load(None, child_env(settings), {}) == settings
+
+
+CHUNKS = [
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"index": 0, "delta": {"content": "Grüß"}}]},
+    {"choices": [{"index": 0, "delta": {"content": " Gott 🌙"}, "finish_reason": "stop"}]},
+    {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 2051,
+            "completion_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 2016},
+        },
+    },
+]
+DECISION = {
+    "prefill": "p0",
+    "decode": "d0",
+    "reused_tokens": 2016,
+    "holder": "p0",
+    "predicted_ttft_ms": 320.4,
+    "candidates": [],
+}
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Answers as a gateway would; `asked` keeps the last chat request."""
+
+    asked: ClassVar[dict[str, Any]] = {}
+    events: ClassVar[list[dict[str, Any]]] = CHUNKS
+    done = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Be quiet."""
+
+    def _send(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("x-request-id", "r1")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        """Models and decisions."""
+        if self.path == "/v1/models":
+            self._send(200, b'{"data": [{"id": "tiny"}]}')
+        elif self.path == "/api/decisions/r1":
+            self._send(200, json.dumps(DECISION).encode())
+        else:
+            self._send(404, b"{}")
+
+    def do_POST(self) -> None:
+        """A chat, streamed."""
+        type(self).asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.asked["model"] == "nope":
+            self._send(404, b'{"error": {"message": "no model nope; there is tiny"}}')
+            return
+        lines = [f"data: {json.dumps(event)}\n\n" for event in self.events]
+        body = "".join(lines) + ("data: [DONE]\n\n" if self.done else "")
+        self._send(200, body.encode(), "text/event-stream")
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A scripted gateway's address."""
+    server = HTTPServer(("127.0.0.1", 0), Gateway)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_ask_prints_the_answer_and_how_it_came_about(url: str) -> None:
+    """The text goes to stdout; times, reuse and the decision go to stderr."""
+    result = run("ask", "-", "--url", url, "--system", "Be kind.", stdin="Hello?")
+    assert result.exit_code == 0
+    assert result.stdout == "Grüß Gott 🌙\n"
+    assert "5 tokens, reused 2,016 of 2,051 prompt tokens" in result.stderr
+    assert (
+        "prefill p0 (reused 2,016 of 2,051 tokens, from p0) → decode d0, predicted TTFT 320 ms"
+        in result.stderr
+    )
+    roles = [(m["role"], m["content"]) for m in Gateway.asked["messages"]]
+    assert roles == [("system", "Be kind."), ("user", "Hello?")]
+    assert Gateway.asked["model"] == "tiny"
+
+
+def test_ask_json_is_one_object(url: str) -> None:
+    """`--json` prints one object with the text, the counts and the decision."""
+    result = run("ask", "Hi", "--url", url, "--json", "--model", "tiny")
+    got = json.loads(result.stdout)
+    assert got["text"] == "Grüß Gott 🌙"
+    assert got["cached_tokens"] == 2016
+    assert got["decision"] == DECISION
+    assert got["request_id"] == "r1"
+    assert got["ttft_ms"] > 0
+
+
+def test_ask_shows_the_gateways_own_error(url: str) -> None:
+    """A refusal is shown in the gateway's words."""
+    result = run("ask", "Hi", "--url", url, "--model", "nope")
+    assert result.exit_code == 1
+    assert "404 no model nope; there is tiny" in result.stderr
+
+
+def test_ask_says_when_an_answer_breaks_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that ends without its end is an error, not an answer."""
+    monkeypatch.setattr(Gateway, "done", False)
+    result = run("ask", "Hi", "--url", url)
+    assert result.exit_code == 1
+    assert "stopped in the middle" in result.stderr
+
+
+def test_ask_shows_an_error_inside_the_stream(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error event in the stream ends it with that error's message."""
+    monkeypatch.setattr(Gateway, "events", [{"error": {"message": "d0 is gone"}}])
+    result = run("ask", "Hi", "--url", url)
+    assert result.exit_code == 1
+    assert "error: d0 is gone" in result.stderr
+
+
+def test_ask_tells_how_to_start_a_gateway() -> None:
+    """Nothing listening is a clear error with its remedy."""
+    result = run("ask", "Hi", "--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "start one with: moonserve up" in result.stderr
+
+
+def test_doctor_prints_json() -> None:
+    """`doctor --json` is a list of findings, each with a verdict."""
+    result = run("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert findings["python"]["verdict"] == "ok"
+    assert set(findings) >= {"torch", "cpu", "cores", "shared memory", "model", "port"}

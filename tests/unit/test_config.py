@@ -1,0 +1,106 @@
+"""Settings: layers, and errors that name their field and remedy."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from moonserve.config import Logging, Settings, apply_logging, load, parse_bytes
+from moonserve.core.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A settings file, to be written."""
+    return tmp_path / "moonserve.yaml"
+
+
+def test_flags_over_environment_over_file_over_defaults(file: Path) -> None:
+    """Each layer wins over the one below, field by field."""
+    file.write_text("port: 1\nprefill: 2\ndecode: 3\n")
+    env = {"MOONSERVE_CONFIG": str(file), "MOONSERVE_PORT": "10", "MOONSERVE_PREFILL": "20"}
+    got = load(None, env, {"port": "30", "model": None})
+    assert (got.port, got.prefill, got.decode) == (30, 20, 3)
+    assert got.model == Settings().model
+
+
+def test_logging_layers_merge(file: Path) -> None:
+    """A level from the environment keeps the file's module levels."""
+    file.write_text("logging: {level: INFO, modules: {core.conductor: DEBUG}}")
+    got = load(file, {"MOONSERVE_LOGGING__LEVEL": "ERROR"}, {})
+    assert got.logging == Logging("ERROR", {"core.conductor": "DEBUG"})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 512 << 20), ("2 GB", 2 << 30), ("1.5K", 1536), ("4096", 4096), ("7b", 7)],
+)
+def test_sizes_are_human(text: str, size: int) -> None:
+    """Sizes are read in units of 1,024, in flags, environment and file alike."""
+    assert parse_bytes(text) == size
+    assert load(None, {"MOONSERVE_SEGMENT_BYTES": text}, {}).segment_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("prot: 1", r"^prot: unknown setting in .*moonserve.yaml; did you mean port\?"),
+        ("port: 99999", r"^port: expected `int` <= 65535 \(99999 from .*moonserve.yaml\)"),
+        ("port: [1]", r"^port: expected `int`, got `array`"),
+        ("engine: tensorrt", r"^engine: must be torch or fake \('tensorrt' from"),
+        ("segment_bytes: lots", r"^segment_bytes: 'lots' is not a size; write it like 512MiB"),
+        ("logging: {levle: INFO}", r"^logging.levle: unknown setting in .*; did you mean .*level"),
+        ("logging: {modules: {a: LOUD}}", r"^logging.modules: a level is DEBUG, INFO"),
+        ("- a list", r"^config: .* must be a map of settings"),
+        ("a: [", r"^config: .* is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_named_by_field_and_remedy(file: Path, yaml: str, message: str) -> None:
+    """Every error starts with its field, and says where the value came from or what is known."""
+    file.write_text(yaml)
+    with pytest.raises(ConfigError, match=message):
+        load(file, {}, {})
+
+
+def test_absent_file_is_an_error() -> None:
+    """A file that was named must exist."""
+    with pytest.raises(ConfigError, match="cannot read /no/such: No such file"):
+        load(Path("/no/such"), {}, {})
+
+
+def test_environment_typos_are_errors_but_strangers_are_not() -> None:
+    """A name close to a setting is a typo; a Kubernetes service's variables are not ours."""
+    with pytest.raises(ConfigError, match=r"MOONSERVE_PREFIL: .*did you mean MOONSERVE_PREFILL"):
+        load(None, {"MOONSERVE_PREFIL": "2"}, {})
+    load(None, {"MOONSERVE_SERVICE_HOST": "10.0.0.1", "MOONSERVE_TOKEN": "x"}, {})
+
+
+def test_environment_values_are_checked() -> None:
+    """A wrong value in the environment names the environment."""
+    with pytest.raises(ConfigError, match=r"port: .*'tcp://10.0.0.1:80' from the environment"):
+        load(None, {"MOONSERVE_PORT": "tcp://10.0.0.1:80"}, {})
+
+
+def test_log_lines_are_single_and_levels_are_per_module(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One record is one line on stderr, at its module's level."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        apply_logging(Logging("WARNING", {"core.conductor": "DEBUG"}))
+        logging.getLogger("moonserve.core.conductor").debug("two\nlines")
+        logging.getLogger("moonserve.live.store").info("not shown")
+        try:
+            raise ValueError("oops")
+        except ValueError:
+            logging.getLogger("moonserve.live.store").exception("failed")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        for name in ("moonserve", "moonserve.core.conductor"):
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("DEBUG   core.conductor: two lines")
+    assert "live.store: failed | Traceback" in second
+    assert second.endswith("ValueError: oops")
