@@ -171,8 +171,9 @@ def nothing_is_caught_blindly(file: File) -> Iterator[str]:
 
 
 def _reraises(node: ast.ExceptHandler) -> bool:
+    """Whether it ends in `raise` or `raise … from error`: nothing is hidden."""
     last = node.body[-1]
-    return isinstance(last, ast.Raise) and last.exc is None
+    return isinstance(last, ast.Raise) and (last.exc is None or last.cause is not None)
 
 
 def _tells(node: ast.ExceptHandler) -> bool:
