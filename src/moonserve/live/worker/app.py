@@ -1,0 +1,225 @@
+"""The worker's HTTP server: vLLM's paths over one Runner, and /debug/ledger.
+
+Made by `process`; tests make it directly. A client that goes away cancels its request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError
+from moonserve.core.facts import InstanceInfo
+from moonserve.core.units import RequestId
+from moonserve.live.http.message import (
+    HttpRequest,
+    Response,
+    StreamingResponse,
+    error_reply,
+    error_response,
+    json_response,
+)
+from moonserve.live.http.server import App, Reply
+from moonserve.live.ports import EngineShape
+from moonserve.live.worker.job import Job, Piece
+from moonserve.live.worker.metrics import Metrics
+from moonserve.live.worker.serving import Runner
+from moonserve.live.worker.wire import (
+    CONNECTOR,
+    Delta,
+    Shaper,
+    event,
+    make_job,
+    parse_body,
+)
+
+
+class Words(Protocol):
+    """The text of one generation as it grows."""
+
+    def push(self, token: int) -> str:
+        """The text that `token` makes final; may be empty while a character is incomplete."""
+
+    def flush(self) -> str:
+        """What was still held back, at the end."""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was found; nothing from it on is given out."""
+
+
+class Text(Protocol):
+    """Tokens to text and back, for a worker that has the model's tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt's token ids."""
+
+    def words(self, stop: tuple[str, ...]) -> Words:
+        """Start the text of one generation."""
+
+
+class WorkerApp:
+    """Handlers over one runner. `info.url` must be known by the time a hand-over is asked for."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        metrics: Metrics,
+        shape: EngineShape,
+        info: InstanceInfo,
+        text: Text | None = None,
+    ) -> None:
+        self._runner = runner
+        self._metrics = metrics
+        self._shape = shape
+        self.info = info
+        self._text = text
+        self._count = itertools.count()
+        self._started = int(time.time())
+
+    def app(self) -> App:
+        """The routes."""
+        return App(
+            {
+                ("POST", "/v1/completions"): self._completions,
+                ("GET", "/v1/models"): self._models,
+                ("GET", "/health"): self._health,
+                ("GET", "/metrics"): self._page,
+                ("GET", "/debug/ledger"): self._ledger,
+            },
+            name=f"worker {self.info.id}",
+        )
+
+    async def _completions(self, request: HttpRequest) -> Reply:
+        body = parse_body(await request.body())
+        job = make_job(
+            body,
+            request=RequestId(f"{request.id}-{next(self._count)}"),
+            lease=request.id,
+            model=self.info.model,
+            shape=self._shape,
+            encode=self._text.encode if self._text else None,
+        )
+        id = f"cmpl-{request.id}"
+        shaper = Shaper(body, job, id, int(time.time()), self.info.model)
+        request.cancel_on_disconnect()
+        if body.stream:
+            events = self._events(job, shaper)
+            # The first event is awaited here, so that a refusal is a status and not a stream.
+            return StreamingResponse(_Primed(await anext(events), events))
+        async with aclosing(self._deltas(job)) as stream:
+            deltas = [delta async for delta in stream]
+        return json_response(shaper.whole(deltas, self._hand_over(job, deltas[-1])))
+
+    async def _events(self, job: Job, shaper: Shaper) -> AsyncIterator[bytes]:
+        began = False
+        cached = 0
+        try:
+            async with aclosing(self._deltas(job)) as stream:
+                async for delta in stream:
+                    yield shaper.chunk(delta, self._hand_over(job, delta))
+                    began = True
+                    cached = delta.cached_tokens
+        except MoonserveError as error:
+            if not began:
+                raise
+            yield event(error_reply(error))
+        yield shaper.last_events(cached)
+
+    async def _deltas(self, job: Job) -> AsyncIterator[Delta]:
+        """The generation with its text; ends early at a stop string."""
+        words = self._text.words(job.stopping.stop) if self._text else None
+        reason = "abort"
+        try:
+            async with aclosing(self._runner.generate(job)) as pieces:
+                async for piece in pieces:
+                    delta = _delta(piece, words)
+                    reason = delta.finish_reason or reason
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        except MoonserveError:
+            reason = "error"
+            raise
+        finally:
+            self._metrics.finished(reason)
+
+    def _hand_over(self, job: Job, last: Delta) -> dict[str, Any] | None:
+        """What a decode worker is told; only a prefill that is to go on elsewhere has it."""
+        if not job.send_kv or last.finish_reason != "length":
+            return None
+        host, _, port = self.info.url.rpartition("//")[2].rpartition(":")
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "connector": CONNECTOR,
+            "remote_engine_id": self.info.id,
+            "remote_host": host,
+            "remote_port": int(port),
+            "remote_num_tokens": len(job.prompt),
+            "first_token_id": last.token_ids[0],
+            "lease": job.lease,
+        }
+
+    async def _models(self, request: HttpRequest) -> Response:
+        card = {
+            "id": self.info.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "moonserve",
+            "max_model_len": self._shape.max_len,
+        }
+        return json_response({"object": "list", "data": [card]})
+
+    async def _health(self, request: HttpRequest) -> Response:
+        failure = self._runner.failure
+        if failure is not None:
+            return error_response(failure)
+        return json_response({"status": "ok", "id": self.info.id, "role": self.info.role})
+
+    async def _page(self, request: HttpRequest) -> Response:
+        return Response(
+            body=self._metrics.render(), content_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    async def _ledger(self, request: HttpRequest) -> Response:
+        return json_response(msgspec.to_builtins(self._runner.ledger()))
+
+
+def _delta(piece: Piece, words: Words | None) -> Delta:
+    finish = piece.finish
+    reason: str | None = finish.reason if finish else None
+    stop: int | str | None = finish.stop_token if finish else None
+    text = ""
+    if words is not None:
+        # A token that stops the generation is reported, but is no part of the text.
+        text = "" if reason == "stop" else words.push(piece.token)
+        if reason is not None and words.stopped_by is None:
+            text += words.flush()
+        if words.stopped_by is not None:
+            reason, stop = "stop", words.stopped_by
+    return Delta(text, (piece.token,), reason, stop, piece.cached_tokens)
+
+
+class _Primed:
+    """A begun stream: its first event, then the rest. `aclose` reaches the generation always."""
+
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes]) -> None:
+        self._first: bytes | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        first, self._first = self._first, None
+        return await anext(self._rest) if first is None else first
+
+    async def aclose(self) -> None:
+        """End the generation."""
+        await self._rest.aclose()  # type: ignore[attr-defined]

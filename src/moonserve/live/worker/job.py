@@ -1,0 +1,143 @@
+"""What the wire asks of the runner and gets back, and what the runner keeps of one job.
+
+Data only; `serving` and `kv` do the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from moonserve.core.batch import Finish, Pass, PassResult
+from moonserve.core.errors import MoonserveError
+from moonserve.core.facts import PassSample
+from moonserve.core.prefix import chain_keys, tail_key
+from moonserve.core.request import Sampling, Stopping
+from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One generation on this worker. `request` is unique here, also where clients repeat ids."""
+
+    request: RequestId
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stopping: Stopping
+    lease: LeaseId
+    """What keeps this request's KV in the store between prefill and decode."""
+    send_kv: bool = False
+    """Leave all of the prompt's KV in the store under `lease` (vLLM: do_remote_decode)."""
+    take_kv: bool = False
+    """All of the prompt's KV should be in the store (vLLM: do_remote_prefill)."""
+    first_token: int | None = None
+    """With take_kv: what prefill sampled; given again as the first piece."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One token of a generation; the last one has a finish."""
+
+    token: int
+    finish: Finish | None = None
+    cached_tokens: Tokens = 0
+    """Prompt tokens whose KV came from the store; the same on every piece."""
+
+
+class KeyPlan(msgspec.Struct, frozen=True):
+    """The store keys of one prompt: its full blocks, its tail if it has one."""
+
+    full: tuple[BlockKey, ...]
+    tail: BlockKey | None
+
+    @staticmethod
+    def of(root: bytes, prompt: Sequence[int], block_size: Tokens) -> KeyPlan:
+        """Hash the prompt; `root` is the namespace's."""
+        full = chain_keys(root, prompt, block_size)
+        rest = prompt[len(full) * block_size :]
+        return KeyPlan(tuple(full), tail_key(root, full, rest) if rest else None)
+
+    def wanted(self, job: Job, block_size: Tokens) -> tuple[BlockKey, ...]:
+        """What to look for before computing: prefill must compute its last token itself."""
+        if job.take_kv:
+            return self.full if self.tail is None else (*self.full, self.tail)
+        return self.full[: (len(job.prompt) - 1) // block_size]
+
+
+class KVDeadlines(msgspec.Struct, frozen=True):
+    """How long the worker waits for the store before it goes on without."""
+
+    load_s: float = 20.0
+    put_s: float = 20.0
+    flush_s: float = 30.0
+    """For all puts of a hand-over, before its reply."""
+    release_s: float = 5.0
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of one worker."""
+
+    chunk_tokens: int = 512
+    max_seqs: int = 16
+    max_waiting: int = 256
+    """Jobs that have not entered the batch; more are refused with 429."""
+    pass_s: float = 300.0
+    """A pass that takes longer means a hung engine: the worker is dead."""
+    piece_s: float = 600.0
+    """The longest wait for a request's next token, its queueing included."""
+    kv: KVDeadlines = KVDeadlines()
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """What the worker holds for requests; all zero when it is idle."""
+
+    running: int
+    waiting: int
+    streams: int
+    blocks_used: int
+    pending_puts: int
+    held_leases: int
+
+
+class Live:
+    """One job from submission to its end."""
+
+    __slots__ = (
+        "arrived_us", "blocks", "cached", "ended", "job", "keys", "last_us", "loading", "pieces",
+        "wanted",
+    )  # fmt: skip
+
+    def __init__(
+        self, job: Job, keys: KeyPlan | None, wanted: tuple[BlockKey, ...], now_us: Micros
+    ) -> None:
+        self.job = job
+        self.keys = keys
+        self.wanted = wanted
+        self.blocks: tuple[int, ...] = ()
+        self.loading = False
+        self.cached = 0
+        self.ended = False
+        self.arrived_us = now_us
+        self.last_us: Micros | None = None
+        # Bounded by max_tokens: the batch makes no more.
+        self.pieces: asyncio.Queue[Piece | MoonserveError] = asyncio.Queue()
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The tokens it enters the batch with."""
+        first = self.job.first_token
+        return self.job.prompt if first is None else (*self.job.prompt, first)
+
+
+def pass_sample(work: Pass, result: PassResult) -> PassSample:
+    """The pass as the cost model's features; a chunk of one token counts as a decode."""
+    prompts = [(c.start, c.start + len(c.tokens)) for c in work.chunks if len(c.tokens) > 1]
+    decodes = [c.start + 1 for c in work.chunks if len(c.tokens) == 1]
+    return PassSample(
+        prefill_new=sum(end - start for start, end in prompts),
+        prefill_square=sum(end * end - start * start for start, end in prompts),
+        prefill_past=sum(start for start, _ in prompts),
+        decode_seqs=len(decodes),
+        decode_context=sum(decodes),
+        elapsed_us=result.elapsed_us,
+    )

@@ -1,0 +1,101 @@
+"""A worker's Prometheus metrics, under vLLM's names; ours beside them as moonserve:…
+
+One registry per worker, so that several can live in one process. Rendered by GET /metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from moonserve.core.units import MICROS_PER_SECOND, Micros
+
+_LABELS = ("engine", "model_name")
+_TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
+    2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_ITL_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+    2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """Counters and histograms to add to; gauges are read from the runner when scraped."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"engine": "0", "model_name": model}
+        self.prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prefix cache queries, in tokens."
+        )
+        self._counter("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.")
+        self.external_queries = self._counter(
+            "vllm:external_prefix_cache_queries", "Tokens looked for in the shared KV store."
+        )
+        self.external_hits = self._counter(
+            "vllm:external_prefix_cache_hits", "Tokens loaded from the shared KV store."
+        )
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Number of prefill tokens processed."
+        )
+        self.generation_tokens = self._counter(
+            "vllm:generation_tokens", "Number of generation tokens processed."
+        )
+        self.preemptions = self._counter(
+            "vllm:num_preemptions", "Cumulative number of preemptions from the engine."
+        )
+        self.kv_recomputed = self._counter(
+            "moonserve:kv_recomputed_tokens",
+            "Prompt tokens a decode worker computed because their KV was not in the store.",
+        )
+        self.kv_errors = self._counter(
+            "moonserve:kv_store_errors", "Store calls that failed or ran past their deadline."
+        )
+        success = Counter(
+            "vllm:request_success",
+            "Count of finished requests.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._finished = {
+            reason: success.labels(**self._labels, finished_reason=reason)
+            for reason in FINISHED_REASONS
+        }
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Time to first token in seconds.", _TTFT_S
+        )
+        self._itl = self._histogram(
+            "vllm:inter_token_latency_seconds", "Inter-token latency in seconds.", _ITL_S
+        )
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Register a gauge that asks `read` at every scrape."""
+        made = Gauge(name, text, _LABELS, registry=self.registry)
+        made.labels(**self._labels).set_function(read)
+
+    def first_token(self, us: Micros) -> None:
+        """A request's first token came `us` after the request."""
+        self._ttft.observe(us / MICROS_PER_SECOND)
+
+    def next_token(self, us: Micros) -> None:
+        """A later token came `us` after the one before."""
+        self._itl.observe(us / MICROS_PER_SECOND)
+
+    def finished(self, reason: str) -> None:
+        """A request ended: one of FINISHED_REASONS."""
+        self._finished[reason].inc()
+
+    def render(self) -> bytes:
+        """The page, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, _LABELS, registry=self.registry).labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, text, _LABELS, registry=self.registry, buckets=buckets)
+        return made.labels(**self._labels)

@@ -1,0 +1,361 @@
+"""The runner: one loop that owns the batch, the block pool and the engine, and serves jobs.
+
+    submit -> intake (bounded) -> load KV -> batch -> passes -> pieces, as they come
+
+All state lives on the event-loop thread; only `engine.run` computes elsewhere. Called by the wire;
+knows no HTTP and no text. One failure of a pass fails the requests in it and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from moonserve.core.batch import Batch, Pass, Progress, finish_of
+from moonserve.core.blocks import BlockPool
+from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError, Overloaded
+from moonserve.core.facts import InstanceLoad, PassSample
+from moonserve.core.prefix import Namespace
+from moonserve.core.units import BlockKey, RequestId
+from moonserve.live.ports import Clock, Engine, KVStore
+from moonserve.live.worker.job import Job, KeyPlan, Ledger, Limits, Live, Piece, pass_sample
+from moonserve.live.worker.kv import WorkerKV
+from moonserve.live.worker.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_MAX_SAMPLES = 256
+
+
+class Runner:
+    """Serves jobs on one engine. Made inside a running loop; `close` it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: KVStore | None,
+        namespace: Namespace,
+        limits: Limits,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        self._root = namespace.root()
+        shape = engine.shape
+        self._pool = BlockPool(shape.num_blocks)
+        self._batch = Batch(
+            self._pool,
+            block_size=shape.block_size,
+            chunk_tokens=limits.chunk_tokens,
+            max_seqs=limits.max_seqs,
+            eos_token_ids=shape.eos_token_ids,
+        )
+        self._intake: deque[Live] = deque()
+        self._loading: list[Live] = []
+        self._live: dict[RequestId, Live] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._samples: deque[PassSample] = deque(maxlen=_MAX_SAMPLES)
+        self._counted_preemptions = 0
+        self.failure: EngineFailed | None = None
+        """Set once the worker cannot serve any more; /health tells."""
+        self._kv: WorkerKV | None = None
+        if store is not None:
+            self._kv = WorkerKV(
+                engine, self._pool, store, metrics, clock, self._wake.set, limits.kv
+            )
+            self._kv.publisher.add_done_callback(self._stopped)
+        self._loop_task = asyncio.create_task(self._loop())
+        self._loop_task.add_done_callback(self._stopped)
+        self._register_gauges()
+
+    async def generate(self, job: Job) -> AsyncIterator[Piece]:
+        """Serve one job, token by token. Closing the iterator early cancels it.
+
+        Raises BadRequest (never fits), Overloaded before the first piece; EngineFailed and
+        DeadlineExceeded at any time.
+        """
+        live = self._submit(job)
+        try:
+            while True:
+                piece = await self._next(live)
+                yield piece
+                if piece.finish is not None:
+                    return
+        finally:
+            self._end(live)
+
+    def ledger(self) -> Ledger:
+        """What is held now."""
+        return Ledger(
+            running=self._batch.running,
+            waiting=self._waiting(),
+            streams=len(self._live),
+            blocks_used=self._pool.used_count,
+            pending_puts=self._kv.pending_puts if self._kv else 0,
+            held_leases=self._kv.held_leases if self._kv else 0,
+        )
+
+    def take_load(self) -> InstanceLoad:
+        """The load now and the samples since the last call; for the heartbeat."""
+        passes = tuple(self._samples)
+        self._samples.clear()
+        transfers = tuple(self._kv.transfers) if self._kv else ()
+        if self._kv:
+            self._kv.transfers.clear()
+        return InstanceLoad(
+            running=self._batch.running,
+            waiting=self._waiting(),
+            free_blocks=self._pool.free_count,
+            passes=passes,
+            transfers=transfers,
+        )
+
+    async def close(self) -> None:
+        """End every request with EngineFailed and stop, after the pass in flight."""
+        self._closing = True
+        self._wake.set()
+        self._fail_all(EngineFailed("this worker is shutting down"))
+        await asyncio.wait({self._loop_task}, timeout=self._limits.pass_s)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._kv is not None:
+            await self._kv.close()
+
+    # Requests in and out.
+
+    def _submit(self, job: Job) -> Live:
+        if self.failure is not None:
+            raise self.failure
+        if self._closing:
+            raise EngineFailed("this worker is shutting down")
+        self._batch.check_fits(len(job.prompt), job.stopping.max_tokens)
+        if len(self._intake) >= self._limits.max_waiting:
+            raise Overloaded(
+                f"{len(self._intake)} requests wait here already", "worker_queue_full", 1.0
+            )
+        keys: KeyPlan | None = None
+        wanted: tuple[BlockKey, ...] = ()
+        if self._kv is not None:
+            size = self._engine.shape.block_size
+            keys = KeyPlan.of(self._root, job.prompt, size)
+            wanted = keys.wanted(job, size)
+            if wanted or job.send_kv:
+                self._kv.begin(job)
+        live = Live(job, keys, wanted, self._clock.now_us())
+        self._live[job.request] = live
+        self._metrics.prefix_queries.inc(len(job.prompt))
+        self._intake.append(live)
+        self._admit()  # at once: its KV may be loaded while a pass runs
+        self._wake.set()
+        return live
+
+    async def _next(self, live: Live) -> Piece:
+        try:
+            async with asyncio.timeout(self._limits.piece_s):
+                item = await live.pieces.get()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no token within {self._limits.piece_s:g} s") from None
+        if isinstance(item, MoonserveError):
+            raise item
+        return item
+
+    def _end(self, live: Live) -> None:
+        """Let go of all that a request holds, wherever it is. Once per request."""
+        job = live.job
+        del self._live[job.request]
+        live.ended = True
+        if live in self._intake:
+            self._intake.remove(live)
+        self._batch.cancel(job.request)
+        if self._kv is not None and not live.loading:  # else when the load is over
+            self._kv.settle(job)
+        self._wake.set()
+
+    def _waiting(self) -> int:
+        return len(self._intake) + len(self._loading) + self._batch.waiting
+
+    # From the intake into the batch.
+
+    def _admit(self) -> None:
+        """Let requests in, in order of arrival, as long as there is room for their prompts."""
+        while self._intake and not self._closing:
+            live = self._intake[0]
+            blocks = self._pool.allocate(len(live.wanted)) if self._has_room(live) else None
+            if blocks is None:
+                return
+            self._intake.popleft()
+            live.blocks = blocks
+            if self._kv is not None and live.wanted:
+                live.loading = True
+                self._loading.append(live)
+                self._spawn(self._load(live, self._kv))
+            else:
+                self._enter(live, 0)
+
+    def _has_room(self, live: Live) -> bool:
+        """Whether its prompt fits beside what those before it still need for theirs."""
+        before = self._batch.running + self._batch.waiting + len(self._loading)
+        if before == 0:
+            return True
+        short = sum(self._batch.blocks_for(len(x.known)) - len(x.blocks) for x in self._loading)
+        free = self._pool.free_count - self._batch.demand() - short
+        need = self._batch.blocks_for(len(live.known))
+        return before < self._limits.max_seqs and need <= free
+
+    async def _load(self, live: Live, kv: WorkerKV) -> None:
+        computed = await kv.load(live.job, live.wanted, live.blocks)
+        self._loading.remove(live)
+        live.loading = False
+        if computed is None:
+            live.blocks, computed = (), 0
+        if live.ended:
+            self._pool.free(live.blocks)
+            kv.settle(live.job)
+        else:
+            self._enter(live, computed)
+        self._wake.set()
+
+    def _enter(self, live: Live, computed: int) -> None:
+        """Give the request and its blocks to the batch."""
+        job = live.job
+        live.cached = computed
+        known = live.known
+        if job.take_kv:
+            self._metrics.kv_recomputed.inc(len(job.prompt) - computed)
+        if job.first_token is not None:
+            finish = finish_of(job.first_token, 1, job.stopping, self._engine.shape.eos_token_ids)
+            self._emit(live, Piece(job.first_token, finish, computed))
+            if finish is not None:
+                self._pool.free(live.blocks)
+                return
+        self._batch.add(
+            job.request,
+            known,
+            prompt_len=len(job.prompt),
+            computed=min(computed, len(known) - 1),  # logits need one token computed here
+            blocks=live.blocks,
+            sampling=job.sampling,
+            stopping=job.stopping,
+        )
+
+    # Passes.
+
+    async def _loop(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            self._admit()
+            if self._kv is not None:
+                await self._kv.room()
+            work = self._batch.plan()
+            self._metrics.preemptions.inc(self._batch.preemptions - self._counted_preemptions)
+            self._counted_preemptions = self._batch.preemptions
+            if work is not None:
+                await self._run(work)
+            else:
+                await self._wake.wait()
+
+    async def _run(self, work: Pass) -> None:
+        if self._kv is not None:
+            for chunk in work.chunks:
+                self._kv.before_pass(self._live[chunk.request].job, chunk)
+        task = asyncio.create_task(self._engine.run(work))
+        await asyncio.wait({task}, timeout=self._limits.pass_s)
+        if not task.done():
+            raise EngineFailed(f"the engine did not end a pass within {self._limits.pass_s:g} s")
+        error = task.exception()
+        if error is not None:
+            log.error("a pass of %d requests failed", len(work.chunks), exc_info=error)
+            for request in self._batch.abandon(work):
+                self._emit(self._live[request], EngineFailed(f"the engine failed: {error}"))
+            return
+        result = task.result()
+        self._samples.append(pass_sample(work, result))
+        self._publish(work)
+        for step in self._batch.apply(work, result):
+            self._deliver(self._live[step.request], step)
+
+    def _publish(self, work: Pass) -> None:
+        for chunk in work.chunks:
+            live = self._live.get(chunk.request)
+            if self._kv and live is not None and live.keys is not None and not live.job.take_kv:
+                self._kv.publish(live.job, live.keys, chunk)
+
+    def _deliver(self, live: Live, step: Progress) -> None:
+        prompt = len(live.job.prompt)
+        self._metrics.prompt_tokens.inc(
+            max(0, min(step.computed_after, prompt) - step.computed_before)
+        )
+        if step.token is None:
+            return
+        piece = Piece(step.token, step.finish, live.cached)
+        if step.finish is not None and live.job.send_kv and self._kv is not None:
+            self._spawn(self._hand_over(live, piece, self._kv))
+        else:
+            self._emit(live, piece)
+
+    async def _hand_over(self, live: Live, piece: Piece, kv: WorkerKV) -> None:
+        """The last piece of a hand-over tells that all KV is in the store: wait until it is."""
+        await kv.flushed(live.job.request)
+        if not live.ended:
+            kv.hand_over(live.job)
+            self._emit(live, piece)
+
+    def _emit(self, live: Live, item: Piece | MoonserveError) -> None:
+        live.pieces.put_nowait(item)
+        if isinstance(item, Piece):
+            now_us = self._clock.now_us()
+            if live.last_us is None:
+                self._metrics.first_token(now_us - live.arrived_us)
+            else:
+                self._metrics.next_token(now_us - live.last_us)
+            live.last_us = now_us
+            self._metrics.generation_tokens.inc()
+
+    # When things end.
+
+    def _fail_all(self, error: EngineFailed) -> None:
+        for live in self._live.values():
+            self._emit(live, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._stopped)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """A task of the runner is over: fine, or the end of this worker."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.critical("the worker cannot go on", exc_info=error)
+            if self.failure is None:
+                self.failure = EngineFailed(f"this worker is broken: {error}")
+            self._closing = True
+            self._wake.set()
+            self._fail_all(self.failure)
+
+    def _register_gauges(self) -> None:
+        pool = self._pool
+        self._metrics.gauge(
+            "vllm:num_requests_running",
+            "Number of requests in model execution batches.",
+            lambda: self._batch.running,
+        )
+        self._metrics.gauge(
+            "vllm:num_requests_waiting",
+            "Number of requests waiting to be processed.",
+            self._waiting,
+        )
+        self._metrics.gauge(
+            "vllm:kv_cache_usage_perc",
+            "KV-cache usage. 1 means 100 percent usage.",
+            lambda: pool.used_count / pool.num_blocks,
+        )

@@ -1,0 +1,226 @@
+"""vLLM's wire in structs: what /v1/completions takes, and the shapes of its replies.
+
+Parses and validates into a Job; `app` serves. Pure but for the clock-free randomness of a seed that
+the client left open. Shapes follow captures of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, ModelNotFound
+from moonserve.core.request import Sampling, Stopping
+from moonserve.core.units import LeaseId, RequestId, Tokens
+from moonserve.live.ports import EngineShape
+from moonserve.live.worker.job import Job
+
+CONNECTOR = "moonserve"
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """OpenAI's stream_options."""
+
+    include_usage: bool = False
+
+
+class KVTransferParams(msgspec.Struct, frozen=True):
+    """vLLM's hand-over parameters, with ours; those of other connectors are ignored."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    lease: str | None = None
+    reuse_tokens: _Count | None = None
+    first_token_id: _Count | None = None
+
+
+class CompletionBody(msgspec.Struct, frozen=True):
+    """The body of POST /v1/completions; other fields are ignored, as vLLM does."""
+
+    prompt: list[Any] | str
+    model: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = 0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[_Count] | None = None
+    ignore_eos: bool = False
+    n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: KVTransferParams | None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one step adds to a completion."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    cached_tokens: Tokens
+
+
+def parse_body(raw: bytes) -> CompletionBody:
+    """Decode a body. Raises BadRequest that names the field."""
+    try:
+        return msgspec.json.decode(raw, type=CompletionBody)
+    except msgspec.ValidationError as error:
+        field = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
+        raise BadRequest(str(error), field[1] if field else None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"body is not JSON: {error}") from None
+
+
+def make_job(
+    body: CompletionBody,
+    *,
+    request: RequestId,
+    lease: str,
+    model: str,
+    shape: EngineShape,
+    encode: Callable[[str], Sequence[int]] | None,
+) -> Job:
+    """Check a body against this worker. Raises BadRequest or ModelNotFound naming the field."""
+    if body.model is not None and body.model != model:
+        raise ModelNotFound(f"model {body.model!r} is not served here, {model!r} is", "model")
+    params = body.kv_transfer_params or KVTransferParams()
+    if params.do_remote_decode and params.do_remote_prefill:
+        raise BadRequest(
+            "do_remote_decode and do_remote_prefill exclude each other", "kv_transfer_params"
+        )
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if params.do_remote_decode and max_tokens != 1:
+        raise BadRequest("must be 1 with kv_transfer_params.do_remote_decode", "max_tokens")
+    prompt = _prompt(body.prompt, shape, encode)
+    if len(prompt) + max_tokens > shape.max_len:
+        raise BadRequest(
+            f"prompt ({len(prompt)} tokens) and max_tokens ({max_tokens}) exceed the model's"
+            f" context of {shape.max_len} tokens",
+            "prompt" if len(prompt) >= shape.max_len else "max_tokens",
+            "context_length_exceeded",
+        )
+    first = params.first_token_id if params.do_remote_prefill else None
+    if first is not None and first >= shape.vocab_size:
+        raise BadRequest("first_token_id is not in the vocabulary", "kv_transfer_params")
+    return Job(
+        request=request,
+        prompt=prompt,
+        sampling=Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k or 0,
+            seed=secrets.randbits(32) if body.seed is None else body.seed,
+        ),
+        stopping=Stopping(
+            max_tokens=max_tokens,
+            stop=_stops(body.stop, encode is not None),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=body.ignore_eos,
+        ),
+        lease=LeaseId(params.lease or lease),
+        send_kv=params.do_remote_decode,
+        take_kv=params.do_remote_prefill,
+        reuse=params.reuse_tokens,
+        first_token=first,
+    )
+
+
+def _prompt(
+    given: list[Any] | str, shape: EngineShape, encode: Callable[[str], Sequence[int]] | None
+) -> tuple[int, ...]:
+    if isinstance(given, str):
+        if encode is None:
+            raise BadRequest("this worker has no tokenizer: send token ids", "prompt")
+        given = list(encode(given))
+    if not given:
+        raise BadRequest("must hold at least one token", "prompt")
+    # type() is not isinstance: true is an int to Python, and no token to anyone.
+    if not all(type(token) is int and 0 <= token < shape.vocab_size for token in given):
+        raise BadRequest(
+            f"must be one list of token ids from 0 to {shape.vocab_size - 1}", "prompt"
+        )
+    return tuple(given)
+
+
+def _stops(given: str | list[str] | None, has_text: bool) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(stops):
+        raise BadRequest("a stop string must not be empty", "stop")
+    if stops and not has_text:
+        raise BadRequest("this worker has no tokenizer: use stop_token_ids", "stop")
+    return stops
+
+
+class Shaper:
+    """The replies to one request."""
+
+    def __init__(self, body: CompletionBody, job: Job, id: str, created: int, model: str) -> None:
+        self._body = body
+        self._job = job
+        self._base = {"id": id, "object": "text_completion", "created": created, "model": model}
+        self._sent = 0
+
+    def chunk(self, delta: Delta, hand_over: dict[str, Any] | None) -> bytes:
+        """One server-sent event; the first one carries the prompt's ids where asked for."""
+        choice = self._choice([delta])
+        if self._sent:
+            choice["prompt_token_ids"] = None
+        self._sent += len(delta.token_ids)
+        reply = {**self._base, "choices": [choice]}
+        if hand_over is not None:
+            reply["kv_transfer_params"] = hand_over
+        return event(reply)
+
+    def last_events(self, cached_tokens: Tokens) -> bytes:
+        """The usage event, if asked for, and the end."""
+        options = self._body.stream_options
+        end = b"data: [DONE]\n\n"
+        if options is None or not options.include_usage:
+            return end
+        usage = self._usage(self._sent, cached_tokens)
+        return event({**self._base, "choices": [], "usage": usage}) + end
+
+    def whole(self, deltas: Sequence[Delta], hand_over: dict[str, Any] | None) -> dict[str, Any]:
+        """The whole reply."""
+        generated = sum(len(delta.token_ids) for delta in deltas)
+        return {
+            **self._base,
+            "choices": [self._choice(deltas)],
+            "usage": self._usage(generated, deltas[-1].cached_tokens),
+            "kv_transfer_params": hand_over,
+        }
+
+    def _choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        ids = bool(self._body.return_token_ids)
+        return {
+            "index": 0,
+            "text": "".join(delta.text for delta in deltas),
+            "logprobs": None,
+            "finish_reason": deltas[-1].finish_reason,
+            "stop_reason": deltas[-1].stop_reason,
+            "token_ids": [token for delta in deltas for token in delta.token_ids] if ids else None,
+            "prompt_token_ids": self._job.prompt if ids else None,
+        }
+
+    def _usage(self, generated: Tokens, cached_tokens: Tokens) -> dict[str, Any]:
+        prompt = len(self._job.prompt)
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + generated,
+            "completion_tokens": generated,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+
+def event(value: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
