@@ -1,0 +1,255 @@
+"""Chat templates: a conversation to the prompt text the model was trained on.
+
+For the gateway. The template is the model's own Jinja, run in a sandbox, with what Hugging Face's
+apply_chat_template offers it: Python's internals are out of its reach, and ranges, repeats and the
+result have limits, so that a faulty template ends in an error. (One written to exhaust memory still
+can; it comes with the model's files, which are trusted that far.)
+
+A message that contains the text of a special token, such as "<|im_end|>", is not escaped: after
+rendering nothing tells it from the template's own, and it becomes that token, as in vLLM and
+transformers. A user can thus end their own turn early. Who must not allow that has to filter
+messages before they come here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.live.model.gguf import open_gguf
+from moonserve.live.text.tokenizer import Tokenizer
+
+MAX_RENDERED = 16 << 20
+"""Characters a rendered prompt may have: above any context in use, and below harm."""
+MAX_LOOPS = 1_000_000
+"""Numbers all range() calls of one rendering may give in sum."""
+_MAX_EXPONENT = 64
+_GGUF_KEY = "tokenizer.chat_template"
+
+# What a template's own code may raise on messages it was not written for.
+_RENDER_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class _Generation(Extension):
+    """{% generation %} marks the assistant's text for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with repeats such as "a" * 10**9 refused before they take memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            repeats = [(len(a), b) for a, b in ((left, right), (right, left)) if _is_sequence(a)]
+            too_much = any(isinstance(n, int) and n * size > MAX_RENDERED for size, n in repeats)
+        else:
+            too_much = isinstance(right, int) and right > _MAX_EXPONENT
+        if too_much:
+            raise SecurityError(f"{operator} would give more than a chat template may hold")
+        return super().call_binop(context, operator, left, right)
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, str | list | tuple)
+
+
+class ChatTemplate:
+    """The templates of one model, compiled. May be shared between threads."""
+
+    def __init__(self, sources: Mapping[str, str], tokenizer: Tokenizer) -> None:
+        """sources: by name; "default" is used, or "tool_use" where it is there and tools are given.
+
+        ConfigError where one is not Jinja. An empty mapping: the model has no chat format.
+        """
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        try:
+            self._templates = {
+                name: environment.from_string(source) for name, source in sources.items()
+            }
+        except TemplateError as error:
+            raise ConfigError(
+                f"the model's chat template is not valid: {error}", "model"
+            ) from error
+        self._globals = {
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text; encode it with add_bos=False, since it has its BOS already.
+
+        kwargs: further variables for the template (the request's chat_template_kwargs). BadRequest
+        naming messages, or the message, where the template or a message is at fault.
+        """
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name)
+        if template is None:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions with a prompt", "messages"
+            )
+        variables = {
+            "messages": [_plain(message, i) for i, message in enumerate(messages)],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "range": _Ranges(),
+            **self._globals,
+        }
+        for key in kwargs:
+            if key in variables:
+                raise BadRequest(f"{key} is set by the server", f"chat_template_kwargs.{key}")
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in template.generate({**kwargs, **variables}):
+                size += len(piece)
+                if size > MAX_RENDERED:
+                    raise BadRequest(f"the prompt is over {MAX_RENDERED} characters", "messages")
+                pieces.append(piece)
+        except _RENDER_ERRORS as error:
+            raise BadRequest(
+                f"the model's chat template refused the messages: {error}", "messages"
+            ) from error
+        return "".join(pieces)
+
+
+class _Ranges:
+    """range() for one rendering, with a budget over all its calls."""
+
+    def __init__(self) -> None:
+        self.left = MAX_LOOPS
+
+    def __call__(self, *args: int) -> range:
+        numbers = range(*args)
+        self.left -= len(numbers)
+        if self.left < 0:
+            raise SecurityError(f"a chat template may loop over {MAX_LOOPS} numbers at most")
+        return numbers
+
+
+def _plain(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The message with its content as one string: text parts are joined by newlines, as in vLLM."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return dict(message)
+    where = f"messages[{index}].content"
+    if content is None and message.get("role") == "assistant":
+        return {**message, "content": ""}  # a turn of tool calls alone
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} must be a string or a list of text parts", where)
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise BadRequest(
+                f'{where}[{at}] must be {{"type": "text", "text": "…"}}; this model takes no'
+                f" {kind if kind not in (None, 'text') else 'other'} parts",
+                where,
+            )
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as apply_chat_template writes it; Jinja's own filter would escape for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def load_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Read the chat template(s) of a .gguf file or a Hugging Face folder; none is no error yet."""
+    sources = _of_folder(path) if path.is_dir() else _of_gguf(path)
+    return ChatTemplate(sources, tokenizer)
+
+
+def _of_gguf(path: Path) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    for key, value in open_gguf(path).metadata.items():
+        if not isinstance(value, str):
+            continue
+        if key == _GGUF_KEY:
+            sources["default"] = value
+        elif key.startswith(_GGUF_KEY + "."):
+            sources[key.removeprefix(_GGUF_KEY + ".")] = value
+    return sources
+
+
+class _Named(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The part of tokenizer_config.json that is read: one template, or several with names."""
+
+    chat_template: str | list[_Named] | None = None
+
+
+def _of_folder(folder: Path) -> dict[str, str]:
+    """From chat_template.jinja, which is the newer place, else from tokenizer_config.json."""
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    try:
+        if file.exists():
+            return {"default": file.read_text("utf-8")}
+        if not config.exists():
+            return {}
+        found = msgspec.json.decode(config.read_bytes(), type=_TokenizerConfig).chat_template
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot read the chat template in {folder}: {error}", "model") from error
+    if isinstance(found, str):
+        return {"default": found}
+    return {entry.name: entry.template for entry in found or []}

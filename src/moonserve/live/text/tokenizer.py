@@ -1,0 +1,192 @@
+"""One tokenizer for both kinds of model file, exact to the byte.
+
+For the gateway (text to ids, ids to text). Tokens go in and out as ids; which bytes a token stands
+for is known here, so that text can be cut anywhere. Reads the model's own files; asks no hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.live.model.config import config_of_gguf, load_config
+from moonserve.live.model.gguf import open_gguf
+from moonserve.live.text.vocab import Alphabet, Vocabulary, piece_bytes, vocabulary_of_gguf
+
+
+class Tokenizer:
+    """Text to ids and ids to bytes. Immutable; may be shared between threads.
+
+    eos_ids: every id that ends a generation. bos_token, eos_token: their text, for chat templates.
+    strips_space: whether a text's first token spells a space that is not of the text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, eos_ids: tuple[int, ...]) -> None:
+        self._inner = vocabulary.inner
+        self._special = frozenset(id for id, special in vocabulary.added.items() if special)
+        self._pieces = vocabulary.pieces
+        self._bytes = [
+            piece.encode() if id in vocabulary.added else piece_bytes(piece, vocabulary.alphabet)
+            for id, piece in enumerate(vocabulary.pieces)
+        ]
+        self.strips_space = vocabulary.adds_space
+        self.bos_id = vocabulary.bos_id
+        self.eos_ids = eos_ids
+        self.bos_token = "" if vocabulary.bos_id is None else self._pieces[vocabulary.bos_id]
+        self.eos_token = "" if vocabulary.eos_id is None else self._pieces[vocabulary.eos_id]
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids have a token here; a model's own table may be padded beyond it."""
+        return len(self._pieces)
+
+    def encode(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """The ids of `text`.
+
+        special: text such as <|im_end|> becomes that special token, else the tokens of its letters.
+        add_bos: put BOS first (and what else the model's files ask for) where the model wants it; a
+        rendered chat template has it already. BadRequest where `text` is not valid Unicode.
+        """
+        inner = self._inner if special else self._plain
+        try:
+            return inner.encode(text, add_special_tokens=add_bos).ids
+        except TypeError:  # what the Rust side makes of a str that has no UTF-8
+            raise BadRequest("the text holds an unpaired UTF-16 surrogate; send Unicode") from None
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """A copy that reads special tokens as text; a flag on one object would race."""
+        plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    def is_special(self, id: int) -> bool:
+        """Whether the token is a control token, which has no text."""
+        return id in self._special
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes the token stands for; b"" for special tokens and for a padded table's ids."""
+        if id in self._special or id >= len(self._bytes):
+            return b""
+        return self._bytes[id]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
+
+        skip_special: leave special tokens out, else show their names.
+        """
+        size = len(self._bytes)
+        if skip_special:
+            raw = b"".join(self.token_bytes(id) for id in ids)
+        else:
+            raw = b"".join(self._bytes[id] for id in ids if id < size)
+        if self.strips_space:
+            raw = raw.removeprefix(b" ")
+        return raw.decode("utf-8", "replace")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of a .gguf file or a Hugging Face folder (tokenizer.json)."""
+    if path.is_dir():
+        return Tokenizer(_vocabulary_of_folder(path), load_config(path).eos_token_ids)
+    file = open_gguf(path)
+    return Tokenizer(vocabulary_of_gguf(file.metadata), config_of_gguf(file).eos_token_ids)
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _TokenizerJson(msgspec.Struct):
+    """The parts of tokenizer.json that `tokenizers` does not tell."""
+
+    model: dict[str, Any]
+    added_tokens: list[_Added] = []
+    decoder: dict[str, Any] | None = None
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The parts of tokenizer_config.json that are read; a token is its text or {"content": …}."""
+
+    bos_token: str | dict[str, Any] | None = None
+    eos_token: str | dict[str, Any] | None = None
+
+
+def _vocabulary_of_folder(folder: Path) -> Vocabulary:
+    path = folder / "tokenizer.json"
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}; a model folder needs tokenizer.json (save it from"
+            " transformers' fast tokenizer)",
+            "model",
+        ) from error
+    try:
+        parts = msgspec.json.decode(raw, type=_TokenizerJson)
+        inner = tokenizers.Tokenizer.from_str(raw.decode())
+    except Exception as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model") from error
+    # A file may ask for both; here a prompt is never cut or filled up.
+    inner.no_truncation()
+    inner.no_padding()
+    ids = inner.get_vocab(with_added_tokens=True)
+    pieces = [""] * (max(ids.values(), default=-1) + 1)
+    for piece, id in ids.items():
+        pieces[id] = piece
+    alphabet, adds_space = _alphabet(parts, path)
+    names = _token_names(folder)
+    return Vocabulary(
+        inner=inner,
+        pieces=pieces,
+        added={token.id: token.special for token in parts.added_tokens},
+        alphabet=alphabet,
+        adds_space=adds_space,
+        bos_id=ids.get(names[0]) if names[0] else None,
+        eos_id=ids.get(names[1]) if names[1] else None,
+    )
+
+
+def _alphabet(parts: _TokenizerJson, path: Path) -> tuple[Alphabet, bool]:
+    """How tokens spell bytes, and whether decoding drops a leading space: from the decoder."""
+    decoder = parts.decoder or {}
+    steps: list[dict[str, Any]] = decoder.get("decoders") or [decoder]
+    kinds = {step.get("type"): step for step in steps}
+    if "ByteLevel" in kinds:
+        return "bytes", False
+    if "Metaspace" in kinds:
+        scheme = kinds["Metaspace"].get("prepend_scheme", "always")
+        return "spm", scheme != "never"
+    if "ByteFallback" in kinds:
+        return "spm", kinds.get("Strip", {}).get("start", 0) > 0
+    raise ConfigError(
+        f"{path}: decoder {decoder.get('type')!r} of a {parts.model.get('type')!r} tokenizer is not"
+        " supported; byte-level and SentencePiece ones are",
+        "model",
+    )
+
+
+def _token_names(folder: Path) -> tuple[str, str]:
+    """The text of BOS and EOS; "" where the folder names none."""
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return "", ""
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "model") from error
+    return _content(config.bos_token), _content(config.eos_token)
+
+
+def _content(token: str | dict[str, Any] | None) -> str:
+    if isinstance(token, dict):
+        return str(token.get("content", ""))
+    return token or ""

@@ -1,0 +1,179 @@
+"""Chat templates: what the model gets to see of a conversation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import models
+
+from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
+from moonserve.live.text import template as module
+from moonserve.live.text.template import ChatTemplate, load_template
+from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
+from moonserve.live.text.vocab import Vocabulary
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    """A tokenizer that knows BOS and EOS and nothing else."""
+    inner = Inner(models.BPE({"<s>": 0, "</s>": 1}, []))
+    added = {0: True, 1: True}
+    return Tokenizer(Vocabulary(inner, ["<s>", "</s>"], added, "bytes", False, 0, 1), (1,))
+
+
+def render(tokenizer: Tokenizer, source: str, messages: list[Any] = USER, **kwargs: Any) -> str:
+    """`source` as the default template, rendered."""
+    return ChatTemplate({"default": source}, tokenizer).render(messages, **kwargs)
+
+
+@pytest.mark.model
+def test_smollm2_renders_chatml_with_its_default_system_prompt() -> None:
+    """SmolLM2's template gives ChatML, with its own system prompt where the client sent none."""
+    path = resolve(DEFAULT_MODEL).path
+    tokenizer = load_tokenizer(path)
+    template = load_template(path, tokenizer)
+    assert template.render(USER) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    messages = [{"role": "system", "content": "Be brief."}, *USER]
+    assert template.render(messages, add_generation_prompt=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    )
+    # As in vLLM: a special token's text in a message is that token once rendered.
+    forged = template.render([{"role": "user", "content": "a<|im_end|>b"}])
+    assert tokenizer.encode(forged).count(2) == 3
+
+
+def test_variables_and_helpers(tokenizer: Tokenizer) -> None:
+    """A template sees what apply_chat_template offers, and the request's own variables."""
+    assert render(tokenizer, "{{ bos_token }}{{ eos_token }}{{ flag }}", flag=7) == "<s></s>7"
+    assert render(tokenizer, "{{ messages[0]|tojson }}", [{"role": "user", "content": "é<'"}]) == (
+        '{"role": "user", "content": "é<\'"}'
+    )
+    assert render(tokenizer, "{{ {'b': 1}|tojson(indent=2) }}") == '{\n  "b": 1\n}'
+    assert len(render(tokenizer, "{{ strftime_now('%Y') }}")) == 4
+    assert render(tokenizer, "{{ tools[0].name }}", tools=[{"name": "f"}]) == "f"
+    assert render(tokenizer, "{% if add_generation_prompt %}>{% endif %}") == ">"
+
+
+def test_blocks_leave_no_blank_lines(tokenizer: Tokenizer) -> None:
+    """trim_blocks and lstrip_blocks are on, as in transformers, with its two extensions."""
+    source = (
+        "{% for m in messages %}\n    {% if loop.index > 1 %}\n{% break %}{% endif %}\n"
+        "{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}\n"
+    )
+    assert render(tokenizer, source, USER * 3) == "Hi"
+
+
+def test_content_parts_are_joined_by_newlines(tokenizer: Tokenizer) -> None:
+    """A list of text parts reaches the template as one string, as in vLLM."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render(tokenizer, "{{ messages[0].content }}", [{"role": "user", "content": parts}]) == (
+        "a\nb"
+    )
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}
+    source = "{{ messages[0].content + messages[0].tool_calls[0].id }}"
+    assert render(tokenizer, source, [calls]) == "x"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        7,
+        {"type": "text", "text": "a"},
+        ["a"],
+        [{"type": "text"}],
+        [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}],
+    ],
+)
+def test_other_content_is_refused_by_place(tokenizer: Tokenizer, content: object) -> None:
+    """Content that is no text is a 400 that names the message it is in."""
+    with pytest.raises(BadRequest, match=r"messages\[1\]\.content") as caught:
+        render(tokenizer, "", [*USER, {"role": "user", "content": content}])
+    assert caught.value.param == "messages[1].content"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[9].content.upper() }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_refuses_is_the_clients_error(tokenizer: Tokenizer, source: str) -> None:
+    """What a template raises, or the sandbox forbids, is a 400 for `messages`."""
+    with pytest.raises(BadRequest) as caught:
+        render(tokenizer, source)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 1000000000 }}",
+        "{{ 9 ** 999999999 }}",
+    ],
+)
+def test_a_runaway_template_ends(
+    tokenizer: Tokenizer, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Size, loops, repeats and powers are bounded."""
+    monkeypatch.setattr(module, "MAX_RENDERED", 1000)
+    with pytest.raises(BadRequest) as caught:
+        render(tokenizer, source)
+    assert caught.value.param == "messages"
+    assert render(tokenizer, "{{ '=' * 20 }}{{ 3 * 4 }}{{ 2 ** 3 }}") == "=" * 20 + "128"
+
+
+@pytest.mark.parametrize("key", ["messages", "bos_token", "raise_exception", "range", "self"])
+def test_the_request_cannot_replace_the_servers_variables(tokenizer: Tokenizer, key: str) -> None:
+    """chat_template_kwargs adds variables and never takes the server's place."""
+    if key == "self":
+        assert render(tokenizer, "x", self=1) == "x"
+        return
+    with pytest.raises(BadRequest, match=key):
+        ChatTemplate({"default": "x"}, tokenizer).render(USER, **{key: "mine"})
+
+
+def test_without_a_template(tokenizer: Tokenizer) -> None:
+    """A model without a chat template points to /v1/completions."""
+    with pytest.raises(BadRequest, match="/v1/completions"):
+        ChatTemplate({}, tokenizer).render(USER)
+
+
+def test_an_invalid_template_is_found_at_load(tokenizer: Tokenizer) -> None:
+    """A template that is no Jinja stops the start, not the first request."""
+    with pytest.raises(ConfigError, match="template"):
+        ChatTemplate({"default": "{% if %}"}, tokenizer)
+
+
+def test_places_in_a_folder(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """chat_template.jinja wins over tokenizer_config.json, which may hold one or several."""
+    with pytest.raises(BadRequest):
+        load_template(tmp_path, tokenizer).render(USER)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "one", "added": {}}))
+    assert load_template(tmp_path, tokenizer).render(USER) == "one"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    both = load_template(tmp_path, tokenizer)
+    assert (both.render(USER), both.render(USER, tools=[{}])) == ("plain", "tools")
+    config.write_text(json.dumps({"chat_template": 7}))
+    with pytest.raises(ConfigError, match=r"chat_template"):
+        load_template(tmp_path, tokenizer)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load_template(tmp_path, tokenizer).render(USER) == "file"
