@@ -1,0 +1,162 @@
+"""The store master as a service: bytes in, bytes out.
+
+The gateway process mounts `handle` at POST /internal/store/<op> and `lookup` at GET /api/segments,
+calls `reap` on a timer, and drains the master's events after each of them. No I/O, no waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, UnknownSegment
+from moonserve.core.master import Master
+from moonserve.core.pool import Address, Found, SegmentStats, Ticket
+from moonserve.core.units import BlockKey, Micros, SegmentId
+from moonserve.live.store import wire
+
+log = logging.getLogger(__name__)
+
+_MAX_CAPACITY_BYTES = 1 << 46
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class MasterService:
+    """Decodes one operation, runs it on the master at `now_us()`, encodes the reply."""
+
+    def __init__(self, master: Master, now_us: Callable[[], Micros]) -> None:
+        self.master = master
+        self._now_us = now_us
+
+    def handle(self, op: str, body: bytes) -> bytes:
+        """Run one of OPS. Raises BadRequest on an unknown op or a malformed body."""
+        if op not in OPS:
+            raise BadRequest(f"no such store operation: {op!r}; there are {', '.join(OPS)}", "op")
+        decoder, method = OPS[op]
+        try:
+            call = decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"store operation {op!r}: {error}", "body") from None
+        return _encode(method(self, call))
+
+    def reap(self) -> None:
+        """Take back what ran out; to be called about once a second."""
+        for segment in self.master.reap(self._now_us()):
+            log.warning("segment %s was not heard of in time: its objects are dropped", segment)
+
+    def lookup(self, key: str | None = None) -> dict[str, Any]:
+        """The JSON of GET /api/segments: all segments, or where one key (hex) lies.
+
+        Raises BadRequest if `key` is not 64 hex digits.
+        """
+        if key is None:
+            stats = self.master.stats()
+            return {
+                "segments": [_segment_json(segment) for segment in stats.segments],
+                "objects": stats.objects,
+                "leases": stats.leases,
+                "pending_puts": stats.pending_puts,
+                "evicted": stats.evicted,
+            }
+        try:
+            raw = bytes.fromhex(key)
+        except ValueError:
+            raw = b""
+        if len(raw) != 32:
+            raise BadRequest("key must be a block key in 64 hex digits", "key")
+        found = self.master.locate(BlockKey(raw))
+        return {"key": raw.hex(), "exists": found is not None} | _found_json(found)
+
+    # Operations
+
+    def _mount(self, call: wire.MountCall) -> wire.Mounted:
+        mount = call.mount
+        if not 0 < mount.capacity_bytes <= _MAX_CAPACITY_BYTES:
+            raise BadRequest(
+                f"capacity_bytes must be 1..{_MAX_CAPACITY_BYTES}, not {mount.capacity_bytes}",
+                "capacity_bytes",
+            )
+        accepted = self.master.mount(self._now_us(), mount)
+        log.info("segment %s, epoch %d: mounted=%s", mount.id, mount.epoch, accepted)
+        return wire.Mounted(accepted, self.master.terms)
+
+    def _unmount(self, call: wire.SegmentCall) -> wire.Done:
+        self.master.unmount(call.segment, call.epoch)
+        return wire.Done()
+
+    def _beat(self, call: wire.SegmentCall) -> wire.Beaten:
+        mounted = self.master.beat(self._now_us(), call.segment, call.epoch)
+        return wire.Beaten(mounted, self.master.addresses())
+
+    def _put_start(self, call: wire.PutStartCall) -> wire.PutStarted:
+        try:
+            outcomes = self.master.put_start(self._now_us(), call.owner, call.items, call.lease)
+        except UnknownSegment:
+            return wire.PutStarted(None, {})
+        used = (outcome.segment for outcome in outcomes if isinstance(outcome, Ticket))
+        return wire.PutStarted(outcomes, self._addresses(used))
+
+    def _put_end(self, call: wire.PutEndCall) -> wire.PutEnded:
+        return wire.PutEnded(self.master.put_end(self._now_us(), call.ends, call.lease))
+
+    def _put_abort(self, call: wire.PutAbortCall) -> wire.Done:
+        self.master.put_abort(call.tickets)
+        return wire.Done()
+
+    def _find(self, call: wire.FindCall) -> wire.FoundReply:
+        found = self.master.find(self._now_us(), call.keys, call.lease)
+        used = (replica.segment for it in found for replica in it.replicas)
+        return wire.FoundReply(found, self._addresses(used))
+
+    def _release(self, call: wire.ReleaseCall) -> wire.Done:
+        self.master.release(call.lease)
+        return wire.Done()
+
+    def _discard(self, call: wire.DiscardCall) -> wire.Done:
+        for key, version in call.objects:
+            log.warning("object %s is corrupt and removed", key.hex())
+            self.master.discard(key, version)
+        return wire.Done()
+
+    def _addresses(self, segments: Iterable[SegmentId]) -> dict[SegmentId, Address]:
+        known = self.master.addresses()
+        return {name: known[name] for name in segments}
+
+
+def _op(
+    shape: type[Any], method: Callable[[MasterService, Any], msgspec.Struct]
+) -> tuple[msgspec.msgpack.Decoder[Any], Callable[[MasterService, Any], msgspec.Struct]]:
+    return msgspec.msgpack.Decoder(shape), method
+
+
+OPS = {
+    "mount": _op(wire.MountCall, MasterService._mount),
+    "unmount": _op(wire.SegmentCall, MasterService._unmount),
+    "beat": _op(wire.SegmentCall, MasterService._beat),
+    "put_start": _op(wire.PutStartCall, MasterService._put_start),
+    "put_end": _op(wire.PutEndCall, MasterService._put_end),
+    "put_abort": _op(wire.PutAbortCall, MasterService._put_abort),
+    "find": _op(wire.FindCall, MasterService._find),
+    "release": _op(wire.ReleaseCall, MasterService._release),
+    "discard": _op(wire.DiscardCall, MasterService._discard),
+}
+"""Every operation: how its body is read and what runs it."""
+
+
+def _segment_json(stats: SegmentStats) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(stats)
+    return fields | {"address": f"{stats.address.host}:{stats.address.port}"}
+
+
+def _found_json(found: Found | None) -> dict[str, Any]:
+    if found is None:
+        return {"replicas": []}
+    return {
+        "size": found.size,
+        "checksum": f"{found.checksum:016x}",
+        "version": found.version,
+        "replicas": [msgspec.structs.asdict(replica) for replica in found.replicas],
+    }

@@ -1,0 +1,169 @@
+"""Regions: the shared memory of one segment, as its owner makes it and as others attach to it.
+
+A region is a file in memory (/dev/shm; the temporary folder where that is missing or too small):
+one page of header, then the segment's bytes. The header carries the region's random identity.
+
+Who owns a region holds an exclusive flock on its file for life. The lock goes with the process,
+however it dies, so a region that nobody locks has no owner: `clean_stale` removes it, and every
+start runs that. (Process ids would not do: containers that share /dev/shm do not share them.)
+multiprocessing.shared_memory is not used: until Python 3.13 its tracker unlinks others' segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.segments import ALIGN
+from moonserve.core.units import Bytes
+
+log = logging.getLogger(__name__)
+
+HEADER_BYTES = 4096
+"""One page, so that the data starts on a page too."""
+IDENTITY_BYTES = 16
+_MAGIC = b"moonserve-kv-1\0\0"
+_PREFIX = "moonserve-kv-"
+_NAME = re.compile(r"moonserve-kv-[0-9]+-[0-9a-f]{16}")
+_MAP_POPULATE: int = getattr(mmap, "MAP_POPULATE", 0)  # Linux: no page faults during copies
+
+
+def folders() -> list[Path]:
+    """Where regions may lie, best first."""
+    candidates = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return [folder for folder in candidates if folder.is_dir()]
+
+
+class Region:
+    """A mapped region; `view` is the segment's bytes (format "B"). Make one by create or attach."""
+
+    def __init__(self, path: Path, identity: bytes, mapped: mmap.mmap, lock_fd: int | None) -> None:
+        self.path = path
+        self.identity = identity
+        self.view = memoryview(mapped)[HEADER_BYTES:]
+        self._mapped = mapped
+        self._lock_fd = lock_fd
+
+    @property
+    def name(self) -> str:
+        """The file's name, which an Address carries."""
+        return self.path.name
+
+    @classmethod
+    def create(cls, capacity_bytes: Bytes) -> Region:
+        """Make a region of our own, its memory reserved now. ConfigError: there is not enough."""
+        clean_stale()
+        size = HEADER_BYTES + -(-capacity_bytes // ALIGN) * ALIGN
+        tried: list[str] = []
+        for folder in folders():
+            free = os.statvfs(folder)
+            if free.f_bavail * free.f_frsize < size:
+                tried.append(f"{folder} has {free.f_bavail * free.f_frsize} bytes free")
+                continue
+            try:
+                return cls._create_in(folder, size)
+            except OSError as error:
+                tried.append(f"{folder}: {error.strerror}")
+        raise ConfigError(
+            f"no room for {size} bytes of shared memory ({'; '.join(tried)}): ask for less, or "
+            "give the machine or container more (docker run --shm-size)",
+            "segment_bytes",
+        )
+
+    @classmethod
+    def _create_in(cls, folder: Path, size: Bytes) -> Region:
+        while True:
+            path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            if _lock_and_check(fd, path):
+                break
+            os.close(fd)  # another start took the file for a stale one before it was locked
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, size)  # else a full tmpfs is a SIGBUS later
+            else:  # pragma: no cover - macOS
+                os.ftruncate(fd, size)
+            mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+        except OSError:
+            os.unlink(path)
+            os.close(fd)
+            raise
+        identity = secrets.token_bytes(IDENTITY_BYTES)
+        mapped[: len(_MAGIC) + IDENTITY_BYTES] = _MAGIC + identity
+        return cls(path, identity, mapped, fd)
+
+    @classmethod
+    def attach(cls, name: str, identity: bytes) -> Region | None:
+        """Map another process's region, if it is on this host and is the one meant."""
+        if not _NAME.fullmatch(name):
+            return None
+        for folder in folders():
+            try:
+                fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW)
+            except OSError:
+                continue
+            try:
+                if os.pread(fd, len(_MAGIC) + IDENTITY_BYTES, 0) != _MAGIC + identity:
+                    continue
+                mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+            except (OSError, ValueError):  # ValueError: empty, being made
+                continue
+            finally:
+                os.close(fd)
+            return cls(folder / name, identity, mapped, None)
+        return None
+
+    def close(self) -> None:
+        """Unlink if it is ours, and unmap; a second call does nothing.
+
+        While somebody still holds a slice of `view`, the mapping stays until that slice dies.
+        """
+        if self._lock_fd is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self._lock_fd)
+            self._lock_fd = None
+        self.view.release()
+        with contextlib.suppress(BufferError):
+            self._mapped.close()
+
+
+def clean_stale() -> int:
+    """Remove this user's regions whose owners are dead; returns how many."""
+    removed = 0
+    for path in _ours():
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or not ours to open
+            continue
+        try:
+            if _lock_and_check(fd, path):
+                path.unlink(missing_ok=True)
+                removed += 1
+        finally:
+            os.close(fd)
+    if removed:
+        log.info("removed the shared memory of %d dead owners", removed)
+    return removed
+
+
+def _ours() -> Iterator[Path]:
+    for folder in folders():
+        yield from (path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name))
+
+
+def _lock_and_check(fd: int, path: Path) -> bool:
+    """Lock the file; False if another holds it, or if `path` no longer names it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False

@@ -1,0 +1,210 @@
+"""Regions, their clean-up, and the TCP transport: bounds, keys, deadlines, lost peers."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.pool import Address
+from moonserve.live.transfer import frames, region
+from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.transfer.region import Region
+from moonserve.live.transfer.server import TransferServer
+
+TOKEN = b"secret"
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Region]:
+    """A region of SIZE bytes with a pattern in it."""
+    made = Region.create(SIZE)
+    made.view[:] = bytes(range(256)) * (SIZE // 256)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server(memory: Region) -> Iterator[TransferServer]:
+    """A server of that region."""
+    made = TransferServer(memory, TOKEN)
+    yield made
+    made.close()
+
+
+def soon(seconds: float = 5.0) -> float:
+    """A deadline."""
+    return time.monotonic() + seconds
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_is_written_is_read_back(memory: Region, server: TransferServer, shared: bool) -> None:
+    """Slices of any size and number arrive whole, by shared memory and by TCP."""
+    transfer = Transfer(TOKEN, shared_memory=shared)
+    address = server.address("127.0.0.1")
+    sizes = [1, 63, 4096, 300_000, *([7] * 600)]
+    offsets = [sum(sizes[:i]) + 5 for i in range(len(sizes))]
+    sent = [os.urandom(size) for size in sizes]
+    written = transfer.write(
+        address, [Slice(o, memoryview(b)) for o, b in zip(offsets, sent, strict=True)], soon()
+    )
+    got = [bytearray(size) for size in sizes]
+    read = transfer.read(
+        address, [Slice(o, memoryview(b)) for o, b in zip(offsets, got, strict=True)], soon()
+    )
+    assert all(written)
+    assert all(read)
+    assert got == sent
+    assert transfer.is_near(address) == shared
+    assert memory.view[5] == sent[0][0]
+    transfer.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_nothing_outside_the_region_is_reached(server: TransferServer, shared: bool) -> None:
+    """A slice that leaves the region by one byte is refused, read or written."""
+    transfer = Transfer(TOKEN, shared_memory=shared)
+    address = server.address("127.0.0.1")
+    for offset in (SIZE - 7, SIZE, 1 << 62):
+        assert transfer.read(address, [Slice(offset, memoryview(bytearray(8)))], soon()) == [False]
+        assert transfer.write(address, [Slice(offset, memoryview(bytes(8)))], soon()) == [False]
+    assert transfer.read(address, [Slice(SIZE - 8, memoryview(bytearray(8)))], soon()) == [True]
+    transfer.close()
+
+
+def test_who_lacks_the_token_gets_nothing(server: TransferServer) -> None:
+    """A wrong token is refused before any byte of the segment is sent."""
+    transfer = Transfer(b"guess", shared_memory=False)
+    got = bytearray(8)
+    address = server.address("127.0.0.1")
+    assert transfer.read(address, [Slice(8, memoryview(got))], soon()) == [False]
+    assert got == bytes(8)
+
+
+def test_another_region_is_never_taken_for_the_one_meant(server: TransferServer) -> None:
+    """A stale identity is refused by shared memory and by TCP, though name and port are right."""
+    real = server.address("127.0.0.1")
+    stale = Address(real.host, real.port, real.region, bytes(16))
+    for shared in (True, False):
+        transfer = Transfer(TOKEN, shared_memory=shared)
+        assert transfer.write(stale, [Slice(0, memoryview(b"x"))], soon()) == [False]
+
+
+def test_region_names_are_no_paths(memory: Region) -> None:
+    """A name that could lead out of the regions' folder is not opened."""
+    assert Region.attach(f"../{memory.path.parent.name}/{memory.name}", memory.identity) is None
+    assert Region.attach(memory.name, bytes(16)) is None
+
+
+def test_a_pooled_connection_that_died_is_replaced_once(memory: Region) -> None:
+    """The peer's TCP server restarting between two reads is not seen by the reader."""
+    first = TransferServer(memory, TOKEN)
+    transfer = Transfer(TOKEN, shared_memory=False)
+    address = first.address("127.0.0.1")
+    assert transfer.read(address, [Slice(0, memoryview(bytearray(8)))], soon()) == [True]
+    first.close()
+    second = TransferServer(memory, TOKEN, port=first.port)
+    assert transfer.read(address, [Slice(0, memoryview(bytearray(8)))], soon()) == [True]
+    second.close()
+    assert transfer.read(address, [Slice(0, memoryview(bytearray(8)))], soon()) == [False]
+    transfer.close()
+
+
+def test_a_silent_peer_costs_no_more_than_the_deadline() -> None:
+    """A peer that accepts and never answers: the slice is not there, and the wait is over."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1], "", bytes(16))
+        started = time.monotonic()
+        transfer = Transfer(TOKEN)
+        assert transfer.read(address, [Slice(0, memoryview(bytearray(8)))], soon(0.2)) == [False]
+        assert time.monotonic() - started < 10  # not the system's minutes
+
+
+def test_connections_are_bounded(memory: Region) -> None:
+    """Over the bound, a peer is turned away at once; when another leaves, there is room again."""
+    server = TransferServer(memory, TOKEN, max_connections=2)
+    peers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(3)]
+    greetings = [peer.recv(40) for peer in peers]
+    assert [greeting[:8] for greeting in greetings] == [frames.MAGIC, frames.MAGIC, b""]
+    for peer in peers:
+        peer.close()
+    transfer = Transfer(TOKEN, shared_memory=False)
+    deadline = soon()
+    one = [Slice(0, memoryview(bytearray(8)))]
+    while not transfer.read(server.address("127.0.0.1"), one, soon())[0]:
+        assert time.monotonic() < deadline
+    transfer.close()
+    server.close()
+
+
+@pytest.mark.parametrize("frame", [b"\x07\x01\x00", b"\x01\x00\x00", b"\x01\xff\xff"])
+def test_a_malformed_frame_ends_the_connection(server: TransferServer, frame: bytes) -> None:
+    """Unknown operations and counts out of bounds are never answered."""
+    transfer = Transfer(TOKEN, shared_memory=False)
+    address = server.address("127.0.0.1")
+    assert transfer.read(address, [Slice(0, memoryview(bytearray(8)))], soon()) == [True]
+    sock = transfer._take(address)
+    assert sock is not None
+    sock.sendall(frame)
+    sock.settimeout(5)
+    assert sock.recv(1) == b""
+    sock.close()
+
+
+def test_no_room_is_said_with_its_remedy() -> None:
+    """A region larger than the machine's memory is a clear error, and leaves nothing behind."""
+    before = set(region._ours())
+    with pytest.raises(ConfigError, match=r"segment_bytes: no room .* ask for less"):
+        Region.create(1 << 60)
+    assert set(region._ours()) == before
+
+
+def test_a_closed_region_leaves_no_file(memory: Region) -> None:
+    """Close unlinks, also while a reader still holds a slice; that slice stays readable."""
+    other = Region.create(4096)
+    held = other.view[:4]
+    held[:] = b"live"
+    other.close()
+    other.close()
+    assert not other.path.exists()
+    assert bytes(held) == b"live"
+    assert memory.path.exists()
+
+
+def test_only_dead_owners_regions_are_removed(memory: Region) -> None:
+    """A region is removed at the next start once its owner is killed, never while it lives."""
+    code = (
+        "from moonserve.live.transfer.region import Region; import time;"
+        "r = Region.create(4096); print(r.path, flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    path = Path(owner.stdout.readline().strip())
+    region.clean_stale()
+    assert path.exists()
+    owner.kill()
+    owner.wait(10)
+    assert path.exists()
+    Region.create(4096).close()
+    assert not path.exists()
+    assert memory.path.exists()
+
+
+def test_forgetting_an_address_keeps_copies_in_flight_safe(
+    memory: Region, server: TransferServer
+) -> None:
+    """After `retain` without it, a segment is no longer mapped, and can be reached anew."""
+    transfer = Transfer(TOKEN)
+    address = server.address("127.0.0.1")
+    got = bytearray(4)
+    assert transfer.read(address, [Slice(0, memoryview(got))], soon()) == [True]
+    transfer.retain([])
+    assert not transfer.is_near(address)
+    assert transfer.read(address, [Slice(4, memoryview(got))], soon()) == [True]
+    assert bytes(got) == bytes(memory.view[4:8])
