@@ -140,6 +140,19 @@ def test_gives_up_and_stops_the_others() -> None:
     assert sum("starting it again" in line for _, line in told) == 4
 
 
+def test_no_restart_where_none_can_help() -> None:
+    """A child that says by its exit code that a setting is wrong is not started again."""
+    told: list[str] = []
+
+    async def scene() -> None:
+        boss = Supervisor([child("w", "raise SystemExit(2)")], lambda _, line: told.append(line))
+        with pytest.raises(GaveUp, match="w died with exit code 2, and would again"):
+            await asyncio.wait_for(boss.run(), 10)
+
+    asyncio.run(scene())
+    assert not told
+
+
 def test_cancelled_run_leaves_no_child() -> None:
     """Cancelling run ends the children too."""
 

@@ -23,11 +23,12 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and the store's master in it."""
     settings = read_settings(config, flags)
     token = os.environ.get(TOKEN, "")
-    from moonserve.live.gateway.config import GatewayConfig
-    from moonserve.live.gateway.process import run_gateway
     from moonserve.live.supervise import die_with_parent
 
-    die_with_parent()
+    die_with_parent()  # before the imports that take their time
+    from moonserve.live.gateway.config import GatewayConfig
+    from moonserve.live.gateway.process import run_gateway
+
     asyncio.run(
         run_gateway(
             GatewayConfig(
@@ -67,10 +68,11 @@ def worker(
     settings = read_settings(config, flags)
     token = os.environ.get(TOKEN, "")
     from moonserve.live.supervise import die_with_parent
+
+    die_with_parent()  # before the imports that take their time
     from moonserve.live.worker.config import WorkerConfig
     from moonserve.live.worker.main import run_worker
 
-    die_with_parent()
     asyncio.run(
         run_worker(
             WorkerConfig(

@@ -52,6 +52,8 @@ class Restarts(msgspec.Struct, frozen=True):
     window_s: float = 60.0
     backoff_s: float = 0.5
     """Doubles with each death in the window."""
+    hopeless: tuple[int, ...] = (2,)
+    """Exit codes after which a restart cannot help; 2 is the command line's "a setting is wrong"."""
 
 
 class Supervisor:
@@ -125,10 +127,12 @@ class Supervisor:
             code = await self._run_once(child)
             if self._stopping.is_set():
                 return
+            how = _how_it_ended(code)
+            if code in self._restarts.hopeless:
+                raise GaveUp(f"{child.name} {how}, and would again; its lines above say why")
             deaths.append(loop.time())
             while deaths[0] < loop.time() - self._restarts.window_s:
                 deaths.popleft()
-            how = _how_it_ended(code)
             if len(deaths) >= self._restarts.limit:
                 raise GaveUp(
                     f"{child.name} {how}, {len(deaths)} times within "
