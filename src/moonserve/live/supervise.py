@@ -53,7 +53,7 @@ class Restarts(msgspec.Struct, frozen=True):
     backoff_s: float = 0.5
     """Doubles with each death in the window."""
     hopeless: tuple[int, ...] = (2,)
-    """Exit codes after which a restart cannot help; 2 is the command line's "a setting is wrong"."""
+    """Exit codes after which a restart cannot help; 2 is our command line's for a wrong setting."""
 
 
 class Supervisor:
