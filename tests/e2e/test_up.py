@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.model,  # for its tokenizer and chat template
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc"),
 ]
+PROGRAM = (sys.executable, "-m", "moonserve")
 START_S = 60.0
 STOP_S = 30.0
 
@@ -28,10 +29,10 @@ STOP_S = 30.0
 class Up:
     """One `moonserve up`, and what it has printed."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self) -> None:
         self.shared_before = shared_memory()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "moonserve", "up", "--engine", "fake", "--port", "0", *flags],
+            [*PROGRAM, "up", "--engine", "fake", "--port", "0", "--segment-bytes", "64MiB"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
