@@ -189,7 +189,8 @@ def _say_hello(settings: Settings, port: int) -> None:
 
 def _tell(name: str, line: str) -> None:
     """Print one line of one process, with its name before it."""
-    click.echo(click.style(f"{name:>7} | ", dim=True) + line, err=True)
+    text = line.removeprefix(f"{name}: ")  # workers name themselves, for who starts one by hand
+    click.echo(click.style(f"{name:>7} | ", dim=True) + text, err=True)
 
 
 def _cores() -> int:
