@@ -142,7 +142,13 @@ def test_decode_continues_from_handed_over_kv(length: int) -> None:
         [first] = await prefill.tokens(job("x", tokens, new=1, send_kv=True))
         await prefill.idle()
         assert store.leases == ["x"], "kept for decode"
-        got = await decode.tokens(job("x", tokens, take_kv=True, first_token=first))
+        got = []
+        async for piece in decode.runner.generate(
+            job("x", tokens, take_kv=True, first_token=first)
+        ):
+            got.append(piece.token)
+            await asyncio.sleep(0)
+            assert store.leases == [], "let go after the pull, not at the end"
         assert got == decode.engine.reference(tokens, 5)
         load = decode.runner.take_load()
         assert sum(s.prefill_new for s in load.passes) == 0
@@ -166,9 +172,9 @@ def test_lost_blocks_are_computed_again() -> None:
             store.lost = lambda key, doomed=doomed: key == doomed  # type: ignore[misc]
             got = await decode.tokens(job("x", tokens, take_kv=True, first_token=first))
             assert got == decode.engine.reference(tokens, 5)
-            assert f'kv_recomputed_tokens_total{{engine="0",model_name="m"}} {22 - 4 * bad}.0' in (
-                decode.metrics.render().decode()
-            )
+            labels = '{engine="0",model_name="m"}'
+            page = decode.metrics.render().decode()
+            assert f"kv_recomputed_tokens_total{labels} {22 - 4 * bad}.0" in page
             await decode.idle()
 
     run(main())
@@ -288,6 +294,34 @@ def test_a_hung_engine_ends_the_worker() -> None:
             with pytest.raises(EngineFailed, match="did not end a pass"):
                 await bench.tokens(job("a", prompt(5)))
         assert bench.runner.failure is not None
+
+    run(main())
+
+
+def test_reuse_is_capped_and_only_a_prefill_to_go_on_is_handed_over() -> None:
+    """No more than job.reuse is loaded; a prefill that ended with a stop keeps no lease."""
+
+    async def main() -> None:
+        store = DictStore()
+        bench = Bench(store)
+        await bench.tokens(job("a", prompt(17)))
+        await bench.idle()
+        for reuse, loaded in ((0, 0), (3, 0), (9, 8), (400, 16)):
+            [piece] = [
+                p
+                async for p in bench.runner.generate(
+                    job(f"b{reuse}", prompt(17), new=1, send_kv=True, reuse=reuse)
+                )
+            ]
+            assert piece.cached_tokens == loaded
+        await bench.idle()
+        assert store.leases == ["b0", "b3", "b9", "b400"]
+        [token] = bench.engine.reference(prompt(17), 1)
+        stopping = Stopping(max_tokens=1, stop_token_ids=(token,))
+        stopped = Job(RequestId("s"), prompt(17), GREEDY, stopping, LeaseId("s"), send_kv=True)
+        assert await bench.tokens(stopped) == [token]
+        await bench.idle()
+        assert "s" not in store.leases
 
     run(main())
 

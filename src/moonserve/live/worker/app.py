@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -26,6 +26,7 @@ from moonserve.live.http.message import (
 )
 from moonserve.live.http.server import App, Reply
 from moonserve.live.ports import EngineShape
+from moonserve.live.text.tokenizer import Tokenizer
 from moonserve.live.worker.job import Job, Piece
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
@@ -37,30 +38,7 @@ from moonserve.live.worker.wire import (
     make_job,
     parse_body,
 )
-
-
-class Words(Protocol):
-    """The text of one generation as it grows."""
-
-    def push(self, token: int) -> str:
-        """The text that `token` makes final; may be empty while a character is incomplete."""
-
-    def flush(self) -> str:
-        """What was still held back, at the end."""
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that was found; nothing from it on is given out."""
-
-
-class Text(Protocol):
-    """Tokens to text and back, for a worker that has the model's tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """A prompt's token ids."""
-
-    def words(self, stop: tuple[str, ...]) -> Words:
-        """Start the text of one generation."""
+from moonserve.live.worker.words import Words
 
 
 class WorkerApp:
@@ -72,13 +50,13 @@ class WorkerApp:
         metrics: Metrics,
         shape: EngineShape,
         info: InstanceInfo,
-        text: Text | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._runner = runner
         self._metrics = metrics
         self._shape = shape
         self.info = info
-        self._text = text
+        self._tokenizer = tokenizer
         self._count = itertools.count()
         self._started = int(time.time())
 
@@ -103,7 +81,7 @@ class WorkerApp:
             lease=request.id,
             model=self.info.model,
             shape=self._shape,
-            encode=self._text.encode if self._text else None,
+            encode=self._tokenizer.encode if self._tokenizer else None,
         )
         id = f"cmpl-{request.id}"
         shaper = Shaper(body, job, id, int(time.time()), self.info.model)
@@ -116,7 +94,7 @@ class WorkerApp:
             deltas = [delta async for delta in stream]
         return json_response(shaper.whole(deltas, self._hand_over(job, deltas[-1])))
 
-    async def _events(self, job: Job, shaper: Shaper) -> AsyncIterator[bytes]:
+    async def _events(self, job: Job, shaper: Shaper) -> AsyncGenerator[bytes, None]:
         began = False
         cached = 0
         try:
@@ -131,9 +109,9 @@ class WorkerApp:
             yield event(error_reply(error))
         yield shaper.last_events(cached)
 
-    async def _deltas(self, job: Job) -> AsyncIterator[Delta]:
+    async def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
         """The generation with its text; ends early at a stop string."""
-        words = self._text.words(job.stopping.stop) if self._text else None
+        words = Words(self._tokenizer, job.stopping.stop) if self._tokenizer else None
         reason = "abort"
         try:
             async with aclosing(self._runner.generate(job)) as pieces:
@@ -196,20 +174,21 @@ def _delta(piece: Piece, words: Words | None) -> Delta:
     reason: str | None = finish.reason if finish else None
     stop: int | str | None = finish.stop_token if finish else None
     text = ""
-    if words is not None:
-        # A token that stops the generation is reported, but is no part of the text.
-        text = "" if reason == "stop" else words.push(piece.token)
-        if reason is not None and words.stopped_by is None:
+    if words is not None and reason == "stop":
+        text = words.flush()  # the token that stops a generation is no part of its text
+    elif words is not None:
+        text, met = words.push(piece.token)
+        if met is not None:
+            reason, stop = "stop", met
+        elif reason is not None:
             text += words.flush()
-        if words.stopped_by is not None:
-            reason, stop = "stop", words.stopped_by
     return Delta(text, (piece.token,), reason, stop, piece.cached_tokens)
 
 
 class _Primed:
     """A begun stream: its first event, then the rest. `aclose` reaches the generation always."""
 
-    def __init__(self, first: bytes, rest: AsyncIterator[bytes]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         self._first: bytes | None = first
         self._rest = rest
 
@@ -222,4 +201,4 @@ class _Primed:
 
     async def aclose(self) -> None:
         """End the generation."""
-        await self._rest.aclose()  # type: ignore[attr-defined]
+        await self._rest.aclose()

@@ -31,6 +31,8 @@ class Job(msgspec.Struct, frozen=True):
     """Leave all of the prompt's KV in the store under `lease` (vLLM: do_remote_decode)."""
     take_kv: bool = False
     """All of the prompt's KV should be in the store (vLLM: do_remote_prefill)."""
+    reuse: Tokens | None = None
+    """At most so many tokens are loaded for a prefill; None: all there are."""
     first_token: int | None = None
     """With take_kv: what prefill sampled; given again as the first piece."""
 
@@ -61,7 +63,8 @@ class KeyPlan(msgspec.Struct, frozen=True):
         """What to look for before computing: prefill must compute its last token itself."""
         if job.take_kv:
             return self.full if self.tail is None else (*self.full, self.tail)
-        return self.full[: (len(job.prompt) - 1) // block_size]
+        most = len(job.prompt) - 1
+        return self.full[: (most if job.reuse is None else min(most, job.reuse)) // block_size]
 
 
 class KVDeadlines(msgspec.Struct, frozen=True):

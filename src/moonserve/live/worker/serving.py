@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 from moonserve.core.batch import Batch, Pass, Progress, finish_of
@@ -76,7 +76,7 @@ class Runner:
         self._loop_task.add_done_callback(self._stopped)
         self._register_gauges()
 
-    async def generate(self, job: Job) -> AsyncIterator[Piece]:
+    async def generate(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Serve one job, token by token. Closing the iterator early cancels it.
 
         Raises BadRequest (never fits), Overloaded before the first piece; EngineFailed and
@@ -296,7 +296,8 @@ class Runner:
         if step.token is None:
             return
         piece = Piece(step.token, step.finish, live.cached)
-        if step.finish is not None and live.job.send_kv and self._kv is not None:
+        goes_on = step.finish is not None and step.finish.reason == "length"
+        if goes_on and live.job.send_kv and self._kv is not None:
             self._spawn(self._hand_over(live, piece, self._kv))
         else:
             self._emit(live, piece)

@@ -1,0 +1,44 @@
+"""Settings of one worker process."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from moonserve.core.facts import Role
+from moonserve.core.units import Bytes, Tokens
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefill or decode worker with its segment of the KV store."""
+
+    name: str
+    """Unique in the cluster; also the name of its segment."""
+    role: Role
+    model: str
+    """Catalog name, Hugging Face folder or GGUF file."""
+    engine: Literal["torch", "fake"] = "torch"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes any free port."""
+    advertise_host: str | None = None
+    """Where the gateway and other workers reach it; None: `host`."""
+    gateway: str = "http://127.0.0.1:8000"
+    token: str = ""
+    """The cluster's shared secret."""
+    block_size: Tokens = 32
+    kv_blocks: int | None = None
+    """Size of the engine's KV pool; None: what kv_memory_bytes or the engine's default gives."""
+    kv_memory_bytes: Bytes | None = None
+    segment_bytes: Bytes = 512 << 20
+    """Its share of the KV store."""
+    max_seqs: int = 16
+    """Requests in one pass."""
+    chunk_tokens: Tokens = 512
+    """Tokens in one pass."""
+    threads: int | None = None
+    """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
+    drain_s: float = 5.0
+    """How long running requests may take to finish after a stop was asked for."""

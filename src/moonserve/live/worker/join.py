@@ -1,0 +1,122 @@
+"""A worker's side of the control plane: join the gateway, beat, leave; and the store's calls.
+
+While the gateway is away the worker keeps serving and keeps trying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from moonserve.core.errors import ConfigError, MoonserveError, StoreError
+from moonserve.core.facts import InstanceInfo, InstanceLoad
+from moonserve.live.http.client import ClientResponse, HttpClient
+
+log = logging.getLogger(__name__)
+
+_BEAT_S = 1.0
+_CALL_S = 5.0
+_BACKOFF_S = (0.2, 0.4, 0.8, 1.6, 3.0)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Control:
+    """Calls to one gateway's /internal."""
+
+    def __init__(self, http: HttpClient, gateway: str, token: str) -> None:
+        self._http = http
+        self.gateway = gateway.rstrip("/")
+        self._headers = {"content-type": "application/msgpack"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+
+    async def call(self, path: str, body: bytes) -> ClientResponse:
+        """POST to /internal/<path>. Raises UpstreamError, DeadlineExceeded, ConfigError on 401."""
+        url = f"{self.gateway}/internal/{path}"
+        reply = await self._http.request(
+            "POST", url, headers=self._headers, body=body, timeout_s=_CALL_S
+        )
+        if reply.status == 401:
+            raise ConfigError(f"{self.gateway} does not accept this worker's token", "token")
+        return reply
+
+    async def store(self, op: str, body: bytes) -> bytes:
+        """One operation of the store's master; the rpc of StoreClient. Raises StoreError too."""
+        reply = await self.call(f"store/{op}", body)
+        if reply.status != 200:
+            raise StoreError(f"{op}: {_message(reply)}")
+        return reply.body
+
+
+class Membership:
+    """Keeps one instance known to the gateway."""
+
+    def __init__(
+        self, control: Control, info: InstanceInfo, load: Callable[[], InstanceLoad]
+    ) -> None:
+        """`load` gives each beat its content."""
+        self._control = control
+        self._info = info
+        self._load = load
+        self._joined = False
+
+    async def run(self, joined: Callable[[], None]) -> None:
+        """Join and beat for ever; `joined` is called at every join.
+
+        Raises ConfigError where the gateway refuses this worker as it is, and whatever `load` does.
+        """
+        failures = 0
+        while True:
+            load = self._load() if self._joined else None
+            try:
+                if load is not None:
+                    await self._beat(load)
+                else:
+                    await self._join()
+                    joined()
+                failures = 0
+                pause_s = _BEAT_S
+            except ConfigError:
+                raise
+            except MoonserveError as error:
+                if failures == 0:
+                    log.warning("gateway %s: %s; still trying", self._control.gateway, error)
+                pause_s = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+                failures += 1
+            await asyncio.sleep(pause_s)
+
+    async def leave(self) -> None:
+        """Say goodbye; a gateway that is away will find out by itself."""
+        if self._joined:
+            self._joined = False
+            try:
+                await self._control.call("leave", self._body())
+            except MoonserveError as error:
+                log.info("gateway %s: no goodbye: %s", self._control.gateway, error)
+
+    async def _join(self) -> None:
+        reply = await self._control.call("join", _encode(self._info))
+        if 400 <= reply.status < 500:
+            raise ConfigError(f"the gateway refuses this worker: {_message(reply)}", "worker")
+        if reply.status != 200:
+            raise MoonserveError(f"join: {_message(reply)}")
+        self._joined = True
+
+    async def _beat(self, load: InstanceLoad) -> None:
+        reply = await self._control.call("beat", self._body(load=load))
+        if reply.status == 404:
+            log.warning("gateway %s does not know us: joining again", self._control.gateway)
+            self._joined = False
+        elif reply.status != 200:
+            raise MoonserveError(f"beat: {_message(reply)}")
+
+    def _body(self, **more: object) -> bytes:
+        return _encode({"id": self._info.id, "epoch": self._info.epoch, **more})
+
+
+def _message(reply: ClientResponse) -> str:
+    text = reply.body[:300].decode("utf-8", "replace")
+    return f"{reply.status} {text}"

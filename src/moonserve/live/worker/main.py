@@ -1,0 +1,207 @@
+"""The worker process: engine, segment, HTTP server and membership in one event loop.
+
+`Worker.start` wires the serving part, for tests too; `run_worker` is the whole process, called by
+the CLI. Prints one line per step for the person who started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from moonserve.core.errors import ConfigError, MoonserveError
+from moonserve.core.facts import InstanceInfo, InstanceLoad
+from moonserve.core.prefix import Namespace
+from moonserve.core.units import InstanceId, SegmentId
+from moonserve.live.clock import LoopClock
+from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.server import Server, serve
+from moonserve.live.model.catalog import resolve
+from moonserve.live.model.config import load_config
+from moonserve.live.ports import Engine, KVStore
+from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
+from moonserve.live.worker.app import WorkerApp
+from moonserve.live.worker.config import WorkerConfig
+from moonserve.live.worker.job import Limits
+from moonserve.live.worker.join import Control, Membership
+from moonserve.live.worker.metrics import Metrics
+from moonserve.live.worker.serving import Runner
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+_FAKE_BLOCKS = 1024
+_MOUNT_PAUSE_S = 0.5
+_MOUNT_DEADLINE_S = 120.0
+
+
+class Worker:
+    """A runner that listens; made by `start`, ended by `stop`."""
+
+    def __init__(self, runner: Runner, server: Server, info: InstanceInfo) -> None:
+        self.runner = runner
+        self.info = info
+        self._server = server
+
+    @classmethod
+    async def start(
+        cls,
+        config: WorkerConfig,
+        engine: Engine,
+        store: KVStore | None = None,
+        *,
+        model: str,
+        tokenizer: Tokenizer | None = None,
+        epoch: int = 1,
+    ) -> Worker:
+        """Serve `engine` under the name `model`. Raises ConfigError if the port is taken."""
+        shape = engine.shape
+        namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
+        metrics = Metrics(model)
+        limits = Limits(chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs)
+        runner = Runner(engine, store, namespace, limits, metrics, LoopClock())
+        info = InstanceInfo(
+            id=InstanceId(config.name),
+            epoch=epoch,
+            role=config.role,
+            url="",
+            model=model,
+            namespace=namespace,
+            kv_blocks=shape.num_blocks,
+            block_bytes=shape.block_bytes,
+            max_seqs=config.max_seqs,
+            chunk_tokens=config.chunk_tokens,
+            max_len=shape.max_len,
+            segment=None if store is None else SegmentId(config.name),
+        )
+        app = WorkerApp(runner, metrics, shape, info, tokenizer)
+        try:
+            server = await serve(app.app(), config.host, config.port)
+        except MoonserveError:
+            await runner.close()
+            raise
+        host = config.advertise_host or config.host
+        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+        app.info = msgspec.structs.replace(info, url=url)
+        return cls(runner, server, app.info)
+
+    def load(self) -> InstanceLoad:
+        """What a heartbeat tells. Raises EngineFailed once the worker cannot serve any more."""
+        if self.runner.failure is not None:
+            raise self.runner.failure
+        return self.runner.take_load()
+
+    async def stop(self, drain_s: float) -> None:
+        """Let running requests finish for `drain_s`, cut the rest, stop the runner."""
+        await self._server.stop(drain_s)
+        await self.runner.close()
+
+
+async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, flush=True)) -> None:
+    """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    engine, tokenizer, model = await asyncio.to_thread(_load, config, say)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        http = HttpClient()
+        stack.push_async_callback(http.close)
+        control = Control(http, config.gateway, config.token)
+        epoch = time.time_ns() // 1000
+        store = await _mount(control, config, epoch, stop)
+        if store is not None:
+            stack.push_async_callback(store.close)
+            store.start_beats()
+            worker = await Worker.start(
+                config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
+            )
+            stack.push_async_callback(worker.stop, config.drain_s)
+            say(f"listening on {worker.info.url}")
+            await _belong(worker, control, stop, say)
+    say("stopped")
+
+
+async def _belong(worker: Worker, control: Control, stop: asyncio.Event, say: Say) -> None:
+    """Be a member until a stop is asked for; raises what ends the membership otherwise."""
+    member = Membership(control, worker.info, worker.load)
+    beating = asyncio.create_task(member.run(lambda: say(f"joined {control.gateway}")))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({beating, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if beating.done():
+        await member.leave()
+        beating.result()
+    beating.cancel()
+    say("leaving: letting running requests finish")
+    await member.leave()
+
+
+async def _mount(
+    control: Control, config: WorkerConfig, epoch: int, stop: asyncio.Event
+) -> StoreClient | None:
+    """Mount this worker's segment, waiting for the gateway to be there; None: stopped before."""
+    settings = StoreSettings(
+        segment=SegmentId(config.name),
+        epoch=epoch,
+        capacity_bytes=config.segment_bytes,
+        token=config.token.encode(),
+        host=config.host,
+        advertise_host=config.advertise_host,
+    )
+    deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
+    while not stop.is_set():
+        try:
+            return await StoreClient.open(control.store, settings)
+        except ConfigError:
+            raise
+        except MoonserveError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            log.info("cannot mount yet: %s", error)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _MOUNT_PAUSE_S)
+    return None
+
+
+def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
+    """Engine, tokenizer and served name. Takes seconds; raises ConfigError."""
+    found = resolve(config.model)
+    say(f"loading {found.name} for the {config.engine} engine")
+    tokenizer = load_tokenizer(found.path)
+    if config.engine == "fake":
+        shape = load_config(found.path)
+        fake = FakeEngine(
+            block_size=config.block_size,
+            num_blocks=config.kv_blocks or _FAKE_BLOCKS,
+            max_len=shape.max_len,
+            vocab_size=shape.vocab_size,
+            words=range(min(1000, shape.vocab_size // 2), min(8000, shape.vocab_size)),
+            eos_token_ids=shape.eos_token_ids,
+        )
+        return fake, tokenizer, found.name
+    from moonserve.live.engine.torch_engine import TorchEngine  # torch takes a second to import
+
+    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", "0")) or None
+    engine = TorchEngine.load(
+        found.path,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=config.kv_blocks,
+        kv_memory_bytes=config.kv_memory_bytes,
+        threads=threads,
+        progress=say,
+    )
+    return engine, tokenizer, found.name
