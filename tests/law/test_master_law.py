@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from moonserve.core.facts import BlockStored
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Exists, Found, Full, Mount, Terms, Ticket
+from moonserve.core.segments import aligned
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
 TERMS = Terms(lease_ttl_us=40, put_ttl_us=30, segment_ttl_us=60)
@@ -167,6 +168,14 @@ class MasterAgainstModel(RuleBasedStateMachine):
         stats = self.master.stats()
         by_segment = {s.id: s.objects for s in stats.segments}
         assert stats.objects == len(self.replayed) == sum(by_segment.values())
+
+    @invariant()
+    def evictable_is_exactly_what_no_lease_holds(self) -> None:
+        free = dict.fromkeys(self.master.addresses(), 0)
+        for key, it in self.objects.items():
+            if not any(held.get(key) == it.version for held in self.leased.values()):
+                free[it.replicas[0].segment] += aligned(it.size)
+        assert {s.id: s.evictable_bytes for s in self.master.stats().segments} == free
 
     @invariant()
     def no_two_live_extents_overlap(self) -> None:

@@ -160,10 +160,10 @@ def test_a_restarted_owner_starts_empty() -> None:
 
 
 def test_a_silent_segment_is_dropped_with_its_owners_puts_elsewhere() -> None:
-    """Not heard of: its objects go, and so do the puts it was writing onto others."""
+    """Not heard of: its objects go, and so do the puts it was just writing onto others."""
     it = master(a=1, b=1)
     store(it, 1, owner=A)
-    (spilled,) = it.put_start(0, A, [(key(2), BLOCK)], None)
+    (spilled,) = it.put_start(190, A, [(key(2), BLOCK)], None)
     assert isinstance(spilled, Ticket)
     assert spilled.segment == B
     assert it.beat(150, B, epoch=1)
@@ -184,3 +184,28 @@ def test_a_corrupt_object_is_removed_by_its_version_only() -> None:
     assert it.locate(key(1)) == found
     it.discard(key(1), found.version)
     assert it.locate(key(1)) is None
+
+
+def test_a_lease_on_a_lost_object_does_not_count_for_its_successor() -> None:
+    """A key lost and stored anew is a new object: an old lease neither holds nor releases it."""
+    it = master(a=1)
+    store(it, 1, lease=LEASE)
+    it.discard(key(1), 1)
+    store(it, 1, lease=LeaseId("other"))
+    it.release(LEASE)
+    assert it.put_start(0, A, [(key(2), BLOCK)], None) == [Full()]
+    it.discard(key(1), 2)
+    store(it, 1)
+    it.find(0, [key(1)], LeaseId("other"))
+    assert it.put_start(0, A, [(key(2), BLOCK)], None) == [Full()]
+
+
+def test_puts_onto_a_segment_that_left_are_stale() -> None:
+    """A ticket whose memory is gone cannot make an object."""
+    it = master(a=1, b=1)
+    store(it, 1)
+    (spilled,) = it.put_start(0, A, [(key(2), BLOCK)], None)
+    assert isinstance(spilled, Ticket)
+    it.unmount(spilled.segment, epoch=1)
+    assert it.put_end(0, [(spilled.id, 7)], None) == [False]
+    assert it.locate(key(2)) is None
