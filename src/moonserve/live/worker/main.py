@@ -194,7 +194,8 @@ def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
         return fake, tokenizer, found.name
     from moonserve.live.engine.torch_engine import TorchEngine  # torch takes a second to import
 
-    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", "0")) or None
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    threads = config.threads or (int(said) if said.isdecimal() else None)
     engine = TorchEngine.load(
         found.path,
         dtype=config.dtype,
