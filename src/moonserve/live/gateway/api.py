@@ -81,7 +81,7 @@ class Api:
                 "prefill_us_promised": promised.prefill_us,
                 "decodes_promised": promised.decodes,
                 "index_blocks": len(self._conductor.core.index),
-                "store": self._store.stats(),
+                "store": self._store.lookup(),
             }
         )
 

@@ -63,7 +63,11 @@ class Internal:
     """Handlers of /internal, to be mounted by the gateway process."""
 
     def __init__(
-        self, conductor: ConductorLoop, store: MasterService, after_store: Callable[[], None], token: str
+        self,
+        conductor: ConductorLoop,
+        store: MasterService,
+        after_store: Callable[[], None],
+        token: str,
     ) -> None:
         """`after_store` runs after each store operation, to pass its events on."""
         self._conductor = conductor

@@ -1,0 +1,142 @@
+"""The gateway process: OpenAI API, Conductor and store master in one event loop.
+
+`Gateway.start` wires the parts; `run_gateway` adds signals and the drain. For the CLI and tests;
+everything it wires can be had without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from moonserve.core.conductor import Conductor, Policy
+from moonserve.core.errors import ConfigError
+from moonserve.core.facts import Tick
+from moonserve.core.master import Master
+from moonserve.core.pool import Terms
+from moonserve.core.units import LeaseId, Tokens, seconds_to_us
+from moonserve.live.clock import LoopClock
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.dispatch import Cluster
+from moonserve.live.gateway.api import Api
+from moonserve.live.gateway.app import GatewayApp, Limits
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.internal import Internal
+from moonserve.live.gateway.text import ModelText
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.server import App, Server, serve
+from moonserve.live.instances.wire import WireClient
+from moonserve.live.model.catalog import ModelRef, resolve
+from moonserve.live.model.config import load_config
+from moonserve.live.store.server import MasterService
+from moonserve.live.text.template import load_template
+from moonserve.live.text.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Gateway:
+    """All parts of a gateway, wired and listening; made by `start`."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out
+        self.store = MasterService(Master(Terms(), first_ticket), LoopClock().now_us)
+        policy = Policy(
+            kvcache_balancing_threshold=config.threshold,
+            dead_after_us=seconds_to_us(config.dead_after_s),
+        )
+        self.conductor = ConductorLoop(Conductor(policy), self._release)
+        self._http = HttpClient()
+        self._server: Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: GatewayConfig) -> Gateway:
+        """Read the model's text side, wire all parts, listen. Raises ConfigError."""
+        if not config.token and config.host not in _LOOPBACK:
+            raise ConfigError(
+                f"bound to {config.host}, workers must present a token: set MOONSERVE_TOKEN",
+                "token",
+            )
+        gateway = cls(config)
+        await gateway._listen()
+        return gateway
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._server is not None
+        return self._server.port
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let running ones finish for `drain_s`, then cut them."""
+        if self._server is not None:
+            await self._server.stop(drain_s)
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await self._http.close()
+
+    async def _listen(self) -> None:
+        config = self._config
+        found, max_len, text = await asyncio.to_thread(_read_model, config.model)
+        wire = WireClient(self._http, config.prefill_timeout_s, config.token_timeout_s)
+        cluster = Cluster(self.conductor, wire, {found.name: max_len})
+        front = GatewayApp(
+            cluster, {found.name: text}.__getitem__, Limits(max_in_flight=config.max_in_flight)
+        )
+        internal = Internal(self.conductor, self.store, self._pass_events, config.token)
+        api = Api(self.conductor, self.store)
+        app = App(
+            front.routes() | internal.routes() | api.routes(),
+            front.prefixes() | internal.prefixes() | api.prefixes(),
+            max_body_bytes=config.max_body_bytes,
+            name="gateway",
+        )
+        self._server = await serve(app, config.host, config.port)
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.store.reap()
+            self._pass_events()
+            self.conductor.tell(Tick())
+
+    def _release(self, lease: LeaseId) -> None:
+        self.store.master.release(lease)
+
+    def _pass_events(self) -> None:
+        events = self.store.master.drain_events()
+        if events:
+            self.conductor.tell(*events)
+
+
+def _read_model(ref: str) -> tuple[ModelRef, Tokens, ModelText]:
+    """The text side of a model. Raises ConfigError where files are missing or wrong."""
+    found = resolve(ref)
+    tokenizer = load_tokenizer(found.path)
+    text = ModelText(tokenizer, load_template(found.path, tokenizer))
+    return found, load_config(found.path).max_len, text
+
+
+async def run_gateway(
+    config: GatewayConfig, say: Callable[[str], None] = lambda line: print(line, flush=True)
+) -> None:
+    """Run one gateway until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gateway = await Gateway.start(config)
+    say(f"listening on http://{config.host}:{gateway.port}")
+    await stop.wait()
+    say("draining: new requests are refused, running ones may finish")
+    await gateway.stop(config.drain_s)
+    say("stopped")
