@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,12 @@ from moonserve.core.request import Sampling
 from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import FakeCost, FakeEngine
 from moonserve.live.ports import Engine
+from tests.support.tiny import write_folder
 
 BLOCK = 4
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=11)
+Make = Callable[[], Engine]
 PROMPT = [5, 9, 33, 7, 21, 60, 2, 14, 90, 41, 8]
 
 
@@ -30,8 +33,18 @@ def fake() -> Engine:
     )
 
 
-MAKERS: list[Callable[[], Engine]] = [fake]
-engines = pytest.mark.parametrize("make", MAKERS)
+@pytest.fixture(params=["fake", "torch"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Makes engines that are equal, each with a pool of its own."""
+    if request.param == "fake":
+        return fake
+    pytest.importorskip("torch")
+    from moonserve.live.engine.torch_engine import TorchEngine
+
+    folder = write_folder(tmp_path / "tiny")
+    return lambda: TorchEngine.load(
+        folder, dtype="float32", block_size=BLOCK, num_blocks=32, threads=1
+    )
 
 
 def chunk(
@@ -74,9 +87,8 @@ async def go_on(
     return made
 
 
-@engines
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_chunks_do_not_change_tokens(make: Callable[[], Engine], sampling: Sampling) -> None:
+def test_chunks_do_not_change_tokens(make: Make, sampling: Sampling) -> None:
     """A prompt computed in chunks of any size gives the tokens of one computed whole."""
 
     async def main() -> None:
@@ -88,8 +100,7 @@ def test_chunks_do_not_change_tokens(make: Callable[[], Engine], sampling: Sampl
     asyncio.run(main())
 
 
-@engines
-def test_requests_of_one_pass_do_not_mix(make: Callable[[], Engine]) -> None:
+def test_requests_of_one_pass_do_not_mix(make: Make) -> None:
     """Requests run together, prefill beside decode, give the tokens each gives alone."""
 
     async def main() -> None:
@@ -114,8 +125,7 @@ def test_requests_of_one_pass_do_not_mix(make: Callable[[], Engine]) -> None:
     asyncio.run(main())
 
 
-@engines
-def test_block_bytes_are_the_kv(make: Callable[[], Engine]) -> None:
+def test_block_bytes_are_the_kv(make: Make) -> None:
     """Blocks copied into another engine's pool, at other indices, continue with equal tokens."""
 
     async def main() -> None:
@@ -130,8 +140,7 @@ def test_block_bytes_are_the_kv(make: Callable[[], Engine]) -> None:
     asyncio.run(main())
 
 
-@engines
-def test_blocks_are_plain_writable_bytes(make: Callable[[], Engine]) -> None:
+def test_blocks_are_plain_writable_bytes(make: Make) -> None:
     """A block is block_bytes of contiguous, writable memory, and always the same memory."""
     engine = make()
     block = engine.block(1)
@@ -143,8 +152,7 @@ def test_blocks_are_plain_writable_bytes(make: Callable[[], Engine]) -> None:
     assert engine.block(0)[0] != 77 or engine.block(2)[0] != 77
 
 
-@engines
-def test_seed_alone_decides_what_is_drawn(make: Callable[[], Engine]) -> None:
+def test_seed_alone_decides_what_is_drawn(make: Make) -> None:
     """Equal seeds give equal tokens; other seeds give others."""
 
     async def main() -> None:

@@ -17,6 +17,8 @@ from moonserve.core.facts import Role
 from moonserve.live.engine.fake import FakeCost, FakeEngine
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
+from moonserve.live.text.tokenizer import Tokenizer
+from moonserve.live.text.vocab import vocabulary_of_gguf
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.main import Worker
 from tests.support.kvstore import DictStore
@@ -42,11 +44,19 @@ class Site:
         self._stack = stack
 
     async def worker(
-        self, name: str, role: Role = "both", blocks: int = 256, cost: FakeCost = FAST
+        self,
+        name: str,
+        role: Role = "both",
+        blocks: int = 256,
+        cost: FakeCost = FAST,
+        tokenizer: Tokenizer | None = None,
+        words: range = range(1000, 8000),
     ) -> Worker:
-        engine = FakeEngine(block_size=BLOCK, num_blocks=blocks, max_len=512, cost=cost)
+        engine = FakeEngine(
+            block_size=BLOCK, num_blocks=blocks, max_len=512, cost=cost, words=words
+        )
         config = WorkerConfig(name=name, role=role, model="m", max_seqs=8, chunk_tokens=16)
-        made = await Worker.start(config, engine, self.store, model="m")
+        made = await Worker.start(config, engine, self.store, model="m", tokenizer=tokenizer)
         self._stack.push_async_callback(made.stop, 1.0)
         return made
 
@@ -360,6 +370,47 @@ def test_reply_shapes_are_vllms() -> None:
             choice = stopped["choices"][0]
             assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", third)
             assert len(choice["token_ids"]) == 3
+
+    run(main())
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """One token a byte, from id 3 on."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1],
+    }
+    return Tokenizer(vocabulary_of_gguf(metadata), (2,))
+
+
+def test_text_and_stop_strings() -> None:
+    """With a tokenizer, deltas join to the text, and a stop string ends and frees a request."""
+
+    async def main() -> None:
+        async with site(DictStore()) as it:
+            letters = range(3 + ord("a"), 3 + ord("z") + 1)
+            w0 = await it.worker("w0", tokenizer=bytes_tokenizer(), words=letters)
+            prompt = bytes_tokenizer().encode("once upon a time")
+            expected = FakeEngine(words=letters).reference(prompt, 40)
+            text = "".join(chr(token - 3) for token in expected)
+            whole = await it.complete(w0, prompt="once upon a time", max_tokens=40)
+            assert whole["choices"][0]["text"] == text
+            for stop, reason in ((text[10:13], "stop"), (text[30:35] + "?", "length")):
+                cut = text.index(stop) if reason == "stop" else 40
+                whole = await it.complete(w0, prompt=prompt, max_tokens=40, stop=["!", stop])
+                events = await it.events(w0, prompt=prompt, max_tokens=40, stop=["!", stop])
+                [choice] = whole["choices"]
+                assert choice["text"] == text[:cut]
+                assert "".join(e["choices"][0]["text"] for e in events) == text[:cut]
+                for last in (choice, events[-1]["choices"][0]):
+                    assert last["finish_reason"] == reason
+                    assert last["stop_reason"] == (stop if reason == "stop" else None)
+            await it.idle(w0)
+            labels = '{engine="0",finished_reason="stop",model_name="m"}'
+            assert f"vllm:request_success_total{labels} 2.0" in await it.get(w0, "/metrics")
 
     run(main())
 

@@ -43,6 +43,10 @@ class Control:
             raise ConfigError(f"{self.gateway} does not accept this worker's token", "token")
         return reply
 
+    async def ping(self) -> None:
+        """Return if the gateway answers at all. Raises UpstreamError, DeadlineExceeded."""
+        await self._http.request("GET", f"{self.gateway}/health", timeout_s=_CALL_S)
+
     async def store(self, op: str, body: bytes) -> bytes:
         """One operation of the store's master; the rpc of StoreClient. Raises StoreError too."""
         reply = await self.call(f"store/{op}", body)

@@ -164,13 +164,14 @@ async def _mount(
     deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
     while not stop.is_set():
         try:
+            await control.ping()  # a segment reserves its memory before it mounts
             return await StoreClient.open(control.store, settings)
         except ConfigError:
             raise
         except MoonserveError as error:
             if time.monotonic() > deadline_s:
                 raise
-            log.info("cannot mount yet: %s", error)
+            log.info("waiting for the gateway: %s", error)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _MOUNT_PAUSE_S)
     return None
