@@ -178,7 +178,7 @@ def test_slow_trickle_is_no_timeout() -> None:
             assert reply.status == 200
             assert await reply.read() == b"abcde"
 
-    run(always(*(bytes([b]) for b in wire), gap_s=0.012), use)
+    run(always(*(bytes([b]) for b in wire), gap_s=0.006), use)
 
 
 def test_reply_until_close() -> None:

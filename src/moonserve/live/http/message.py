@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -23,6 +24,7 @@ T = TypeVar("T")
 JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
+_MISSING = re.compile("missing required field `([^`]*)`")
 _MAX_ID_CHARS = 128
 
 
@@ -74,6 +76,19 @@ def json_response(
 ) -> Response:
     """A JSON reply of anything msgspec can encode."""
     return Response(status, msgspec.json.encode(value), headers)
+
+
+def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
+    """JSON as `shape`. BadRequest where it is not: `param` is the path of the field at fault."""
+    try:
+        return msgspec.json.decode(data, type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".")
+        if (missing := _MISSING.search(what)) is not None:
+            param = f"{param}.{missing[1]}".lstrip(".")
+        code = None if isinstance(error, msgspec.ValidationError) else "invalid_json"
+        raise BadRequest(f"{param or 'request body'}: {what}", param or None, code) from None
 
 
 def error_reply(error: MoonserveError) -> ErrorReply:
@@ -180,10 +195,7 @@ class HttpRequest:
 
     async def json(self, shape: type[T]) -> T:
         """The body decoded from JSON as `shape`. Raises BadRequest on bad JSON or a wrong type."""
-        try:
-            return msgspec.json.decode(await self.body(), type=shape)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadRequest(f"request body: {error}") from None
+        return decode_json(await self.body(), shape)
 
     async def disconnected(self) -> None:
         """Return when the client is gone. One waiter per request; the body must have been read."""

@@ -1,0 +1,273 @@
+"""The gateway's routes: from an HTTP request to ports.Serving and back.
+
+`GatewayApp` depends on a Serving and on text tools per model, nothing else; the gateway process
+adds its own routes beside these. Holds no state of a request beyond its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import msgspec
+
+from moonserve.core.errors import (
+    BadRequest,
+    ModelNotFound,
+    MoonserveError,
+    NobodyAlive,
+    Overloaded,
+)
+from moonserve.core.request import Request
+from moonserve.core.units import Bytes, RequestId, Tokens
+from moonserve.live.gateway import openai
+from moonserve.live.gateway.generation import (
+    EventStream,
+    Form,
+    Generation,
+    reply_head,
+    whole_reply,
+)
+from moonserve.live.gateway.metrics import Metrics
+from moonserve.live.gateway.text import TextTools
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
+from moonserve.live.http.server import Handler
+from moonserve.live.ports import ModelCard, Serving
+
+_COMPLETION_DEFAULT_TOKENS = 16
+_MODELS = "/v1/models"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_CLIENT_GONE = 499
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one gateway takes on; the body limit is the App's."""
+
+    max_in_flight: int = 1_024
+    """Generations at once; more are answered 429."""
+    max_messages: int = 4_096
+    offload_bytes: Bytes = 16 << 10
+    """Prompts of longer bodies are tokenised in a thread, so that other streams go on."""
+
+
+class ModelEntry(msgspec.Struct):
+    """One model in OpenAI's list."""
+
+    id: str
+    created: int
+    max_model_len: Tokens
+    object: str = "model"
+    owned_by: str = "moonserve"
+
+
+class ModelList(msgspec.Struct):
+    """GET /v1/models."""
+
+    data: list[ModelEntry]
+    object: str = "list"
+
+
+_Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
+
+
+class GatewayApp:
+    """OpenAI's API, health and metrics over `serving`.
+
+    `tools` gives the text tools of a model that `serving.models()` names. Mount `routes()` and
+    `prefixes()` in an App.
+    """
+
+    def __init__(
+        self, serving: Serving, tools: Callable[[str], TextTools], limits: Limits | None = None
+    ) -> None:
+        self.metrics = Metrics()
+        self._serving = serving
+        self._tools = tools
+        self._limits = limits or Limits()
+        self._live: set[RequestId] = set()
+        self._created = int(time.time())
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("POST", "/v1/chat/completions"): self._counted("/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions"): self._counted("/v1/completions", self._completion),
+            ("GET", _MODELS): self._counted(_MODELS, self._list_models),
+            ("GET", "/health"): self._health,
+            ("GET", "/ready"): self._ready,
+            ("GET", "/metrics"): self._metrics_text,
+        }
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes; a model's name may have slashes."""
+        return {("GET", _MODELS + "/"): self._counted(_MODELS, self._one_model)}
+
+    def _counted(
+        self, route: str, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
+    ) -> Handler:
+        requests = self.metrics.requests
+
+        async def counted(request: HttpRequest) -> Response | StreamingResponse:
+            status = 500
+            try:
+                reply = await handler(request)
+                status = reply.status
+                return reply
+            except MoonserveError as error:
+                status = error.status
+                raise
+            except asyncio.CancelledError:
+                status = _CLIENT_GONE
+                raise
+            finally:
+                requests[route, status] += 1
+
+        return counted
+
+    async def _list_models(self, request: HttpRequest) -> Response:
+        return json_response(ModelList([self._entry(card) for card in self._serving.models()]))
+
+    async def _one_model(self, request: HttpRequest) -> Response:
+        return json_response(self._entry(self._card(request.path.removeprefix(_MODELS + "/"))))
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        alive = [card.name for card in self._serving.models() if card.alive]
+        if not alive:
+            raise NobodyAlive("no model has both a prefill and a decode instance")
+        return json_response({"status": "ready", "models": alive})
+
+    async def _metrics_text(self, request: HttpRequest) -> Response:
+        return Response(body=self.metrics.text(), content_type=_METRICS_TYPE)
+
+    async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
+        return await self._generate(http, "chat")
+
+    async def _completion(self, http: HttpRequest) -> Response | StreamingResponse:
+        return await self._generate(http, "completion")
+
+    async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
+        arrived_s = asyncio.get_running_loop().time()
+        self._enter()
+        try:
+            body = await http.body()
+            http.cancel_on_disconnect()
+            fields = self._parse(form, body)
+            request = await self._request(http, fields, len(body))
+            generation = Generation(
+                request,
+                self._serving.generate(request),
+                self._tools(request.model).detokenizer(),
+                self.metrics,
+                arrived_s,
+                lambda: self._leave(http, request.id),
+            )
+        except BaseException:
+            self._leave(http, None)
+            raise
+        self._live.add(request.id)
+        stream = bool(fields.stream)
+        head = reply_head(request, form, stream, int(time.time()))
+        handed_over = False
+        try:
+            if not stream:
+                return Response(body=await whole_reply(generation, head, form))
+            # The first piece comes before the status line: what fails until then has its own.
+            first = await generation.next_text()
+            events = EventStream(generation, first, head, form, openai.wants_usage(fields))
+            handed_over = True
+            return StreamingResponse(events)
+        finally:
+            if not handed_over:
+                await generation.close()
+
+    def _enter(self) -> None:
+        if self.metrics.in_flight >= self._limits.max_in_flight:
+            raise Overloaded(
+                f"{self.metrics.in_flight} requests are being served, the limit of this gateway",
+                "gateway_in_flight",
+                1.0,
+            )
+        self.metrics.in_flight += 1
+
+    def _leave(self, http: HttpRequest, live: RequestId | None) -> None:
+        self.metrics.in_flight -= 1
+        self.metrics.disconnects += http.gone
+        if live is not None:
+            self._live.discard(live)
+
+    def _parse(self, form: Form, body: bytes) -> _Fields:
+        if form == "chat":
+            return openai.parse_chat(body, self._limits.max_messages)
+        return openai.parse_completion(body)
+
+    async def _request(self, http: HttpRequest, fields: _Fields, size: Bytes) -> Request:
+        """The request as the cluster sees it; BadRequest or ModelNotFound where it cannot be."""
+        slo = openai.slo_of(http.headers)
+        tenant = openai.tenant_of(http.headers)
+        priority = openai.priority_of(http.headers)
+        card = self._card(fields.model)
+        tools = self._tools(card.name)
+        if size <= self._limits.offload_bytes:
+            prompt = _tokens(fields, tools)
+        else:
+            prompt = await asyncio.to_thread(_tokens, fields, tools)
+        # Two requests under one id would share leases and ledgers behind the gateway.
+        own = http.id if http.id not in self._live else f"{http.id}-{secrets.token_hex(4)}"
+        return Request(
+            id=RequestId(own),
+            model=card.name,
+            prompt=tuple(prompt),
+            sampling=openai.sampling(fields, secrets.randbits(63)),
+            stopping=openai.stopping(fields, _max_tokens(fields, len(prompt), card)),
+            slo=slo,
+            tenant=tenant,
+            priority=priority,
+        )
+
+    def _card(self, name: str) -> ModelCard:
+        cards = self._serving.models()
+        for card in cards:
+            if card.name == name:
+                return card
+        known = ", ".join(card.name for card in cards) or "none yet"
+        raise ModelNotFound(
+            f"model: {name!r} is not served here; known: {known}", "model", "model_not_found"
+        )
+
+    def _entry(self, card: ModelCard) -> ModelEntry:
+        return ModelEntry(card.name, self._created, card.max_len)
+
+
+def _tokens(fields: _Fields, tools: TextTools) -> list[int]:
+    """The prompt's token ids."""
+    if isinstance(fields, openai.ChatRequest):
+        # The template writes BOS itself.
+        return tools.encode(tools.render_chat(openai.plain_messages(fields)), add_bos=False)
+    prompt = openai.single_prompt(fields, tools.vocab_size)
+    return prompt if isinstance(prompt, list) else tools.encode(prompt, add_bos=True)
+
+
+def _max_tokens(fields: _Fields, prompt: Tokens, card: ModelCard) -> Tokens:
+    """The most tokens to generate; BadRequest where prompt and asked tokens exceed the context."""
+    if isinstance(fields, openai.ChatRequest):
+        param, default = "messages", card.max_len
+        asked = fields.max_completion_tokens or fields.max_tokens
+    else:
+        param, default, asked = "prompt", _COMPLETION_DEFAULT_TOKENS, fields.max_tokens
+    if prompt == 0:
+        raise BadRequest(f"{param}: has no tokens", param)
+    room = card.max_len - prompt
+    if room < (asked or 1):
+        wanted = "" if asked is None else f" and {asked} to generate"
+        raise BadRequest(
+            f"{param}: {prompt} tokens{wanted} exceed the model's context of {card.max_len} tokens",
+            param,
+            "context_length_exceeded",
+        )
+    return min(default, room) if asked is None else asked
