@@ -65,10 +65,19 @@ def test_cold_model_answers_with_its_prior_and_never_below_zero() -> None:
     cost = Cost(pass_prior=(0, 1000, 0, 0, 40_000, 0, 0))
     assert cost.prefill_us(10, 0, 100) == 10_000
     assert cost.decode_step_us(3, 99) == 40_000
-    fit = LinearFit((1.0, 1.0), (1.0, 1.0))
+    fit = LinearFit((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
     for x in range(50):
         fit.observe((1.0, float(x)), float(max(1, 50 - x)))
     assert fit.predict((1.0, 1_000.0)) >= 0
+
+
+def test_a_few_short_passes_do_not_blow_up_a_long_one() -> None:
+    """Slow passes of few tokens say nothing of attention over thousands."""
+    cost = Cost()
+    short = [PassSample(n, n * n, 0, 0, 0, 180_000) for n in (36, 4, 34)]
+    cost.observe(short, [])
+    assert 100_000 < cost.prefill_us(36, 0, 512) < 260_000
+    assert cost.prefill_us(2_334, 0, 512) < 6_000_000
 
 
 def test_transfers_are_fitted_too() -> None:

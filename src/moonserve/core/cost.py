@@ -11,6 +11,7 @@ in (n - p), (n^2 - p^2) and p. Nothing here knows an engine; all times are micro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from moonserve.core.facts import PassSample, TransferSample
@@ -22,22 +23,30 @@ class LinearFit:
 
     Samples are weighted by 1/y^2, so that relative errors count: passes last from milliseconds to
     seconds. A sample far from the prediction counts less (Huber): a pass may have been descheduled.
-    The prior acts like `prior_weight` samples per coefficient, so a cold model answers sensibly.
+    The prior is Gaussian around `prior` with a standard deviation of `doubt` times each
+    coefficient, against samples that err by NOISE: a few samples of one kind cannot blow up a term
+    that they hardly show. A prior coefficient of zero says that the term is absent.
     """
+
+    NOISE = 0.1
+    """Relative error of one sample, as a standard deviation."""
 
     def __init__(
         self,
         prior: Sequence[float],
         scales: Sequence[float],
+        doubt: Sequence[float],
         *,
         decay: float = 0.995,
-        prior_weight: float = 1e-3,
     ) -> None:
-        assert len(prior) == len(scales)
+        assert len(prior) == len(scales) == len(doubt)
         self._scales = tuple(scales)
         self._prior = tuple(p * s for p, s in zip(prior, scales, strict=True))
+        self._ridge = tuple(
+            (self.NOISE / (d * p)) ** 2 if p else math.inf
+            for d, p in zip(doubt, self._prior, strict=True)
+        )
         self._decay = decay
-        self._ridge = prior_weight
         size = len(prior)
         self._xx = [[0.0] * size for _ in range(size)]
         self._xy = [0.0] * size
@@ -73,28 +82,32 @@ class LinearFit:
         self._stale = True
 
     def _solve(self) -> None:
-        """Coordinate descent on the ridge problem with weights >= 0; a few dozen sweeps suffice."""
-        top = max(1e-12, max(self._xx[i][i] for i in range(len(self._xy))))
-        for _ in range(60):
+        """Coordinate descent on the ridge problem with weights >= 0, from where it stood."""
+        for _ in range(_SWEEPS):
             moved = 0.0
             for i, line in enumerate(self._xx):
-                ridge = self._ridge * max(line[i], 1e-6 * top)
+                ridge = self._ridge[i]
+                if ridge == math.inf:
+                    continue
                 others = sum(line[j] * w for j, w in enumerate(self._weights) if j != i)
                 target = (self._xy[i] - others + ridge * self._prior[i]) / (line[i] + ridge)
                 target = max(0.0, target)
-                moved = max(moved, abs(target - self._weights[i]))
+                moved = max(moved, abs(target - self._weights[i]) / (target or 1.0))
                 self._weights[i] = target
-            if moved < 1e-9:
+            if moved < 1e-4:
                 break
         self._stale = False
 
 
 # Microseconds per feature before anything was measured: a small model on two laptop cores.
 # (prefill base, new, square, past, decode base, sequences, context)
-LAPTOP_PASS = (5_000.0, 1_000.0, 0.02, 0.1, 40_000.0, 5_000.0, 1.0)
+LAPTOP_PASS = (20_000.0, 1_000.0, 0.05, 0.5, 40_000.0, 5_000.0, 5.0)
 _PASS_SCALES = (1.0, 1e3, 1e6, 1e3, 1.0, 10.0, 1e3)  # typical sizes, so that the fit is well scaled
+_PASS_DOUBT = (10.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
 LAPTOP_TRANSFER = (2_000.0, 0.0005)
 _TRANSFER_SCALES = (1.0, 1e6)
+_TRANSFER_DOUBT = (10.0, 10.0)
+_SWEEPS = 60
 
 
 class Cost:
@@ -105,8 +118,8 @@ class Cost:
         pass_prior: Sequence[float] = LAPTOP_PASS,
         transfer_prior: Sequence[float] = LAPTOP_TRANSFER,
     ) -> None:
-        self._pass = LinearFit(pass_prior, _PASS_SCALES)
-        self._transfer = LinearFit(transfer_prior, _TRANSFER_SCALES)
+        self._pass = LinearFit(pass_prior, _PASS_SCALES, _PASS_DOUBT)
+        self._transfer = LinearFit(transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT)
 
     def pass_us(self, sample: PassSample) -> Micros:
         """Predicted time of one pass with these features (its elapsed_us is not looked at)."""
