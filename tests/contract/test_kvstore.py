@@ -124,12 +124,11 @@ async def read_all(client: StoreClient, keys: list[BlockKey]) -> list[bytes]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No test leaves shared memory, or a warning about an unclosed thing."""
-    before = set(region._ours())
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         yield
         gc.collect()
-    assert set(region._ours()) == before
+    assert not [path for path in region._ours() if f"-{os.getpid()}-" in path.name]
 
 
 @pytest.mark.parametrize("kind", KINDS)

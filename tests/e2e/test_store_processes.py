@@ -41,6 +41,12 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
+def left_by(*children: subprocess.Popen[str]) -> list[str]:
+    """The regions of these processes."""
+    pids = tuple(f"moonserve-kv-{child.pid}-" for child in children)
+    return [path.name for path in region._ours() if path.name.startswith(pids)]
+
+
 class Hub:
     """The master behind a socket, and the children."""
 
@@ -109,7 +115,6 @@ def test_one_process_reads_what_another_put(shared: bool) -> None:
     """Equal bytes across processes, and a clean exit: no warning, no shared memory left."""
 
     async def test(hub: Hub, port: int) -> None:
-        before = set(region._ours())
         first, second = (hub.start(name, port, shared) for name in "ab")
         await hub.ask(first)
         await hub.ask(second)
@@ -119,7 +124,7 @@ def test_one_process_reads_what_another_put(shared: bool) -> None:
             assert await hub.ask(child, "close") == "closed"
             out, err = await asyncio.to_thread(child.communicate, timeout=10)
             assert (child.returncode, out, err) == (0, "", "")
-        assert set(region._ours()) == before
+        assert not left_by(first, second)
         assert hub.service.master.stats().objects == 0
 
     run(test)
@@ -129,7 +134,6 @@ def test_a_killed_owner_is_missed_and_its_memory_removed() -> None:
     """kill -9: reads are short at once, the objects go in time, the memory at the next start."""
 
     async def test(hub: Hub, port: int) -> None:
-        before = set(region._ours())
         owner, reader = (hub.start(name, port, shared=False) for name in "ab")
         await hub.ask(owner)
         await hub.ask(reader)
@@ -137,7 +141,6 @@ def test_a_killed_owner_is_missed_and_its_memory_removed() -> None:
         owner.kill()
         await asyncio.to_thread(owner.wait, 10)
         assert await hub.ask(reader, "get", 3) == {"found": 3, "read": 0, "equal": True}
-        assert len(set(region._ours()) - before) == 2
         deadline = time.monotonic() + 20
         while "a" in hub.service.master.addresses():
             assert time.monotonic() < deadline
@@ -146,7 +149,8 @@ def test_a_killed_owner_is_missed_and_its_memory_removed() -> None:
         assert await hub.ask(reader, "get", 3) == {"found": 0, "read": 0, "equal": True}
         again = hub.start("a", port, shared=False)
         await hub.ask(again)
-        assert len(set(region._ours()) - before) == 2
+        assert not left_by(owner)
+        assert len(left_by(reader, again)) == 2
         assert await hub.ask(again, "put", 3) == 3
         assert await hub.ask(reader, "get", 3) == {"found": 3, "read": 3, "equal": True}
 
