@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -30,7 +31,6 @@ class Up:
     """One `moonserve up`, and what it has printed."""
 
     def __init__(self) -> None:
-        self.shared_before = shared_memory()
         self.process = subprocess.Popen(
             [*PROGRAM, "up", "--engine", "fake", "--port", "0", "--segment-bytes", "64MiB"],
             stdout=subprocess.PIPE,
@@ -69,12 +69,13 @@ class Up:
         """Pids of the cluster's processes, by name."""
         return {_name(pid): pid for pid in children_of(self.process.pid)}
 
-    def ask(self) -> str:
-        """A chat, streamed; its text."""
+    def ask(self, max_tokens: int = 8, on_first: Callable[[], object] = lambda: None) -> str:
+        """A chat, streamed; its text. `on_first` is called when some of it is here."""
         body = {
             "model": models(self.url)[0],
             "messages": [{"role": "user", "content": "Hello!"}],
-            "max_tokens": 8,
+            "max_tokens": max_tokens,
+            "temperature": 0,
             "stream": True,
         }
         request = urllib.request.Request(
@@ -84,7 +85,12 @@ class Up:
         )
         with urllib.request.urlopen(request, timeout=30) as reply:
             assert reply.headers["x-request-id"]
-            events = [line[6:].decode().strip() for line in reply if line.startswith(b"data: ")]
+            events = []
+            for line in reply:
+                if line.startswith(b"data: "):
+                    events.append(line[6:].decode().strip())
+                    if len(events) == 3:
+                        on_first()
         assert events.pop() == "[DONE]"
         choices = [choice for event in events for choice in json.loads(event)["choices"]]
         assert choices[-1]["finish_reason"] in ("length", "stop")
@@ -141,9 +147,10 @@ def gone(pid: int) -> bool:
         return True
 
 
-def shared_memory() -> set[str]:
-    """Shared memory that is named as ours."""
-    return {path.name for path in Path("/dev/shm").glob("*moonserve*")}
+def shared_memory_of(pids: Iterable[int]) -> list[str]:
+    """The regions these processes made; a region's name has its maker's pid."""
+    made = {f"moonserve-kv-{pid}-" for pid in pids}
+    return [p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(tuple(made))]
 
 
 def test_serves_then_drains_on_ctrl_c(up: Up) -> None:
@@ -151,13 +158,40 @@ def test_serves_then_drains_on_ctrl_c(up: Up) -> None:
     assert up.ask()
     pids = up.children()
     assert set(pids) == {"gateway", "p0", "d0"}
+    assert len(shared_memory_of(pids.values())) == 2
     up.process.send_signal(signal.SIGINT)
     up.until(lambda: up.process.poll() is not None, STOP_S)
     assert up.process.returncode == 0, "".join(up.lines)
     assert all(gone(pid) for pid in pids.values())
-    assert shared_memory() <= up.shared_before
+    assert not shared_memory_of(pids.values()), "".join(up.lines)
     assert "Traceback" not in "".join(up.lines)
     assert "did not stop" not in "".join(up.lines)
+
+
+def test_running_requests_finish_before_the_end(up: Up) -> None:
+    """A stream under way at Ctrl-C goes on to its last token; then all ends as usual."""
+    whole = up.ask(2000)
+    assert up.ask(2000, on_first=lambda: up.process.send_signal(signal.SIGINT)) == whole
+    up.until(lambda: up.process.poll() is not None, STOP_S)
+    assert up.process.returncode == 0, "".join(up.lines)
+
+
+def test_second_ctrl_c_does_not_wait(up: Up) -> None:
+    """A second Ctrl-C cuts a drain short, and still leaves no process."""
+
+    def twice() -> None:
+        up.process.send_signal(signal.SIGINT)
+        up.until(lambda: any("draining" in line for line in up.lines))
+        up.process.send_signal(signal.SIGINT)
+
+    assert up.url
+    pids = up.children()
+    with pytest.raises((OSError, HTTPException, AssertionError, IndexError)):
+        up.ask(4000, on_first=twice)
+    up.until(lambda: up.process.poll() is not None, STOP_S)
+    assert all(gone(pid) for pid in pids.values())
+    assert any("not waiting" in line for line in up.lines)
+    assert not shared_memory_of(pids.values())
 
 
 def test_killed_supervisor_takes_all_with_it(up: Up) -> None:
@@ -166,7 +200,7 @@ def test_killed_supervisor_takes_all_with_it(up: Up) -> None:
     pids = up.children()
     up.process.kill()
     up.until(lambda: all(gone(pid) for pid in pids.values()), 15)
-    assert shared_memory() <= up.shared_before
+    assert not shared_memory_of(pids.values()), "".join(up.lines)
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0", "gateway"])
@@ -180,6 +214,7 @@ def test_killed_child_is_restarted_and_serves_again(up: Up, victim: str) -> None
     up.until(lambda: _is_ready(up.url))
     up.until(lambda: _asks_well(up))
     assert up.ask() == before
+    assert not shared_memory_of([first])
 
 
 def _is_ready(url: str) -> bool:

@@ -109,6 +109,7 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
 
 async def _serve(settings: Settings, port: int) -> None:
     from moonserve.live.supervise import Supervisor
+    from moonserve.live.transfer.region import clean_stale
 
     environ = child_env(settings, MOONSERVE_TOKEN=secrets.token_urlsafe(32))
     children = cluster(settings, port, environ)
@@ -127,6 +128,7 @@ async def _serve(settings: Settings, port: int) -> None:
         ready.cancel()
         running.cancel()  # where it has not ended yet, this ends the children
         await asyncio.gather(running, ready, *stops, return_exceptions=True)
+        clean_stale()  # a worker that had to be killed left its segment
     _tell("up", "stopped; no process is left")
 
 
