@@ -195,6 +195,18 @@ def test_multibyte_text_is_exact_at_chunk_borders(step: int) -> None:
     run(use, *say(text, step))
 
 
+def test_a_character_cut_by_max_tokens_is_marked() -> None:
+    """Bytes of a character that never became whole are one U+FFFD at the very end."""
+
+    async def use(rig: Rig) -> None:
+        events = await rig.events(TEXT, ONCE)
+        assert [e["choices"][0]["text"] for e in events[:-1]] == ["a", "\ufffd"]
+        got = json.loads((await rig.post(CHAT, HI)).body)
+        assert got["choices"][0]["message"]["content"] == "a\ufffd"
+
+    run(use, Output(tuple(b"a\xe4")), Output(tuple(b"\xbd"), finish_reason="length"))
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 100])
 @pytest.mark.parametrize("stop", ["END", ["zzz", "END", "!"]])
 def test_stop_strings_span_tokens_and_close_the_generation(step: int, stop: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.connection import UpstreamError
+from tests.support.loops import both_loops  # noqa: F401 - autouse
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import http.client
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive, Overloaded
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
-from moonserve.live.http.server import App, Server, serve
+from moonserve.live.http.server import App, Server, _StallGuard, serve
+from tests.support.loops import both_loops  # noqa: F401 - autouse
 
 
 class Doc(msgspec.Struct):
@@ -27,6 +30,7 @@ class Rig:
         self.waiting = asyncio.Event()
         self.closed = asyncio.Event()
         self.release = asyncio.Event()
+        self.cleanup_s = 0.0
         self.app = App(
             {
                 ("GET", "/"): self.hello,
@@ -76,6 +80,7 @@ class Rig:
             self.waiting.set()
             await self.release.wait()
         finally:
+            await asyncio.sleep(self.cleanup_s)
             self.closed.set()
         return Response(body=b"waited")
 
@@ -90,7 +95,7 @@ class Rig:
             await self.release.wait()
             yield b"last"
         finally:
-            await asyncio.sleep(0)  # closing may take a turn of the loop
+            await asyncio.sleep(self.cleanup_s)
             self.closed.set()
 
     async def flood(self, request: HttpRequest) -> StreamingResponse:
@@ -246,8 +251,15 @@ def test_a_client_that_sends_everything_first_reads_the_413() -> None:
     """A client that writes all of a far too large body before it reads still gets the reply."""
 
     async def use(rig: Rig, server: Server, url: str) -> None:
-        reply = await ask(url + "/echo", "POST", body=bytes(20 << 20))
-        assert reply.status == 413
+        def ask_all_first() -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+            try:
+                connection.request("POST", "/echo", body=bytes(20 << 20))
+                return connection.getresponse().status
+            finally:
+                connection.close()
+
+        assert await asyncio.to_thread(ask_all_first) == 413
 
     run(use, max_body_bytes=100)
 
@@ -342,6 +354,7 @@ def test_stream_whole_and_connection_kept() -> None:
                 assert await r.read() == b"firstlast"
         assert len(client._open) == 1
         await client.close()
+        assert not [o for o in gc.get_objects() if type(o) is _StallGuard], "a timer is left"
 
     run(use)
 
@@ -370,6 +383,7 @@ def test_stop_cuts_after_the_drain(path: str) -> None:
 
     async def use(rig: Rig, server: Server, url: str) -> None:
         head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n".encode()
+        rig.cleanup_s = 0.2
         reader, writer = await raw(server, head)
         await rig.waiting.wait()
         await server.stop(0.05)

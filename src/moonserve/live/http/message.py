@@ -121,7 +121,6 @@ class HttpRequest:
         "_body",
         "_body_timeout_s",
         "_complete",
-        "_cut",
         "_max_body_bytes",
         "_receive",
         "_watcher",
@@ -154,7 +153,6 @@ class HttpRequest:
         self._body_timeout_s = body_timeout_s
         self._body = bytearray()
         self._complete = False
-        self._cut = False
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -216,13 +214,7 @@ class HttpRequest:
 
     async def _watch(self, handler: asyncio.Task[Any]) -> None:
         await self.disconnected()
-        self.cut(handler)
-
-    def cut(self, handler: asyncio.Task[Any]) -> None:
-        """Cancel the handler's task, once: a second cancel would interrupt its clean-up."""
-        if not self._cut:
-            self._cut = True
-            handler.cancel()
+        handler.cancel()
 
     def stop_watching(self) -> None:
         """End `cancel_on_disconnect`; called by the server before the reply's last byte."""

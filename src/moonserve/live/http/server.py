@@ -205,7 +205,7 @@ class _StallGuard:
     def _check(self) -> None:
         if self.sending and self.sent == self._seen:
             log.warning("%s: client read nothing for %g s", self._request.id, self._period_s)
-            self._request.cut(self._task)
+            self._task.cancel()
             return
         self._seen = self.sent
         self._timer = self._task.get_loop().call_later(self._period_s, self._check)
