@@ -33,7 +33,13 @@ from moonserve.live.gateway.generation import (
 )
 from moonserve.live.gateway.metrics import Metrics
 from moonserve.live.gateway.text import TextTools
-from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
+from moonserve.live.http.message import (
+    HttpRequest,
+    Response,
+    StreamingResponse,
+    error_response,
+    json_response,
+)
 from moonserve.live.http.server import Handler
 from moonserve.live.ports import ModelCard, Serving
 
@@ -139,7 +145,8 @@ class GatewayApp:
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self._serving.models() if card.alive]
         if not alive:
-            raise NobodyAlive("no model has both a prefill and a decode instance")
+            # Answered, not raised: who polls until we are ready is no warning in the log.
+            return error_response(NobodyAlive("no model has both a prefill and a decode instance"))
         return json_response({"status": "ready", "models": alive})
 
     async def _metrics_text(self, request: HttpRequest) -> Response:
@@ -171,15 +178,16 @@ class GatewayApp:
             self._leave(http, None)
             raise
         self._live.add(request.id)
-        stream = bool(fields.stream)
+        stream, ids = bool(fields.stream), bool(fields.return_token_ids)
         head = reply_head(request, form, stream, int(time.time()))
         handed_over = False
         try:
             if not stream:
-                return Response(body=await whole_reply(generation, head, form))
+                return Response(body=await whole_reply(generation, head, form, ids))
             # The first piece comes before the status line: what fails until then has its own.
             first = await generation.next_text()
-            events = EventStream(generation, first, head, form, openai.wants_usage(fields))
+            usage = openai.wants_usage(fields)
+            events = EventStream(generation, first, head, form, usage, ids)
             handed_over = True
             return StreamingResponse(events)
         finally:
