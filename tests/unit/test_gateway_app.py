@@ -158,6 +158,25 @@ def test_completion_stream() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, ONCE)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_token_ids_on_request(path: str, body: dict[str, Any], step: int) -> None:
+    """return_token_ids (vLLM's) gives every generated id once, streamed or not, EOS included."""
+
+    async def use(rig: Rig) -> None:
+        wanting = {**body, "return_token_ids": True}
+        whole = json.loads((await rig.post(path, wanting)).body)
+        ids = whole["choices"][0]["token_ids"]
+        assert bytes(ids[:7]).decode() == "h\u00e9\u4f60l"
+        assert len(ids) == whole["usage"]["completion_tokens"]
+        events = await rig.events(path, wanting)
+        assert events.pop() == "[DONE]"
+        streamed = [i for event in events for i in event["choices"][0].get("token_ids") or []]
+        assert streamed == ids
+
+    run(use, *say("h\u00e9\u4f60l", step))
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, ONCE)])
 def test_stream_usage(path: str, body: dict[str, Any]) -> None:
     """include_usage adds a last chunk without choices; the others say null; cached <= prompt."""
 

@@ -65,6 +65,8 @@ class Choice(msgspec.Struct, omit_defaults=True):
     delta: Delta | None = None
     message: ReplyMessage | None = None
     text: str | None = None
+    token_ids: list[int] | None = None
+    """vLLM's extension, where return_token_ids asks for it: the ids since the chunk before."""
     logprobs: msgspec.UnsetType | None = msgspec.UNSET
     finish_reason: str | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -113,6 +115,7 @@ class Generation:
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._generated = 0
+        self._fresh: list[int] = []
         self._cached = 0
         self._closed = False
 
@@ -151,7 +154,13 @@ class Generation:
             self._cached = min(output.cached_tokens, len(self.request.prompt))
             metrics.cached_tokens += self._cached
         self._generated += len(output.token_ids)
+        self._fresh += output.token_ids
         metrics.completion_tokens += len(output.token_ids)
+
+    def take_ids(self) -> list[int]:
+        """The token ids that came since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def usage(self) -> Usage:
         """As counted so far."""
@@ -171,13 +180,15 @@ class Generation:
             self._on_close()
 
 
-async def whole_reply(generation: Generation, head: Reply, form: Form) -> bytes:
-    """The reply as one JSON object. `head` is filled in."""
+async def whole_reply(generation: Generation, head: Reply, form: Form, ids: bool) -> bytes:
+    """The reply as one JSON object, with token ids where wanted. `head` is filled in."""
     pieces = []
     while generation.finish_reason is None:
         pieces.append(await generation.next_text())
     text = "".join(pieces)
     choice = Choice(index=0, logprobs=None, finish_reason=generation.finish_reason)
+    if ids:
+        choice.token_ids = generation.take_ids()
     if form == "chat":
         choice.message = ReplyMessage("assistant", text)
     else:
@@ -195,11 +206,18 @@ class EventStream:
     """
 
     def __init__(
-        self, generation: Generation, first_text: str, head: Reply, form: Form, usage: bool
+        self,
+        generation: Generation,
+        first_text: str,
+        head: Reply,
+        form: Form,
+        usage: bool,
+        ids: bool,
     ) -> None:
         self._generation = generation
         self._first_text: str | None = first_text
         self._wants_usage = usage
+        self._wants_ids = ids
         self._chat = form == "chat"
         self._delta = Delta(role="assistant", content="")
         self._choice = Choice(index=0, logprobs=None, finish_reason=None)
@@ -242,15 +260,18 @@ class EventStream:
     def _piece(self, text: str) -> bytes:
         """The events of one piece of text; b"" where it has none."""
         reason = self._generation.finish_reason
+        if self._wants_ids:
+            self._choice.token_ids = self._generation.take_ids()
         if not self._chat:
             self._choice.text = text
             self._choice.finish_reason = reason
-            events = self._event() if text or reason else b""
+            events = self._event() if text or reason or self._choice.token_ids else b""
         else:
             self._delta.content = text
-            events = self._event() if text else b""
+            events = self._event() if text or self._choice.token_ids else b""
             if reason:
                 self._delta.content = None
+                self._choice.token_ids = None
                 self._choice.finish_reason = reason
                 events += self._event()
         return events + self._end() if reason else events

@@ -99,6 +99,7 @@ class _Common(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
 
 
 class ChatRequest(_Common, kw_only=True):
