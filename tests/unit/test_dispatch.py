@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -144,6 +145,25 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert world.wire.calls == [("prefill", "p0"), ("decode", "d0")]
         assert await world.settled() == NOTHING
         assert world.released == ["r"]
+
+    run(test)
+
+
+def test_the_last_piece_decides_the_outcome() -> None:
+    """A consumer that closes at the last piece has not cancelled; one that closes before it has."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        for name, last in (("whole", True), ("left", False)):
+            outputs = world.request(name)
+            async with aclosing(outputs):  # type: ignore[type-var]
+                async for piece in outputs:
+                    if (piece.finish_reason is not None) or not last:
+                        break
+            assert await world.settled() == NOTHING
+        records = world.loop.records
+        assert records[RequestId("whole")].outcome == "length"
+        assert records[RequestId("left")].outcome == "cancelled"
 
     run(test)
 

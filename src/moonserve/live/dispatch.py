@@ -141,9 +141,10 @@ class _Life:
                 case _Reply(number, what) if number == self._number:
                     output = self._take(what)
                     if output is not None:
+                        # Noted first: who has the last piece may close us without coming back.
+                        self._outcome = output.finish_reason or self._outcome
                         yield output
                         if output.finish_reason is not None:
-                            self._outcome = output.finish_reason
                             return
                 case _:
                     pass  # an older call's reply, or an abort that came too late
