@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from moonserve.core.facts import Role
+from moonserve.core.master import Master
+from moonserve.core.pool import Terms
+from moonserve.core.units import SegmentId
+from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeCost, FakeEngine
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
+from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.server import MasterService
 from moonserve.live.text.tokenizer import Tokenizer
 from moonserve.live.text.vocab import vocabulary_of_gguf
 from moonserve.live.worker.config import WorkerConfig
@@ -40,6 +46,7 @@ class Site:
 
     def __init__(self, store: KVStore | None, stack: AsyncExitStack) -> None:
         self.store = store
+        """For the workers made from now on."""
         self.http = HttpClient()
         self._stack = stack
 
@@ -57,8 +64,12 @@ class Site:
         )
         config = WorkerConfig(name=name, role=role, model="m", max_seqs=8, chunk_tokens=16)
         made = await Worker.start(config, engine, self.store, model="m", tokenizer=tokenizer)
-        self._stack.push_async_callback(made.stop, 1.0)
+        self.push(lambda: made.stop(1.0))
         return made
+
+    def push(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have this done at the end."""
+        self._stack.push_async_callback(close)
 
     async def post(self, worker: Worker, id: str = "r", **body: Any) -> ClientResponse:
         return await self.http.request(
@@ -208,6 +219,42 @@ def test_a_store_that_loses_everything_but_names() -> None:
                 if turn % 2:
                     store.data.clear()
             await it.idle(p0, d0)
+
+    run(main())
+
+
+def test_real_segments_with_room_for_a_fraction() -> None:
+    """Over real segments that must evict and refuse, tokens are equal and no lease is left."""
+
+    async def main() -> None:
+        service = MasterService(Master(Terms(), 1), LoopClock().now_us)
+
+        async def rpc(op: str, body: bytes) -> bytes:
+            return service.handle(op, body)
+
+        async with site(None) as it:
+            workers = []
+            for name in ("p0", "p1", "d0"):
+                settings = StoreSettings(
+                    segment=SegmentId(name), epoch=1, capacity_bytes=2 << 10, token=b"x" * 16
+                )
+                it.store = await StoreClient.open(rpc, settings)
+                it.push(it.store.close)
+                workers.append(await it.worker(name))
+            p0, p1, d0 = workers
+            prompts = [prompt_of(40 + i % 5, i % 8) for i in range(24)]
+            got = await asyncio.gather(
+                *(
+                    it.through((p0, p1)[i % 2], d0, prompt, 9, f"r{i}")
+                    for i, prompt in enumerate(prompts)
+                )
+            )
+            for prompt, (tokens, _) in zip(prompts, got, strict=True):
+                assert tokens == reference(prompt, 9)
+            await it.idle(*workers)
+            pool = service.lookup()
+            assert (pool["leases"], pool["pending_puts"]) == (0, 0)
+            assert pool["evicted"] > 0, "the segments were too large to say anything"
 
     run(main())
 
@@ -463,6 +510,7 @@ def test_other_paths() -> None:
         ({"prompt": [1], "n": 2}, 400, "n"),
         ({"prompt": [1], "stop": "a"}, 400, "stop"),
         ({"prompt": [1], "model": "other"}, 404, "model"),
+        ({"prompt": [1], "kv_transfer_params": {"lease": "x" * 257}}, 400, "kv_transfer_params"),
         ({"prompt": [1], "kv_transfer_params": {"do_remote_decode": True}}, 400, "max_tokens"),
         (
             {

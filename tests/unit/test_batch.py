@@ -79,15 +79,54 @@ def test_newest_is_preempted_and_comes_back_first() -> None:
     add(batch, "b", 7, new=8)
     run(batch)
     assert batch.pool.free_count == 0
+    add(batch, "c", 4)
     work, _ = run(batch)
     assert shape(work) == [("a", 8, 1)]
-    assert (batch.preemptions, batch.running, batch.waiting) == (1, 1, 1)
-    add(batch, "c", 4)
+    assert (batch.preemptions, batch.running, batch.waiting) == (1, 1, 2)
     while batch.running + batch.waiting == 3:
         work, _ = run(batch)
     work, _ = run(batch)
     assert shape(work) == [("b", 0, 8), ("c", 0, 4)]
     assert work.chunks[0].tokens == (0, 1, 2, 3, 4, 5, 6, 99)
+
+
+def test_who_was_preempted_does_not_come_back_in_the_same_pass() -> None:
+    """What a preempted request gave up is not handed back to it at once."""
+    batch = make(blocks=5, chunk=4)
+    add(batch, "a", 8, new=8)
+    add(batch, "b", 11)
+    seen = [shape(run(batch)[0]) for _ in range(7)]
+    assert seen[3] == [("a", 9, 1), ("b", 3, 3)]
+    assert seen[4] == [("a", 10, 1)], "b waits for a block, and keeps what it has"
+    assert seen[6] == [("a", 12, 1)]
+    assert (batch.preemptions, batch.running, batch.pool.free_count) == (1, 1, 1)
+
+
+def stuck_behind_a_hold() -> tuple[Batch, tuple[int, ...]]:
+    """An older prompt "a" that lacked blocks others held, and "b" that went on to decode."""
+    batch = make(blocks=6)
+    add(batch, "a", 16)
+    run(batch)
+    held = batch.pool.allocate(3)
+    assert held is not None
+    add(batch, "b", 3)
+    assert shape(run(batch)[0]) == [("b", 0, 3)]
+    return batch, held
+
+
+def test_a_newer_decode_comes_before_an_older_prompt() -> None:
+    """Decodes are planned first also when a prompt in front of them catches up."""
+    batch, held = stuck_behind_a_hold()
+    batch.pool.free(held)
+    assert shape(run(batch)[0]) == [("b", 3, 1), ("a", 8, 7)]
+
+
+def test_preempting_takes_a_request_out_of_the_pass() -> None:
+    """A decode already planned leaves the pass when an older prompt takes its blocks."""
+    batch, held = stuck_behind_a_hold()
+    batch.pool.free(held[:1])
+    assert shape(run(batch)[0]) == [("a", 8, 7)]
+    assert (batch.running, batch.waiting) == (1, 1)
 
 
 def test_a_request_that_never_fits_is_refused() -> None:

@@ -34,7 +34,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    lease: str | None = None
+    lease: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     reuse_tokens: _Count | None = None
     first_token_id: _Count | None = None
 
