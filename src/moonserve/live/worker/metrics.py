@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from moonserve.core.units import MICROS_PER_SECOND, Micros
+from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 
 _LABELS = ("engine", "model_name")
 _TTFT_S = (
@@ -39,9 +39,18 @@ class Metrics:
         self.external_hits = self._counter(
             "vllm:external_prefix_cache_hits", "Tokens loaded from the shared KV store."
         )
-        self.prompt_tokens = self._counter(
+        self._prompt_tokens = self._counter(
             "vllm:prompt_tokens", "Number of prefill tokens processed."
         )
+        by_source = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Number of prefill tokens processed, by where their KV came from.",
+            (*_LABELS, "source"),
+            registry=self.registry,
+        )
+        self._computed = by_source.labels(**self._labels, source="local_compute")
+        by_source.labels(**self._labels, source="local_cache_hit")
+        self._loaded = by_source.labels(**self._labels, source="external_kv_transfer")
         self.generation_tokens = self._counter(
             "vllm:generation_tokens", "Number of generation tokens processed."
         )
@@ -76,6 +85,16 @@ class Metrics:
         """Register a gauge that asks `read` at every scrape."""
         made = Gauge(name, text, _LABELS, registry=self.registry)
         made.labels(**self._labels).set_function(read)
+
+    def prompt_computed(self, tokens: Tokens) -> None:
+        """The engine computed so many prompt tokens."""
+        self._prompt_tokens.inc(tokens)
+        self._computed.inc(tokens)
+
+    def prompt_loaded(self, tokens: Tokens) -> None:
+        """So many prompt tokens came from the store and need no computing."""
+        self._prompt_tokens.inc(tokens)
+        self._loaded.inc(tokens)
 
     def first_token(self, us: Micros) -> None:
         """A request's first token came `us` after the request."""

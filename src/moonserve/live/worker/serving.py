@@ -228,6 +228,7 @@ class Runner:
         job = live.job
         live.cached = computed
         known = live.known
+        self._metrics.prompt_loaded(computed)
         if job.take_kv:
             self._metrics.kv_recomputed.inc(len(job.prompt) - computed)
         if job.first_token is not None:
@@ -290,9 +291,8 @@ class Runner:
 
     def _deliver(self, live: Live, step: Progress) -> None:
         prompt = len(live.job.prompt)
-        self._metrics.prompt_tokens.inc(
-            max(0, min(step.computed_after, prompt) - step.computed_before)
-        )
+        computed = min(step.computed_after, prompt) - step.computed_before
+        self._metrics.prompt_computed(max(0, computed))
         if step.token is None:
             return
         piece = Piece(step.token, step.finish, live.cached)
