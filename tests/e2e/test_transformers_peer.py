@@ -19,7 +19,7 @@ from moonserve.core.request import Sampling  # noqa: E402
 from moonserve.core.units import RequestId  # noqa: E402
 from moonserve.live.engine.inputs import build_inputs  # noqa: E402
 from moonserve.live.engine.torch_engine import TorchEngine, greedy_reference  # noqa: E402
-from moonserve.live.engine.weights import gguf_source  # noqa: E402
+from moonserve.live.engine.weights import GgufSource  # noqa: E402
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve  # noqa: E402
 from moonserve.live.model.config import load_config  # noqa: E402
 from moonserve.live.model.gguf import open_gguf  # noqa: E402
@@ -65,9 +65,9 @@ def peer(path: Path) -> Greedy:
         tie_word_embeddings=config.tie_embeddings,
     )
     model = transformers.LlamaForCausalLM(settings).eval().float()
-    get = gguf_source(open_gguf(path), config)
+    source = GgufSource(open_gguf(path), config)
     names = [name for name in model.state_dict() if name != "lm_head.weight"]
-    lost = model.load_state_dict({name: get(name) for name in names}, strict=False)
+    lost = model.load_state_dict({name: source.tensor(name) for name in names}, strict=False)
     assert set(lost.missing_keys) <= {"lm_head.weight"}
     model.tie_weights()
     assert model.model.rotary_emb.inv_freq[1] == pytest.approx(config.rope_theta ** (-2 / 64))

@@ -97,9 +97,9 @@ _GGUF_NAMES = {
 }
 
 
-def write_gguf_model(path: Path, *, tied: bool = True) -> Path:
-    """Save the tiny llama as llama.cpp's converter does: each head's two halves interleaved."""
-    metadata: dict[str, object] = {
+def tiny_metadata() -> dict[str, object]:
+    """The GGUF metadata that goes with tiny_tensors."""
+    return {
         "general.architecture": "llama",
         "llama.block_count": LAYERS,
         "llama.embedding_length": HIDDEN,
@@ -112,6 +112,10 @@ def write_gguf_model(path: Path, *, tied: bool = True) -> Path:
         "llama.context_length": MAX_LEN,
         "tokenizer.ggml.eos_token_id": EOS,
     }
+
+
+def write_gguf_model(path: Path, *, tied: bool = True) -> Path:
+    """Save the tiny llama as llama.cpp's converter does: each head's two halves interleaved."""
     tensors = {}
     for name, values in tiny_tensors(tied=tied).items():
         stem, kind = name.rsplit(".", 1)
@@ -123,7 +127,7 @@ def write_gguf_model(path: Path, *, tied: bool = True) -> Path:
             halves = values.reshape(-1, 2, DIM // 2, HIDDEN)
             values = halves.transpose(0, 2, 1, 3).reshape(values.shape)
         tensors[f"{prefix}{_GGUF_NAMES[stem]}.{kind}"] = ("F32", values.shape, values.tobytes())
-    return write_gguf(path, metadata, tensors)
+    return write_gguf(path, tiny_metadata(), tensors)
 
 
 _CODES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30, "Q6_K": 14}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from moonserve.live.engine.inputs import Group, Inputs, Layout, Span
 from moonserve.live.engine.weights import Layer, Weights
@@ -48,16 +48,16 @@ class Model:
             normed = rms_norm(hidden, width, layer.attn_norm, eps)
             hidden += self._attention(index, layer, normed, cos, sin, inputs)
             normed = rms_norm(hidden, width, layer.mlp_norm, eps)
-            gate, up = linear(normed, layer.gate_up).chunk(2, -1)
-            hidden += linear(silu(gate).mul_(up), layer.down)
+            gate, up = layer.gate_up(normed).chunk(2, -1)
+            hidden += layer.down(silu(gate).mul_(up))
         last = rms_norm(hidden[inputs.sample_rows], width, self.weights.norm, eps)
-        return linear(last, self.weights.lm_head).float()
+        return self.weights.lm_head(last).float()
 
     def _attention(
         self, index: int, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor, inputs: Inputs
     ) -> Tensor:
         heads, kv_heads, dim = self.config.heads, self.config.kv_heads, self.config.head_dim
-        qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, dim)
+        qkv = layer.qkv(normed).view(len(normed), -1, dim)
         rotated = qkv[:, : heads + kv_heads]
         # cos holds both halves, sin its first half negated: roll swaps the halves of each head.
         rotated.copy_((rotated * cos).addcmul_(rotated.roll(dim // 2, -1), sin))
@@ -71,7 +71,7 @@ class Model:
         for group in inputs.groups:
             rows = slice(group.first, group.last)
             mixed[rows] = self._group(index, group, queries[rows])
-        return linear(mixed.view(len(normed), -1), layer.out)
+        return layer.out(mixed.view(len(normed), -1))
 
     def _span(self, index: int, span: Span, queries: Tensor, keys_values: Tensor) -> Tensor:
         """Attention of one request's several tokens [tokens, heads, dim] over its context."""

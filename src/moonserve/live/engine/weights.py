@@ -6,22 +6,21 @@ For live/engine/model. Reads GGUF files and Hugging Face safetensors folders thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moonserve.core.errors import ConfigError
+from moonserve.live.engine.matrix import Matrix, pack
 from moonserve.live.model.config import ModelConfig, config_of_gguf, load_config, weight_files
-from moonserve.live.model.gguf import Floats, Gguf, open_gguf
-
-Get = Callable[[str], Tensor]
-"""A tensor by its Hugging Face name, in whatever dtype it is stored (GGUF: float32)."""
+from moonserve.live.model.gguf import Gguf, Quants, open_gguf
 
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -41,15 +40,14 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer: [out, in] matrices; qkv and gate_up are stacked along out."""
+    """One decoder layer; qkv and gate_up are stacked along their outputs."""
 
     attn_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
+    qkv: Matrix
+    out: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,18 @@ class Weights:
     embed: Tensor
     layers: tuple[Layer, ...]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: Matrix
     inv_freq: Tensor
+
+
+class Source(Protocol):
+    """Where tensors come from, under Hugging Face names and in Hugging Face row order."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor in whatever dtype it is stored (GGUF: float32); ConfigError if missing."""
+
+    def quants(self, name: str) -> Quants | None:
+        """The 4-bit form of a matrix `tensor` has given, where it is stored as such."""
 
 
 def gguf_name(name: str) -> str:
@@ -72,44 +80,60 @@ def gguf_name(name: str) -> str:
     return f"{_GGUF_NAMES[stem]}.{kind}"
 
 
-def _unpermute(values: Floats, heads: int) -> Floats:
+def _unpermute(values: NDArray[Any], heads: int) -> NDArray[Any]:
     """Undo llama.cpp's row order: its converter interleaves the two halves of each head."""
     rows = values.reshape(heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(values.shape)
 
 
-def gguf_source(file: Gguf, config: ModelConfig) -> Get:
-    """Tensors of a GGUF file under Hugging Face names, rows in Hugging Face order."""
+class GgufSource:
+    """The tensors of a GGUF file."""
 
-    def get(name: str) -> Tensor:
-        values = file.load(gguf_name(name))
+    def __init__(self, file: Gguf, config: ModelConfig) -> None:
+        self._file = file
         # Only the llama converter permutes; Qwen2's leaves rows as Hugging Face has them.
-        if config.family == "llama" and ".q_proj." in name:
-            values = _unpermute(values, config.heads)
-        elif config.family == "llama" and ".k_proj." in name:
-            values = _unpermute(values, config.kv_heads)
-        return torch.from_numpy(values)
+        llama = config.family == "llama"
+        self._heads = {"q_proj": config.heads, "k_proj": config.kv_heads} if llama else {}
 
-    return get
+    def _rows(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        heads = self._heads.get(name.split(".")[-2])
+        return values if heads is None else _unpermute(values, heads)
+
+    def tensor(self, name: str) -> Tensor:
+        """See Source."""
+        return torch.from_numpy(self._rows(name, self._file.load(gguf_name(name))))
+
+    def quants(self, name: str) -> Quants | None:
+        """See Source."""
+        raw = self._file.quants(gguf_name(name))
+        if raw is None:
+            return None
+        return Quants(*(self._rows(name, part) for part in (raw.codes, raw.scale, raw.least)))
 
 
-def folder_source(folder: Path) -> Get:
-    """Tensors of all .safetensors files in a folder."""
-    place: dict[str, Path] = {}
-    try:
-        for file in weight_files(folder):
-            with safe_open(file, "pt") as opened:
-                place.update(dict.fromkeys(opened.keys(), file))
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {folder}: {error}", "model") from error
+class FolderSource:
+    """The tensors of all .safetensors files in a folder."""
 
-    def get(name: str) -> Tensor:
-        if name not in place:
-            raise ConfigError(f"{folder} has no tensor {name}; is it a llama model?", "model")
-        with safe_open(place[name], "pt") as opened:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._place: dict[str, Path] = {}
+        try:
+            for file in weight_files(folder):
+                with safe_open(file, "pt") as opened:
+                    self._place.update(dict.fromkeys(opened.keys(), file))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {folder}: {error}", "model") from error
+
+    def tensor(self, name: str) -> Tensor:
+        """See Source."""
+        if name not in self._place:
+            raise ConfigError(f"{self._folder} has no tensor {name}; is it a llama?", "model")
+        with safe_open(self._place[name], "pt") as opened:
             return torch.as_tensor(opened.get_tensor(name))
 
-    return get
+    def quants(self, name: str) -> Quants | None:
+        """None: folders hold no 4-bit matrices that we read."""
+        return None
 
 
 def load_weights(
@@ -118,13 +142,13 @@ def load_weights(
     """Read configuration and weights. ConfigError for missing tensors or shapes that do not fit."""
     if path.is_dir():
         config = load_config(path)
-        return config, _fuse(config, folder_source(path), _inv_freq(config), dtype, progress)
+        return config, _fuse(config, FolderSource(path), _inv_freq(config), dtype, progress)
     file = open_gguf(path)
     config = config_of_gguf(file)
     inv_freq = _inv_freq(config)
-    with suppress(KeyError):  # Llama 3's scaling, as llama.cpp stores it
-        inv_freq /= torch.from_numpy(file.load(file.tensors["rope_freqs.weight"].name))
-    return config, _fuse(config, gguf_source(file, config), inv_freq, dtype, progress)
+    if "rope_freqs.weight" in file.tensors:  # Llama 3's scaling, as llama.cpp stores it
+        inv_freq /= torch.from_numpy(file.load("rope_freqs.weight"))
+    return config, _fuse(config, GgufSource(file, config), inv_freq, dtype, progress)
 
 
 def _inv_freq(config: ModelConfig) -> Tensor:
@@ -142,7 +166,7 @@ def _inv_freq(config: ModelConfig) -> Tensor:
 
 def _fuse(
     config: ModelConfig,
-    get: Get,
+    source: Source,
     inv_freq: Tensor,
     dtype: torch.dtype,
     progress: Callable[[str], None],
@@ -151,36 +175,35 @@ def _fuse(
     q_rows, kv_rows = config.heads * dim, config.kv_heads * dim
 
     def load(name: str, *shape: int) -> Tensor:
-        tensor = get(name)
+        tensor = source.tensor(name)
         if tuple(tensor.shape) != shape:
             found = tuple(tensor.shape)
             raise ConfigError(f"tensor {name} is {found}, the configuration says {shape}", "model")
         return tensor.to(dtype)
 
-    def stack(parts: Iterable[Tensor]) -> Tensor:
-        return torch.cat(list(parts))
+    def matrix(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Matrix:
+        dense = torch.cat(
+            [load(f"{n}.weight", r, columns) for n, r in zip(names, rows, strict=True)]
+        )
+        biases = [load(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)] if bias else []
+        parts = [source.quants(f"{name}.weight") for name in names] if not bias else [None]
+        return Matrix(dense, torch.cat(biases) if bias else None, pack(parts, dtype))
 
     layers: list[Layer] = []
-    projections = (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
     for index in range(config.layers):
         if index % max(1, config.layers // 4) == 0:
             progress(f"loading weights: layer {index} of {config.layers}")
         at = f"model.layers.{index}."
-        attn = at + "self_attn."
-        bias = None
-        if config.qkv_bias:
-            bias = stack(load(f"{attn}{name}_proj.bias", rows) for name, rows in projections)
+        qkv = [f"{at}self_attn.{name}_proj" for name in "qkv"]
+        gate_up = [f"{at}mlp.{name}_proj" for name in ("gate", "up")]
         layers.append(
             Layer(
                 attn_norm=load(at + "input_layernorm.weight", hidden),
-                qkv=stack(load(f"{attn}{n}_proj.weight", rows, hidden) for n, rows in projections),
-                qkv_bias=bias,
-                out=load(attn + "o_proj.weight", hidden, q_rows),
+                qkv=matrix(qkv, (q_rows, kv_rows, kv_rows), hidden, config.qkv_bias),
+                out=matrix([at + "self_attn.o_proj"], [hidden], q_rows, False),
                 mlp_norm=load(at + "post_attention_layernorm.weight", hidden),
-                gate_up=stack(
-                    load(f"{at}mlp.{name}_proj.weight", inter, hidden) for name in ("gate", "up")
-                ),
-                down=load(at + "mlp.down_proj.weight", hidden, inter),
+                gate_up=matrix(gate_up, (inter, inter), hidden, False),
+                down=matrix([at + "mlp.down_proj"], [hidden], inter, False),
             )
         )
     embed = load("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -189,6 +212,6 @@ def _fuse(
         embed=embed,
         layers=tuple(layers),
         norm=load("model.norm.weight", hidden),
-        lm_head=embed if tied else load("lm_head.weight", config.vocab_size, hidden),
+        lm_head=Matrix(embed if tied else load("lm_head.weight", config.vocab_size, hidden)),
         inv_freq=inv_freq,
     )

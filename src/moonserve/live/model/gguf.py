@@ -107,6 +107,17 @@ _BY_NAME = {quant.name: quant for quant in _QUANTS.values()}
 _OTHER = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
 
 
+class Quants(msgspec.Struct, frozen=True):
+    """A 4-bit matrix undecoded: weight[i, j] = codes[i, j] * scale[i, j // 32] + least[i, j // 32].
+
+    codes are 0..15 as uint8 [rows, columns]; scale and least float32 [rows, columns / 32].
+    """
+
+    codes: Bytes1
+    scale: Floats
+    least: Floats
+
+
 class _Cursor:
     """Reads little-endian values one after another; a read past the end is a ConfigError."""
 
@@ -187,6 +198,20 @@ class Gguf:
         # The plain types decode to a view; the result must be writable and free of the mapping.
         values = quant.decode(raw.reshape(-1, quant.size))
         return np.array(values, np.float32, copy=quant.weights == 1).reshape(info.shape)
+
+    def quants(self, name: str) -> Quants | None:
+        """A Q4_0 or Q4_1 matrix as stored, for kernels that compute on it; None for other types."""
+        info = self.tensors[name]
+        if info.type not in ("Q4_0", "Q4_1"):
+            return None
+        raw = np.frombuffer(self._buffer, np.uint8, info.size, info.offset)
+        raw = raw.reshape(-1, _BY_NAME[info.type].size)
+        scale = _half(raw[:, :2])
+        least = scale * np.float32(-8) if info.type == "Q4_0" else _half(raw[:, 2:4])
+        nibbles = raw[:, -16:]
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=1).reshape(info.shape)
+        groups = (info.shape[0], -1)
+        return Quants(codes, scale.reshape(groups), least.reshape(groups))
 
 
 def open_gguf(path: Path) -> Gguf:
