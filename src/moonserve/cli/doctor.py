@@ -17,6 +17,9 @@ from moonserve.config import Settings
 from moonserve.core.errors import MoonserveError
 
 
+_NEED_MIB = 4 << 10
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One thing looked at; `remedy` says what to do where it is not "ok"."""
 
@@ -33,7 +36,7 @@ def doctor(as_json: bool) -> None:
 
     Ends with 1 if something must be mended first.
     """
-    checks = (_python, _torch, _cpu, _cores, _shared_memory, _models, _port)
+    checks = (_python, _torch, _cpu, _cores, _memory, _shared_memory, _models, _port)
     findings = [finding for check in checks for finding in check()]
     if as_json:
         click.echo(msgspec.json.encode(findings).decode())
@@ -81,6 +84,19 @@ def _cores() -> Iterator[Finding]:
     few = (cores or 1) < 2
     remedy = "a prefill and a decode worker will take turns" if few else ""
     yield Finding("cores", "warn" if few else "ok", str(cores), remedy)
+
+
+def _memory() -> Iterator[Finding]:
+    """Whether a default cluster fits: two workers of about 2 GiB each, their segments included."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return
+    free = next(int(line.split()[1]) for line in text.splitlines() if "MemAvailable" in line) >> 10
+    few = free < _NEED_MIB
+    remedy = "give --segment-bytes less, or close something" if few else ""
+    detail = f"{free} MiB available, a default cluster takes about {_NEED_MIB}"
+    yield Finding("memory", "warn" if few else "ok", detail, remedy)
 
 
 def _shared_memory() -> Iterator[Finding]:
