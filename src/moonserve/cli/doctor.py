@@ -16,7 +16,6 @@ import msgspec
 from moonserve.config import Settings
 from moonserve.core.errors import MoonserveError
 
-
 _NEED_MIB = 4 << 10
 
 
