@@ -51,7 +51,7 @@ def up(reference: dict[str, list[int]]) -> Iterator[Up]:
     """Two prefill and two decode workers."""
     cluster = Up(
         "--prefill", "2", "--decode", "2", "--dtype", "float32", "--block-size", str(BLOCK),
-        "--segment-bytes", "2GiB",
+        "--segment-bytes", "1GiB",
     )  # fmt: skip
     yield cluster
     cluster.end()

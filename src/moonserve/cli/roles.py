@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -29,7 +30,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
 
-    asyncio.run(
+    _run(
         run_gateway(
             GatewayConfig(
                 host=settings.host,
@@ -73,7 +74,7 @@ def worker(
     from moonserve.live.worker.config import WorkerConfig
     from moonserve.live.worker.main import run_worker
 
-    asyncio.run(
+    _run(
         run_worker(
             WorkerConfig(
                 name=name,
@@ -90,3 +91,13 @@ def worker(
             )
         )
     )
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a role on uvloop, or on asyncio's own loop where there is none (Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)

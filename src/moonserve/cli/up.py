@@ -117,7 +117,8 @@ async def _serve(settings: Settings, port: int) -> None:
     _tell("up", f"starting {', '.join(child.name for child in children)}")
     running = asyncio.create_task(boss.run())
     stops = _heed_signals(boss)
-    ready = asyncio.create_task(_until_ready(settings.host, port, settings.start_s))
+    workers = settings.prefill + settings.decode
+    ready = asyncio.create_task(_until_ready(settings.host, port, workers, settings.start_s))
     try:
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not running.done():
@@ -150,11 +151,11 @@ def _heed_signals(boss: Supervisor) -> list[asyncio.Task[None]]:
     return stops
 
 
-async def _until_ready(host: str, port: int, deadline_s: float) -> None:
-    """Poll the gateway until it says that some worker of each role has joined."""
+async def _until_ready(host: str, port: int, workers: int, deadline_s: float) -> None:
+    """Poll the gateway until all workers have joined it."""
     try:
         async with asyncio.timeout(deadline_s):
-            while not await asyncio.to_thread(_is_ready, host, port):  # noqa: ASYNC110 - no Event spans processes
+            while await asyncio.to_thread(_joined, host, port) < workers:  # noqa: ASYNC110 - no Event spans processes
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as err:
         raise DeadlineExceeded(
@@ -163,15 +164,17 @@ async def _until_ready(host: str, port: int, deadline_s: float) -> None:
         ) from err
 
 
-def _is_ready(host: str, port: int) -> bool:
+def _joined(host: str, port: int) -> int:
+    """How many workers the gateway knows; 0 while it does not answer."""
+    import json
     from http.client import HTTPConnection, HTTPException
 
     connection = HTTPConnection(_reachable(host), port, timeout=2.0)
     try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
+        connection.request("GET", "/api/instances")
+        return len(json.load(connection.getresponse()))
+    except (OSError, HTTPException, ValueError):
+        return 0
     finally:
         connection.close()
 

@@ -156,7 +156,9 @@ class StoreClient:
         try:
             await self._call(op, call, wire.Done)
         except _FAILURES as error:
-            log.warning("store master: %s failed: %s", op, _text(error))
+            # At a stop of the whole cluster the master is gone first, and forgets by itself.
+            level = logging.DEBUG if op == "unmount" else logging.WARNING
+            log.log(level, "store master: %s failed: %s", op, _text(error))
 
     async def _mount(self) -> None:
         mine = self.settings

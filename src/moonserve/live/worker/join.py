@@ -99,7 +99,7 @@ class Membership:
             try:
                 await self._control.call("leave", self._body())
             except MoonserveError as error:
-                log.info("gateway %s: no goodbye: %s", self._control.gateway, error)
+                log.debug("gateway %s: no goodbye: %s", self._control.gateway, error)
 
     async def _join(self) -> None:
         reply = await self._control.call("join", _encode(self._info))

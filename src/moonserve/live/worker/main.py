@@ -36,6 +36,7 @@ from moonserve.live.worker.job import Limits
 from moonserve.live.worker.join import Control, Membership
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
+from moonserve.live.worker.warm import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,9 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
         stack.push_async_callback(engine.close)
         http = HttpClient()
         stack.push_async_callback(http.close)
+        if config.engine == "torch":
+            say("warming up: measuring some passes")
+        samples = await warm_up(engine, config.role, config.chunk_tokens)
         control = Control(http, config.gateway, config.token)
         epoch = time.time_ns() // 1000
         store = await _mount(control, config, epoch, stop)
@@ -129,6 +133,7 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
             )
             stack.push_async_callback(worker.stop, config.drain_s)
+            worker.runner.measured(samples)
             say(f"listening on {worker.info.url}")
             await _belong(worker, control, stop, say)
     say("stopped")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any
 
 from moonserve.core.batch import Batch, Pass, Progress, finish_of
@@ -102,6 +102,10 @@ class Runner:
             pending_puts=self._kv.pending_puts if self._kv else 0,
             held_leases=self._kv.held_leases if self._kv else 0,
         )
+
+    def measured(self, samples: Iterable[PassSample]) -> None:
+        """Passes that were run before this runner had the engine; told with the next heartbeat."""
+        self._samples.extend(samples)
 
     def take_load(self) -> InstanceLoad:
         """The load now and the samples since the last call; for the heartbeat."""

@@ -1,0 +1,57 @@
+"""Warm-up: a few passes before a worker joins, so that its first answers are neither slow nor a
+surprise to the Conductor, which learns the worker's costs from them.
+
+Called by the worker process before the runner exists; the pool is nobody's yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moonserve.core.batch import Chunk, Pass
+from moonserve.core.facts import PassSample, Role
+from moonserve.core.request import Sampling
+from moonserve.core.units import RequestId, Tokens
+from moonserve.live.ports import Engine, EngineShape
+from moonserve.live.worker.job import pass_sample
+
+_SHORT: Tokens = 48
+_DECODES = (1, 1, 4, 4)
+"""Batch sizes of the decode passes."""
+
+
+async def warm_up(engine: Engine, role: Role, chunk_tokens: Tokens) -> list[PassSample]:
+    """Run passes of the kinds this role will see; what each took, the very first left out."""
+    passes = _passes(engine.shape, role, chunk_tokens)
+    return [pass_sample(work, await engine.run(work)) for work in passes][1:]
+
+
+def _passes(shape: EngineShape, role: Role, chunk_tokens: Tokens) -> Iterator[Pass]:
+    """Prefills of growing length and a second chunk; decodes of two batch sizes."""
+    rooms = max(_DECODES)
+    short = min(_SHORT, shape.max_len // 2, shape.num_blocks // rooms * shape.block_size - 1)
+    if short < 1 or len(_DECODES) > shape.num_blocks:
+        return
+    yield Pass(tuple(_chunk(shape, room, 0, short) for room in range(rooms)))
+    if role != "decode":
+        longest = min(shape.max_len, shape.num_blocks * shape.block_size)
+        for start, length in ((0, short), (0, chunk_tokens // 2), (0, chunk_tokens)):
+            if start + length <= longest:
+                yield Pass((_chunk(shape, 0, start, length),))
+        if 2 * chunk_tokens <= longest:
+            yield Pass((_chunk(shape, 0, chunk_tokens, chunk_tokens),))
+    if role != "prefill":
+        for room in range(rooms):
+            yield Pass((_chunk(shape, room, 0, short),))
+        for count in _DECODES:
+            yield Pass(tuple(_chunk(shape, room, short, 1) for room in range(count)))
+
+
+def _chunk(shape: EngineShape, room: int, start: Tokens, length: Tokens) -> Chunk:
+    """Some tokens of the room-th imagined request, which has its own part of the pool."""
+    size = shape.block_size
+    rooms = max(_DECODES)
+    first = shape.num_blocks // rooms * room
+    blocks = tuple(range(first, first + -(-(start + length) // size)))
+    tokens = tuple((7 + start + i) % shape.vocab_size for i in range(length))
+    return Chunk(RequestId(f"warm-up-{room}"), tokens, start, blocks, Sampling(temperature=0.0))
