@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from common import machine_line
 from moonserve.core.request import Request
 from moonserve.live.gateway.app import GatewayApp
 from moonserve.live.http.client import HttpClient, sse_events
@@ -201,13 +200,6 @@ async def measure(ports: dict[str, int], requests: int, rounds: int) -> None:
     await client.close()
 
 
-def text_of(command: list[str], fallback: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return fallback
-
-
 def child(*args: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
     process = subprocess.Popen(
         [sys.executable, __file__, "child", *args],
@@ -227,10 +219,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4_000)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    commit = text_of(["git", "describe", "--always", "--dirty"], "unknown")
-    model = text_of(["sh", "-c", "grep -m1 'model name' /proc/cpuinfo | cut -d: -f2"], "")
-    print(f"{platform.platform()}, {model or platform.processor()}, {os.cpu_count()} CPUs")
-    print(f"Python {platform.python_version()}, commit {commit}, {CONNECTIONS} connections\n")
+    print(f"{machine_line()}; {CONNECTIONS} connections")
     upstream, ports = child()
     front, arms = child(str(ports["engine"]))
     try:

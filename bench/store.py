@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import socket
 import statistics
 import struct
@@ -26,6 +25,7 @@ from collections.abc import Awaitable
 import msgspec
 import numpy as np
 
+from common import machine_line
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Mount, Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
@@ -144,21 +144,11 @@ async def run(port: int, address: Address, seconds_per_size: float) -> None:
     await tcp.close()
 
 
-def text_of(command: list[str], fallback: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return fallback
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds-per-size", type=float, default=2.0)
     seconds = parser.parse_args().seconds_per_size
-    commit = text_of(["git", "describe", "--always", "--dirty"], "unknown")
-    cpu = text_of(["sh", "-c", "grep -m1 'model name' /proc/cpuinfo | cut -d: -f2"], "")
-    print(f"{platform.platform()}, {cpu or platform.processor()}, {os.cpu_count()} CPUs")
-    print(f"Python {platform.python_version()}, commit {commit}\n")
+    print(machine_line())
     child = subprocess.Popen(
         [sys.executable, __file__, "own"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
