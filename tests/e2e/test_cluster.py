@@ -207,31 +207,45 @@ def computed_tokens(up: Up) -> int:
     return total
 
 
-def test_sixteen_streams_at_once_and_eight_that_leave(
+def test_sixteen_streams_at_once_through_two_and_two(
     up: Up, prompts: dict[str, list[int]], reference: dict[str, list[int]]
 ) -> None:
+    """See sixteen_streams; 2P + 2D."""
+    sixteen_streams(up, prompts, reference)
+
+
+def test_sixteen_streams_at_once_through_one_and_one(
+    prompts: dict[str, list[int]], reference: dict[str, list[int]]
+) -> None:
+    """See sixteen_streams; 1P + 1D."""
+    small = Up("--dtype", "float32", "--block-size", str(BLOCK))
+    try:
+        sixteen_streams(small, prompts, reference)
+    finally:
+        small.end()
+
+
+def sixteen_streams(up: Up, prompts: dict[str, list[int]], reference: dict[str, list[int]]) -> None:
     """All finish with their own tokens; those that disconnect half way leave nothing behind."""
     names = [name for name, ids in prompts.items() if len(ids) < 500][:16]
     assert len(names) == 16
-    with ThreadPoolExecutor(16) as pool:
-        results = dict(
-            zip(names, pool.map(lambda n: stream(up, prompts[n], None), names), strict=True)
-        )
-    assert results == {name: reference[name] for name in names}
+    assert streams(up, prompts, names, {}) == {name: reference[name] for name in names}
     up.settle()
     leaving = dict.fromkeys(names[::2], 5)
-    with ThreadPoolExecutor(16) as pool:
-        results = dict(
-            zip(
-                names,
-                pool.map(lambda n: stream(up, prompts[n], leaving.get(n)), names),
-                strict=True,
-            )
-        )
+    results = streams(up, prompts, names, leaving)
     for name in names:
         wanted = reference[name][: leaving.get(name)]
         assert results[name][: leaving.get(name)] == wanted, name
     up.settle()
+
+
+def streams(
+    up: Up, prompts: dict[str, list[int]], names: list[str], leaving: dict[str, int]
+) -> dict[str, list[int]]:
+    """All at once; those in `leaving` hang up after so many tokens."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        got = pool.map(lambda name: stream(up, prompts[name], leaving.get(name)), names)
+        return dict(zip(names, got, strict=True))
 
 
 def stream(up: Up, ids: list[int], leave_after: int | None) -> list[int]:

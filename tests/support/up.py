@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -93,7 +94,10 @@ class Up:
         return ledger
 
     def end(self) -> None:
-        """Leave nothing running."""
+        """Stop it as Ctrl-C does; whatever is left then is killed."""
+        self.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
         left = [*children_of(self.process.pid), self.process.pid]
         for pid in left:
             if not gone(pid):
