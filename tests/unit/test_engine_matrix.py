@@ -61,6 +61,9 @@ def test_packed_is_as_close_as_dense(source: GgufSource) -> None:
     dense_error = (Matrix(exact.bfloat16())(rows).float() - wanted).pow(2).mean()
     packed_error = (matrix(rows).float() - wanted).pow(2).mean()
     assert packed_error < 2 * dense_error
+    bias = torch.arange(len(exact)).bfloat16()
+    biased = Matrix(exact.bfloat16(), bias, packed)(rows).float()
+    torch.testing.assert_close(biased, matrix(rows).float() + bias.float(), rtol=0.01, atol=0.5)
     many = torch.cat([rows, rows[:1]])
     assert torch.equal(matrix(many), Matrix(exact.bfloat16())(many))
 
