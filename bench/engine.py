@@ -117,6 +117,8 @@ def serve_peer(path: Path, threads: int, steps: int) -> None:
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel, params.kv_unified = 8192, 16, True
+    # Else an idle slot's KV is dropped, and "decode" would measure its prompt a second time.
+    params.cache_idle_slots, params.cache_ram_mib = False, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
 
@@ -137,6 +139,7 @@ def serve_peer(path: Path, threads: int, steps: int) -> None:
                 for row, prompt in enumerate(prompts)
             ]
             times = [future.result() for future in asked]
+        assert all(t["cache_n"] == CONTEXT - 1 for t in times), "a slot lost its prompt's KV"
         made = sum(int(t["predicted_n"]) for t in times)
         return made / max(float(t["predicted_ms"]) for t in times) * 1e3
 
