@@ -45,9 +45,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     """The most prompt tokens one pass computes."""
     max_len: Tokens
     """Prompt plus output may not exceed this."""
+    max_requests: int = 1_024
+    """Requests it takes on at once, waiting ones included; the Conductor promises no more."""
     segment: SegmentId | None = None
-    connector: str = "embedded"
-    rack: str = ""
 
 
 class PassSample(msgspec.Struct, frozen=True):
