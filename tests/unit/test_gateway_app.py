@@ -246,6 +246,37 @@ def test_stop_strings_span_tokens_and_close_the_generation(step: int, stop: Any)
     run(use, *say("some EN textEND and more", step)[:-1], 60.0)
 
 
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("stop", [None, "zzz"])
+def test_a_stop_token_has_no_text(step: int, stop: str | None) -> None:
+    """The stop token that ended a reply is not in its text, but is among the ids and counted."""
+
+    async def use(rig: Rig) -> None:
+        asked = {**ONCE, "stop_token_ids": [33], "return_token_ids": True, "stop": stop}
+        got = json.loads((await rig.post(TEXT, asked)).body)
+        assert got["choices"][0]["text"] == "a!b"
+        assert got["choices"][0]["token_ids"] == list(b"a!b!")
+        assert got["usage"]["completion_tokens"] == 4
+        events = await rig.events(TEXT, asked)
+        assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "a!b"
+
+    # No engine goes on after the first "!"; here it shows that only the last id is left out.
+    *first, _ = say("a!b", step)
+    run(use, *first, Output((33,), finish_reason="stop"))
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_only_a_stop_token_of_this_request_is_left_out(reason: str) -> None:
+    """The last token keeps its text where it is no stop token, or is not why the reply ended."""
+
+    async def use(rig: Rig) -> None:
+        asked = {**ONCE, "stop_token_ids": [33 if reason == "length" else 34]}
+        got = json.loads((await rig.post(TEXT, asked)).body)
+        assert got["choices"][0]["text"] == "a!"
+
+    run(use, Output(tuple(b"a!"), finish_reason=reason))
+
+
 def test_text_held_back_for_a_stop_string_comes_out_at_the_end() -> None:
     """Text that began a stop string and did not become one is not lost."""
 

@@ -130,7 +130,7 @@ class Generation:
         except StopAsyncIteration:
             raise EngineFailed("the generation ended without a finish reason") from None
         self._count(output)
-        text = self._text.feed(output.token_ids)
+        text = self._text.feed(self._spoken(output))
         if output.finish_reason is not None:
             text += self._text.flush()
         stopped = False
@@ -140,6 +140,13 @@ class Generation:
                 text += self._stops.flush()
         self.finish_reason = "stop" if stopped else output.finish_reason
         return text
+
+    def _spoken(self, output: Output) -> tuple[int, ...]:
+        """The ids whose text the client gets: all but the stop token that ended it, as in vLLM."""
+        ids = output.token_ids
+        stop_ids = self.request.stopping.stop_token_ids
+        stopped = output.finish_reason == "stop" and ids and ids[-1] in stop_ids
+        return ids[:-1] if stopped else ids
 
     def _count(self, output: Output) -> None:
         metrics = self._metrics
