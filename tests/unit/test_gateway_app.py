@@ -15,7 +15,7 @@ from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, O
 from moonserve.core.request import Sampling, Slo, Stopping
 from moonserve.live.gateway.app import GatewayApp, Limits
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
-from moonserve.live.http.server import App, serve
+from moonserve.live.http.server import App, Server, serve
 from moonserve.live.ports import Output
 from tests.support.serving import ByteText, FakeServing, say
 
@@ -28,10 +28,11 @@ ONCE: dict[str, Any] = {"model": "m", "prompt": "once"}
 class Rig:
     """A gateway on a socket, and a client for it."""
 
-    def __init__(self, serving: FakeServing, gateway: GatewayApp, url: str) -> None:
+    def __init__(self, serving: FakeServing, gateway: GatewayApp, server: Server) -> None:
         self.serving = serving
         self.gateway = gateway
-        self.url = url
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.port}"
         self.client = HttpClient()
 
     async def post(self, path: str, body: Any, **headers: str) -> ClientResponse:
@@ -71,7 +72,7 @@ def run(
             serving = FakeServing(*script)
             gateway = GatewayApp(serving, lambda model: ByteText(), limits)
             server = await serve(App(gateway.routes(), gateway.prefixes(), **app), "127.0.0.1", 0)
-            rig = Rig(serving, gateway, f"http://127.0.0.1:{server.port}")
+            rig = Rig(serving, gateway, server)
             try:
                 await use(rig)
             finally:
@@ -617,14 +618,57 @@ def test_in_flight_bound() -> None:
 
 
 def test_two_live_requests_never_share_an_id() -> None:
-    """An id in use gets a suffix behind the gateway; the reply still echoes the client's."""
+    """An id in use gets a suffix, and header and body of the reply say the one that was served."""
 
     async def use(rig: Rig) -> None:
         replies = await asyncio.gather(*(rig.post(CHAT, HI, x_request_id="r") for _ in range(2)))
-        assert [reply.headers["x-request-id"] for reply in replies] == ["r", "r"]
-        assert len({request.id for request in rig.serving.requests}) == 2
+        served = {request.id for request in rig.serving.requests}
+        assert len(served) == 2
+        assert "r" in served
+        assert {reply.headers["x-request-id"] for reply in replies} == served
+        for reply in replies:
+            assert json.loads(reply.body)["id"] == f"chatcmpl-{reply.headers['x-request-id']}"
 
     run(use, 0.05, *say("hello"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_draining_refuses_new_generations_and_ends_running_ones_whole(stream: bool) -> None:
+    """After drain: 503 for new ones, GETs are served, and idle waits for what runs."""
+
+    async def use(rig: Rig) -> None:
+        running = asyncio.create_task(rig.post(*_chat(stream=stream)))
+        await rig.serving.waiting.wait()
+        rig.gateway.drain()
+        for path in (CHAT, TEXT):
+            refused = await rig.post(path, HI if path == CHAT else ONCE)
+            assert (refused.status, refused.headers["retry-after"]) == (503, "2")
+            assert "shutting down" in json.loads(refused.body)["error"]["message"]
+        statuses = [(await rig.get(p)).status for p in ("/v1/models", "/health", "/metrics")]
+        assert statuses == [200, 200, 200]
+        assert (await rig.get("/ready")).status == 503
+        assert not await rig.gateway.idle(0.01)
+        assert not running.done()
+        assert await rig.gateway.idle(5)
+        # Nothing is left to be cut.
+        await rig.server.stop(0)
+        reply = await running
+        assert reply.status == 200
+        assert b"[DONE]" in reply.body if stream else b'"hello"' in reply.body
+
+    # The stream is amid its text while it is waited for.
+    first, *rest = say("hello", 5)
+    run(use, *((first, 0.2) if stream else (0.2, first)), *rest)
+
+
+def test_idle_at_once_where_nothing_runs() -> None:
+    """With nothing under way, idle does not wait."""
+
+    async def use(rig: Rig) -> None:
+        assert (await rig.post(CHAT, HI)).status == 200
+        assert await rig.gateway.idle(0)
+
+    run(use)
 
 
 def test_long_prompts_are_tokenised_off_the_loop() -> None:

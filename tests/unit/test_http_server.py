@@ -204,6 +204,8 @@ def test_errors_have_openai_shape_and_the_request_id(
         if status == 429:
             assert reply.headers["retry-after"] == "3"
             assert reply.headers["x-moonserve-reject-reason"] == "prefill_load"
+        elif status == 503:
+            assert reply.headers["retry-after"] == "2"
 
     run(use, max_body_bytes=10_000)
 

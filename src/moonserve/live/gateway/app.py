@@ -47,6 +47,7 @@ _COMPLETION_DEFAULT_TOKENS = 16
 _MODELS = "/v1/models"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
+_SHUTTING_DOWN = "this gateway is shutting down"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -94,6 +95,8 @@ class GatewayApp:
         self._tools = tools
         self._limits = limits or Limits()
         self._live: set[RequestId] = set()
+        self._draining = False
+        self._left = asyncio.Event()
         self._created = int(time.time())
 
     def routes(self) -> dict[tuple[str, str], Handler]:
@@ -110,6 +113,25 @@ class GatewayApp:
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """Path prefixes; a model's name may have slashes."""
         return {("GET", _MODELS + "/"): self._counted(_MODELS, self._one_model)}
+
+    def drain(self) -> None:
+        """From now on new generations are answered 503, and so is /ready; all else goes on.
+
+        Who shuts down calls this, then `idle`, and only then stops the server: as long as a
+        generation runs, its instances must get through with their beats and store operations.
+        """
+        self._draining = True
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no generation is under way, streams included; False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.metrics.in_flight:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _counted(
         self, route: str, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
@@ -144,8 +166,10 @@ class GatewayApp:
 
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self._serving.models() if card.alive]
+        # Answered, not raised: who polls until we are ready is no warning in the log.
+        if self._draining:
+            return error_response(NobodyAlive(_SHUTTING_DOWN))
         if not alive:
-            # Answered, not raised: who polls until we are ready is no warning in the log.
             return error_response(NobodyAlive("no model has both a prefill and a decode instance"))
         return json_response({"status": "ready", "models": alive})
 
@@ -195,6 +219,8 @@ class GatewayApp:
                 await generation.close()
 
     def _enter(self) -> None:
+        if self._draining:
+            raise NobodyAlive(_SHUTTING_DOWN)
         if self.metrics.in_flight >= self._limits.max_in_flight:
             raise Overloaded(
                 f"{self.metrics.in_flight} requests are being served, the limit of this gateway",
@@ -206,6 +232,7 @@ class GatewayApp:
     def _leave(self, http: HttpRequest, live: RequestId | None) -> None:
         self.metrics.in_flight -= 1
         self.metrics.disconnects += http.gone
+        self._left.set()
         if live is not None:
             self._live.discard(live)
 
@@ -225,10 +252,12 @@ class GatewayApp:
             prompt = _tokens(fields, tools)
         else:
             prompt = await asyncio.to_thread(_tokens, fields, tools)
-        # Two requests under one id would share leases and ledgers behind the gateway.
-        own = http.id if http.id not in self._live else f"{http.id}-{secrets.token_hex(4)}"
+        # Two requests under one id would share leases and ledgers behind the gateway. The reply
+        # says the new one, since decisions are found by it.
+        if http.id in self._live:
+            http.id = f"{http.id}-{secrets.token_hex(4)}"
         return Request(
-            id=RequestId(own),
+            id=RequestId(http.id),
             model=card.name,
             prompt=tuple(prompt),
             sampling=openai.sampling(fields, secrets.randbits(63)),

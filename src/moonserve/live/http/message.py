@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, BodyTooLarge, MoonserveError, Overloaded
+from moonserve.core.errors import BadRequest, BodyTooLarge, MoonserveError, NobodyAlive, Overloaded
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _MISSING = re.compile("missing required field `([^`]*)`")
 _MAX_ID_CHARS = 128
+_NOBODY_RETRY_S = "2"
+"""A worker that restarts, or another gateway, may be there by then."""
 
 
 class Response(msgspec.Struct):
@@ -107,6 +109,8 @@ def error_response(error: MoonserveError) -> Response:
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["x-moonserve-reject-reason"] = error.reason
+    elif isinstance(error, NobodyAlive):
+        headers["retry-after"] = _NOBODY_RETRY_S
     return json_response(error_reply(error), error.status, headers)
 
 
@@ -114,7 +118,7 @@ class HttpRequest:
     """One request as a handler sees it. `headers` has lower-case names; a repeated one's last wins.
 
     `id` is the client's x-request-id where that is sane (at most 128 visible ASCII characters),
-    else made here; the server puts it on the reply.
+    else made here; the server puts it on the reply. A handler may replace it.
     """
 
     __slots__ = (
