@@ -14,7 +14,13 @@ import pytest
 
 from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive, Overloaded
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
+from moonserve.live.http.message import (
+    HttpRequest,
+    Response,
+    StreamingResponse,
+    decode_json,
+    json_response,
+)
 from moonserve.live.http.server import App, Server, _StallGuard, serve
 from tests.support.loops import both_loops  # noqa: F401 - autouse
 
@@ -35,6 +41,8 @@ class Rig:
             {
                 ("GET", "/"): self.hello,
                 ("POST", "/echo"): self.echo,
+                ("POST", "/echo/big"): self.echo,
+                ("POST", "/echo/big/not"): self.echo,
                 ("POST", "/json"): self.doc,
                 ("GET", "/bug"): self.bug,
                 ("GET", "/busy"): self.busy,
@@ -56,7 +64,7 @@ class Rig:
         return Response(body=await request.body(), headers={"x-q": request.query.get("q", "")})
 
     async def doc(self, request: HttpRequest) -> Response:
-        return json_response({"n": (await request.json(Doc)).n + 1})
+        return json_response({"n": decode_json(await request.body(), Doc).n + 1})
 
     async def thing(self, request: HttpRequest) -> Response:
         return Response(body=request.path.encode())
@@ -266,6 +274,17 @@ def test_a_client_that_sends_everything_first_reads_the_413() -> None:
     run(use, max_body_bytes=100)
 
 
+def test_body_limits_by_prefix() -> None:
+    """A path's body limit is that of the longest prefix it has, else max_body_bytes."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        for path, limit in (("/echo", 100), ("/echo/big", 5_000), ("/echo/big/not", 10)):
+            assert (await ask(url + path, "POST", body=bytes(limit))).status == 200
+            assert (await ask(url + path, "POST", body=bytes(limit + 1))).status == 413
+
+    run(use, max_body_bytes=100, body_limits={"/echo/big/not": 10, "/echo/big": 5_000})
+
+
 def test_slow_body_ends_in_408() -> None:
     """A body that does not arrive in time is a 408."""
 
@@ -420,16 +439,3 @@ def test_port_in_use_names_the_field() -> None:
             await serve(rig.app, "192.0.2.1", 0)
 
     run(use)
-
-
-def test_ready_is_called_with_the_port() -> None:
-    """`ready` learns the port that 0 became."""
-
-    async def main() -> None:
-        ports: list[int] = []
-        server = await serve(App({}), "127.0.0.1", 0, ready=ports.append)
-        assert ports == [server.port]
-        assert server.port > 0
-        await server.stop(0)
-
-    asyncio.run(main())

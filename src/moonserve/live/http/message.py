@@ -195,10 +195,6 @@ class HttpRequest:
                 self._body.clear()
                 raise BodyTooLarge(f"body is over the limit of {limit} bytes")
 
-    async def json(self, shape: type[T]) -> T:
-        """The body decoded from JSON as `shape`. Raises BadRequest on bad JSON or a wrong type."""
-        return decode_json(await self.body(), shape)
-
     async def disconnected(self) -> None:
         """Return when the client is gone. One waiter per request; the body must have been read."""
         assert not self.unread(), "read the body first: both come over the same channel"

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from moonserve.core.errors import BadRequest, ConfigError, MoonserveError
+from moonserve.core.units import Bytes
 from moonserve.live.http.message import (
     HttpRequest,
     Response,
@@ -33,6 +34,7 @@ Reply: TypeAlias = Response | StreamingResponse
 Handler: TypeAlias = Callable[[HttpRequest], Awaitable[Reply]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
+_NO_LIMITS: Mapping[str, Bytes] = {}
 KEEP_ALIVE_S = 75
 """How long a connection may idle; longer than the client's pool keeps one."""
 _MAX_HEAD_BYTES = 64 << 10
@@ -59,7 +61,8 @@ class App:
     """Routes requests to handlers and sends what they return; the ASGI callable for `serve`.
 
     routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler, the longest
-    prefix wins. Both may be added to before `serve`. A MoonserveError from a handler becomes its
+    prefix wins. Both may be added to before `serve`. body_limits: path prefix -> bytes that go
+    before max_body_bytes, the longest prefix wins. A MoonserveError from a handler becomes its
     status in OpenAI's error shape, anything else a 500 that tells the client nothing.
     """
 
@@ -68,7 +71,8 @@ class App:
         routes: Mapping[tuple[str, str], Handler],
         prefixes: Mapping[tuple[str, str], Handler] | None = None,
         *,
-        max_body_bytes: int = 8 << 20,
+        max_body_bytes: Bytes = 8 << 20,
+        body_limits: Mapping[str, Bytes] = _NO_LIMITS,
         body_timeout_s: float = 60.0,
         stall_timeout_s: float = 60.0,
         name: str = "moonserve",
@@ -76,7 +80,8 @@ class App:
         self.routes = dict(routes)
         self.prefixes = dict(prefixes or {})
         self.name = name
-        self._max_body_bytes = max_body_bytes
+        limits = {**body_limits, "": max_body_bytes}
+        self._body_limits = sorted(limits.items(), key=lambda item: len(item[0]), reverse=True)
         self._body_timeout_s = body_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._date = (0, b"")
@@ -85,7 +90,8 @@ class App:
         self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
     ) -> None:
         """Serve one request; ends by itself when the client is gone."""
-        request = HttpRequest(scope, receive, self._max_body_bytes, self._body_timeout_s)
+        limit = self._body_limit(scope["path"])
+        request = HttpRequest(scope, receive, limit, self._body_timeout_s)
         try:
             reply = await self._answer(request)
             if isinstance(reply, StreamingResponse):
@@ -111,6 +117,9 @@ class App:
             return error_response(
                 MoonserveError(f"internal error; request id {request.id} finds it in the log")
             )
+
+    def _body_limit(self, path: str) -> Bytes:
+        return next(limit for prefix, limit in self._body_limits if path.startswith(prefix))
 
     def _handler(self, method: str, path: str) -> Handler:
         handler = self.routes.get((method, path))
@@ -297,13 +306,10 @@ class Server:
                     await self._state.lost.wait()
 
 
-async def serve(
-    app: App, host: str, port: int, *, ready: Callable[[int], None] | None = None
-) -> Server:
+async def serve(app: App, host: str, port: int) -> Server:
     """Listen on host:port (0: any free one) and serve `app` on the running loop.
 
-    `ready` is called with the port once connections are accepted. Raises ConfigError where the
-    address cannot be bound.
+    Raises ConfigError where the address cannot be bound.
     """
     config = uvicorn.Config(
         app,
@@ -325,10 +331,7 @@ async def serve(
         )
     except OSError as error:
         raise _bind_error(error, host, port) from None
-    server = Server(state, listener)
-    if ready is not None:
-        ready(server.port)
-    return server
+    return Server(state, listener)
 
 
 def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
