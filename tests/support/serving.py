@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from moonserve.core.errors import BadRequest, MoonserveError
 from moonserve.core.request import Request
@@ -24,7 +23,7 @@ class ByteText:
         """The bytes of `text`."""
         return list(text.encode())
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """One line per message; a template that refuses to hear "forbidden"."""
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         if "forbidden" in text:

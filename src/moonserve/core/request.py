@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonserve.core.units import Micros, RequestId, Tokens
+from moonserve.core.units import RequestId, Tokens
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -31,13 +31,6 @@ class Stopping(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
 
 
-class Slo(msgspec.Struct, frozen=True):
-    """Service-level objectives; None means none was stated."""
-
-    ttft_us: Micros | None = None
-    tbt_us: Micros | None = None
-
-
 class Request(msgspec.Struct, frozen=True):
     """One request. `prompt` holds token ids; everything else is what the client asked for."""
 
@@ -46,6 +39,3 @@ class Request(msgspec.Struct, frozen=True):
     prompt: tuple[int, ...]
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
-    slo: Slo = Slo()
-    tenant: str = ""
-    priority: int = 0

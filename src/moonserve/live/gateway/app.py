@@ -243,9 +243,6 @@ class GatewayApp:
 
     async def _request(self, http: HttpRequest, fields: _Fields, size: Bytes) -> Request:
         """The request as the cluster sees it; BadRequest or ModelNotFound where it cannot be."""
-        slo = openai.slo_of(http.headers)
-        tenant = openai.tenant_of(http.headers)
-        priority = openai.priority_of(http.headers)
         card = self._card(fields.model)
         tools = self._tools(card.name)
         if size <= self._limits.offload_bytes:
@@ -262,9 +259,6 @@ class GatewayApp:
             prompt=tuple(prompt),
             sampling=openai.sampling(fields, secrets.randbits(63)),
             stopping=openai.stopping(fields, _max_tokens(fields, len(prompt), card)),
-            slo=slo,
-            tenant=tenant,
-            priority=priority,
         )
 
     def _card(self, name: str) -> ModelCard:

@@ -11,21 +11,19 @@ prompt_cache_key, reasoning_effort, verbosity; and so is any field nobody knows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.request import Sampling, Slo, Stopping
-from moonserve.core.units import Micros, Tokens
+from moonserve.core.request import Sampling, Stopping
+from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1_024
 _MAX_STOP_IDS = 256
-_MAX_TENANT_CHARS = 128
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -140,8 +138,11 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return request
 
 
-def plain_messages(request: ChatRequest) -> list[dict[str, Any]]:
-    """The messages as chat templates take them: role, name, content as one string."""
+def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
+    """The messages as chat templates take them: role, name, content as one string.
+
+    Text parts are joined by newlines, as in vLLM.
+    """
     plain = []
     for message in request.messages:
         content = message.content
@@ -204,45 +205,6 @@ def stopping(request: _Common, max_tokens: Tokens) -> Stopping:
 def wants_usage(request: _Common) -> bool:
     """Whether a stream ends with a chunk of usage."""
     return request.stream_options is not None and bool(request.stream_options.include_usage)
-
-
-def slo_of(headers: Mapping[str, str]) -> Slo:
-    """The objectives stated by x-moonserve-ttft-slo-ms and x-moonserve-tbt-slo-ms."""
-    return Slo(
-        ttft_us=_milliseconds(headers, "x-moonserve-ttft-slo-ms"),
-        tbt_us=_milliseconds(headers, "x-moonserve-tbt-slo-ms"),
-    )
-
-
-def tenant_of(headers: Mapping[str, str]) -> str:
-    """The x-moonserve-tenant header."""
-    tenant = headers.get("x-moonserve-tenant", "")
-    if len(tenant) > _MAX_TENANT_CHARS or not all("!" <= c <= "~" for c in tenant):
-        raise _bad_header(
-            "x-moonserve-tenant", f"1 to {_MAX_TENANT_CHARS} visible ASCII characters"
-        )
-    return tenant
-
-
-def priority_of(headers: Mapping[str, str]) -> int:
-    """The x-moonserve-priority header; 0 where there is none."""
-    text = headers.get("x-moonserve-priority", "0")
-    if not re.fullmatch(r"-?[0-9]{1,6}", text):
-        raise _bad_header("x-moonserve-priority", "a whole number of at most 6 digits")
-    return int(text)
-
-
-def _milliseconds(headers: Mapping[str, str], name: str) -> Micros | None:
-    text = headers.get(name)
-    if text is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) or float(text) == 0:
-        raise _bad_header(name, "milliseconds above 0, such as 250 or 0.5")
-    return max(1, round(float(text) * 1_000))
-
-
-def _bad_header(name: str, wanted: str) -> BadRequest:
-    return BadRequest(f"{name}: must be {wanted}", name)
 
 
 def _refuse_unsupported(body: bytes) -> None:

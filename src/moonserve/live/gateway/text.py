@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from moonserve.live.text.detok import Detokenizer
 from moonserve.live.text.template import ChatTemplate
@@ -33,7 +33,7 @@ class TextTools(Protocol):
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """Text to ids; BadRequest where it cannot be."""
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Messages to prompt text, BOS included; BadRequest where the template refuses."""
 
     def detokenizer(self) -> TokenText:
@@ -56,7 +56,7 @@ class ModelText:
         """See TextTools."""
         return self._tokenizer.encode(text, add_bos=add_bos)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """See TextTools."""
         return self._template.render(messages)
 

@@ -80,21 +80,16 @@ def _is_sequence(value: object) -> bool:
 
 
 class ChatTemplate:
-    """The templates of one model, compiled. May be shared between threads."""
+    """The template of one model, compiled. May be shared between threads."""
 
-    def __init__(self, sources: Mapping[str, str], tokenizer: Tokenizer) -> None:
-        """sources: by name; "default" is used, or "tool_use" where it is there and tools are given.
-
-        ConfigError where one is not Jinja. An empty mapping: the model has no chat format.
-        """
+    def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
+        """ConfigError where `source` is not Jinja. None: the model has no chat format."""
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         try:
-            self._templates = {
-                name: environment.from_string(source) for name, source in sources.items()
-            }
+            self._template = None if source is None else environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(
                 f"the model's chat template is not valid: {error}", "model"
@@ -106,40 +101,27 @@ class ChatTemplate:
             "strftime_now": _strftime_now,
         }
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """The prompt text; encode it with add_bos=False, since it has its BOS already.
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt text, open for the reply; encode it with add_bos=False: it has its BOS.
 
-        kwargs: further variables for the template (the request's chat_template_kwargs). BadRequest
-        naming messages, or the message, where the template or a message is at fault.
+        messages: role, content and perhaps name, each one string. BadRequest naming messages where
+        the template or a message is at fault.
         """
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        template = self._templates.get(name)
-        if template is None:
+        if self._template is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions with a prompt", "messages"
             )
         variables = {
-            "messages": [_plain(message, i) for i, message in enumerate(messages)],
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
+            "messages": messages,
+            "tools": None,
+            "add_generation_prompt": True,
             "range": _Ranges(),
             **self._globals,
         }
-        for key in kwargs:
-            if key in variables:
-                raise BadRequest(f"{key} is set by the server", f"chat_template_kwargs.{key}")
         pieces: list[str] = []
         size = 0
         try:
-            for piece in template.generate({**kwargs, **variables}):
+            for piece in self._template.generate(variables):
                 size += len(piece)
                 if size > MAX_RENDERED:
                     raise BadRequest(f"the prompt is over {MAX_RENDERED} characters", "messages")
@@ -165,30 +147,6 @@ class _Ranges:
         return numbers
 
 
-def _plain(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The message with its content as one string: text parts are joined by newlines, as in vLLM."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return dict(message)
-    where = f"messages[{index}].content"
-    if content is None and message.get("role") == "assistant":
-        return {**message, "content": ""}  # a turn of tool calls alone
-    if not isinstance(content, list):
-        raise BadRequest(f"{where} must be a string or a list of text parts", where)
-    texts: list[str] = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else None
-        if not isinstance(text, str):
-            raise BadRequest(
-                f'{where}[{at}] must be {{"type": "text", "text": "…"}}; this model takes no'
-                f" {kind if kind not in (None, 'text') else 'other'} parts",
-                where,
-            )
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
-
-
 def _tojson(
     value: object,
     ensure_ascii: bool = False,
@@ -211,21 +169,16 @@ def _strftime_now(format: str) -> str:
 
 
 def load_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """Read the chat template(s) of a .gguf file or a Hugging Face folder; none is no error yet."""
-    sources = _of_folder(path) if path.is_dir() else _of_gguf(path)
-    return ChatTemplate(sources, tokenizer)
+    """Read the chat template of a .gguf file or a Hugging Face folder; none is no error yet.
+
+    Of several with names, such as one for tools, the one named "default".
+    """
+    return ChatTemplate(_of_folder(path) if path.is_dir() else _of_gguf(path), tokenizer)
 
 
-def _of_gguf(path: Path) -> dict[str, str]:
-    sources: dict[str, str] = {}
-    for key, value in open_gguf(path).metadata.items():
-        if not isinstance(value, str):
-            continue
-        if key == _GGUF_KEY:
-            sources["default"] = value
-        elif key.startswith(_GGUF_KEY + "."):
-            sources[key.removeprefix(_GGUF_KEY + ".")] = value
-    return sources
+def _of_gguf(path: Path) -> str | None:
+    source = open_gguf(path).metadata.get(_GGUF_KEY)
+    return source if isinstance(source, str) else None
 
 
 class _Named(msgspec.Struct):
@@ -239,17 +192,17 @@ class _TokenizerConfig(msgspec.Struct):
     chat_template: str | list[_Named] | None = None
 
 
-def _of_folder(folder: Path) -> dict[str, str]:
+def _of_folder(folder: Path) -> str | None:
     """From chat_template.jinja, which is the newer place, else from tokenizer_config.json."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
         if file.exists():
-            return {"default": file.read_text("utf-8")}
+            return file.read_text("utf-8")
         if not config.exists():
-            return {}
+            return None
         found = msgspec.json.decode(config.read_bytes(), type=_TokenizerConfig).chat_template
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read the chat template in {folder}: {error}", "model") from error
-    if isinstance(found, str):
-        return {"default": found}
-    return {entry.name: entry.template for entry in found or []}
+    if found is None or isinstance(found, str):
+        return found
+    return next((entry.template for entry in found if entry.name == "default"), None)
