@@ -130,9 +130,10 @@ class Generation:
         except StopAsyncIteration:
             raise EngineFailed("the generation ended without a finish reason") from None
         self._count(output)
-        text = self._text.feed(self._spoken(output))
-        if output.finish_reason is not None:
-            text += self._text.flush()
+        if output.finish_reason is None:
+            text = self._text.feed(output.token_ids)
+        else:
+            text = self._text.feed(self._spoken(output)) + self._text.flush()
         stopped = False
         if self._stops is not None:
             text, stopped = self._stops.feed(text)
