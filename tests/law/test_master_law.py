@@ -37,6 +37,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
         self.spent: list[int] = []
         self.leased: dict[LeaseId, dict[BlockKey, int]] = {}
         self.lease_ends: dict[LeaseId, int] = {}
+        self.dead: dict[LeaseId, int] = {}
         self.objects: dict[BlockKey, Found] = {}
 
     def sync(self, may_lose: set[SegmentId] | None = None) -> None:
@@ -57,7 +58,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
             assert known == found, "an object never changes in place"
 
     def hold(self, lease: LeaseId | None, key: BlockKey) -> None:
-        if lease is not None:
+        if lease is not None and lease not in self.dead:
             self.leased.setdefault(lease, {})[key] = self.objects[key].version
             self.lease_ends[lease] = self.now + TERMS.lease_ttl_us
 
@@ -143,6 +144,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
         self.master.release(lease)
         self.leased.pop(lease, None)
         self.lease_ends.pop(lease, None)
+        self.dead[lease] = self.now
         self.sync()
 
     @rule(key=keys, stale=st.booleans())
@@ -160,6 +162,8 @@ class MasterAgainstModel(RuleBasedStateMachine):
         lost = self.master.reap(self.now)
         for lease in [it for it, end in self.lease_ends.items() if end <= self.now]:
             del self.leased[lease], self.lease_ends[lease]
+        for lease in [it for it, at in self.dead.items() if at + TERMS.lease_ttl_us <= self.now]:
+            del self.dead[lease]
         self.sync(set(lost))
 
     @invariant()
@@ -176,6 +180,11 @@ class MasterAgainstModel(RuleBasedStateMachine):
             if not any(held.get(key) == it.version for held in self.leased.values()):
                 free[it.replicas[0].segment] += aligned(it.size)
         assert {s.id: s.evictable_bytes for s in self.master.stats().segments} == free
+
+    @invariant()
+    def a_released_name_opens_no_lease(self) -> None:
+        assert set(self.leased) == set(self.master._leases)
+        assert not set(self.dead) & set(self.leased)
 
     @invariant()
     def no_two_live_extents_overlap(self) -> None:

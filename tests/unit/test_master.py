@@ -142,6 +142,49 @@ def test_leases_end_by_time_and_are_renewed_by_find() -> None:
     assert it.stats().segments[0].evictable_bytes == 2 * BLOCK
 
 
+def test_a_released_lease_is_dead() -> None:
+    """Calls of an aborted attempt that come after the release go on and hold nothing."""
+    it = master(a=3)
+    store(it, 1)
+    (ticket,) = it.put_start(0, A, [(key(2), BLOCK)], LEASE)
+    assert isinstance(ticket, Ticket)
+    it.release(LEASE)
+    assert it.put_end(0, [(ticket.id, 7)], LEASE) == [True]
+    assert it.put_start(0, A, [(key(1), BLOCK)], LEASE) == [Exists()]
+    assert [f.key for f in it.find(0, [key(1), key(2)], LEASE)] == [key(1), key(2)]
+    assert it.stats().leases == 0
+    assert it.stats().segments[0].evictable_bytes == 2 * BLOCK
+    assert it.find(0, [key(1)], LeaseId("r1/2"))
+    assert it.stats().leases == 1
+
+
+def test_a_lease_released_before_its_first_use_is_dead_too() -> None:
+    """The first call of an attempt may come after its release, and holds nothing either."""
+    it = master(a=1)
+    store(it, 1)
+    it.release(LEASE)
+    assert it.find(0, [key(1)], LEASE)
+    assert it.stats().leases == 0
+
+
+def test_dead_names_are_forgotten_by_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A released name is free again after a lease's time, or when too many came after it."""
+    monkeypatch.setattr("moonserve.core.master._MAX_DEAD", 2)
+    it = master(a=1)
+    store(it, 1)
+    it.release(LEASE)
+    it.reap(99)
+    it.find(99, [key(1)], LEASE)
+    assert it.stats().leases == 0
+    it.reap(100)
+    it.find(100, [key(1)], LEASE)
+    assert it.stats().leases == 1
+    for name in ("r1", "r2", "r3"):
+        it.release(LeaseId(name))
+    it.find(100, [key(1)], LEASE)
+    assert it.stats().leases == 1
+
+
 def test_a_restarted_owner_starts_empty() -> None:
     """A newer epoch drops the old one's objects, leased or not; an older epoch is refused."""
     it = master(a=2)

@@ -7,6 +7,8 @@ What holds at every moment:
 - An object exists once its put has ended: complete and readable. `drain_events` tells every
   appearance and disappearance, so a replay of the events is exactly what `find` would say.
 - A leased object is not evicted. It goes only with its segment, or when it is found corrupt.
+- A released lease is dead: calls under its name that come late go on, and hold nothing. They may
+  come after the release, since whoever releases does not wait for who was told to stop.
 - Ids of puts never repeat, so a stale ticket names nothing. Two owners may put one key at the
   same time; each has an extent of its own, the first to end wins and the other's is freed. (Keys
   name contents; neither owner then depends on the other's being alive.)
@@ -16,6 +18,7 @@ What holds at every moment:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +40,8 @@ from moonserve.core.pool import (
 )
 from moonserve.core.segments import Extents, aligned
 from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId
+
+_MAX_DEAD = 65_536
 
 
 @dataclass(slots=True)
@@ -78,9 +83,10 @@ class _Lease:
 class Master:
     """Segments, objects, puts and leases of one pool.
 
-    Bounds: objects and pending puts by the mounted bytes, leases by their time to live, events by
-    the driver, which drains them after every call. `first_id` must be larger than every ticket id
-    an earlier master of this pool gave out (a start time in microseconds will do).
+    Bounds: objects and pending puts by the mounted bytes, leases by their time to live, names of
+    dead leases by that and by their number, events by the driver, which drains them after every
+    call. `first_id` must be larger than every ticket id an earlier master of this pool gave out (a
+    start time in microseconds will do).
     """
 
     def __init__(self, terms: Terms, first_id: int) -> None:
@@ -90,6 +96,8 @@ class Master:
         self._objects: dict[BlockKey, _Object] = {}
         self._puts: dict[int, _Put] = {}
         self._leases: dict[LeaseId, _Lease] = {}
+        self._dead: OrderedDict[LeaseId, Micros] = OrderedDict()
+        self._reaped_us: Micros = 0
         self._events: list[BlockEvent] = []
         self._evicted = 0
 
@@ -139,8 +147,8 @@ class Master:
         """Start one put per (key, size > 0), onto the owner's own segment where there is room.
 
         Else onto the segment with most free bytes, else in place of the owner's least recently
-        used objects, else of another's. Objects that exist are leased. UnknownSegment: the owner
-        is not mounted.
+        used objects, else of another's. Objects that exist are leased, unless the lease is dead.
+        UnknownSegment: the owner is not mounted.
         """
         if owner not in self._segments:
             raise UnknownSegment(f"put by {owner!r}, which is not mounted")
@@ -167,7 +175,8 @@ class Master:
     ) -> list[bool]:
         """End puts, each (ticket id, checksum of the bytes written).
 
-        True: the object exists, and is leased. False: the ticket is stale, its extent was lost.
+        True: the object exists, and is leased unless the lease is dead. False: the ticket is
+        stale, its extent was lost.
         """
         return [self._end(now_us, ticket, checksum, lease) for ticket, checksum in ends]
 
@@ -181,7 +190,11 @@ class Master:
     # Reads
 
     def find(self, now_us: Micros, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
-        """The leading run of `keys` that exist, each leased; the whole lease lasts anew."""
+        """The leading run of `keys` that exist, each leased; the whole lease lasts anew.
+
+        Under a dead lease they are told all the same, but not held: they may be gone, or another's
+        bytes, before they are read. Readers verify the checksum anyway.
+        """
         found: list[Found] = []
         for key in keys:
             existing = self._objects.get(key)
@@ -197,21 +210,16 @@ class Master:
         return None if existing is None else existing.found
 
     def release(self, lease: LeaseId) -> None:
-        """End a lease; an unknown one is no error.
+        """End a lease; an unknown one is no error. The name is dead for a lease's time to live.
 
         Its last key becomes the oldest: a chain is then evicted from its tail, and what is left
         of it stays a usable prefix.
         """
-        ended = self._leases.pop(lease, None)
-        if ended is None:
-            return
-        for key, version in reversed(ended.held.items()):
-            existing = self._objects.get(key)
-            if existing is None or existing.found.version != version:
-                continue
-            existing.leases -= 1
-            if existing.leases == 0:
-                self._make_evictable(existing)
+        self._dead[lease] = self._reaped_us  # the last reap is near enough to now
+        self._dead.move_to_end(lease)
+        if len(self._dead) > _MAX_DEAD:
+            self._dead.popitem(last=False)
+        self._let_go(lease)
 
     def discard(self, key: BlockKey, version: int) -> None:
         """Remove an object whose bytes a reader found corrupt; a newer version is left alone."""
@@ -222,14 +230,21 @@ class Master:
     # Time and ledgers
 
     def reap(self, now_us: Micros) -> list[SegmentId]:
-        """Take back what ran out: segments not heard of (returned), overdue puts, old leases."""
+        """Take back what ran out: segments not heard of (returned), overdue puts, old leases.
+
+        A lease that ran out is not dead: its holder may be slow, and use it again.
+        """
+        self._reaped_us = now_us
         silent_us = now_us - self.terms.segment_ttl_us
         lost = [name for name, held in self._segments.items() if held.heard_us <= silent_us]
         for name in lost:
             self._drop_segment(name)
         self.put_abort([id for id, put in self._puts.items() if put.deadline_us <= now_us])
         for lease in [name for name, it in self._leases.items() if it.expires_us <= now_us]:
-            self.release(lease)
+            self._let_go(lease)
+        forget_us = now_us - self.terms.lease_ttl_us
+        while self._dead and next(iter(self._dead.values())) <= forget_us:
+            self._dead.popitem(last=False)
         return lost
 
     def drain_events(self) -> list[BlockEvent]:
@@ -279,7 +294,7 @@ class Master:
 
     def _use(self, now_us: Micros, existing: _Object, lease: LeaseId | None) -> None:
         """Keep an object under `lease`, or only mark it as used now."""
-        if lease is None:
+        if lease is None or lease in self._dead:
             if existing.leases == 0:
                 self._make_evictable(existing)
             return
@@ -290,6 +305,18 @@ class Master:
             record.held[found.key] = found.version
             existing.leases += 1
             self._segments[existing.at.segment].lru.discard(found.key)
+
+    def _let_go(self, lease: LeaseId) -> None:
+        ended = self._leases.pop(lease, None)
+        if ended is None:
+            return
+        for key, version in reversed(ended.held.items()):
+            existing = self._objects.get(key)
+            if existing is None or existing.found.version != version:
+                continue
+            existing.leases -= 1
+            if existing.leases == 0:
+                self._make_evictable(existing)
 
     def _make_evictable(self, existing: _Object) -> None:
         found = existing.found

@@ -39,7 +39,8 @@ class Mount(msgspec.Struct, frozen=True):
 class Terms(msgspec.Struct, frozen=True):
     """How long the master waits before it takes something back."""
 
-    lease_ttl_us: Micros = 30_000_000
+    lease_ttl_us: Micros = 120_000_000
+    """For holders that crashed: every other lease is released. Longer than a decode may queue."""
     put_ttl_us: Micros = 20_000_000
     segment_ttl_us: Micros = 10_000_000
     """A segment not heard of for so long is unmounted."""
