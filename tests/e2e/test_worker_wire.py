@@ -58,11 +58,14 @@ class Site:
         cost: FakeCost = FAST,
         tokenizer: Tokenizer | None = None,
         words: range = range(1000, 8000),
+        token: str = "",
     ) -> Worker:
         engine = FakeEngine(
             block_size=BLOCK, num_blocks=blocks, max_len=512, cost=cost, words=words
         )
-        config = WorkerConfig(name=name, role=role, model="m", max_seqs=8, chunk_tokens=16)
+        config = WorkerConfig(
+            name=name, role=role, model="m", max_seqs=8, chunk_tokens=16, token=token
+        )
         made = await Worker.start(config, engine, self.store, model="m", tokenizer=tokenizer)
         self.push(lambda: made.stop(1.0))
         return made
@@ -343,7 +346,8 @@ def test_hang_up_before_the_first_token() -> None:
                     )
                 )
                 await asyncio.sleep(0.07)
-                assert store.leases == ["x"]
+                [lease] = store.leases
+                assert lease.startswith("x/")
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 await it.idle(p0)
@@ -381,7 +385,7 @@ def test_reply_shapes_are_vllms() -> None:
                         "finish_reason": "length",
                         "stop_reason": None,
                         "token_ids": [token],
-                        "prompt_token_ids": prompt,
+                        "prompt_token_ids": None,  # who hands over knows it
                     }
                 ],
                 "usage": {
@@ -417,6 +421,80 @@ def test_reply_shapes_are_vllms() -> None:
             choice = stopped["choices"][0]
             assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", third)
             assert len(choice["token_ids"]) == 3
+
+    run(main())
+
+
+def test_leases_of_our_own_naming_are_unique() -> None:
+    """A router that names no lease, and sends one id twice, gets two leases."""
+
+    async def main() -> None:
+        async with site(store := DictStore()) as it:
+            p0, p1 = await it.worker("p0"), await it.worker("p1")
+            names = []
+            for worker in (p0, p0, p1):
+                params = {"do_remote_decode": True}
+                reply = await it.complete(
+                    worker, prompt=prompt_of(9), max_tokens=1, kv_transfer_params=params
+                )
+                names.append(reply["kv_transfer_params"]["lease"])
+            assert len(set(names)) == 3
+            assert store.leases == names
+
+    run(main())
+
+
+def test_a_prompt_is_echoed_to_those_that_hand_nothing_over() -> None:
+    """With kv_transfer_params, whole and streamed replies leave the prompt's ids out."""
+
+    async def main() -> None:
+        async with site(DictStore()) as it:
+            w0 = await it.worker("w0")
+            prompt = prompt_of(9)
+            for more, echo in (({}, prompt), ({"kv_transfer_params": {}}, None)):
+                whole = await it.complete(w0, prompt=prompt, max_tokens=2, **more)
+                first, *_ = await it.events(w0, prompt=prompt, max_tokens=2, **more)
+                for reply in (whole, first):
+                    assert reply["choices"][0]["prompt_token_ids"] == echo
+                    assert reply["choices"][0]["token_ids"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("given", ["", "Bearer wrong", "secret", "Bearer secret2", "Bearer é"])
+def test_posts_need_the_token(given: str) -> None:
+    """Without the cluster token a worker computes nothing; what only looks is open."""
+
+    async def main() -> None:
+        async with site(DictStore()) as it:
+            w0 = await it.worker("w0", token="secret")
+            body = json.dumps({"prompt": [1, 2], "max_tokens": 1}).encode()
+            url = f"{w0.info.url}/v1/completions"
+            headers = {"authorization": given} if given else {}
+            reply = await it.http.request("POST", url, headers=headers, body=body, timeout_s=5)
+            assert reply.status == 401
+            assert json.loads(reply.body)["error"]["param"] == "authorization"
+            for path in ("/health", "/metrics", "/debug/ledger", "/v1/models"):
+                assert await it.get(w0, path)
+            right = {"authorization": "Bearer secret"}
+            reply = await it.http.request("POST", url, headers=right, body=body, timeout_s=5)
+            assert reply.status == 200
+
+    run(main())
+
+
+def test_a_worker_says_what_it_can_hold() -> None:
+    """Its longest request is the pool's size where that is below the context."""
+
+    async def main() -> None:
+        async with site(None) as it:
+            small, large = await it.worker("s", blocks=12), await it.worker("l")
+            assert (small.info.max_len, large.info.max_len) == (12 * BLOCK, 512)
+            [card] = (await it.get(small, "/v1/models"))["data"]
+            assert card["max_model_len"] == 12 * BLOCK
+            reply = await it.complete(small, prompt=prompt_of(40), max_tokens=8)
+            assert reply["usage"]["total_tokens"] == small.info.max_len
+            assert small.info.max_requests == 8 + 256
 
     run(main())
 

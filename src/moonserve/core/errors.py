@@ -2,6 +2,7 @@
 
     MoonserveError
     ├── BadRequest          400  the client sent something wrong; `param` names the field
+    ├── Unauthorized        401  the cluster token is missing or wrong
     ├── ModelNotFound       404  no such model here
     ├── BodyTooLarge        413  over a stated limit
     ├── Overloaded          429  refused before any work was spent; `reason`, `retry_after_s`
@@ -9,10 +10,7 @@
     ├── NobodyAlive         503  no instance could serve this
     ├── DeadlineExceeded    504  a wait ran past its deadline
     ├── StoreError               the pool could not do as asked
-    │   ├── NoSpace              every byte is leased, pinned or pending
-    │   ├── StaleTicket          a put ticket that is no longer the current one
-    │   ├── UnknownSegment       no such segment is mounted
-    │   └── BlockLost            no replica of a block could be read and verified
+    │   └── UnknownSegment       no such segment is mounted
     ├── TransferFailed           bytes did not arrive; `done` says which slices did
     └── ConfigError              a setting is wrong; `field` names it and the remedy
 
@@ -41,6 +39,12 @@ class BadRequest(MoonserveError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class Unauthorized(BadRequest):
+    """The cluster token is missing or wrong."""
+
+    status = 401
 
 
 class ModelNotFound(BadRequest):
@@ -95,20 +99,8 @@ class StoreError(MoonserveError):
     kind = "store_error"
 
 
-class NoSpace(StoreError):
-    """No extent is free, and nothing may be evicted."""
-
-
-class StaleTicket(StoreError):
-    """The put ticket is unknown, reaped, or of another put of the same key."""
-
-
 class UnknownSegment(StoreError):
     """No segment of this name is mounted."""
-
-
-class BlockLost(StoreError):
-    """No replica of the block could be read whole and verified."""
 
 
 class TransferFailed(MoonserveError):

@@ -1,11 +1,14 @@
 """The worker's HTTP server: vLLM's paths over one Runner, and /debug/ledger.
 
-Made by `process`; tests make it directly. A client that goes away cancels its request.
+Made by `main`; tests make it directly. A client that goes away cancels its request. Whoever POSTs
+must show the cluster token, since a worker does what it is told; GETs are open.
 """
 
 from __future__ import annotations
 
+import hmac
 import itertools
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -13,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
+from moonserve.core.errors import MoonserveError, Unauthorized
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.units import RequestId
 from moonserve.live.http.message import (
@@ -42,7 +45,10 @@ from moonserve.live.worker.words import Words
 
 
 class WorkerApp:
-    """Handlers over one runner. `info.url` must be known by the time a hand-over is asked for."""
+    """Handlers over one runner. `info.url` must be known by the time a hand-over is asked for.
+
+    token: what clients must present as Bearer; "" lets everyone in.
+    """
 
     def __init__(
         self,
@@ -51,12 +57,14 @@ class WorkerApp:
         shape: EngineShape,
         info: InstanceInfo,
         tokenizer: Tokenizer | None = None,
+        token: str = "",
     ) -> None:
         self._runner = runner
         self._metrics = metrics
         self._shape = shape
         self.info = info
         self._tokenizer = tokenizer
+        self._token = token
         self._count = itertools.count()
         self._started = int(time.time())
 
@@ -73,12 +81,19 @@ class WorkerApp:
             name=f"worker {self.info.id}",
         )
 
+    def _check_token(self, request: HttpRequest) -> None:
+        given = request.headers.get("authorization", "").encode()
+        wanted = f"Bearer {self._token}".encode()
+        if self._token and not hmac.compare_digest(given, wanted):
+            raise Unauthorized("cluster token missing or wrong", "authorization")
+
     async def _completions(self, request: HttpRequest) -> Reply:
+        self._check_token(request)
         body = parse_body(await request.body())
         job = make_job(
             body,
             request=RequestId(f"{request.id}-{next(self._count)}"),
-            lease=request.id,
+            lease=f"{request.id}/{secrets.token_hex(8)}",  # clients and retries repeat ids
             model=self.info.model,
             shape=self._shape,
             encode=self._tokenizer.encode if self._tokenizer else None,
@@ -150,7 +165,7 @@ class WorkerApp:
             "object": "model",
             "created": self._started,
             "owned_by": "moonserve",
-            "max_model_len": self._shape.max_len,
+            "max_model_len": self.info.max_len,
         }
         return json_response({"object": "list", "data": [card]})
 

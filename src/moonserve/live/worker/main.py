@@ -71,6 +71,7 @@ class Worker:
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
         limits = Limits(chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs)
+        pool_len = shape.num_blocks * shape.block_size
         runner = Runner(engine, store, namespace, limits, metrics, LoopClock())
         info = InstanceInfo(
             id=InstanceId(config.name),
@@ -83,10 +84,11 @@ class Worker:
             block_bytes=shape.block_bytes,
             max_seqs=config.max_seqs,
             chunk_tokens=config.chunk_tokens,
-            max_len=shape.max_len,
+            max_len=min(shape.max_len, pool_len),  # a longer request has no room to run in
+            max_requests=limits.max_seqs + limits.max_waiting,
             segment=None if store is None else SegmentId(config.name),
         )
-        app = WorkerApp(runner, metrics, shape, info, tokenizer)
+        app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
         try:
             server = await serve(app.app(), config.host, config.port)
         except MoonserveError:

@@ -201,6 +201,8 @@ class Shaper:
 
     def _choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         ids = bool(self._body.return_token_ids)
+        # A router that hands KV over knows the prompt: a long one is hundreds of KB of JSON.
+        echo = ids and self._body.kv_transfer_params is None
         return {
             "index": 0,
             "text": "".join(delta.text for delta in deltas),
@@ -208,7 +210,7 @@ class Shaper:
             "finish_reason": deltas[-1].finish_reason,
             "stop_reason": deltas[-1].stop_reason,
             "token_ids": [token for delta in deltas for token in delta.token_ids] if ids else None,
-            "prompt_token_ids": self._job.prompt if ids else None,
+            "prompt_token_ids": self._job.prompt if echo else None,
         }
 
     def _usage(self, generated: Tokens, cached_tokens: Tokens) -> dict[str, Any]:
