@@ -50,6 +50,8 @@ class ConductorMachine(RuleBasedStateMachine):
         self.calls: dict[RequestId, Prefill | Decode] = {}
         self.open: set[RequestId] = set()
         self.attempts: dict[RequestId, int] = {}
+        self.leases: dict[RequestId, list[int]] = {}
+        self.parked: set[RequestId] = set()
 
     def step(self, *facts: Fact) -> None:
         """Hand facts over and do as told."""
@@ -62,11 +64,14 @@ class ConductorMachine(RuleBasedStateMachine):
         assert action.request in self.open, action
         match action:
             case Prefill():
+                self.parked.discard(action.request)
+                self.leases[action.request].append(action.number)
                 self.attempts[action.request] += 1
                 assert action.to.role == "prefill"
                 self.calls[action.request] = action
             case Decode():
                 assert action.to.role == "decode"
+                self.parked.discard(action.request)
                 self.calls[action.request] = action
             case Abort():
                 call = self.calls.pop(action.request)
@@ -76,13 +81,17 @@ class ConductorMachine(RuleBasedStateMachine):
                 self.calls.pop(action.request, None)
             case Release():
                 self.calls.pop(action.request, None)
+                self.parked.discard(action.request)
+                assert action.numbers == tuple(self.leases.pop(action.request))
                 self.open.remove(action.request)
 
-    def fail(self, call: Prefill | Decode) -> None:
+    def fail(self, call: Prefill | Decode, unreachable: bool = False) -> None:
         """Report a failed call, with one more token known."""
         tokens = tuple(range(30))
         keys = tuple(chain_keys(NAMESPACE.root(), tokens, BLOCK))
-        self.step(CallFailed(call.request, call.number, "failed", True, 30, keys))
+        self.parked.add(call.request)  # unless the next actions say otherwise
+        failed = CallFailed(call.request, call.number, "failed", True, 30, keys, unreachable)
+        self.step(failed)
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
@@ -101,10 +110,11 @@ class ConductorMachine(RuleBasedStateMachine):
         """A heartbeat."""
         self.step(Beat(info(name, "both").id, self.epochs.get(name, 0), InstanceLoad()))
 
-    @rule()
-    def silence(self) -> None:
+    @rule(seconds=st.sampled_from([1, 6, 31]))
+    def silence(self, seconds: int) -> None:
         """Everybody falls silent for a while."""
-        self.now_us += 6_000_000
+        self.now_us += seconds * 1_000_000
+        self.step(Tick())
         self.step(Tick())
 
     @rule(length=st.integers(1, 40))
@@ -114,6 +124,7 @@ class ConductorMachine(RuleBasedStateMachine):
         request = RequestId(f"r{self.count}")
         self.open.add(request)
         self.attempts[request] = 0
+        self.leases[request] = []
         prompt = tuple(range(length))
         keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
         self.step(Arrived(Request(request, "m", prompt), keys))
@@ -125,7 +136,10 @@ class ConductorMachine(RuleBasedStateMachine):
         self.step(*[BlockStored(key, SegmentId(name)) for key in keys])
 
     @precondition(lambda self: self.calls)
-    @rule(data=st.data(), how=st.sampled_from(["done", "final", "fail", "gone", "stale"]))
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["done", "final", "fail", "unreachable", "gone", "stale"]),
+    )
     def outcome(self, data: st.DataObject, how: str) -> None:
         """A call ends somehow, or its client leaves."""
         request = data.draw(st.sampled_from(sorted(self.calls)))
@@ -134,11 +148,12 @@ class ConductorMachine(RuleBasedStateMachine):
             self.step(PrefillEnded(request, call.number - 1, final=True))
         elif how == "gone":
             self.step(ClientGone(request))
-        elif how == "fail":
+        elif how in ("fail", "unreachable"):
             del self.calls[request]
-            self.fail(call)
+            self.fail(call, how == "unreachable")
         elif isinstance(call, Prefill):
             del self.calls[request]
+            self.parked.add(request)  # unless a decode instance is there
             self.step(PrefillEnded(request, call.number, final=how == "final"))
         else:
             del self.calls[request]
@@ -146,9 +161,10 @@ class ConductorMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger_balances(self) -> None:
-        """Promises never exceed the open requests, and open requests always have a call out."""
+        """Promises never exceed the open requests; each has a call out or waits for an instance."""
         promised = self.conductor.promised()
-        assert promised.requests == len(self.open) == len(self.calls)
+        assert promised.requests == len(self.open) == len(self.calls) + len(self.parked)
+        assert not self.parked & self.calls.keys()
         assert promised.prefills <= sum(isinstance(c, Prefill) for c in self.calls.values())
         assert promised.decodes <= len(self.open)
         assert all(n <= MAX_ATTEMPTS for n in self.attempts.values())
@@ -161,4 +177,4 @@ class ConductorMachine(RuleBasedStateMachine):
 
 
 TestConductor = ConductorMachine.TestCase
-TestConductor.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestConductor.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,5 +1,7 @@
 """The Conductor's step, fact by fact."""
 
+import msgspec
+
 from moonserve.core.conductor import Abort, Conductor, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.facts import (
     Arrived,
@@ -51,7 +53,7 @@ def test_a_life_without_trouble() -> None:
     [decode] = conductor.step(2, [PrefillEnded(R, prefill.number, final=False)])
     assert isinstance(decode, Decode)
     assert conductor.promised() == Promised(1, 0, 0, 1)
-    assert conductor.step(3, [DecodeEnded(R, decode.number)]) == [Release(R)]
+    assert conductor.step(3, [DecodeEnded(R, decode.number)]) == [Release(R, (1,))]
     assert conductor.promised() == NOTHING
 
 
@@ -60,7 +62,7 @@ def test_one_token_needs_no_decode() -> None:
     conductor = cluster("p0", "d0")
     [prefill] = conductor.step(1, [arrived()])
     assert isinstance(prefill, Prefill)
-    assert conductor.step(2, [PrefillEnded(R, prefill.number, final=True)]) == [Release(R)]
+    assert conductor.step(2, [PrefillEnded(R, prefill.number, final=True)]) == [Release(R, (1,))]
     assert conductor.promised() == NOTHING
 
 
@@ -69,7 +71,7 @@ def test_nobody_alive_is_refused_at_once() -> None:
     conductor = cluster("p0")
     refuse, release = conductor.step(1, [arrived()])
     assert refuse == Refuse(R, "no decode instance for model m is alive")
-    assert release == Release(R)
+    assert release == Release(R, ())
     assert conductor.promised() == NOTHING
 
 
@@ -81,7 +83,7 @@ def test_the_client_may_leave_at_any_time() -> None:
         assert isinstance(call, Prefill)
         if decoding:
             conductor.step(2, [PrefillEnded(R, call.number, final=False)])
-        assert conductor.step(3, [ClientGone(R)]) == [Release(R)]
+        assert conductor.step(3, [ClientGone(R)]) == [Release(R, (1,))]
         assert conductor.promised() == NOTHING
         assert conductor.step(4, [DecodeEnded(R, 2), ClientGone(R)]) == []
 
@@ -99,7 +101,8 @@ def test_a_failed_prefill_goes_to_another_instance() -> None:
     [third] = conductor.step(3, [CallFailed(R, second.number, "reset", True, 41, KEYS)])
     assert isinstance(third, Prefill)
     last = conductor.step(4, [CallFailed(R, third.number, "reset", True, 41, KEYS)])
-    assert last == [GiveUp(R, "reset"), Release(R)]
+    leases = (first.number, second.number, third.number)
+    assert last == [GiveUp(R, "reset"), Release(R, leases)]
     assert conductor.promised() == NOTHING
 
 
@@ -109,7 +112,7 @@ def test_what_cannot_be_mended_is_not_retried() -> None:
     [first] = conductor.step(1, [arrived()])
     assert isinstance(first, Prefill)
     last = conductor.step(2, [CallFailed(R, first.number, "400", False, 41, KEYS)])
-    assert last == [GiveUp(R, "400"), Release(R)]
+    assert last == [GiveUp(R, "400"), Release(R, (1,))]
 
 
 def test_a_lost_decode_resumes_from_what_was_sent() -> None:
@@ -137,23 +140,98 @@ def test_silence_is_death() -> None:
     assert isinstance(prefill, Prefill)
     beat = Beat(InstanceId("d0"), 1, InstanceLoad())
     assert conductor.step(5_000_000, [beat, Tick()]) == []
-    [abort] = conductor.step(5_000_002, [Tick()])
+    [abort] = conductor.step(5_500_000, [Tick()])
     assert isinstance(abort, Abort)
     assert abort.number == prefill.number
-    ended = conductor.step(5_000_003, [CallFailed(R, abort.number, abort.why, True, 41, KEYS)])
-    assert [type(a) for a in ended] == [GiveUp, Release]
-    conductor.step(5_000_004, [Beat(InstanceId("p0"), 1, InstanceLoad())])
+    conductor.step(5_500_001, [Beat(InstanceId("p0"), 1, InstanceLoad())])
     assert list(conductor.view.instances) == ["d0"]
 
 
+def test_a_late_tick_blames_nobody() -> None:
+    """After a pause of our own, silence proves nothing: nobody is dropped before the next tick."""
+    conductor = cluster("p0", "d0")
+    conductor.step(1_000_000, [Tick()])
+    conductor.step(9_000_000, [Tick()])
+    assert list(conductor.view.instances) == ["d0", "p0"]
+    conductor.step(9_500_000, [Tick()])
+    assert list(conductor.view.instances) == []
+
+
+def lost_prefill(conductor: Conductor) -> Prefill:
+    """A request whose only prefill instance refuses connections; it waits now."""
+    [call] = conductor.step(1, [arrived()])
+    assert isinstance(call, Prefill)
+    failed = CallFailed(R, call.number, "refused", True, 41, KEYS, unreachable=True)
+    assert conductor.step(2, [failed]) == []
+    assert "p0" not in conductor.view.instances
+    assert conductor.promised() == Promised(1, 0, 0, 0)
+    return call
+
+
+def test_a_request_outlives_the_restart_of_its_only_instance() -> None:
+    """Nobody left for a retry: the request waits, and is placed when an instance joins."""
+    conductor = cluster("p0", "d0")
+    call = lost_prefill(conductor)
+    assert conductor.step(3, [CallFailed(R, call.number, "again", True, 41, KEYS)]) == []
+    [again] = conductor.step(1_000_000, [Joined(info("p0", "prefill", epoch=2))])
+    assert isinstance(again, Prefill)
+    assert again.number > call.number
+    assert conductor.promised() == Promised(1, 1, conductor.promised().prefill_us, 1)
+
+
+def test_patience_ends() -> None:
+    """A request that waits too long for an instance has failed; one that leaves is forgotten."""
+    conductor = cluster("p0", "d0")
+    lost_prefill(conductor)
+    conductor.step(29_000_000, [Tick()])
+    assert conductor.promised().requests == 1
+    ended = conductor.step(31_000_000, [Tick()])
+    assert [type(a) for a in ended] == [GiveUp, Release]
+    assert conductor.promised() == NOTHING
+    conductor = cluster("p0", "d0")
+    lost_prefill(conductor)
+    assert conductor.step(3, [ClientGone(R)]) == [Release(R, (1,))]
+    assert conductor.step(4, [Joined(info("p0", "prefill", epoch=2))]) == []
+
+
+def test_an_instance_that_leaves_finishes_what_it_has() -> None:
+    """A goodbye stops new placements and aborts nothing."""
+    conductor = cluster("p0", "d0", "d1")
+    [prefill] = conductor.step(1, [arrived()])
+    assert isinstance(prefill, Prefill)
+    [decode] = conductor.step(2, [PrefillEnded(R, prefill.number, final=False)])
+    assert isinstance(decode, Decode)
+    assert conductor.step(3, [Left(InstanceId(decode.to.id), 1)]) == []
+    assert conductor.step(4, [DecodeEnded(R, decode.number)]) == [Release(R, (1,))]
+    assert conductor.promised() == NOTHING
+
+
+def test_no_instance_is_promised_more_than_it_takes() -> None:
+    """When every instance of a role is full, a request is refused with a time to come back."""
+    conductor = Conductor()
+    small = msgspec.structs.replace(info("d0", "decode"), max_requests=2)
+    conductor.step(0, [Joined(info("p0", "prefill")), Joined(small)])
+    placed = conductor.step(1, [arrived("a"), arrived("b")])
+    assert [type(action) for action in placed] == [Prefill, Prefill]
+    refuse, release = conductor.step(2, [arrived("c")])
+    assert isinstance(refuse, Refuse)
+    assert refuse.why == "every decode instance of model m is full"
+    assert refuse.retry_after_us is not None
+    assert refuse.retry_after_us >= 1_000_000
+    assert release == Release(RequestId("c"), ())
+    assert conductor.promised().requests == 2
+
+
 def test_a_restart_is_another_epoch() -> None:
-    """A new epoch aborts what ran there and forgets its promises; an old goodbye is ignored."""
+    """A newer epoch aborts what ran there; joins and goodbyes of an older one are ignored."""
     conductor = cluster("p0", "d0")
     conductor.step(1, [arrived()])
     [abort] = conductor.step(2, [Joined(info("p0", "prefill", epoch=2))])
     assert isinstance(abort, Abort)
     assert conductor.promised().prefills == 0
     assert conductor.step(3, [Left(InstanceId("p0"), 1)]) == []
+    conductor.step(3, [Joined(info("p0", "prefill", epoch=1))])
+    assert conductor.view.instances[InstanceId("p0")].info.epoch == 2
     assert "p0" in conductor.view.instances
     conductor.step(4, [Left(InstanceId("p0"), 2)])
     assert "p0" not in conductor.view.instances

@@ -11,13 +11,14 @@ import msgspec
 import pytest
 
 from moonserve.core.conductor import Conductor
-from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive
-from moonserve.core.facts import InstanceInfo, Joined, Left
+from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive, Overloaded
+from moonserve.core.facts import InstanceInfo, Joined
 from moonserve.core.request import Request, Stopping
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.core.view import Promised
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.dispatch import Cluster
+from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances.wire import Decoded, InstanceRefused, Prefilled
 from moonserve.live.ports import Output
 from tests.support.cluster import info
@@ -63,6 +64,10 @@ class ScriptedWire:
                 self.cancelled += 1
         if what == "reset":
             raise InstanceRefused("connection reset", retry=True)
+        if what == "refused":
+            raise UpstreamError("connection refused", sent=False)
+        if what == "bug":
+            raise KeyError("no such thing")
         if what == "bad":
             raise InstanceRefused("answered 400", retry=False)
 
@@ -144,7 +149,7 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert [p.finish_reason for p in pieces][-1] == "length"
         assert world.wire.calls == [("prefill", "p0"), ("decode", "d0")]
         assert await world.settled() == NOTHING
-        assert world.released == ["r"]
+        assert world.released == ["r/1"]
 
     run(test)
 
@@ -194,7 +199,7 @@ def test_a_lost_decode_resumes_without_a_gap_or_a_repeat(what: str, after: int) 
         assert tokens == expected(8)
         assert [who for role, who in world.wire.calls if role == "decode"] == ["d0", "d1"]
         assert await world.settled() == NOTHING
-        assert world.released == ["r"]
+        assert world.released == ["r/1", "r/4"]  # one lease per prefill call
 
     run(test)
 
@@ -214,7 +219,7 @@ def test_a_failed_prefill_is_tried_elsewhere() -> None:
 
 
 def test_a_hung_instance_is_aborted_when_it_is_lost() -> None:
-    """An instance that leaves while its call hangs: the call is cancelled, another one serves."""
+    """An instance that restarts while its call hangs: the call is cancelled, another one serves."""
 
     async def test() -> None:
         world = World("p0", "d0", "d1")
@@ -222,7 +227,7 @@ def test_a_hung_instance_is_aborted_when_it_is_lost() -> None:
         stream = world.request()
         pieces = [await anext(stream), await anext(stream)]
         await asyncio.sleep(0)
-        world.loop.tell(Left(info("d0", "decode").id, 1))
+        world.loop.tell(Joined(info("d0", "decode", epoch=2)))
         pieces += [piece async for piece in stream]
         assert [t for p in pieces for t in p.token_ids] == expected(8)
         assert world.wire.cancelled == 1
@@ -247,7 +252,61 @@ def test_closing_the_stream_cancels_everywhere(role: str) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         assert await world.settled() == NOTHING
         assert world.wire.cancelled == 1
-        assert world.released == ["r"]
+        assert world.released == ["r/1"]
+
+    run(test)
+
+
+def test_a_call_that_breaks_in_an_unforeseen_way_is_a_failed_call() -> None:
+    """Even a bug in a call ends in a retry, never in a request that waits for ever."""
+
+    async def test() -> None:
+        world = World("p0", "p1", "d0")
+        world.wire.faults = [("prefill", "bug", 0)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert world.wire.calls[:2] == [("prefill", "p0"), ("prefill", "p1")]
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_outlives_the_restart_of_its_only_worker(role: str) -> None:
+    """Refused by the only instance of a role, the request goes on when it is back."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        world.wire.faults = [(role, "refused", 0)]
+        task = asyncio.ensure_future(collect(world.request()))
+        await asyncio.sleep(0.01)
+        lost = "p0" if role == "prefill" else "d0"
+        assert lost not in world.loop.core.view.instances
+        assert not task.done()
+        world.loop.tell(Joined(info(lost, role, epoch=2)))  # type: ignore[arg-type]
+        tokens, _ = await task
+        assert tokens == expected(8)
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+def test_a_full_cluster_refuses_with_a_time_to_come_back() -> None:
+    """Overloaded carries a reason and a Retry-After."""
+
+    async def test() -> None:
+        world = World("p0")
+        tiny = msgspec.structs.replace(info("d0", "decode"), max_requests=1)
+        world.loop.core.step(0, [Joined(tiny)])
+        world.wire.faults = [("prefill", "hang", 0)]
+        first = asyncio.ensure_future(collect(world.request("first")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded) as refused:
+            await collect(world.request("second"))
+        assert refused.value.reason == "instances_full"
+        assert refused.value.retry_after_s >= 1
+        first.cancel()
+        assert await world.settled() == NOTHING
 
     run(test)
 

@@ -27,10 +27,18 @@ from moonserve.core.facts import (
     PrefillEnded,
     Tick,
 )
-from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
-from moonserve.core.placement import Decision, choose_decode, place
+from moonserve.core.handoff import (
+    MAX_ATTEMPTS,
+    End,
+    Handoff,
+    LifeFact,
+    Place,
+    StartDecode,
+    Wait,
+)
+from moonserve.core.placement import Decision, choose_decode, place, preferred
 from moonserve.core.prefix import PrefixIndex
-from moonserve.core.units import InstanceId, Micros, RequestId
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, RequestId
 from moonserve.core.view import ClusterView, InstanceView, Promised
 
 
@@ -60,10 +68,14 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """Nobody alive could take the request; nothing was spent on it."""
+    """Nobody can take the request; nothing was spent on it.
+
+    `retry_after_us` is None where nobody is alive; else all are full, and may not be by then.
+    """
 
     request: RequestId
     why: str
+    retry_after_us: Micros | None = None
 
 
 class GiveUp(msgspec.Struct, frozen=True):
@@ -74,9 +86,13 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """The request's life is over, however it ended: drop its lease on the store."""
+    """The request's life is over, however it ended: drop its leases on the store.
+
+    One lease per prefill call, by the call's number.
+    """
 
     request: RequestId
+    numbers: tuple[int, ...]
 
 
 Action: TypeAlias = Prefill | Decode | Abort | Refuse | GiveUp | Release
@@ -89,6 +105,10 @@ class Policy(msgspec.Struct, frozen=True):
     """Fetch when the pool's prefix exceeds this many times the instance's own (Algorithm 1)."""
     dead_after_us: Micros = 5_000_000
     """An instance not heard of for this long is taken for dead."""
+    pause_us: Micros = 2_000_000
+    """A tick that comes later than this says that we slept, not that everybody else died."""
+    patience_us: Micros = 30_000_000
+    """How long a request that lost its instances waits for one to join: a restart's time."""
 
 
 class Conductor:
@@ -99,6 +119,9 @@ class Conductor:
         self.view = ClusterView()
         self.index = PrefixIndex()
         self._lives: dict[RequestId, Handoff] = {}
+        self._parked: dict[RequestId, Micros] = {}
+        """Lives that wait for an instance to join, and since when."""
+        self._ticked_us: Micros | None = None
         self._actions: list[Action] = []
 
     def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
@@ -118,9 +141,10 @@ class Conductor:
                 case Left(instance, epoch):
                     view = self.view.instances.get(instance)
                     if view is not None and view.info.epoch == epoch:
-                        self._lost(instance, "it left")
+                        self.view.remove(instance)  # it still finishes what it has
                 case Tick():
                     self._reap(now_us)
+                    self._unpark(now_us)
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
                     life = Handoff(request, keys)
@@ -143,14 +167,19 @@ class Conductor:
 
     def _joined(self, info: InstanceInfo, now_us: Micros) -> None:
         old = self.view.instances.get(info.id)
-        if old is not None and old.info.epoch == info.epoch:
-            old.heard_us = now_us
+        if old is not None and old.info.epoch >= info.epoch:
+            if old.info.epoch == info.epoch:
+                old.heard_us = now_us
             return
         if old is not None:
             self._lost(info.id, "it restarted")
         self.view.add(InstanceView(info, now_us))
+        self._unpark(now_us)
 
     def _reap(self, now_us: Micros) -> None:
+        last_us, self._ticked_us = self._ticked_us, now_us
+        if last_us is None or now_us - last_us > self.policy.pause_us:
+            return
         dead_us = now_us - self.policy.dead_after_us
         for instance in [i for i, v in self.view.instances.items() if v.heard_us < dead_us]:
             self._lost(instance, "it was not heard of any more")
@@ -166,16 +195,26 @@ class Conductor:
         life = self._lives.get(fact.request)
         if life is None:
             return
+        called = life.instance
+        current = isinstance(fact, CallFailed) and fact.number == life.number
         match life.step(fact):
             case Wait():
                 pass
             case Place():
                 self._unreserve(life, now_us)
+                life.unplaced()
+                self._forget_unreachable(fact, called if current else None)
                 self._place(life, now_us)
             case StartDecode():
                 self._decode(life, now_us)
             case End(failure):
                 self._end(life, failure, now_us)
+                self._forget_unreachable(fact, called if current else None)
+
+    def _forget_unreachable(self, fact: LifeFact, called: InstanceId | None) -> None:
+        """Nobody listens there: place nothing on it until it joins again, a heartbeat from now."""
+        if isinstance(fact, CallFailed) and fact.unreachable and called is not None:
+            self._lost(called, "it refuses connections")
 
     def _place(self, life: Handoff, now_us: Micros) -> None:
         request = life.request
@@ -190,20 +229,38 @@ class Conductor:
             avoid=life.failed,
         )
         if decision is None:
-            role = "decode" if self.view.prefills(model) else "prefill"
-            why = f"no {role} instance for model {model} is alive"
             if life.attempts:
-                self._end(life, why, now_us)
+                self._parked.setdefault(request.id, now_us)
             else:
-                self._actions.append(Refuse(request.id, why))
+                self._actions.append(self._refusal(life, now_us))
                 self._end(life, None, now_us)
             return
+        self._parked.pop(request.id, None)
         number = life.placed(decision)
         prefill = self.view.instances[decision.prefill]
         chosen = next(c for c in decision.candidates if c.instance == decision.prefill)
         prefill.promise_prefill(request.id, chosen.transfer_us + chosen.compute_us, now_us)
         self.view.instances[decision.decode].decoding[request.id] = life.length
         self._actions.append(Prefill(request.id, number, prefill.info, decision))
+
+    def _refusal(self, life: Handoff, now_us: Micros) -> Refuse:
+        model = life.request.model
+        prefills, decodes = self.view.prefills(model), self.view.decodes(model)
+        if not prefills or not decodes:
+            role = "decode" if prefills else "prefill"
+            return Refuse(life.request.id, f"no {role} instance for model {model} is alive")
+        full = "decode" if any(view.takes_prefill for view in prefills) else "prefill"
+        wait_us = max(MICROS_PER_SECOND, min(view.queue_us(now_us) for view in prefills))
+        return Refuse(life.request.id, f"every {full} instance of model {model} is full", wait_us)
+
+    def _unpark(self, now_us: Micros) -> None:
+        """Try to place those who wait; those who waited too long have failed."""
+        for request, since_us in list(self._parked.items()):
+            life = self._lives[request]
+            self._place(life, now_us)
+            if request in self._parked and now_us - since_us > self.policy.patience_us:
+                why = f"no instance for model {life.request.model} came back in time"
+                self._end(life, why, now_us)
 
     def _decode(self, life: Handoff, now_us: Micros) -> None:
         request, decision = life.request, life.decision
@@ -212,11 +269,15 @@ class Conductor:
         view = self.view.instances.get(decision.decode)
         if view is None:
             alive = self.view.decodes(request.model)
-            if not alive:
+            if not alive and life.attempts >= MAX_ATTEMPTS:
                 why = f"no decode instance for model {request.model} is alive"
                 self._end(life, why, now_us)
                 return
-            view = choose_decode(life.length, alive)
+            if not alive:
+                life.unplaced()
+                self._place(life, now_us)
+                return
+            view = choose_decode(life.length, preferred(alive, life.failed))
         view.decoding[request.id] = life.length  # again, if the instance restarted meanwhile
         number = life.decoding(view.info.id)
         self._actions.append(Decode(request.id, number, view.info))
@@ -225,9 +286,10 @@ class Conductor:
         life.end()
         self._unreserve(life, now_us)
         del self._lives[life.request.id]
+        self._parked.pop(life.request.id, None)
         if failure is not None:
             self._actions.append(GiveUp(life.request.id, failure))
-        self._actions.append(Release(life.request.id))
+        self._actions.append(Release(life.request.id, tuple(life.leases)))
 
     def _end_prefill(self, life: Handoff, now_us: Micros) -> None:
         if life.decision is not None:

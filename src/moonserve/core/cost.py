@@ -59,14 +59,15 @@ class LinearFit:
         """The fitted value, never negative."""
         if self._stale:
             self._solve()
-        pairs = zip(self._weights, features, self._scales, strict=True)
-        return sum(w * f / s for w, f, s in pairs)
+        return self._value(features)
 
     def observe(self, features: Sequence[float], value: float) -> None:
         """Learn from one sample; values of zero or below are measuring faults and are ignored."""
         if value <= 0:
             return
-        relative = abs(self.predict(features) - value) / value
+        if self._stale and self.samples % _SOLVE_EVERY == 0:
+            self._solve()
+        relative = abs(self._value(features) - value) / value
         trusted = self.samples >= 2 * len(self._prior)
         weight = 1.0
         if trusted and relative > 3 * self._spread:
@@ -80,6 +81,10 @@ class LinearFit:
             self._xy[i] = self._decay * self._xy[i] + weight * x
         self.samples += 1
         self._stale = True
+
+    def _value(self, features: Sequence[float]) -> float:
+        pairs = zip(self._weights, features, self._scales, strict=True)
+        return sum(w * f / s for w, f, s in pairs)
 
     def _solve(self) -> None:
         """Coordinate descent on the ridge problem with weights >= 0, from where it stood."""
@@ -108,6 +113,8 @@ LAPTOP_TRANSFER = (2_000.0, 0.0005)
 _TRANSFER_SCALES = (1.0, 1e6)
 _TRANSFER_DOUBT = (10.0, 10.0)
 _SWEEPS = 60
+_SOLVE_EVERY = 16
+"""Samples between solves while only learning: a heartbeat may bring hundreds."""
 
 
 class Cost:

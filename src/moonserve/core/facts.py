@@ -171,7 +171,8 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     """A prefill or decode call ended without its result.
 
     `length` and `keys` describe what is known by now: the prompt and every token already sent, so
-    that another instance can go on from there. `retry` is False where a retry cannot help.
+    that another instance can go on from there. `retry` is False where a retry cannot help;
+    `unreachable`: nobody listens at the instance's address, it never saw the call.
     """
 
     rank: ClassVar[int] = 4
@@ -181,6 +182,7 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     retry: bool
     length: Tokens
     keys: tuple[BlockKey, ...]
+    unreachable: bool = False
 
     @property
     def subject(self) -> str:

@@ -5,6 +5,7 @@
        |   `--final token--> ENDED
        `------CallFailed------- (either phase, while attempts last; on from the tokens known)
 
+Where no instance is left for a retry, the life waits in PREFILL, with no call out, for one to join.
 Every call to an instance is numbered; an outcome that carries an older number is of no effect, so
 a late reply of an aborted call cannot move the life. All ends go through ENDED, once; the Conductor
 releases everything there. Called by the Conductor only.
@@ -68,6 +69,8 @@ class Handoff:
         """Of the call that is out; outcomes of earlier ones are stale."""
         self.attempts = 0
         self.decision: Decision | None = None
+        self.leases: list[int] = []
+        """Numbers of the prefill calls so far; each has a lease of its own on the store."""
         self.failed: list[InstanceId] = []
         """Instances that failed this request, to be avoided while there are others."""
 
@@ -77,7 +80,15 @@ class Handoff:
         self.decision = decision
         self.attempts += 1
         self.number += 1
+        self.leases.append(self.number)
         return self.number
+
+    def unplaced(self) -> None:
+        """No call is out and no instance is chosen any more: prefill from what is known."""
+        assert self.phase is not Phase.ENDED
+        self.phase = Phase.PREFILL
+        self.decision = None
+        self.number += 1  # whatever the last call still says is stale
 
     def decoding(self, instance: InstanceId) -> int:
         """A decode call goes out to `instance`; returns its number."""
@@ -120,6 +131,7 @@ class Handoff:
                 return self._failed(fact)
 
     def _failed(self, fact: CallFailed) -> Next:
+        """Place again while attempts last; the Conductor calls `unplaced` first."""
         instance = self.instance
         if instance is not None and instance not in self.failed:
             self.failed.append(instance)
@@ -127,7 +139,6 @@ class Handoff:
             return self._over(fact.why)
         self.length = fact.length
         self.keys = fact.keys
-        self.phase = Phase.PREFILL
         return Place()
 
     def _over(self, failure: str | None) -> End:

@@ -109,12 +109,12 @@ def place(
     now_us: Micros,
     avoid: Collection[InstanceId] = (),
 ) -> Decision | None:
-    """Choose both instances; None when no live instance is left for a role.
+    """Choose both instances; None when no instance of a role takes one more request.
 
     `avoid` names instances that just failed this request: taken only when nobody else is left.
     """
-    prefills = [v for v in prefills if v.info.id not in avoid] or list(prefills)
-    decodes = [v for v in decodes if v.info.id not in avoid] or list(decodes)
+    prefills = preferred([v for v in prefills if v.takes_prefill], avoid)
+    decodes = preferred([v for v in decodes if v.takes_decode], avoid)
     if not prefills or not decodes:
         return None
     candidates = kvcache_centric(length, match, prefills, balancing_threshold, now_us)
@@ -130,6 +130,11 @@ def place(
         predicted_tbt_us=decode.tbt_us(length),
         candidates=tuple(candidates),
     )
+
+
+def preferred(views: list[InstanceView], avoid: Collection[InstanceId]) -> list[InstanceView]:
+    """Those not to be avoided, or all where that leaves none."""
+    return [view for view in views if view.info.id not in avoid] or views
 
 
 def _source(match: Match, own: SegmentId | None) -> SegmentId | None:

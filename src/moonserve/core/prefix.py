@@ -88,6 +88,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._masks: dict[BlockKey, int] = {}
         self._bits: dict[SegmentId, int] = {}
+        self._counts: dict[SegmentId, int] = {}
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -99,29 +100,27 @@ class PrefixIndex:
         if bit is None:
             bit = self._free.pop() if self._free else len(self._bits)
             self._bits[holder] = bit
-        self._masks[key] = self._masks.get(key, 0) | 1 << bit
+            self._counts[holder] = 0
+        mask = self._masks.get(key, 0)
+        if not mask >> bit & 1:
+            self._masks[key] = mask | 1 << bit
+            self._counts[holder] += 1
 
     def removed(self, key: BlockKey, holder: SegmentId) -> None:
         """`holder` no longer has `key`."""
         bit = self._bits.get(holder)
         mask = self._masks.get(key)
-        if bit is None or mask is None:
+        if bit is None or mask is None or not mask >> bit & 1:
             return
         mask &= ~(1 << bit)
         if mask:
             self._masks[key] = mask
         else:
             del self._masks[key]
-
-    def drop(self, holder: SegmentId) -> None:
-        """Forget all that `holder` had: it left or restarted."""
-        bit = self._bits.pop(holder, None)
-        if bit is None:
-            return
-        gone = ~(1 << bit)
-        kept = {key: mask & gone for key, mask in self._masks.items() if mask & gone}
-        self._masks = kept
-        self._free.append(bit)
+        self._counts[holder] -= 1
+        if not self._counts[holder]:  # its bit may name another holder from now on
+            del self._counts[holder]
+            self._free.append(self._bits.pop(holder))
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """The longest leading run of `keys` in the pool and in each holder. O(blocks held)."""

@@ -57,6 +57,16 @@ class InstanceView:
         return sum(self._queue.values()) - min(head, max(0, now_us - self._head_since_us))
 
     @property
+    def takes_prefill(self) -> bool:
+        """Whether it may be promised one more prefill."""
+        return self.prefills < self.info.max_requests
+
+    @property
+    def takes_decode(self) -> bool:
+        """Whether it may be promised one more decode."""
+        return len(self.decoding) < self.info.max_requests
+
+    @property
     def prefills(self) -> int:
         """How many prefills are promised here."""
         return len(self._queue)

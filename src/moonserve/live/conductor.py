@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.conductor import Abort, Action, Conductor, Decode, Prefill, Release
+from moonserve.core.conductor import Abort, Action, Conductor, Decode, GiveUp, Prefill, Release
 from moonserve.core.facts import Arrived, Fact
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
@@ -35,6 +35,14 @@ class Record(msgspec.Struct):
     ttft_us: Micros | None = None
     cached_tokens: Tokens | None = None
     outcome: str = "running"
+
+
+def lease_of(request: RequestId, number: int) -> LeaseId:
+    """The lease that a prefill call takes on the store, and its decode call after it.
+
+    One per attempt, so that the late end of an aborted attempt cannot touch its successor's.
+    """
+    return LeaseId(f"{request}/{number}")
 
 
 class ConductorLoop:
@@ -59,6 +67,7 @@ class ConductorLoop:
     def open(self, request: Request, keys: Sequence[BlockKey], inbox: asyncio.Queue[Any]) -> None:
         """A request arrives; the Conductor's actions for it go to `inbox`."""
         assert request.id not in self._inboxes, "request ids are unique"
+        self.records.pop(request.id, None)  # an earlier request of this id
         self._inboxes[request.id] = inbox
         self._arrived[request.id] = self.now_us()
         self.tell(Arrived(request, tuple(keys)))
@@ -84,13 +93,21 @@ class ConductorLoop:
 
     def _flush(self) -> None:
         facts, self._facts = self._facts, []
-        for action in self.core.step(self.now_us(), facts):
+        actions = None
+        try:
+            actions = self.core.step(self.now_us(), facts)
+        finally:
+            if actions is None:  # a bug, which the loop logs: nobody shall wait for ever
+                for request, inbox in self._inboxes.items():
+                    inbox.put_nowait(GiveUp(request, "the Conductor failed"))
+        for action in actions:
             self._act(action)
 
     def _act(self, action: Action) -> None:
         match action:
-            case Release(request):
-                self._release(LeaseId(request))
+            case Release(request, numbers):
+                for number in numbers:
+                    self._release(lease_of(request, number))
                 return
             case Prefill(request, number, to, decision):
                 self._record(request, decision)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -19,12 +20,14 @@ from moonserve.core.errors import (
     EngineFailed,
     MoonserveError,
     NobodyAlive,
+    Overloaded,
 )
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.prefix import Namespace, chain_keys
 from moonserve.core.request import Request
-from moonserve.core.units import BlockKey, Tokens
-from moonserve.live.conductor import ConductorLoop
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Tokens
+from moonserve.live.conductor import ConductorLoop, lease_of
+from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances import embedded
 from moonserve.live.instances.wire import (
     Decoded,
@@ -35,12 +38,15 @@ from moonserve.live.instances.wire import (
 )
 from moonserve.live.ports import ModelCard, Output
 
+log = logging.getLogger(__name__)
+
 
 class _Failed(msgspec.Struct, frozen=True):
     """A call ended without its result."""
 
     why: str
     retry: bool
+    unreachable: bool = False
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -66,13 +72,13 @@ class Cluster:
 
     def models(self) -> list[ModelCard]:
         """One card per model name, in order of name."""
-        view = self._conductor.core.view
-        cards = {name: ModelCard(name, size, False) for name, size in self._configured.items()}
-        for instance in view.instances.values():
-            info = instance.info
-            alive = bool(view.prefills(info.model) and view.decodes(info.model))
-            cards[info.model] = ModelCard(info.model, info.max_len, alive)
-        return [cards[name] for name in sorted(cards)]
+        sizes = dict(self._configured)
+        roles: dict[str, list[str]] = {name: [] for name in sizes}
+        for view in self._conductor.core.view.instances.values():
+            model = view.info.model
+            sizes[model] = min(view.info.max_len, sizes.get(model, view.info.max_len))
+            roles.setdefault(model, []).append(view.info.role)
+        return [ModelCard(name, sizes[name], _both(roles[name])) for name in sorted(sizes)]
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         """See ports.Serving."""
@@ -89,6 +95,11 @@ class Cluster:
             if view.info.model == model:
                 return view.info.namespace
         raise NobodyAlive(f"no instance of model {model} is alive")
+
+
+def _both(roles: Collection[str]) -> bool:
+    """Whether these instances together prefill and decode."""
+    return "both" in roles or ("prefill" in roles and "decode" in roles)
 
 
 class _Life:
@@ -132,9 +143,11 @@ class _Life:
                 case Abort(number=number, why=why) if number == self._number:
                     self._stop_call()
                     self._tell_failed(_Failed(why, retry=True))
-                case Refuse(why=why):
+                case Refuse(why=why, retry_after_us=wait_us):
                     self._outcome = "refused"
-                    raise NobodyAlive(why)
+                    if wait_us is None:
+                        raise NobodyAlive(why)
+                    raise Overloaded(why, "instances_full", wait_us / MICROS_PER_SECOND)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)
@@ -201,7 +214,8 @@ class _Life:
         return tuple(chain_keys(self._root, self._known, self._block_size))
 
     def _prefill(self, action: Prefill) -> None:
-        params = embedded.prefill_params(self._request.id, action.decision)
+        lease = lease_of(self._request.id, action.number)
+        params = embedded.prefill_params(lease, action.decision)
         body = completion_body(self._request, self._known, 1, False, params)
 
         async def call() -> None:
@@ -229,17 +243,25 @@ class _Life:
         self._start(action.number, call())
 
     def _start(self, number: int, call: Coroutine[Any, Any, None]) -> None:
-        async def guarded() -> None:
-            try:
-                await call
-            except InstanceRefused as error:
-                self._inbox.put_nowait(_Reply(number, _Failed(str(error), error.retry)))
-            except MoonserveError as error:
-                self._inbox.put_nowait(_Reply(number, _Failed(str(error), retry=True)))
-
         self._stop_call()
         self._number = number
-        self._call = asyncio.create_task(guarded(), name=f"call {number} of {self._request.id}")
+        self._call = asyncio.create_task(call, name=f"call {number} of {self._request.id}")
+        self._call.add_done_callback(lambda task: self._call_ended(number, task))
+
+    def _call_ended(self, number: int, task: asyncio.Task[None]) -> None:
+        """However a call failed, the request's task hears of it."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        failed = _Failed(str(error), retry=True)
+        if isinstance(error, UpstreamError):
+            failed = _Failed(str(error), retry=True, unreachable=not error.sent)
+        elif isinstance(error, InstanceRefused):
+            failed = _Failed(str(error), error.retry)
+        elif not isinstance(error, MoonserveError):
+            log.error("%s: call %d failed", self._request.id, number, exc_info=error)
+            failed = _Failed("internal error", retry=True)
+        self._inbox.put_nowait(_Reply(number, failed))
 
     def _stop_call(self) -> None:
         if self._call is not None:
@@ -256,5 +278,6 @@ class _Life:
                 retry=failed.retry,
                 length=len(self._known),
                 keys=self._keys(),
+                unreachable=failed.unreachable,
             )
         )

@@ -7,8 +7,9 @@ master; decides only whether an instance may join.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -68,12 +69,14 @@ class Internal:
         store: MasterService,
         after_store: Callable[[], None],
         token: str,
+        models: Collection[str],
     ) -> None:
         """`after_store` runs after each store operation, to pass its events on."""
         self._conductor = conductor
         self._store = store
         self._after_store = after_store
         self._token = token
+        self._models = models
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -101,10 +104,17 @@ class Internal:
         info = _decode(await request.body(), InstanceInfo)
         if info.namespace.block_size < 1 or info.chunk_tokens < 1 or info.max_seqs < 1:
             raise BadRequest("block_size, chunk_tokens and max_seqs must be 1 or more", "namespace")
+        if info.model not in self._models:
+            served = ", ".join(self._models)
+            raise Incompatible(f"this gateway serves {served}, not {info.model}", "model")
+        if not urlsplit(info.url).hostname:
+            raise BadRequest(f"{info.url!r} is no URL such as http://host:port", "url")
         for view in self._conductor.core.view.instances.values():
             other = view.info
             if other.id != info.id and other.model == info.model:
                 _check_compatible(info, other)
+            if other.id == info.id and other.epoch > info.epoch:
+                raise Incompatible(f"a later start of {info.id} has joined; choose a name", "id")
         self._conductor.tell(Joined(info))
         return _reply({})
 

@@ -38,6 +38,7 @@ from moonserve.live.text.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_INTERNAL_BODY_BYTES = 64 << 20
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -54,6 +55,7 @@ class Gateway:
         )
         self.conductor = ConductorLoop(Conductor(policy), self._release)
         self._http = HttpClient()
+        self._front: GatewayApp | None = None
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
 
@@ -76,9 +78,15 @@ class Gateway:
         return self._server.port
 
     async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, let running ones finish for `drain_s`, then cut them."""
+        """Refuse new requests, let running ones finish for `drain_s`, then cut them.
+
+        The server listens until they have ended: workers beat and call the store meanwhile.
+        """
+        if self._front is not None:
+            self._front.drain()
+            await self._front.idle(drain_s)
         if self._server is not None:
-            await self._server.stop(drain_s)
+            await self._server.stop(0)
         if self._ticker is not None:
             self._ticker.cancel()
         await self._http.close()
@@ -86,17 +94,22 @@ class Gateway:
     async def _listen(self) -> None:
         config = self._config
         found, max_len, text = await asyncio.to_thread(_read_model, config.model)
-        wire = WireClient(self._http, config.prefill_timeout_s, config.token_timeout_s)
+        wire = WireClient(
+            self._http, config.token, config.prefill_timeout_s, config.token_timeout_s
+        )
         cluster = Cluster(self.conductor, wire, {found.name: max_len})
-        front = GatewayApp(
+        self._front = front = GatewayApp(
             cluster, {found.name: text}.__getitem__, Limits(max_in_flight=config.max_in_flight)
         )
-        internal = Internal(self.conductor, self.store, self._pass_events, config.token)
+        internal = Internal(
+            self.conductor, self.store, self._pass_events, config.token, [found.name]
+        )
         api = Api(self.conductor, self.store)
         app = App(
             front.routes() | internal.routes() | api.routes(),
             front.prefixes() | internal.prefixes() | api.prefixes(),
             max_body_bytes=config.max_body_bytes,
+            body_limits={"/internal/": _INTERNAL_BODY_BYTES},
             name="gateway",
         )
         self._server = await serve(app, config.host, config.port)

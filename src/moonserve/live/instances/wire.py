@@ -102,8 +102,12 @@ def completion_body(
 class WireClient:
     """Calls instances; shares one pool of keep-alive connections."""
 
-    def __init__(self, http: HttpClient, prefill_timeout_s: float, token_timeout_s: float) -> None:
+    def __init__(
+        self, http: HttpClient, token: str, prefill_timeout_s: float, token_timeout_s: float
+    ) -> None:
+        """`token`: the cluster's shared secret, which instances ask for; may be empty."""
         self._http = http
+        self._token = token
         self._prefill_timeout_s = prefill_timeout_s
         self._token_timeout_s = token_timeout_s
 
@@ -112,7 +116,7 @@ class WireClient:
         reply = await self._http.request(
             "POST",
             to.url + "/v1/completions",
-            headers=_headers(request),
+            headers=self._headers(request),
             body=body,
             timeout_s=self._prefill_timeout_s,
         )
@@ -136,7 +140,7 @@ class WireClient:
         async with self._http.stream(
             "POST",
             to.url + "/v1/completions",
-            headers=_headers(request),
+            headers=self._headers(request),
             body=body,
             timeout_s=self._prefill_timeout_s,
             idle_timeout_s=self._token_timeout_s,
@@ -145,16 +149,16 @@ class WireClient:
                 whole = b"".join([chunk async for chunk in reply])
                 _check(to, reply.status, whole)
             async for data in sse_events(reply):
-                if data == b"[DONE]":
-                    return
                 parsed = _parse(to, data)
                 if parsed.choices[0].token_ids or parsed.choices[0].finish_reason:
                     choice = parsed.choices[0]
                     yield Decoded(tuple(choice.token_ids), choice.finish_reason)
 
-
-def _headers(request: Request) -> dict[str, str]:
-    return {"content-type": "application/json", "x-request-id": request.id}
+    def _headers(self, request: Request) -> dict[str, str]:
+        headers = {"content-type": "application/json", "x-request-id": request.id}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        return headers
 
 
 def _check(to: InstanceInfo, status: int, body: bytes) -> None:
