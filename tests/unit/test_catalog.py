@@ -171,6 +171,14 @@ def test_a_cut_off_file_is_pulled_again(tiny: NamedModel) -> None:
     assert pull("tiny").path.read_bytes() == GGUF
 
 
+def test_a_damaged_file_is_pulled_again(tiny: NamedModel) -> None:
+    """A cached file of the right size but of other bytes is not trusted."""
+    path = pull(tiny.name).path
+    good = path.read_bytes()
+    path.write_bytes(bytes(len(good)))
+    assert pull(tiny.name).path.read_bytes() == good
+
+
 def test_resolve_paths(tmp_path: Path) -> None:
     """A folder with config.json and a .gguf file are models named after themselves."""
     folder = tmp_path / "Llama-3"

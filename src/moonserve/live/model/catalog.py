@@ -17,7 +17,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import msgspec
@@ -132,7 +132,7 @@ def ensure(ref: str, progress: Progress | None = None) -> ModelRef:
 def pull(
     name: str, progress: Progress | None = None, deadline_s: float = PULL_DEADLINE_S
 ) -> ModelRef:
-    """Fetch a named model into the cache, unless it is there. Blocks until done.
+    """Fetch a named model into the cache, unless it is there, whole and right. Blocks until done.
 
     Pulls may run side by side and may be killed: each works in a folder of its own, and the last
     step is a rename. Raises ConfigError with the remedy when it cannot be done.
@@ -141,7 +141,7 @@ def pull(
     if model is None:
         raise ConfigError(f"no model is named {name!r}; there is {', '.join(CATALOG)}", "model")
     path = _cached(model)
-    if path is not None:
+    if path is not None and _hash_of(path) == model.sha256:
         return ModelRef(name, path)
     tell = progress or (lambda stage, done, total: None)
     try:
@@ -167,6 +167,15 @@ def _cached(model: NamedModel) -> Path | None:
         return path if path.stat().st_size == model.size else None
     except OSError:
         return None
+
+
+def _hash_of(path: Path) -> str:
+    """SHA-256 of a file; "" where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 @contextmanager
