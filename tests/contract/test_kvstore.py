@@ -321,6 +321,53 @@ def test_beats_keep_a_segment_and_mount_it_again() -> None:
     run("embedded", test, Terms(segment_ttl_us=4000))
 
 
+def test_beats_go_on_after_a_bug(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unexpected error in a beat is logged, and the next beat comes all the same."""
+
+    async def test(it: Pool) -> None:
+        calls = 0
+
+        def buggy(addresses: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise KeyError("bug")
+
+        monkeypatch.setattr(it.writer._transfer, "retain", buggy)
+        it.writer.start_beats()
+        while calls < 3:
+            await asyncio.sleep(0.001)
+        assert [record.getMessage() for record in caplog.records] == ["the store's beats broke off"]
+
+    run("embedded", test, Terms(segment_ttl_us=4000))
+
+
+def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master that hangs in a beat is asked again within the beat's own deadline."""
+    monkeypatch.setattr("moonserve.live.store.client._BEAT_CALL_S", 0.01)
+
+    async def test(it: Pool) -> None:
+        beats = 0
+        answer = it.writer._rpc
+
+        async def slow(op: str, body: bytes) -> bytes:
+            nonlocal beats
+            if op == "beat":
+                beats += 1
+                await asyncio.sleep(60)
+            return await answer(op, body)
+
+        it.writer._rpc = slow
+        it.writer.start_beats()
+        async with asyncio.timeout(it.writer.settings.call_s - 1):
+            while beats < 3:
+                await asyncio.sleep(0.001)
+
+    run("embedded", test, Terms(segment_ttl_us=4000))
+
+
 def test_closing_leaves_the_pool() -> None:
     """After close, the segment is unmounted and its objects' removal was told."""
 

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,28 @@ def test_connections_are_bounded(memory: Region) -> None:
         assert time.monotonic() < deadline
     transfer.close()
     server.close()
+
+
+def test_out_of_threads_turns_one_peer_away(
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no thread can be started, that peer is cut, leaves nothing, and the next is served."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kv-serve":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with socket.create_connection(("127.0.0.1", server.port), 5) as peer:
+            assert peer.recv(1) == b""
+    assert server._open == {}
+    transfer = Transfer(TOKEN, shared_memory=False)
+    one = [Slice(0, memoryview(bytearray(8)))]
+    assert transfer.read(server.address("127.0.0.1"), one, soon()) == [True]
+    transfer.close()
 
 
 @pytest.mark.parametrize("frame", [b"\x07\x01\x00", b"\x01\x00\x00", b"\x01\xff\xff"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Coroutine
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import ConfigError, EngineFailed
-from moonserve.core.facts import InstanceInfo, InstanceLoad
+from moonserve.core.facts import InstanceInfo, InstanceLoad, PassSample, TransferSample
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
 from moonserve.core.prefix import Namespace
@@ -132,6 +133,55 @@ def test_joins_beats_and_joins_again() -> None:
     run(main())
 
 
+def test_samples_survive_a_failed_beat() -> None:
+    """What the gateway did not get is told with the next beat it takes, once, newest last."""
+
+    class EverySecond(Gateway):
+        async def _note(self, request: HttpRequest) -> Response:
+            self.answer = 503 if len(self.said) % 2 else 200
+            return await super()._note(request)
+
+    async def main() -> None:
+        gateway, http = EverySecond(), HttpClient()
+        url = await gateway.start()
+        counted = itertools.count()
+
+        def load() -> InstanceLoad:
+            n = next(counted)
+            transfer = TransferSample(n, 1)
+            return InstanceLoad(passes=(PassSample(n, 0, 0, 0, 0, 1),), transfers=(transfer,))
+
+        member = Membership(Control(http, url, TOKEN), INFO, load)
+        task = asyncio.create_task(member.run(lambda: None))
+        while len(gateway.said) < 8:
+            await asyncio.sleep(0.01)
+        got: list[int] = []
+        for _, body in gateway.said[2:8:2]:
+            told = [it["prefill_new"] for it in body["load"]["passes"]]
+            assert told == [it["size_bytes"] for it in body["load"]["transfers"]]
+            got += told
+        assert got == list(range(7)), "one from before the join, then two by two"
+        task.cancel()
+        await gateway.stop()
+        await http.close()
+
+    run(main())
+
+
+def test_untold_samples_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the gateway is away for long, the newest samples are kept."""
+    monkeypatch.setattr(join, "_MAX_UNTOLD", 3)
+    counted = itertools.count()
+    member = Membership(
+        Control(HttpClient(), "http://127.0.0.1:1", TOKEN),
+        INFO,
+        lambda: InstanceLoad(passes=(PassSample(next(counted), 0, 0, 0, 0, 1),)),
+    )
+    for _ in range(9):
+        member._gather()
+    assert [it.prefill_new for it in member._untold.passes] == [6, 7, 8]
+
+
 def test_a_refusal_is_final_and_says_why() -> None:
     """A wrong token or an incompatible worker ends with the gateway's reason, at once."""
 
@@ -191,7 +241,7 @@ def test_the_whole_process() -> None:
             reply = await http.request(
                 "POST",
                 f"{info.url}/v1/completions",
-                headers={"x-request-id": name},
+                headers={"x-request-id": name, "authorization": f"Bearer {TOKEN}"},
                 body=msgspec.json.encode({"prompt": "hello " * 100, "max_tokens": 4}),
                 timeout_s=10,
             )

@@ -33,6 +33,7 @@ Rpc = Callable[[str, bytes], Awaitable[bytes]]
 
 _INLINE_BYTES = 256 << 10  # copied on the loop: handing over to a thread would take longer
 _BEATS_PER_TTL = 4
+_BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew
 _FAILURES = (MoonserveError, OSError)  # TimeoutError is an OSError
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -110,6 +111,7 @@ class StoreClient:
         """Keep the segment mounted from now on, also by a master that restarts."""
         if self._beats is None:
             self._beats = asyncio.create_task(self._beat_forever())
+            self._beats.add_done_callback(self._beats_ended)
 
     async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
         """See KVStore.find."""
@@ -130,9 +132,10 @@ class StoreClient:
 
     async def close(self) -> None:
         """Leave the pool: what this segment held is gone."""
-        if self._beats is not None:
-            self._beats.cancel()
-            await asyncio.wait([self._beats])
+        beats, self._beats = self._beats, None
+        if beats is not None:
+            beats.cancel()
+            await asyncio.wait([beats])
         await self._tell("unmount", wire.SegmentCall(self.settings.segment, self.settings.epoch))
         await asyncio.to_thread(self._close_blocking)
 
@@ -144,8 +147,10 @@ class StoreClient:
 
     # The master
 
-    async def _call(self, op: str, call: msgspec.Struct, reply: type[T]) -> T:
-        async with asyncio.timeout(self.settings.call_s):
+    async def _call(
+        self, op: str, call: msgspec.Struct, reply: type[T], most_s: float | None = None
+    ) -> T:
+        async with asyncio.timeout(most_s or self.settings.call_s):
             body = await self._rpc(op, _encode(call))
         try:
             return msgspec.msgpack.decode(body, type=reply)
@@ -175,7 +180,7 @@ class StoreClient:
         while True:
             await asyncio.sleep(self._beat_s)
             try:
-                reply = await self._call("beat", call, wire.Beaten)
+                reply = await self._call("beat", call, wire.Beaten, _BEAT_CALL_S)
                 if not reply.mounted:
                     log.warning("the store master forgot segment %s: mounting again", call.segment)
                     await self._mount()
@@ -184,6 +189,13 @@ class StoreClient:
                 continue
             self._addresses = reply.addresses
             self._transfer.retain([self.address, *reply.addresses.values()])
+
+    def _beats_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug must not cost the segment in silence: say it, and beat on."""
+        if task is self._beats and not task.cancelled():
+            log.critical("the store's beats broke off", exc_info=task.exception())
+            self._beats = None
+            self.start_beats()
 
     # Reading
 

@@ -86,8 +86,14 @@ class TransferServer:
                 if self._closing or len(self._open) >= self._max_connections:
                     sock.close()
                     continue
+                # Started in here: whoever is in the table runs, and none is gone before it is in.
+                try:
+                    thread.start()
+                except RuntimeError as error:  # out of threads: others must end first
+                    log.warning("a peer was turned away: %s", error)
+                    sock.close()
+                    continue
                 self._open[sock] = thread
-            thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
 _CALL_S = 5.0
+_BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew: the gateway waits 5 s for one
+_MAX_UNTOLD = 256
 _BACKOFF_S = (0.2, 0.4, 0.8, 1.6, 3.0)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -33,11 +35,11 @@ class Control:
         if token:
             self._headers["authorization"] = f"Bearer {token}"
 
-    async def call(self, path: str, body: bytes) -> ClientResponse:
+    async def call(self, path: str, body: bytes, timeout_s: float = _CALL_S) -> ClientResponse:
         """POST to /internal/<path>. Raises UpstreamError, DeadlineExceeded, ConfigError on 401."""
         url = f"{self.gateway}/internal/{path}"
         reply = await self._http.request(
-            "POST", url, headers=self._headers, body=body, timeout_s=_CALL_S
+            "POST", url, headers=self._headers, body=body, timeout_s=timeout_s
         )
         if reply.status == 401:
             raise ConfigError(f"{self.gateway} does not accept this worker's token", "token")
@@ -61,11 +63,14 @@ class Membership:
     def __init__(
         self, control: Control, info: InstanceInfo, load: Callable[[], InstanceLoad]
     ) -> None:
-        """`load` gives each beat its content."""
+        """`load` gives each beat its content; the samples in it are given once and kept here
+        until the gateway has them.
+        """
         self._control = control
         self._info = info
         self._load = load
         self._joined = False
+        self._untold = InstanceLoad()
 
     async def run(self, joined: Callable[[], None]) -> None:
         """Join and beat for ever; `joined` is called at every join.
@@ -74,10 +79,10 @@ class Membership:
         """
         failures = 0
         while True:
-            load = self._load() if self._joined else None
+            self._gather()
             try:
-                if load is not None:
-                    await self._beat(load)
+                if self._joined:
+                    await self._beat()
                 else:
                     await self._join()
                     joined()
@@ -91,6 +96,15 @@ class Membership:
                 pause_s = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
                 failures += 1
             await asyncio.sleep(pause_s)
+
+    def _gather(self) -> None:
+        """The load now, with the newest samples that the gateway has not got yet."""
+        load, old = self._load(), self._untold
+        self._untold = msgspec.structs.replace(
+            load,
+            passes=(*old.passes, *load.passes)[-_MAX_UNTOLD:],
+            transfers=(*old.transfers, *load.transfers)[-_MAX_UNTOLD:],
+        )
 
     async def leave(self) -> None:
         """Say goodbye; a gateway that is away will find out by itself."""
@@ -109,13 +123,15 @@ class Membership:
             raise MoonserveError(f"join: {_message(reply)}")
         self._joined = True
 
-    async def _beat(self, load: InstanceLoad) -> None:
-        reply = await self._control.call("beat", self._body(load=load))
+    async def _beat(self) -> None:
+        reply = await self._control.call("beat", self._body(load=self._untold), _BEAT_CALL_S)
         if reply.status == 404:
             log.warning("gateway %s does not know us: joining again", self._control.gateway)
             self._joined = False
         elif reply.status != 200:
             raise MoonserveError(f"beat: {_message(reply)}")
+        else:
+            self._untold = InstanceLoad()
 
     def _body(self, **more: object) -> bytes:
         return _encode({"id": self._info.id, "epoch": self._info.epoch, **more})
