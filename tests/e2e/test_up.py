@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
@@ -67,10 +68,22 @@ def test_serves_then_drains_on_ctrl_c(up: Up) -> None:
     assert "did not stop" not in up.output
 
 
+def test_workers_want_the_token(up: Up) -> None:
+    """A token from the environment is the cluster's: who does not know it gets no worker's work."""
+    for worker in up.get("/api/instances"):
+        body = {"prompt": [1, 2, 3], "max_tokens": 1}
+        with pytest.raises(HTTPError, match="401"):
+            send(worker["url"], "/v1/completions", body, {"authorization": "Bearer guess"})
+        assert up.post("/v1/completions", body, worker["url"])["usage"]["completion_tokens"] == 1
+
+
 def test_running_requests_finish_before_the_end(up: Up) -> None:
-    """A stream under way at Ctrl-C goes on to its last token; then all ends as usual."""
-    whole = ask(up, 2000)
-    assert ask(up, 2000, on_first=lambda: up.process.send_signal(signal.SIGINT)) == whole
+    """A stream under way at Ctrl-C goes on to its last token; then all ends as usual.
+
+    It takes longer than the silence after which an instance is taken for dead.
+    """
+    whole = ask(up, 3500)
+    assert ask(up, 3500, on_first=lambda: up.process.send_signal(signal.SIGINT)) == whole
     up.until(lambda: up.process.poll() is not None, STOP_S)
     assert up.process.returncode == 0, up.output
 
@@ -100,6 +113,20 @@ def test_killed_supervisor_takes_all_with_it(up: Up) -> None:
     up.process.kill()
     up.until(lambda: all(gone(pid) for pid in pids.values()), 15)
     assert not shared_memory_of(pids.values()), up.output
+
+
+@pytest.mark.parametrize("victims", [["d0"], ["p0", "d0"]])
+def test_a_stream_outlives_its_workers(up: Up, victims: list[str]) -> None:
+    """Killed in mid-stream, the only workers come back and the stream goes on, token for token."""
+    whole = ask(up, 1000)
+
+    def kill() -> None:
+        pids = up.children()
+        for name in victims:
+            os.kill(pids[name], signal.SIGKILL)
+
+    assert ask(up, 1000, on_first=kill) == whole
+    up.settle()
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0", "gateway"])

@@ -1,0 +1,144 @@
+"""A whole cluster on one event loop: real gateway, real workers and segments, fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from moonserve.core.facts import Role
+from moonserve.core.units import SegmentId
+from moonserve.live.engine.fake import FakeCost, FakeEngine
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.process import Gateway
+from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.model.catalog import DEFAULT_MODEL
+from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.worker.config import WorkerConfig
+from moonserve.live.worker.join import Control, Membership
+from moonserve.live.worker.main import Worker
+
+BLOCK = 16
+TOKEN = "the-secret-of-this-test"
+_epochs = itertools.count(1)
+
+
+class Site:
+    """One gateway and the workers that were added to it."""
+
+    def __init__(
+        self, gateway: Gateway, http: HttpClient, stack: contextlib.AsyncExitStack
+    ) -> None:
+        self.gateway = gateway
+        self.http = http
+        self.workers: dict[str, Worker] = {}
+        self.members: dict[str, asyncio.Task[None]] = {}
+        self._stack = stack
+
+    @property
+    def url(self) -> str:
+        """The gateway's."""
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    async def add(
+        self, name: str, role: Role, cost: FakeCost | None = None, epoch: int = 0, blocks: int = 256
+    ) -> Worker:
+        """Start a worker and wait until it has joined."""
+        control = Control(self.http, self.url, TOKEN)
+        config = WorkerConfig(
+            name=name, role=role, model=DEFAULT_MODEL, engine="fake", token=TOKEN, block_size=BLOCK
+        )
+        epoch = epoch or next(_epochs)
+        settings = StoreSettings(
+            segment=SegmentId(name), epoch=epoch, capacity_bytes=4 << 20, token=TOKEN.encode()
+        )
+        store = await StoreClient.open(control.store, settings)
+        self._stack.push_async_callback(store.close)
+        store.start_beats()
+        engine = FakeEngine(
+            block_size=BLOCK, num_blocks=blocks, max_len=4096, cost=cost or FakeCost()
+        )
+        worker = await Worker.start(config, engine, store, model=DEFAULT_MODEL, epoch=epoch)
+        self._stack.push_async_callback(worker.stop, 0)
+        joined = asyncio.Event()
+        member = Membership(control, worker.info, worker.load)
+        task = asyncio.create_task(member.run(joined.set))
+        self._stack.callback(task.cancel)
+        waiting = asyncio.create_task(joined.wait())
+        await asyncio.wait({task, waiting}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if task.done():
+            task.result()
+        self.workers[name] = worker
+        self.members[name] = task
+        return worker
+
+    async def tokens(self, prompt: list[int], count: int, **headers: str) -> list[int]:
+        """Token ids of a streamed completion; raises AssertionError on an error event."""
+        body = {
+            "model": DEFAULT_MODEL,
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        got: list[int] = []
+        async with self.http.stream(
+            "POST",
+            self.url + "/v1/completions",
+            headers=headers,
+            body=json.dumps(body).encode(),
+            timeout_s=20,
+            idle_timeout_s=20,
+        ) as reply:
+            assert reply.status == 200, await reply.read()
+            async for event in sse_events(reply):
+                parsed: dict[str, Any] = json.loads(event)
+                assert "error" not in parsed, parsed
+                for choice in parsed["choices"]:
+                    got += choice.get("token_ids") or []
+        return got
+
+    def reference(self, prompt: list[int], count: int) -> list[int]:
+        """What one engine alone generates."""
+        engine = FakeEngine(block_size=BLOCK, num_blocks=256, max_len=4096)
+        return list(engine.reference(prompt, count))
+
+    async def settle(self) -> None:
+        """Wait until every ledger is at zero."""
+        async with asyncio.timeout(10):
+            while any(self.ledgers().values()):
+                await asyncio.sleep(0.02)
+
+    def ledgers(self) -> dict[str, int]:
+        """Promises, leases, puts and what every worker holds."""
+        promised = self.gateway.conductor.core.promised()
+        stats = self.gateway.store.master.stats()
+        ledger = {
+            "requests": promised.requests,
+            "prefills": promised.prefills,
+            "decodes": promised.decodes,
+            "leases": stats.leases,
+            "puts": stats.pending_puts,
+        }
+        for name, worker in self.workers.items():
+            own = worker.runner.ledger()
+            ledger[name] = own.running + own.waiting + own.streams + own.blocks_used
+        return ledger
+
+
+@contextlib.asynccontextmanager
+async def site(**config: Any) -> AsyncIterator[Site]:
+    """A gateway without workers; all is stopped at the end."""
+    settings = GatewayConfig(model=DEFAULT_MODEL, token=TOKEN, **{"port": 0, **config})
+    async with contextlib.AsyncExitStack() as stack:
+        gateway = await Gateway.start(settings)
+        http = HttpClient()
+        stack.push_async_callback(http.close)
+        stack.push_async_callback(gateway.stop, 0)
+        yield Site(gateway, http, stack)
