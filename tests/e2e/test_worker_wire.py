@@ -451,7 +451,8 @@ def test_a_prompt_is_echoed_to_those_that_hand_nothing_over() -> None:
         async with site(DictStore()) as it:
             w0 = await it.worker("w0")
             prompt = prompt_of(9)
-            for more, echo in (({}, prompt), ({"kv_transfer_params": {}}, None)):
+            routed: dict[str, Any] = {"kv_transfer_params": {}}
+            for more, echo in (({}, prompt), (routed, None)):
                 whole = await it.complete(w0, prompt=prompt, max_tokens=2, **more)
                 first, *_ = await it.events(w0, prompt=prompt, max_tokens=2, **more)
                 for reply in (whole, first):

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -259,6 +261,43 @@ def test_the_whole_process() -> None:
         assert gateway.master.lookup()["segments"] == []
         assert not _is_there(name)
         assert lines[-1] == "stopped"
+        await gateway.stop()
+        await http.close()
+
+    run(main())
+
+
+def test_a_hung_engine_ends_the_process() -> None:
+    """A thread that hangs in a pass cannot keep the process; its memory is unlinked before."""
+
+    async def main() -> None:
+        gateway, http = Gateway(), HttpClient()
+        url = await gateway.start()
+        root = Path(__file__).parents[2]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.support.hung", url, TOKEN, cwd=root,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            info = msgspec.convert(await gateway.hears("join"), InstanceInfo)
+            name = gateway.master.master.addresses()[SegmentId("h0")].region
+            assert _is_there(name)
+            reply = await http.request(
+                "POST",
+                f"{info.url}/v1/completions",
+                headers={"authorization": f"Bearer {TOKEN}"},
+                body=b'{"prompt": [1, 2, 3]}',
+                timeout_s=10,
+            )
+            assert reply.status == 502
+            said, _ = await asyncio.wait_for(process.communicate(), 20)
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode == 1
+        assert b"the engine hangs" in said
+        assert not _is_there(name)
+        await gateway.hears("leave")
         await gateway.stop()
         await http.close()
 

@@ -11,6 +11,8 @@ import contextlib
 import logging
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -45,6 +47,9 @@ Say = Callable[[str], None]
 _FAKE_BLOCKS = 1024
 _MOUNT_PAUSE_S = 0.5
 _MOUNT_DEADLINE_S = 120.0
+_CLEAN_UP_S = 30.0
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_WILDCARD = ("0.0.0.0", "::")
 
 
 class Worker:
@@ -113,32 +118,68 @@ class Worker:
 
 async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, flush=True)) -> None:
     """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on."""
+    _check_host(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     engine, tokenizer, model = await asyncio.to_thread(_load, config, say)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
-        http = HttpClient()
-        stack.push_async_callback(http.close)
-        if config.engine == "torch":
-            say("warming up: measuring some passes")
-        samples = await warm_up(engine, config.role, config.chunk_tokens)
-        control = Control(http, config.gateway, config.token)
-        epoch = time.time_ns() // 1000
-        store = await _mount(control, config, epoch, stop)
-        if store is not None:
-            stack.push_async_callback(store.close)
-            store.start_beats()
-            worker = await Worker.start(
-                config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
-            )
-            stack.push_async_callback(worker.stop, config.drain_s)
-            worker.runner.measured(samples)
-            say(f"listening on {worker.info.url}")
-            await _belong(worker, control, stop, say)
+    worker: Worker | None = None
+    try:
+        async with AsyncExitStack() as stack:
+            http = HttpClient()
+            stack.push_async_callback(http.close)
+            if config.engine == "torch":
+                say("warming up: measuring some passes")
+            samples = await warm_up(engine, config.role, config.chunk_tokens)
+            control = Control(http, config.gateway, config.token)
+            epoch = time.time_ns() // 1000
+            store = await _mount(control, config, epoch, stop)
+            if store is not None:
+                stack.push_async_callback(store.close)
+                store.start_beats()
+                worker = await Worker.start(
+                    config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
+                )
+                stack.push_async_callback(worker.stop, config.drain_s)
+                worker.runner.measured(samples)
+                say(f"listening on {worker.info.url}")
+                try:
+                    await _belong(worker, control, stop, say)
+                finally:
+                    if worker.runner.hung:  # a clean-up that hangs too must not keep us
+                        threading.Timer(_CLEAN_UP_S, os._exit, (1,)).start()
+    finally:
+        if worker is not None and worker.runner.hung:
+            _end_process(say)
+        await engine.close()
     say("stopped")
+
+
+def _end_process(say: Say) -> None:
+    """End at once, for whoever keeps this worker alive to start it anew.
+
+    A thread that hangs in the engine would be waited for at the interpreter's exit, for ever.
+    """
+    say("the engine hangs: ending this process")
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _check_host(config: WorkerConfig) -> None:
+    """Refuse to compute for anyone, and to be known by an address that leads nowhere."""
+    if not config.token and config.host not in _LOOPBACK:
+        raise ConfigError(
+            f"bound to {config.host}, callers must present a token: set MOONSERVE_TOKEN", "token"
+        )
+    if config.host in _WILDCARD and config.advertise_host is None:
+        raise ConfigError(
+            f"others cannot reach {config.host}; give the address that they can with"
+            " --advertise-host",
+            "advertise_host",
+        )
 
 
 async def _belong(worker: Worker, control: Control, stop: asyncio.Event, say: Say) -> None:

@@ -66,6 +66,8 @@ class Runner:
         self._counted_preemptions = 0
         self.failure: EngineFailed | None = None
         """Set once the worker cannot serve any more; /health tells."""
+        self.hung = False
+        """Whether that is since a pass does not end: its thread may never."""
         self._kv: WorkerKV | None = None
         if store is not None:
             self._kv = WorkerKV(
@@ -274,6 +276,7 @@ class Runner:
         task = asyncio.create_task(self._engine.run(work))
         await asyncio.wait({task}, timeout=self._limits.pass_s)
         if not task.done():
+            self.hung = True
             raise EngineFailed(f"the engine did not end a pass within {self._limits.pass_s:g} s")
         error = task.exception()
         if error is not None:

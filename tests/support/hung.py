@@ -1,0 +1,41 @@
+"""A worker process whose engine hangs in a thread at its first request; argv: gateway's URL, token.
+
+Prints what a worker prints. The pass deadline is short, and there is no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+
+from moonserve.core.batch import Pass, PassResult
+from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.worker import main
+from moonserve.live.worker.config import WorkerConfig
+from moonserve.live.worker.job import Limits
+
+
+class Hung(FakeEngine):
+    """Warms up well; then a pass blocks a thread of the default executor for ever."""
+
+    async def run(self, work: Pass) -> PassResult:
+        if not work.chunks[0].request.startswith("warm-up"):
+            await asyncio.to_thread(threading.Event().wait)
+        return await super().run(work)
+
+
+if __name__ == "__main__":
+    main._load = lambda config, say: (Hung(), None, "m")  # type: ignore[assignment,return-value]
+    main.Limits = functools.partial(Limits, pass_s=0.1)  # type: ignore[attr-defined,assignment]
+    config = WorkerConfig(
+        name="h0",
+        role="both",
+        model="m",
+        engine="fake",
+        gateway=sys.argv[1],
+        token=sys.argv[2],
+        segment_bytes=1 << 20,
+    )
+    asyncio.run(main.run_worker(config))
