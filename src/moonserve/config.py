@@ -50,6 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block_size: Annotated[Tokens, msgspec.Meta(ge=1, le=1024)] = 32
     segment_bytes: _Size = 512 << 20
     """Each worker's share of the KV store."""
+    kv_memory_bytes: _Size = 1 << 30
+    """Each torch worker's own pool for the KV of running requests."""
     max_body_bytes: _Size = 8 << 20
     threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
@@ -150,7 +152,7 @@ def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
 
 
 def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
-    for name in ("segment_bytes", "max_body_bytes"):
+    for name in ("segment_bytes", "kv_memory_bytes", "max_body_bytes"):
         if isinstance(value := merged.get(name), str):
             try:
                 merged[name] = parse_bytes(value)

@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any
 
 PROGRAM = (sys.executable, "-m", "moonserve")
+TOKEN = "the-tests-own-token"
 START_S = 120.0
 STOP_S = 30.0
 
@@ -31,7 +32,7 @@ class Up:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "CI": "true"},
+            env={**os.environ, "CI": "true", "MOONSERVE_TOKEN": TOKEN},
         )
         self.lines: list[str] = []
         self._reader = Thread(target=self._read, daemon=True)
@@ -107,10 +108,9 @@ class Up:
 
 
 def send(base: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-    """The open reply of a POST."""
-    request = urllib.request.Request(
-        base + path, json.dumps(body).encode(), {"content-type": "application/json"} | headers
-    )
+    """The open reply of a POST, on the gateway or a worker; workers want the cluster's token."""
+    own = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
+    request = urllib.request.Request(base + path, json.dumps(body).encode(), own | headers)
     return urllib.request.urlopen(request, timeout=300)
 
 

@@ -15,6 +15,7 @@ from moonserve.cli import cli
 from moonserve.cli.settings import child_env
 from moonserve.cli.up import cluster
 from moonserve.config import Logging, Settings, load
+from moonserve.live.worker.config import WorkerConfig
 
 
 def run(*argv: str, stdin: str | None = None) -> Result:
@@ -43,6 +44,9 @@ def test_runs_as_a_module() -> None:
     assert done.stdout.startswith("moonserve 0.")
 
 
+WORKER = ["worker", "--role", "both", "--name", "w0"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -51,6 +55,8 @@ def test_runs_as_a_module() -> None:
         (["up", "--segment-bytes", "lots"], "error: segment_bytes: 'lots' is not a size"),
         (["up", "--config", "/no/such.yaml"], "error: config: cannot read /no/such.yaml"),
         (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0"),
+        ([*WORKER, "--host", "192.0.2.1"], "error: token: bound to 192.0.2.1"),
+        (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
     ],
 )
@@ -60,6 +66,51 @@ def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: s
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_worker_everywhere_must_say_where(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wildcard is no address to be reached at: the error names the flag that gives one."""
+    monkeypatch.setenv("MOONSERVE_TOKEN", "secret")
+    result = run(*WORKER, "--host", host)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: advertise_host: ")
+    assert "--advertise-host" in result.stderr
+
+
+def test_a_workers_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address, advertised address, token and sizes arrive in the worker's own settings."""
+    given: list[WorkerConfig] = []
+
+    async def note(config: WorkerConfig) -> None:
+        given.append(config)
+
+    monkeypatch.setattr("moonserve.live.worker.main.run_worker", note)
+    monkeypatch.setenv("MOONSERVE_TOKEN", "secret")
+    flags = ["--host", "0.0.0.0", "--advertise-host", "w0.lan", "--kv-memory-bytes", "2GiB"]
+    assert run(*WORKER, *flags, "--segment-bytes", "1MiB").exit_code == 0
+    [config] = given
+    assert (config.host, config.advertise_host, config.token) == ("0.0.0.0", "w0.lan", "secret")
+    assert (config.kv_memory_bytes, config.segment_bytes) == (2 << 30, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("host", "joined"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("192.0.2.1", "http://192.0.2.1:8000"),
+    ],
+)
+def test_only_the_gateway_gets_the_public_address(host: str, joined: str) -> None:
+    """`up --host` exposes no worker, and tells workers an address that can be connected to."""
+    settings = Settings(host=host)
+    gateway, *workers = cluster(settings, 8000, child_env(settings))
+    assert "--host" not in gateway.argv
+    assert gateway.env["MOONSERVE_HOST"] == host
+    for worker in workers:
+        assert worker.argv[worker.argv.index("--host") + 1] == "127.0.0.1"
+        assert worker.argv[worker.argv.index("--gateway") + 1] == joined
 
 
 def test_up_refuses_a_port_in_use() -> None:
@@ -91,7 +142,11 @@ def test_children_read_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     """What a child reads from its environment is what the parent was told, by whatever way."""
     monkeypatch.setenv("MOONSERVE_CONFIG", "/only/the/parent/reads/this.yaml")
     settings = Settings(
-        model="m", block_size=16, drain_s=1.5, logging=Logging("ERROR", {"core.x": "DEBUG"})
+        model="m",
+        block_size=16,
+        kv_memory_bytes=1 << 20,
+        drain_s=1.5,
+        logging=Logging("ERROR", {"core.x": "DEBUG"}),
     )
     assert load(None, child_env(settings), {}) == settings
 

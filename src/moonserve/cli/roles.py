@@ -13,9 +13,7 @@ from typing import Any, Literal
 
 import click
 
-from moonserve.cli.settings import read_settings, settings_options
-
-TOKEN = "MOONSERVE_TOKEN"
+from moonserve.cli.settings import TOKEN, read_settings, settings_options
 
 
 @click.command()
@@ -56,13 +54,21 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     show_default=True,
     help="The worker's own port; 0 takes a free one.",
 )
-@settings_options("model", "host", "engine", "dtype", "block_size", "segment_bytes")
+@click.option(
+    "--advertise-host",
+    metavar="ADDRESS",
+    help="Where others reach it, if not at --host; needed with 0.0.0.0.",
+)
+@settings_options(
+    "model", "host", "engine", "dtype", "block_size", "segment_bytes", "kv_memory_bytes"
+)
 def worker(
     config: Path | None,
     role: Literal["prefill", "decode", "both"],
     name: str,
     gateway: str,
     listen: int,
+    advertise_host: str | None,
     **flags: str | None,
 ) -> None:
     """Run one prefill or decode worker."""
@@ -81,6 +87,7 @@ def worker(
                 role=role,
                 host=settings.host,
                 port=listen,
+                advertise_host=advertise_host,
                 gateway=gateway,
                 token=token,
                 model=settings.model,
@@ -88,6 +95,7 @@ def worker(
                 dtype=settings.dtype,
                 block_size=settings.block_size,
                 segment_bytes=settings.segment_bytes,
+                kv_memory_bytes=settings.kv_memory_bytes,
             )
         )
     )

@@ -12,6 +12,8 @@ import msgspec
 
 from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load
 
+TOKEN = ENV_PREFIX + "TOKEN"
+"""The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 # Setting: (metavar, help). Flags carry no default of their own: a flag not given is None, and
@@ -26,6 +28,7 @@ _HELP: dict[str, tuple[str, str]] = {
     "dtype": ("TYPE", "float32, bfloat16, or auto: bfloat16 where the CPU multiplies it"),
     "block_size": ("TOKENS", "tokens in one KV block"),
     "segment_bytes": ("SIZE", "each worker's share of the KV store"),
+    "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
     "max_body_bytes": ("SIZE", "largest request body"),
     "threshold": ("RATIO", "fetch a prefix this much longer than one's own, rather than compute"),
     "start_s": ("SECONDS", "longest wait until all are ready"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moonserve.cli.settings import child_env, read_settings, settings_options
+from moonserve.cli.settings import TOKEN, child_env, read_settings, settings_options
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "dtype",
     "block_size",
     "segment_bytes",
+    "kv_memory_bytes",
     "threshold",
     "max_body_bytes",
     "start_s",
@@ -43,6 +44,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 )
 def up(config: Path | None, **flags: str | None) -> None:
     """Start a gateway, prefill workers and decode workers on this machine.
+
+    Only the gateway listens on --host; the workers are reached from this machine alone.
 
     Fetches the model first if it has a name and is not here yet. Ctrl-C lets running requests
     finish and stops all; a second Ctrl-C does not wait.
@@ -92,7 +95,7 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
     from moonserve.live.supervise import Child
 
     program = (sys.executable, "-m", "moonserve")
-    url = f"http://{_bracketed(settings.host)}:{port}"
+    url = f"http://{_bracketed(_reachable(settings.host))}:{port}"
     names = [("prefill", f"p{i}") for i in range(settings.prefill)]
     names += [("decode", f"d{i}") for i in range(settings.decode)]
     # Spinning threads of several workers on few cores slow each other down many times over.
@@ -102,7 +105,9 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
     # The gateway goes first: it takes no new requests and lets the running ones finish.
     children = [Child("gateway", gateway, environ, 0, settings.drain_s + _KILL_AFTER_S)]
     for role, name in names:
-        argv = (*program, "worker", "--role", role, "--name", name, "--gateway", url)
+        # Only the gateway is for others: workers listen here, whatever --host says.
+        named = ("--role", role, "--name", name, "--gateway", url, "--host", "127.0.0.1")
+        argv = (*program, "worker", *named)
         children.append(Child(name, argv, environ, 1, _KILL_AFTER_S))
     return children
 
@@ -111,7 +116,8 @@ async def _serve(settings: Settings, port: int) -> None:
     from moonserve.live.supervise import Supervisor
     from moonserve.live.transfer.region import clean_stale
 
-    environ = child_env(settings, MOONSERVE_TOKEN=secrets.token_urlsafe(32))
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
+    environ = child_env(settings, **{TOKEN: token})
     children = cluster(settings, port, environ)
     boss = Supervisor(children, _tell)
     _tell("up", f"starting {', '.join(child.name for child in children)}")
