@@ -198,10 +198,20 @@ class _Line(logging.Formatter):
 
 
 def apply_logging(settings: Logging) -> None:
-    """Log to stderr, one line a record, at the levels asked for; replaces earlier handlers."""
+    """Log to stderr, one line a record, at the levels asked for; replaces earlier handlers.
+
+    Raises ConfigError on a module that does not exist. Core modules exist and never log.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Line())
     logging.basicConfig(level="WARNING", handlers=[handler], force=True)
     logging.getLogger("moonserve").setLevel(settings.level)
+    here = Path(__file__).parent
     for module, level in settings.modules.items():
-        logging.getLogger("moonserve." + module.removeprefix("moonserve.")).setLevel(level)
+        name = module.removeprefix("moonserve.")
+        place = here.joinpath(*name.split("."))
+        if not place.is_dir() and not place.with_suffix(".py").is_file():
+            raise ConfigError(
+                f"there is no module {module!r}; write it like live.conductor", "logging.modules"
+            )
+        logging.getLogger(f"moonserve.{name}").setLevel(level)

@@ -285,3 +285,31 @@ def test_doctor_prints_json() -> None:
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert findings["python"]["verdict"] == "ok"
     assert set(findings) >= {"torch", "cpu", "cores", "shared memory", "model", "port"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (("ask", "\udcff\udcfe"), "prompt"),
+        (("ask", "hello", "--temperature", "nan"), "temperature"),
+    ],
+)
+def test_ask_names_what_it_cannot_send(argv: tuple[str, ...], field: str) -> None:
+    """Bytes that are no text and numbers that are none are one error line each."""
+    result = run(*argv)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {field}:")
+
+
+def test_ask_refuses_stdin_that_is_not_text() -> None:
+    """The same from a pipe."""
+    result = CliRunner().invoke(cli, ["ask", "-"], input=b"\xff\xfe bad", prog_name="moonserve")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: prompt:")
+
+
+def test_up_names_a_host_it_cannot_listen_on() -> None:
+    """An address that is not ours is the host's fault, not the port's."""
+    result = run("up", "--host", "203.0.113.1", "--port", "0")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: host:")

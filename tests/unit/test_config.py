@@ -104,3 +104,9 @@ def test_log_lines_are_single_and_levels_are_per_module(
     assert first.endswith("DEBUG   core.conductor: two lines")
     assert "live.store: failed | Traceback" in second
     assert second.endswith("ValueError: oops")
+
+
+def test_a_level_for_no_module_is_refused() -> None:
+    """A misspelt module name would be silence; it is an error instead."""
+    with pytest.raises(ConfigError, match=r"logging\.modules: there is no module 'core\.conductr'"):
+        apply_logging(Logging("INFO", {"core.conductr": "DEBUG"}))

@@ -66,8 +66,9 @@ def ask(
     Then say how long the first token took (TTFT), the mean time between tokens (TBT), how many
     prompt tokens were reused, and what the Conductor decided.
     """
-    if prompt == "-":
-        prompt = sys.stdin.read()
+    if not temperature >= 0:  # NaN passes every range check
+        raise ConfigError("must be a number of 0 or more", "temperature")
+    prompt = _text(prompt)
     said = [{"role": "system", "content": system}] if system is not None else []
     body = {
         "messages": [*said, {"role": "user", "content": prompt}],
@@ -90,6 +91,17 @@ def ask(
     sys.stdout.flush()
     for line in story(answer):
         click.echo(click.style(line, dim=True), err=True)
+
+
+def _text(prompt: str) -> str:
+    """The prompt, or for "-" what stdin holds. Raises ConfigError where it is not UTF-8."""
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        prompt.encode()  # what the shell gave may hold bytes that are no text
+    except UnicodeError as err:
+        raise ConfigError("is not UTF-8 text", "prompt") from err
+    return prompt
 
 
 def story(answer: Answer) -> Iterator[str]:
@@ -219,7 +231,9 @@ class _Client:
                 f"nothing listens at {self._url}; start one with: moonserve up"
             ) from err
         except (OSError, HTTPException) as err:
-            raise NobodyAlive(f"{self._url} does not answer: {err!r}") from err
+            raise NobodyAlive(
+                f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"
+            ) from err
         connection.close()
         try:
             message = _message(msgspec.json.decode(text))

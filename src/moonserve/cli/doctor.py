@@ -16,7 +16,7 @@ import msgspec
 from moonserve.config import Settings
 from moonserve.core.errors import MoonserveError
 
-_NEED_MIB = 4 << 10
+_NEED_MIB = 4_600
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -66,6 +68,10 @@ def _free_port(host: str, port: int) -> int:
         except PermissionError as err:
             raise ConfigError(f"{port} needs privileges; choose one above 1023", "port") from err
         except OSError as err:
+            if err.errno != errno.EADDRINUSE:
+                raise ConfigError(
+                    f"cannot listen on {host}: {err.strerror or err}", "host"
+                ) from err
             raise ConfigError(
                 f"cannot listen on {host}:{port} ({err.strerror}); choose another with --port, "
                 "0 takes a free one",
@@ -191,10 +197,11 @@ def _say_hello(settings: Settings, port: int) -> None:
     url = f"http://{_bracketed(_reachable(settings.host))}:{port}"
     name = catalog.resolve(settings.model).name
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
+    program = "moonserve" if shutil.which("moonserve") else f"{sys.executable} -m moonserve"
     hint = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     click.echo(f"\nReady at {url}\n")
     click.echo(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
-    click.echo(f'  moonserve ask "Why is the sky blue?"{hint}\n')
+    click.echo(f'  {program} ask "Why is the sky blue?"{hint}\n')
     sys.stdout.flush()
 
 

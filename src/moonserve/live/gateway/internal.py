@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import BadRequest
+from moonserve.core.errors import BadRequest, Unauthorized
 from moonserve.core.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left
 from moonserve.core.units import InstanceId
 from moonserve.live.conductor import ConductorLoop
@@ -40,12 +40,6 @@ class LeaveBody(msgspec.Struct, frozen=True):
 
     id: InstanceId
     epoch: int
-
-
-class Unauthorized(BadRequest):
-    """The cluster token is missing or wrong."""
-
-    status = 401
 
 
 class UnknownInstance(BadRequest):
