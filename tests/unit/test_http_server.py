@@ -166,6 +166,8 @@ def test_routes_bodies_and_queries() -> None:
         reply = await ask(url + "/echo?q=%41&q=b", "POST", body=b"\0\xff")
         assert (reply.body, reply.headers["x-q"]) == (b"\0\xff", "b")
         assert (await ask(url + "/json", "POST", body=b'{"n": 1}')).body == b'{"n":2}'
+        bom = b'\xef\xbb\xbf{"n": 1}'
+        assert (await ask(url + "/json", "POST", body=bom)).body == b'{"n":2}'
         assert (await ask(url + "/things/a%2Fb")).body == b"/things/a/b"
         assert (await ask(url + "/things/deep/a")).body == b"hello"
 
@@ -218,9 +220,73 @@ def test_errors_have_openai_shape_and_the_request_id(
     run(use, max_body_bytes=10_000)
 
 
-@pytest.mark.parametrize("given", ["", "has space", "x" * 129, "naïve"])
+@pytest.mark.parametrize("given", ["x" * 128, "a.b_c:d@e-F9", "...", ".a"])
+def test_sane_request_ids_are_kept(given: str) -> None:
+    """A request id of letters, digits and ._:@- is the client's."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reply = await ask(url + "/", headers={"x-request-id": given})
+        assert reply.headers["x-request-id"] == given
+
+    run(use)
+
+
+@pytest.mark.parametrize("path", ["/", "/things/a", "/bad", "/flood"])
+def test_head_is_get_without_its_body(path: str) -> None:
+    """HEAD has GET's status and headers and no body, and leaves the connection usable."""
+
+    def ask_both(port: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        heads = []
+        for method in ("HEAD", "GET") if path != "/flood" else ("HEAD", "HEAD"):
+            connection.request(method, path, headers={"x-request-id": "mine"})
+            reply = connection.getresponse()
+            body = reply.read()
+            assert (body == b"") == (method == "HEAD")
+            heads.append((reply.status, {**dict(reply.getheaders()), "date": ""}))
+        assert heads[0] == heads[1]
+        assert heads[0][0] == (400 if path == "/bad" else 200)
+        connection.close()
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        await asyncio.to_thread(ask_both, server.port)
+        if path == "/flood":
+            await rig.closed.wait()
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("DELETE", "/echo", "POST"),
+        ("HEAD", "/echo", "POST"),
+        ("POST", "/", "GET, HEAD"),
+        ("PUT", "/things/deep/a", "GET, HEAD"),
+    ],
+)
+def test_405_says_what_is_allowed(method: str, path: str, allow: str) -> None:
+    """A 405 has the methods its path takes in Allow, HEAD wherever GET is, each once."""
+
+    def ask_one(port: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request(method, path)
+        reply = connection.getresponse()
+        assert (reply.status, reply.getheader("allow")) == (405, allow)
+        connection.close()
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        await asyncio.to_thread(ask_one, server.port)
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "has space", "x" * 129, "naïve", "../../x", "a/b", "a\\b", '"a"', "a%2Fb", ".", ".."],
+)
 def test_insane_request_ids_are_replaced(given: str) -> None:
-    """A request id that is not 1..128 visible ASCII characters is replaced by a fresh one."""
+    """A request id that is no safe part of a path, or too long, is replaced by a fresh one."""
 
     async def use(rig: Rig, server: Server, url: str) -> None:
         ids = {

@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -25,7 +25,9 @@ JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _MISSING = re.compile("missing required field `([^`]*)`")
-_MAX_ID_CHARS = 128
+_BOM = b"\xef\xbb\xbf"
+# An id is a path's last part in /api/decisions/<id>; clients resolve "." and ".." away.
+_REQUEST_ID = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._:@-]{1,128}")
 _NOBODY_RETRY_S = "2"
 """A worker that restarts, or another gateway, may be there by then."""
 
@@ -58,6 +60,16 @@ class BodyTooSlow(BadRequest):
     status = 408
 
 
+class MethodNotAllowed(BadRequest):
+    """The path exists, but takes only the methods `allowed`."""
+
+    status = 405
+
+    def __init__(self, message: str, allowed: Sequence[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
 class ErrorBody(msgspec.Struct):
     """The inside of OpenAI's error shape."""
 
@@ -81,7 +93,12 @@ def json_response(
 
 
 def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
-    """JSON as `shape`. BadRequest where it is not: `param` is the path of the field at fault."""
+    """JSON as `shape`. BadRequest where it is not: `param` is the path of the field at fault.
+
+    A byte order mark before it is skipped, as RFC 8259 allows.
+    """
+    if isinstance(data, bytes):
+        data = data.removeprefix(_BOM)
     try:
         return msgspec.json.decode(data, type=shape)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -111,14 +128,16 @@ def error_response(error: MoonserveError) -> Response:
         headers["x-moonserve-reject-reason"] = error.reason
     elif isinstance(error, NobodyAlive):
         headers["retry-after"] = _NOBODY_RETRY_S
+    elif isinstance(error, MethodNotAllowed):
+        headers["allow"] = ", ".join(error.allowed)
     return json_response(error_reply(error), error.status, headers)
 
 
 class HttpRequest:
     """One request as a handler sees it. `headers` has lower-case names; a repeated one's last wins.
 
-    `id` is the client's x-request-id where that is sane (at most 128 visible ASCII characters),
-    else made here; the server puts it on the reply. A handler may replace it.
+    `id` is the client's x-request-id where that is sane (1 to 128 letters, digits and ._:@-), else
+    made here; the server puts it on the reply. A handler may replace it.
     """
 
     __slots__ = (
@@ -244,6 +263,6 @@ class HttpRequest:
 
 
 def _request_id(given: str | None) -> str:
-    if given and len(given) <= _MAX_ID_CHARS and all("!" <= c <= "~" for c in given):
+    if given is not None and _REQUEST_ID.fullmatch(given):
         return given
     return f"req-{secrets.token_hex(12)}"

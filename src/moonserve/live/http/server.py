@@ -23,6 +23,7 @@ from moonserve.core.errors import BadRequest, ConfigError, MoonserveError
 from moonserve.core.units import Bytes
 from moonserve.live.http.message import (
     HttpRequest,
+    MethodNotAllowed,
     Response,
     StreamingResponse,
     error_response,
@@ -51,19 +52,14 @@ class NotFound(BadRequest):
     status = 404
 
 
-class MethodNotAllowed(BadRequest):
-    """The path exists, but not with this method."""
-
-    status = 405
-
-
 class App:
     """Routes requests to handlers and sends what they return; the ASGI callable for `serve`.
 
     routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler, the longest
-    prefix wins. Both may be added to before `serve`. body_limits: path prefix -> bytes that go
-    before max_body_bytes, the longest prefix wins. A MoonserveError from a handler becomes its
-    status in OpenAI's error shape, anything else a 500 that tells the client nothing.
+    prefix wins. Both may be added to before `serve`. HEAD goes where GET does. body_limits: path
+    prefix -> bytes that go before max_body_bytes, the longest prefix wins. A MoonserveError from a
+    handler becomes its status in OpenAI's error shape, anything else a 500 that tells the client
+    nothing.
     """
 
     def __init__(
@@ -107,7 +103,8 @@ class App:
 
     async def _answer(self, request: HttpRequest) -> Reply:
         try:
-            return await self._handler(request.method, request.path)(request)
+            method = "GET" if request.method == "HEAD" else request.method
+            return await self._handler(method, request.path)(request)
         except MoonserveError as error:
             if error.status >= 500:
                 log.warning("%s: %s: %s: %s", self.name, request.id, type(error).__name__, error)
@@ -131,10 +128,11 @@ class App:
                 best = prefix
         if best:
             return self.prefixes[method, best]
-        allowed = sorted(m for m, known in self.routes if known == path)
-        allowed += sorted(m for m, prefix in self.prefixes if path.startswith(prefix))
-        if allowed:
-            raise MethodNotAllowed(f"{path} takes {', '.join(allowed)}, not {method}")
+        found = {m for m, known in self.routes if known == path}
+        found |= {m for m, prefix in self.prefixes if path.startswith(prefix)}
+        if found:
+            allowed = sorted(found | {"HEAD"} if "GET" in found else found)
+            raise MethodNotAllowed(f"{path} takes {', '.join(allowed)}, not {method}", allowed)
         raise NotFound(f"no such path: {method} {path}")
 
     def _start(self, request: HttpRequest, reply: Reply) -> dict[str, Any]:
@@ -177,6 +175,8 @@ class App:
             request.cancel_on_disconnect()
             await send(self._start(request, reply))
             async for chunk in reply.chunks:
+                if request.method == "HEAD":
+                    break
                 if chunk:
                     stall.sending = True
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
