@@ -1,6 +1,7 @@
 """Tokens of real and toy vocabularies; text that comes back byte for byte."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,44 @@ def test_a_lone_surrogate_is_the_clients_error(smollm: Tokenizer) -> None:
     """Text that has no UTF-8 is refused, not a traceback."""
     with pytest.raises(BadRequest, match="surrogate"):
         smollm.encode("a\ud800")
+
+
+def test_the_longest_token_bounds_what_fits() -> None:
+    """No token stands for more bytes: special ones count, and what a normaliser may shorten."""
+    ends = ["<|a very long special token|>", "\u4e00"]
+    metadata = toy_bytes("gpt-2")
+    tokens, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    assert isinstance(tokens, list)
+    assert isinstance(types, list)
+    assert Tokenizer(vocabulary_of_gguf(metadata), ()).longest_token_bytes == 9
+    metadata |= {
+        "tokenizer.ggml.tokens": tokens + ends,
+        "tokenizer.ggml.token_type": [*types, 3, 4],
+    }
+    tokenizer = Tokenizer(vocabulary_of_gguf(metadata), ())
+    assert tokenizer.longest_token_bytes == len(ends[0])
+    assert len(tokenizer.encode(ends[0] * 3)) == 3
+    nfc = Tokenizer(vocabulary_of_gguf(toy_bytes("qwen2")), ())
+    assert nfc.encode("\u212a") == nfc.encode("K")  # three bytes, one token of one byte
+    assert nfc.longest_token_bytes == 4 * 9
+
+
+@pytest.mark.model
+def test_encoding_lets_other_threads_run(smollm: Tokenizer) -> None:
+    """While a long text is encoded, other threads get their turns: the event loop's among them."""
+    turns, done = 0, threading.Event()
+
+    def encode() -> None:
+        smollm.encode("a b " * 150_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not done.wait(0.001):
+        turns += 1
+    thread.join()
+    # An encoder that holds the GIL gives it up before and after its work, and so a turn or two.
+    assert turns > 10
 
 
 def write_folder(folder: Path, tokenizer: dict[str, Any]) -> None:
