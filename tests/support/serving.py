@@ -18,6 +18,7 @@ class ByteText:
     """TextTools whose token ids are bytes; EOS has no text."""
 
     vocab_size = VOCAB
+    longest_token_bytes = 4
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The bytes of `text`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -63,14 +64,18 @@ class Rig:
 
 
 def run(
-    use: Callable[[Rig], Awaitable[None]], *script: Any, limits: Limits | None = None, **app: Any
+    use: Callable[[Rig], Awaitable[None]],
+    *script: Any,
+    limits: Limits | None = None,
+    text: ByteText | None = None,
+    **app: Any,
 ) -> None:
     """Run `use` with a gateway over a cluster that plays `script`; nothing may be left open."""
 
     async def main() -> None:
         async with asyncio.timeout(30):
             serving = FakeServing(*script)
-            gateway = GatewayApp(serving, lambda model: ByteText(), limits)
+            gateway = GatewayApp(serving, lambda model: text or ByteText(), limits)
             server = await serve(App(gateway.routes(), gateway.prefixes(), **app), "127.0.0.1", 0)
             rig = Rig(serving, gateway, server)
             try:
@@ -449,22 +454,36 @@ def test_unsupported_fields_say_so() -> None:
     """A field that would change the answer is refused unless it asks for nothing."""
 
     async def use(rig: Rig) -> None:
-        error = json.loads((await rig.post(*_chat(n=2))).body)["error"]
-        assert error["code"] == "unsupported_parameter"
+        odd: list[Any] = [2, -1, 0, 1.5, [], True, "1"]
+        for asked, message in [
+            *((_chat(n=n), "n: only 1 is supported here") for n in odd),
+            (_text(logprobs=0), "logprobs: only false is supported here"),
+            (_chat(tool_choice="x"), 'tool_choice: only "none" or "auto" is supported here'),
+            (_chat(guided_regex="x"), "guided_regex: not supported here; leave it out"),
+        ]:
+            error = json.loads((await rig.post(*asked)).body)["error"]
+            assert (error["code"], error["message"]) == ("unsupported_parameter", message)
         assert (await rig.post(*_chat(n=1, tools=[], presence_penalty=0.0))).status == 200
 
     run(use)
 
 
 def test_context_length() -> None:
-    """Prompt plus max_tokens over the context is a 400 with OpenAI's code and the numbers."""
+    """Prompt plus max_tokens over the context is a 400 with OpenAI's code and the numbers.
+
+    The field at fault is the prompt where that alone does not fit, else the one that asked.
+    """
+    most = "max_completion_tokens"
 
     async def use(rig: Rig) -> None:
         for path, body, param, numbers in [
-            (*_chat(max_tokens=92), "messages", ("9", "92", "100")),
-            (*_chat(messages=[{"role": "user", "content": "x" * 200}]), "messages", ("207", "100")),
-            (*_text(prompt=[1] * 90, max_tokens=11), "prompt", ("90", "11", "100")),
+            (*_chat(max_tokens=92), "max_tokens", ("9", "92", "100")),
+            (*_chat(max_completion_tokens=92), most, ("9", "92", "100")),
+            (*_chat(max_tokens=1, max_completion_tokens=200), most, ("9", "200", "100")),
+            (*_chat(messages=_say("x" * 200), max_tokens=999), "messages", ("207", "100")),
+            (*_text(prompt=[1] * 90, max_tokens=11), "max_tokens", ("90", "11", "100")),
             (*_text(prompt=[1] * 100), "prompt", ("100",)),
+            (*_text(prompt=[1] * 100 + [999]), "prompt", ("101", "100")),  # before a look at each
         ]:
             reply = await rig.post(path, body)
             error = json.loads(reply.body)["error"]
@@ -475,6 +494,86 @@ def test_context_length() -> None:
         assert (await rig.post(*_chat(max_tokens=91))).status == 200
 
     run(use)
+
+
+def _say(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_hopeless_text_is_refused_before_any_work() -> None:
+    """Text of more bytes than the context's tokens can spell is neither rendered nor encoded."""
+
+    class Untouched(ByteText):
+        """Fails where it is used at all; 100 tokens of 4 bytes are the most it could take."""
+
+        def encode(self, text: str, *, add_bos: bool) -> list[int]:
+            raise AssertionError("encoded")
+
+        def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+            if len(messages) == 1:
+                return "x" * 401
+            raise AssertionError("rendered")
+
+    async def use(rig: Rig) -> None:
+        parts = [{"type": "text", "text": "x" * 200}] * 2
+        for path, body in [
+            _text(prompt="x" * 401),
+            _text(prompt=["\u4e00" * 134]),
+            _said({"role": "user", "content": "x" * 401}),
+            _said({"role": "user", "content": parts}),
+            _chat(),  # it is the template that makes it long
+        ]:
+            reply = await rig.post(path, body)
+            error = json.loads(reply.body)["error"]
+            assert (reply.status, error["code"]) == (400, "context_length_exceeded"), error
+            assert error["param"] == ("prompt" if path == TEXT else "messages")
+            assert all(number in error["message"] for number in ("400", "100", "4 a token"))
+        assert rig.serving.requests == []
+
+    run(use, text=Untouched())
+
+
+def test_long_prompts_take_turns_on_one_thread() -> None:
+    """Long prompts are encoded one at a time, off the loop; over the bound of waiting text, 429."""
+    threads: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(ByteText):
+        """Waits to be let go on with any long text."""
+
+        def encode(self, text: str, *, add_bos: bool) -> list[int]:
+            if len(text) > 10:
+                threads.append(threading.get_ident())
+                begun.set()
+                assert go_on.wait(10)
+            return super().encode(text, add_bos=add_bos)
+
+    async def use(rig: Rig) -> None:
+        long = _text(prompt="y" * 40)
+        first = asyncio.create_task(rig.post(*long))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(rig.post(*long))
+        while rig.gateway._prompts._waiting_bytes < 80:
+            await asyncio.sleep(0.001)
+        refused = await rig.post(*long)
+        assert refused.status == 429
+        assert refused.headers["x-moonserve-reject-reason"] == "tokenizer_queue"
+        # Short prompts pass them all by, and a client that leaves frees its place.
+        assert (await rig.post(*_text(prompt="short"))).status == 200
+        second.cancel()
+        while rig.gateway._prompts._waiting_bytes > 40:
+            await asyncio.sleep(0.001)
+        third = asyncio.create_task(rig.post(*long))
+        while rig.gateway._prompts._waiting_bytes < 80:
+            await asyncio.sleep(0.001)
+        assert len(threads) == 1
+        go_on.set()
+        assert [(await task).status for task in (first, third)] == [200, 200]
+        assert len(threads) == 2
+        assert len({*threads, threading.get_ident()}) == 2
+
+    run(use, text=Slow(), limits=Limits(offload_bytes=10, max_tokenising_bytes=100))
 
 
 def test_unknown_model_names_the_known() -> None:

@@ -15,7 +15,6 @@ from typing import TypeAlias
 import msgspec
 
 from moonserve.core.errors import (
-    BadRequest,
     ModelNotFound,
     MoonserveError,
     NobodyAlive,
@@ -32,6 +31,7 @@ from moonserve.live.gateway.generation import (
     whole_reply,
 )
 from moonserve.live.gateway.metrics import Metrics
+from moonserve.live.gateway.prompts import Prompts, max_tokens
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.message import (
     HttpRequest,
@@ -43,7 +43,6 @@ from moonserve.live.http.message import (
 from moonserve.live.http.server import Handler
 from moonserve.live.ports import ModelCard, Serving
 
-_COMPLETION_DEFAULT_TOKENS = 16
 _MODELS = "/v1/models"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
@@ -57,7 +56,9 @@ class Limits(msgspec.Struct, frozen=True):
     """Generations at once; more are answered 429."""
     max_messages: int = 4_096
     offload_bytes: Bytes = 16 << 10
-    """Prompts of longer bodies are tokenised in a thread, so that other streams go on."""
+    """Longer prompts are tokenised in a thread of their own, so that other streams go on."""
+    max_tokenising_bytes: Bytes = 16 << 20
+    """Text that may wait for that thread, at about 1 MB/s; more is answered 429."""
 
 
 class ModelEntry(msgspec.Struct):
@@ -94,6 +95,7 @@ class GatewayApp:
         self._serving = serving
         self._tools = tools
         self._limits = limits or Limits()
+        self._prompts = Prompts(self._limits.offload_bytes, self._limits.max_tokenising_bytes)
         self._live: set[RequestId] = set()
         self._draining = False
         self._left = asyncio.Event()
@@ -189,7 +191,7 @@ class GatewayApp:
             body = await http.body()
             http.cancel_on_disconnect()
             fields = self._parse(form, body)
-            request = await self._request(http, fields, len(body))
+            request = await self._request(http, fields)
             generation = Generation(
                 request,
                 self._serving.generate(request),
@@ -241,14 +243,11 @@ class GatewayApp:
             return openai.parse_chat(body, self._limits.max_messages)
         return openai.parse_completion(body)
 
-    async def _request(self, http: HttpRequest, fields: _Fields, size: Bytes) -> Request:
+    async def _request(self, http: HttpRequest, fields: _Fields) -> Request:
         """The request as the cluster sees it; BadRequest or ModelNotFound where it cannot be."""
         card = self._card(fields.model)
-        tools = self._tools(card.name)
-        if size <= self._limits.offload_bytes:
-            prompt = _tokens(fields, tools)
-        else:
-            prompt = await asyncio.to_thread(_tokens, fields, tools)
+        prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)
+        stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
         # Two requests under one id would share leases and ledgers behind the gateway. The reply
         # says the new one, since decisions are found by it.
         if http.id in self._live:
@@ -258,7 +257,7 @@ class GatewayApp:
             model=card.name,
             prompt=tuple(prompt),
             sampling=openai.sampling(fields, secrets.randbits(63)),
-            stopping=openai.stopping(fields, _max_tokens(fields, len(prompt), card)),
+            stopping=stopping,
         )
 
     def _card(self, name: str) -> ModelCard:
@@ -273,32 +272,3 @@ class GatewayApp:
 
     def _entry(self, card: ModelCard) -> ModelEntry:
         return ModelEntry(card.name, self._created, card.max_len)
-
-
-def _tokens(fields: _Fields, tools: TextTools) -> list[int]:
-    """The prompt's token ids."""
-    if isinstance(fields, openai.ChatRequest):
-        # The template writes BOS itself.
-        return tools.encode(tools.render_chat(openai.plain_messages(fields)), add_bos=False)
-    prompt = openai.single_prompt(fields, tools.vocab_size)
-    return prompt if isinstance(prompt, list) else tools.encode(prompt, add_bos=True)
-
-
-def _max_tokens(fields: _Fields, prompt: Tokens, card: ModelCard) -> Tokens:
-    """The most tokens to generate; BadRequest where prompt and asked tokens exceed the context."""
-    if isinstance(fields, openai.ChatRequest):
-        param, default = "messages", card.max_len
-        asked = fields.max_completion_tokens or fields.max_tokens
-    else:
-        param, default, asked = "prompt", _COMPLETION_DEFAULT_TOKENS, fields.max_tokens
-    if prompt == 0:
-        raise BadRequest(f"{param}: has no tokens", param)
-    room = card.max_len - prompt
-    if room < (asked or 1):
-        wanted = "" if asked is None else f" and {asked} to generate"
-        raise BadRequest(
-            f"{param}: {prompt} tokens{wanted} exceed the model's context of {card.max_len} tokens",
-            param,
-            "context_length_exceeded",
-        )
-    return min(default, room) if asked is None else asked

@@ -155,8 +155,20 @@ def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
     return plain
 
 
-def single_prompt(request: CompletionRequest, vocab_size: int) -> str | list[int]:
-    """The one prompt of a request: text, or token ids that exist; BadRequest otherwise."""
+def context_exceeded(param: str, what: str, max_len: Tokens) -> BadRequest:
+    """The error where `what` is more than a model's context of `max_len` tokens can hold."""
+    return BadRequest(
+        f"{param}: {what} exceed the model's context of {max_len} tokens",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) -> str | list[int]:
+    """The one prompt of a request: text, or at most `max_len` token ids that exist.
+
+    BadRequest otherwise.
+    """
     prompt = request.prompt
     if isinstance(prompt, str):
         return prompt
@@ -169,6 +181,8 @@ def single_prompt(request: CompletionRequest, vocab_size: int) -> str | list[int
         if isinstance(first, str):
             return first
         prompt, path = [*first], "prompt[0]"
+    if len(prompt) > max_len:
+        raise context_exceeded("prompt", f"{len(prompt)} tokens", max_len)
     ids = []
     for i, token in enumerate(prompt):
         if not isinstance(token, int):
@@ -216,7 +230,9 @@ def _refuse_unsupported(body: bytes) -> None:
         if value is not None and not any(
             value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
         ):
-            raise BadRequest(f"{name}: not supported here", name, "unsupported_parameter")
+            only = " or ".join(msgspec.json.encode(h).decode() for h in harmless)
+            what = f"only {only} is supported here" if only else "not supported here; leave it out"
+            raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
 
 
 def _judge(request: _Common) -> None:

@@ -30,6 +30,10 @@ class TextTools(Protocol):
     def vocab_size(self) -> int:
         """Ids run from 0 to below this."""
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """The most UTF-8 bytes of a text that one token stands for, special tokens included."""
+
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """Text to ids; BadRequest where it cannot be."""
 
@@ -51,6 +55,11 @@ class ModelText:
     def vocab_size(self) -> int:
         """See TextTools."""
         return self._tokenizer.vocab_size
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """See TextTools."""
+        return self._tokenizer.longest_token_bytes
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """See TextTools."""
