@@ -58,6 +58,7 @@ class _ByteText:
     """TextTools that costs next to nothing, so that the gateway is what is measured."""
 
     vocab_size = 257
+    longest_token_bytes = 1
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         return list(text.encode())

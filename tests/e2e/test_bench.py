@@ -1,0 +1,33 @@
+"""The benchmarks run: their figures are read elsewhere, never asserted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "word"),
+    [
+        ("conductor.py", ["--quick"], "the chain"),
+        ("gateway.py", ["--requests", "64", "--rounds", "1"], "64-token stream"),
+        ("store.py", ["--seconds-per-size", "0.02"], "shm get/memcpy"),
+    ],
+)
+def test_a_benchmark_runs_and_prints_its_ratios(script: str, args: list[str], word: str) -> None:
+    """Each script ends well, without a traceback, and prints what it is for."""
+    done = subprocess.run(
+        [sys.executable, str(BENCH / script), *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert word in done.stdout
