@@ -1,4 +1,4 @@
-"""The documents say what the program does: commands, flags, make targets and help texts."""
+"""The documents say what is there: commands, flags, make targets, help texts and linked files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import click
 import pytest
@@ -86,6 +87,33 @@ def test_commands_are_found_in_blocks_and_in_prose() -> None:
         "moonserve doctor",
     ]
     assert all(complaint(words) is None for words in commands(page))
+
+
+def missing(page: Path, text: str) -> list[str]:
+    """The relative links in a page's text, code left out, that lead to no file or folder."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    links = re.findall(r"\]\(<?([^)>\s]+)", prose)
+    links += re.findall(r"^ {0,3}\[[^\]]+\]:\s*<?([^>\s]+)", prose, re.MULTILINE)
+    links += re.findall(r"""\b(?:src|href)=["']([^"']+)""", prose)
+    local = [link for link in links if not re.match(r"[a-z][a-z0-9+.-]*:|//|#", link)]
+    return [link for link in local if not (page.parent / unquote(link.partition("#")[0])).exists()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda p: p.name)
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    """No document links to a page that is not there."""
+    assert missing(page, page.read_text()) == []
+
+
+def test_a_link_to_nowhere_is_found() -> None:
+    """Links of every form are checked; addresses, anchors and code are not."""
+    text = (
+        "[a](docs/none.md) [b](README.md#x) [c](#y) [d](https://h/none.md) [![e](none.png)](docs)\n"
+        "`[f](code.md)` <img src='none.svg'>\n[ref]: none.txt 'title'\n[g]: mailto:a@b\n"
+        "```md\n[h](block.md)\n```\n"
+    )
+    found = ["docs/none.md", "none.png", "none.txt", "none.svg"]
+    assert missing(ROOT / "README.md", text) == found
 
 
 def test_cli_page_equals_the_program() -> None:

@@ -154,10 +154,11 @@ def chat(up: Up, system: str, user: str) -> tuple[float, dict[str, Any]]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    url = up.url  # which waits until the cluster is ready
     began_s = time.monotonic()
     ttft_s = 0.0
     usage: dict[str, Any] = {}
-    with send(up.url, "/v1/chat/completions", body, {}) as reply:
+    with send(url, "/v1/chat/completions", body, {}) as reply:
         for line in reply:
             if not line.startswith(b"data: {"):
                 continue
