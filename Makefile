@@ -58,6 +58,7 @@ test-slow: $(DEV) model ## what takes minutes
 	$(PY) -m pytest -m slow $(ARGS)
 
 test-peer: $(DEV) $(BENCH) model ## compare with other implementations
+	$(PIP) install --quiet "transformers>=5"
 	$(PY) -m pytest -m peer $(ARGS)
 
 check: $(DEV) ## style, types, floors, docs
