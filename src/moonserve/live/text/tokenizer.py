@@ -74,10 +74,6 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
-    def is_special(self, id: int) -> bool:
-        """Whether the token is a control token, which has no text."""
-        return id in self._special
-
     def token_bytes(self, id: int) -> bytes:
         """The bytes the token stands for; b"" for special tokens and for a padded table's ids."""
         if id in self._special or id >= len(self._bytes):
