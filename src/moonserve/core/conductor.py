@@ -195,26 +195,25 @@ class Conductor:
         life = self._lives.get(fact.request)
         if life is None:
             return
-        called = life.instance
-        current = isinstance(fact, CallFailed) and fact.number == life.number
+        absent = _unreachable(life, fact)
         match life.step(fact):
             case Wait():
                 pass
             case Place():
                 self._unreserve(life, now_us)
                 life.unplaced()
-                self._forget_unreachable(fact, called if current else None)
+                self._forget(absent)
                 self._place(life, now_us)
             case StartDecode():
                 self._decode(life, now_us)
             case End(failure):
                 self._end(life, failure, now_us)
-                self._forget_unreachable(fact, called if current else None)
+                self._forget(absent)
 
-    def _forget_unreachable(self, fact: LifeFact, called: InstanceId | None) -> None:
+    def _forget(self, absent: InstanceId | None) -> None:
         """Nobody listens there: place nothing on it until it joins again, a heartbeat from now."""
-        if isinstance(fact, CallFailed) and fact.unreachable and called is not None:
-            self._lost(called, "it refuses connections")
+        if absent is not None:
+            self._lost(absent, "it refuses connections")
 
     def _place(self, life: Handoff, now_us: Micros) -> None:
         request = life.request
@@ -303,3 +302,10 @@ class Conductor:
             view = self.view.instances.get(life.decision.decode)
             if view is not None:
                 view.decoding.pop(life.request.id, None)
+
+
+def _unreachable(life: Handoff, fact: LifeFact) -> InstanceId | None:
+    """The instance that this fact, about the call now out, says nobody listens at."""
+    if isinstance(fact, CallFailed) and fact.unreachable and fact.number == life.number:
+        return life.instance
+    return None

@@ -128,10 +128,6 @@ class Cost:
         self._pass = LinearFit(pass_prior, _PASS_SCALES, _PASS_DOUBT)
         self._transfer = LinearFit(transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT)
 
-    def pass_us(self, sample: PassSample) -> Micros:
-        """Predicted time of one pass with these features (its elapsed_us is not looked at)."""
-        return round(self._pass.predict(_pass_features(sample)))
-
     def prefill_us(self, length: Tokens, cached: Tokens, chunk: Tokens) -> Micros:
         """Compute time of a prompt of `length`, `cached` of it loaded, in passes of `chunk`."""
         total = 0.0

@@ -83,6 +83,28 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     transfers: tuple[TransferSample, ...] = ()
 
 
+class _OfInstance(msgspec.Struct, frozen=True):
+    """A fact about one instance; ties within a rank go by its id."""
+
+    instance: InstanceId
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.instance
+
+
+class _OfRequest(msgspec.Struct, frozen=True):
+    """A fact about one request; ties within a rank go by its id."""
+
+    request: RequestId
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request
+
+
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """An instance came up, or came back with a new epoch."""
 
@@ -95,31 +117,19 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
         return self.info.id
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Beat(_OfInstance, frozen=True, tag=True):
     """An instance's heartbeat; of no effect when the epoch is not the one that joined."""
 
     rank: ClassVar[int] = 1
-    instance: InstanceId
     epoch: int
     load: InstanceLoad
 
-    @property
-    def subject(self) -> str:
-        """What ties within a rank are ordered by."""
-        return self.instance
 
-
-class Left(msgspec.Struct, frozen=True, tag=True):
+class Left(_OfInstance, frozen=True, tag=True):
     """An instance said goodbye."""
 
     rank: ClassVar[int] = 2
-    instance: InstanceId
     epoch: int
-
-    @property
-    def subject(self) -> str:
-        """What ties within a rank are ordered by."""
-        return self.instance
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -140,34 +150,22 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     subject: ClassVar[str] = ""
 
 
-class PrefillEnded(msgspec.Struct, frozen=True, tag=True):
+class PrefillEnded(_OfRequest, frozen=True, tag=True):
     """Prefill gave the next token and its KV is in the store. `final`: that was the last token."""
 
     rank: ClassVar[int] = 4
-    request: RequestId
     number: int
     final: bool
 
-    @property
-    def subject(self) -> str:
-        """What ties within a rank are ordered by."""
-        return self.request
 
-
-class DecodeEnded(msgspec.Struct, frozen=True, tag=True):
+class DecodeEnded(_OfRequest, frozen=True, tag=True):
     """Decode gave its last token."""
 
     rank: ClassVar[int] = 4
-    request: RequestId
     number: int
 
-    @property
-    def subject(self) -> str:
-        """What ties within a rank are ordered by."""
-        return self.request
 
-
-class CallFailed(msgspec.Struct, frozen=True, tag=True):
+class CallFailed(_OfRequest, frozen=True, tag=True):
     """A prefill or decode call ended without its result.
 
     `length` and `keys` describe what is known by now: the prompt and every token already sent, so
@@ -176,7 +174,6 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     """
 
     rank: ClassVar[int] = 4
-    request: RequestId
     number: int
     why: str
     retry: bool
@@ -184,22 +181,11 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     keys: tuple[BlockKey, ...]
     unreachable: bool = False
 
-    @property
-    def subject(self) -> str:
-        """What ties within a rank are ordered by."""
-        return self.request
 
-
-class ClientGone(msgspec.Struct, frozen=True, tag=True):
+class ClientGone(_OfRequest, frozen=True, tag=True):
     """Nobody waits for this request any more."""
 
     rank: ClassVar[int] = 5
-    request: RequestId
-
-    @property
-    def subject(self) -> str:
-        """What ties within a rank are ordered by."""
-        return self.request
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):

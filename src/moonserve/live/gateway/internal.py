@@ -6,17 +6,17 @@ master; decides only whether an instance may join.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, Unauthorized
+from moonserve.core.errors import BadRequest
 from moonserve.core.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left
 from moonserve.core.units import InstanceId
 from moonserve.live.conductor import ConductorLoop
+from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.server import MasterService
@@ -86,10 +86,7 @@ class Internal:
 
     def _guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
         async def checked(request: HttpRequest) -> Response:
-            given = request.headers.get("authorization", "").encode()
-            wanted = f"Bearer {self._token}".encode()
-            if self._token and not hmac.compare_digest(given, wanted):
-                raise Unauthorized("cluster token missing or wrong", "authorization")
+            check_token(request, self._token)
             return await handler(request)
 
         return checked

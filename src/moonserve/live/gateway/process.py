@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 
 from moonserve.core.conductor import Conductor, Policy
-from moonserve.core.errors import ConfigError
 from moonserve.core.facts import Tick
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
@@ -26,6 +25,7 @@ from moonserve.live.gateway.app import GatewayApp, Limits
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.internal import Internal
 from moonserve.live.gateway.text import ModelText
+from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.instances.wire import WireClient
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _INTERNAL_BODY_BYTES = 64 << 20
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Gateway:
@@ -62,11 +61,7 @@ class Gateway:
     @classmethod
     async def start(cls, config: GatewayConfig) -> Gateway:
         """Read the model's text side, wire all parts, listen. Raises ConfigError."""
-        if not config.token and config.host not in _LOOPBACK:
-            raise ConfigError(
-                f"bound to {config.host}, workers must present a token: set MOONSERVE_TOKEN",
-                "token",
-            )
+        require_token_beyond_loopback(config.host, config.token, "workers")
         gateway = cls(config)
         await gateway._listen()
         return gateway

@@ -6,7 +6,6 @@ must show the cluster token, since a worker does what it is told; GETs are open.
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import secrets
 import time
@@ -16,9 +15,10 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError, Unauthorized
+from moonserve.core.errors import MoonserveError
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.units import RequestId
+from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import (
     HttpRequest,
     Response,
@@ -81,14 +81,8 @@ class WorkerApp:
             name=f"worker {self.info.id}",
         )
 
-    def _check_token(self, request: HttpRequest) -> None:
-        given = request.headers.get("authorization", "").encode()
-        wanted = f"Bearer {self._token}".encode()
-        if self._token and not hmac.compare_digest(given, wanted):
-            raise Unauthorized("cluster token missing or wrong", "authorization")
-
     async def _completions(self, request: HttpRequest) -> Reply:
-        self._check_token(request)
+        check_token(request, self._token)
         body = parse_body(await request.body())
         job = make_job(
             body,

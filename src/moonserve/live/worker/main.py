@@ -25,6 +25,7 @@ from moonserve.core.prefix import Namespace
 from moonserve.core.units import InstanceId, SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import Server, serve
 from moonserve.live.model.catalog import resolve
@@ -48,7 +49,6 @@ _FAKE_BLOCKS = 1024
 _MOUNT_PAUSE_S = 0.5
 _MOUNT_DEADLINE_S = 120.0
 _CLEAN_UP_S = 30.0
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _WILDCARD = ("0.0.0.0", "::")
 
 
@@ -170,10 +170,7 @@ def _end_process(say: Say) -> None:
 
 def _check_host(config: WorkerConfig) -> None:
     """Refuse to compute for anyone, and to be known by an address that leads nowhere."""
-    if not config.token and config.host not in _LOOPBACK:
-        raise ConfigError(
-            f"bound to {config.host}, callers must present a token: set MOONSERVE_TOKEN", "token"
-        )
+    require_token_beyond_loopback(config.host, config.token, "callers")
     if config.host in _WILDCARD and config.advertise_host is None:
         raise ConfigError(
             f"others cannot reach {config.host}; give the address that they can with"
