@@ -1,0 +1,278 @@
+"""Traces: what arrived when, how long it was, and which KV blocks it shares with others.
+
+For the simulator, the replayer and `moonserve trace`. Reads Mooncake's JSONL, Azure's LLM CSV and
+a simple CSV. Reading and validating share one checker, so what validates can be read. Nothing is
+repaired or reordered silently: a row that breaks a rule is named by file, line and field.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from itertools import count, islice
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.units import Micros, Tokens
+
+BLOCK_SIZE: Tokens = 512
+"""Tokens of one block in the public traces."""
+_MOST_TOKENS: Tokens = 1 << 24  # longer than any context; bounds the blocks made for one row
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One request. `blocks` names every block of its input, the last, partial one included.
+
+    Equal id = same tokens after the same prefix, so no id comes twice in a row, and
+    block_size * (n - 1) < input_tokens <= block_size * n for n blocks. Both lengths are >= 1.
+    """
+
+    at_us: Micros
+    input_tokens: Tokens
+    output_tokens: Tokens
+    blocks: tuple[int, ...]
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Requests in order of arrival; equal times keep the file's order."""
+
+    name: str
+    block_size: Tokens
+    rows: list[Row]
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What is wrong with one field of one line (counted from 1), and what to do."""
+
+    line: int
+    field: str
+    message: str
+
+
+def read_trace(path: Path, limit: int | None = None, block_size: Tokens = BLOCK_SIZE) -> Trace:
+    """Read the first `limit` rows of a trace file, or all.
+
+    ConfigError names the file, line and field of the first fault, unsorted rows included.
+    """
+    rows: list[Row] = []
+    for row in islice(_read(path, block_size), limit):
+        if isinstance(row, Fault):
+            raise ConfigError(row.message, f"{path}:{row.line}: {row.field}")
+        rows.append(row)
+    if not rows:
+        raise ConfigError("no requests in this file", str(path))
+    return Trace(path.stem, block_size, rows)
+
+
+def validate(path: Path, at_most: int, block_size: Tokens = BLOCK_SIZE) -> tuple[int, list[Fault]]:
+    """Check a whole file: the number of good rows, and the first `at_most` faults."""
+    good = 0
+    faults: list[Fault] = []
+    for row in _read(path, block_size):
+        if isinstance(row, Row):
+            good += 1
+        else:
+            faults.append(row)
+            if len(faults) == at_most:
+                break
+    return good, faults
+
+
+def write_trace(trace: Trace, out: TextIO) -> None:
+    """Write Mooncake's JSONL: times in ms, whole where they are whole."""
+    for row in trace.rows:
+        ms, rest = divmod(row.at_us, 1000)
+        line = _Json(ms if rest == 0 else row.at_us / 1000, *msgspec.structs.astuple(row)[1:])
+        out.write(msgspec.json.encode(line).decode() + "\n")
+
+
+def head(trace: Trace, n: int) -> Trace:
+    """The first `n` requests."""
+    return Trace(trace.name, trace.block_size, trace.rows[:n])
+
+
+def scale(trace: Trace, speed: float = 1.0, lengths: int = 1) -> Trace:
+    """Arrivals `speed` times as fast; lengths and block size divided by `lengths`.
+
+    Lengths are rounded up, so they stay >= 1, and a divided length still ends in the same block:
+    512 (n-1) < x <= 512 n gives 32 (n-1) < ceil(x / 16) <= 32 n. Hence ids and hits stay as they
+    are. ConfigError: `speed` is not positive, or `lengths` does not divide the block size.
+    """
+    if not 0 < speed < float("inf"):
+        raise ConfigError(f"{speed} must be above 0, as 1.5 for half as fast again", "speed")
+    if lengths < 1 or trace.block_size % lengths:
+        raise ConfigError(
+            f"{lengths} must divide the block size of {trace.block_size} tokens", "lengths"
+        )
+    rows = [
+        Row(
+            round(row.at_us / speed),
+            -(-row.input_tokens // lengths),
+            -(-row.output_tokens // lengths),
+            row.blocks,
+        )
+        for row in trace.rows
+    ]
+    return Trace(trace.name, trace.block_size // lengths, rows)
+
+
+class _Json(msgspec.Struct, gc=False):
+    """A line of Mooncake's JSONL; further fields are ignored."""
+
+    timestamp: int | float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """How a file calls its four fields; faults use the file's own words."""
+
+    at: str
+    input: str
+    output: str
+    blocks: str
+
+
+_MOONCAKE = _Format("timestamp", "input_length", "output_length", "hash_ids")
+_AZURE = _Format("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
+_SIMPLE = _Format("timestamp_ms", "input_length", "output_length", "hash_ids")
+
+_Parsed = tuple[int, Row | Fault]
+
+
+def _read(path: Path, block_size: Tokens) -> Iterator[Row | Fault]:
+    """Every row of a file, checked."""
+    if block_size < 1:
+        raise ConfigError(f"{block_size} must be at least 1", "block_size")
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            first = file.readline().strip()
+            file.seek(0)
+            if first.startswith("{"):
+                yield from _checked(_json_rows(file), _MOONCAKE, block_size)
+                return
+            header = [name.strip() for name in first.split(",")]
+            for form, to_us in ((_AZURE, _iso_us), (_SIMPLE, _ms_us)):
+                if header[:3] == [form.at, form.input, form.output]:
+                    yield from _checked(_csv_rows(file, form, to_us, block_size), form, block_size)
+                    return
+    except OSError as err:
+        raise ConfigError(f"cannot be read: {err.strerror}", str(path)) from err
+    raise ConfigError(
+        "is no trace: its first line must be a JSON object (timestamp, input_length, "
+        "output_length, hash_ids), or a CSV header: timestamp_ms,input_length,output_length"
+        "[,hash_ids] or Azure's TIMESTAMP,ContextTokens,GeneratedTokens",
+        str(path),
+    )
+
+
+def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[Row | Fault]:
+    """Let good rows through, and turn those that break a rule of Row or go back in time."""
+    before_us: Micros = 0
+    for line, row in rows:
+        if isinstance(row, Fault):
+            yield row
+            continue
+        n = len(row.blocks)
+        if not (
+            before_us <= row.at_us
+            and 0 < row.input_tokens <= _MOST_TOKENS
+            and 0 < row.output_tokens <= _MOST_TOKENS
+            and size * (n - 1) < row.input_tokens <= size * n
+            and len(set(row.blocks)) == n
+        ):
+            yield _why(row, line, form, size, before_us)
+        else:
+            before_us = row.at_us
+            yield row
+
+
+def _why(row: Row, line: int, form: _Format, size: Tokens, before_us: Micros) -> Fault:
+    """Say which rule a row breaks."""
+    if row.at_us < 0:
+        return Fault(line, form.at, "must not be negative; count from the first request")
+    if row.at_us < before_us:
+        back_ms = (before_us - row.at_us) / 1000
+        return Fault(line, form.at, f"goes back by {back_ms:g} ms; sort the rows by time")
+    for name, tokens in ((form.input, row.input_tokens), (form.output, row.output_tokens)):
+        if not 0 < tokens <= _MOST_TOKENS:
+            what = f"{tokens} must be between 1 and {_MOST_TOKENS} tokens; correct or drop the row"
+            return Fault(line, name, what)
+    n, need = len(row.blocks), -(-row.input_tokens // size)
+    if n != need:
+        what = (
+            f"{n} blocks for {row.input_tokens} input tokens, which are {need} blocks of {size}; "
+            "correct the row, or name the block size this trace was made with"
+        )
+        return Fault(line, form.blocks, what)
+    return Fault(line, form.blocks, "an id comes twice; ids must name the block and its prefix")
+
+
+def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
+    decode = msgspec.json.Decoder(_Json).decode
+    for line, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            it = decode(text)
+        except msgspec.DecodeError as err:
+            named = re.search(r"(?:\$\.|required field `)(\w+)", str(err))
+            field = named[1] if named else "row"
+            yield line, Fault(line, field, f"{err}; one JSON object with four fields a line")
+            continue
+        yield line, Row(round(it.timestamp * 1000), it.input_length, it.output_length, it.hash_ids)
+
+
+def _csv_rows(
+    file: Iterable[str], form: _Format, to_us: Callable[[str], Micros], block_size: Tokens
+) -> Iterator[_Parsed]:
+    """Rows of a CSV file. Where it names no blocks, every request has blocks of its own.
+
+    A CSV's ISO times count from its first good row.
+    """
+    table = csv.reader(file)
+    width = len(next(table))
+    fresh = count()
+    start_us: Micros | None = None
+    for cells in table:
+        line = table.line_num
+        if not any(cells):
+            continue
+        if len(cells) != width:
+            yield line, Fault(line, "row", f"{len(cells)} columns where the header has {width}")
+            continue
+        field = form.at
+        try:
+            at_us = to_us(cells[0].strip())
+            field = form.input
+            inputs = int(cells[1])
+            field = form.output
+            outputs = int(cells[2])
+            field = form.blocks
+            if width > 3 and form.blocks:
+                blocks = tuple(map(int, cells[3].split()))
+            else:
+                blocks = tuple(islice(fresh, -(-min(inputs, _MOST_TOKENS) // block_size)))
+        except (ValueError, OverflowError):
+            kind = "a time" if field == form.at else "a whole number"
+            yield line, Fault(line, field, f"is not {kind}; correct or drop the row")
+            continue
+        if start_us is None:
+            start_us = at_us if form is _AZURE else 0
+        yield line, Row(at_us - start_us, inputs, outputs, blocks)
+
+
+def _iso_us(text: str) -> Micros:
+    at = datetime.fromisoformat(text)
+    since = at.replace(tzinfo=at.tzinfo or UTC) - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds
+
+
+def _ms_us(text: str) -> Micros:
+    return round(float(text) * 1000)
