@@ -49,7 +49,9 @@ class _Segment:
     mount: Mount
     extents: Extents
     heard_us: Micros
-    lru: Lru = field(default_factory=Lru)
+    lru: Lru[BlockKey] = field(default_factory=Lru)
+    """What no lease holds."""
+    evictable_bytes: Bytes = 0
     objects: dict[BlockKey, None] = field(default_factory=dict)
 
 
@@ -262,7 +264,7 @@ class Master:
                     address=held.mount.address,
                     capacity_bytes=held.extents.capacity_bytes,
                     used_bytes=held.extents.used_bytes,
-                    evictable_bytes=held.lru.evictable_bytes,
+                    evictable_bytes=held.evictable_bytes,
                     objects=len(held.objects),
                 )
                 for name, held in self._segments.items()
@@ -304,7 +306,7 @@ class Master:
         if record.held.get(found.key) != found.version:
             record.held[found.key] = found.version
             existing.leases += 1
-            self._segments[existing.at.segment].lru.discard(found.key)
+            self._keep(existing)
 
     def _let_go(self, lease: LeaseId) -> None:
         ended = self._leases.pop(lease, None)
@@ -319,8 +321,16 @@ class Master:
                 self._make_evictable(existing)
 
     def _make_evictable(self, existing: _Object) -> None:
-        found = existing.found
-        self._segments[existing.at.segment].lru.add(found.key, aligned(found.size))
+        held, found = self._segments[existing.at.segment], existing.found
+        if found.key not in held.lru:
+            held.evictable_bytes += aligned(found.size)
+        held.lru.use((found.key,))
+
+    def _keep(self, existing: _Object) -> None:
+        """Take an object out of the order of eviction: leased, or gone."""
+        held, found = self._segments[existing.at.segment], existing.found
+        if held.lru.discard(found.key):
+            held.evictable_bytes -= aligned(found.size)
 
     def _allocate(self, owner: SegmentId, size: Bytes) -> Replica | None:
         own = self._segments[owner]
@@ -345,9 +355,10 @@ class Master:
         Among leased objects of other sizes all may be evicted in vain; with blocks of one size,
         the first victim's extent fits.
         """
-        if held.extents.free_bytes + held.lru.evictable_bytes < aligned(size):
+        if held.extents.free_bytes + held.evictable_bytes < aligned(size):
             return None
-        while (victim := held.lru.oldest()) is not None:
+        while (victim := held.lru.pop()) is not None:
+            held.evictable_bytes -= aligned(self._objects[victim].found.size)
             self._remove(self._objects[victim])
             self._evicted += 1
             offset = held.extents.allocate(size)
@@ -360,7 +371,7 @@ class Master:
         held = self._segments[at.segment]
         del self._objects[key]
         del held.objects[key]
-        held.lru.discard(key)
+        self._keep(existing)
         held.extents.free(at.offset)
         self._events.append(BlockRemoved(key, at.segment))
 

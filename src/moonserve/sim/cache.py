@@ -1,0 +1,58 @@
+"""One cache of KV blocks in the simulator: a node's, or a whole pool's.
+
+For sim's nodes and for sim.stats. It counts blocks, not bytes, and has no notion of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.evict import EVICTIONS
+
+
+class Cache:
+    """Up to `capacity` blocks (None: any number), evicted in the order `policy` names.
+
+    A request's blocks are given in their order. All of them enter, then the excess is evicted; a
+    request longer than the cache leaves its leading blocks.
+    """
+
+    def __init__(self, capacity: int | None, policy: str = "lru") -> None:
+        if capacity is not None and capacity < 0:
+            raise ConfigError(f"{capacity} must be 0 or more blocks", "cache_blocks")
+        if policy not in EVICTIONS:
+            raise ConfigError(f"{policy!r} must be one of {', '.join(EVICTIONS)}", "eviction")
+        self.capacity = capacity
+        self._order = EVICTIONS[policy]()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def run(self, keys: Sequence[int]) -> int:
+        """The length of the longest leading run of `keys` that is held; uses nothing."""
+        held = self._order
+        for length, key in enumerate(keys):
+            if key not in held:
+                return length
+        return len(keys)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        """Use the leading run of `keys` that is held, deepest first."""
+        self._order.use(keys[: self.run(keys)])
+
+    def insert(self, keys: Sequence[int]) -> list[int]:
+        """Hold `keys`, using those held already; gives what was evicted, `keys` not spared."""
+        order = self._order
+        order.use(keys)
+        if self.capacity is None:
+            return []
+        evicted = []
+        for _ in range(len(order) - self.capacity):
+            key = order.pop()
+            assert key is not None
+            evicted.append(key)
+        return evicted
