@@ -7,16 +7,18 @@ live/conductor and by the simulator; never waits, never calls, never knows the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import msgspec
-
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.admission import nobody, refuses_ttft, too_late, too_many, unwanted
+from moonserve.core.cost import Cost
 from moonserve.core.facts import (
     Arrived,
     Beat,
-    BlockRemoved,
-    BlockStored,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
     CallFailed,
     ClientGone,
     DecodeEnded,
@@ -36,91 +38,46 @@ from moonserve.core.handoff import (
     StartDecode,
     Wait,
 )
-from moonserve.core.placement import Decision, choose_decode, place, preferred
-from moonserve.core.prefix import PrefixIndex
-from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, RequestId
+from moonserve.core.index import PrefixIndex
+from moonserve.core.placement import Ask, Decision, choose_decode, preferred
+from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of
+from moonserve.core.request import Slo
+from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.core.view import ClusterView, InstanceView, Promised
+from moonserve.core.waiting import Waiter, WaitingRoom
 
-
-class Prefill(msgspec.Struct, frozen=True):
-    """Call `to` to prefill what is known of the request, reusing decision.reused_tokens."""
-
-    request: RequestId
-    number: int
-    to: InstanceInfo
-    decision: Decision
-
-
-class Decode(msgspec.Struct, frozen=True):
-    """Call `to` to decode on from the KV that prefill put in the store."""
-
-    request: RequestId
-    number: int
-    to: InstanceInfo
-
-
-class Abort(msgspec.Struct, frozen=True):
-    """Break off call `number`: its instance is gone. The outcome is reported as CallFailed."""
-
-    request: RequestId
-    number: int
-    why: str
-
-
-class Refuse(msgspec.Struct, frozen=True):
-    """Nobody can take the request; nothing was spent on it.
-
-    `retry_after_us` is None where nobody is alive; else all are full, and may not be by then.
-    """
-
-    request: RequestId
-    why: str
-    retry_after_us: Micros | None = None
-
-
-class GiveUp(msgspec.Struct, frozen=True):
-    """The request failed and no retry is left."""
-
-    request: RequestId
-    why: str
-
-
-class Release(msgspec.Struct, frozen=True):
-    """The request's life is over, however it ended: drop its leases on the store.
-
-    One lease per prefill call, by the call's number.
-    """
-
-    request: RequestId
-    numbers: tuple[int, ...]
-
-
-Action: TypeAlias = Prefill | Decode | Abort | Refuse | GiveUp | Release
-
-
-class Policy(msgspec.Struct, frozen=True):
-    """Settings of the Conductor."""
-
-    kvcache_balancing_threshold: float = 1.0
-    """Fetch when the pool's prefix exceeds this many times the instance's own (Algorithm 1)."""
-    dead_after_us: Micros = 5_000_000
-    """An instance not heard of for this long is taken for dead."""
-    pause_us: Micros = 2_000_000
-    """A tick that comes later than this says that we slept, not that everybody else died."""
-    patience_us: Micros = 30_000_000
-    """How long a request that lost its instances waits for one to join: a restart's time."""
+if TYPE_CHECKING:
+    from random import Random  # noqa: TID251 - for its type only
 
 
 class Conductor:
-    """See the module. All facts of one instant go into one `step`."""
+    """See the module. All facts of one instant go into one `step`.
 
-    def __init__(self, policy: Policy | None = None) -> None:
-        self.policy = policy or Policy()
+    cost_of: the cost model of an instance that joins; rng: for policies that draw.
+    """
+
+    def __init__(
+        self,
+        tuning: Tuning | None = None,
+        rng: Random | None = None,
+        cost_of: Callable[[InstanceInfo], Cost] = lambda info: Cost(),
+    ) -> None:
+        self.tuning = tuning or Tuning()
+        self._policy = policy_of(self.tuning.policy)
+        self._memory = Memory(rng)
+        self._cost_of = cost_of
         self.view = ClusterView()
         self.index = PrefixIndex()
+        self._coming = PrefixIndex()
+        """What instances will hold once they have done what they were promised."""
+        self._coming_of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
         self._lives: dict[RequestId, Handoff] = {}
+        self._rooms: dict[str, WaitingRoom] = {}
+        """Lives that wait for an instance to be free, by model; with late binding."""
         self._parked: dict[RequestId, Micros] = {}
         """Lives that wait for an instance to join, and since when."""
+        self._outputs = 0.0
+        """Mean output length seen, newer ones counting more."""
         self._ticked_us: Micros | None = None
         self._actions: list[Action] = []
 
@@ -128,10 +85,12 @@ class Conductor:
         """Take the facts of one instant, in rank order, and say what is to be done."""
         for fact in sorted(facts, key=lambda f: (f.rank, f.subject)):
             match fact:
-                case BlockStored(key, segment):
-                    self.index.stored(key, segment)
-                case BlockRemoved(key, segment):
-                    self.index.removed(key, segment)
+                case BlocksStored(segment, keys, parent, tier, epoch):
+                    self.index.stored(segment, keys, parent, tier, epoch)
+                case BlocksRemoved(segment, keys, tier, epoch):
+                    self.index.removed(segment, keys, tier, epoch)
+                case BlocksCleared(segment, tier, epoch):
+                    self.index.cleared(segment, tier, epoch)
                 case Joined(info):
                     self._joined(info, now_us)
                 case Beat(instance, epoch, load):
@@ -147,13 +106,31 @@ class Conductor:
                     self._unpark(now_us)
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
-                    life = Handoff(request, keys)
+                    life = Handoff(request, keys, now_us)
                     self._lives[request.id] = life
                     self._place(life, now_us)
                 case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
                     self._life(fact, now_us)
+        for model in [model for model, room in self._rooms.items() if len(room)]:
+            self._bind(model, now_us)
         actions, self._actions = self._actions, []
         return actions
+
+    def wake_us(self, now_us: Micros) -> Micros | None:
+        """When to step again though nothing happens; None: no need. Later than now."""
+        times: list[Micros] = []
+        for model, room in self._rooms.items():
+            if not len(room):
+                continue
+            due_us = room.first_due_us() if refuses_ttft(self.tuning) else None
+            if due_us is not None:
+                times.append(due_us + 1)
+            if self.tuning.bind_ahead_us:
+                times += [
+                    now_us + view.queue_us(now_us) - self.tuning.bind_ahead_us
+                    for view in self.view.prefills(model)
+                ]
+        return min((time for time in times if time > now_us), default=None)
 
     def promised(self) -> Promised:
         """The ledger: zero in every field when no request is under way."""
@@ -162,8 +139,15 @@ class Conductor:
             requests=len(self._lives),
             prefills=sum(view.prefills for view in views),
             prefill_us=sum(view.promised_us for view in views),
-            decodes=sum(len(view.decoding) for view in views),
+            decodes=sum(view.decodes for view in views),
         )
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here to be bound."""
+        return sum(len(room) for room in self._rooms.values())
+
+    # Instances.
 
     def _joined(self, info: InstanceInfo, now_us: Micros) -> None:
         old = self.view.instances.get(info.id)
@@ -173,14 +157,14 @@ class Conductor:
             return
         if old is not None:
             self._lost(info.id, "it restarted")
-        self.view.add(InstanceView(info, now_us))
+        self.view.add(InstanceView(info, now_us, self._cost_of(info)))
         self._unpark(now_us)
 
     def _reap(self, now_us: Micros) -> None:
         last_us, self._ticked_us = self._ticked_us, now_us
-        if last_us is None or now_us - last_us > self.policy.pause_us:
+        if last_us is None or now_us - last_us > self.tuning.pause_us:
             return
-        dead_us = now_us - self.policy.dead_after_us
+        dead_us = now_us - self.tuning.dead_after_us
         for instance in [i for i, v in self.view.instances.items() if v.heard_us < dead_us]:
             self._lost(instance, "it was not heard of any more")
 
@@ -190,6 +174,13 @@ class Conductor:
             if life.instance == instance:
                 why_all = f"instance {instance} is gone: {why}"
                 self._actions.append(Abort(life.request.id, life.number, why_all))
+
+    def _forget(self, absent: InstanceId | None) -> None:
+        """Nobody listens there: place nothing on it until it joins again, a heartbeat from now."""
+        if absent is not None:
+            self._lost(absent, "it refuses connections")
+
+    # Lives.
 
     def _life(self, fact: LifeFact, now_us: Micros) -> None:
         life = self._lives.get(fact.request)
@@ -207,57 +198,80 @@ class Conductor:
             case StartDecode():
                 self._decode(life, now_us)
             case End(failure):
+                if isinstance(fact, DecodeEnded):
+                    self._outputs += (fact.tokens - self._outputs) / 64
                 self._end(life, failure, now_us)
                 self._forget(absent)
 
-    def _forget(self, absent: InstanceId | None) -> None:
-        """Nobody listens there: place nothing on it until it joins again, a heartbeat from now."""
-        if absent is not None:
-            self._lost(absent, "it refuses connections")
-
     def _place(self, life: Handoff, now_us: Micros) -> None:
-        request = life.request
-        model = request.model
-        decision = place(
-            life.length,
-            self.index.match(life.keys),
-            self.view.prefills(model),
-            self.view.decodes(model),
-            self.policy.kvcache_balancing_threshold,
-            now_us,
-            avoid=life.failed,
-        )
-        if decision is None:
-            if life.attempts:
-                self._parked.setdefault(request.id, now_us)
-            else:
-                self._actions.append(self._refusal(life, now_us))
-                self._end(life, None, now_us)
+        """Bind the request to its instances, now or when one is about to be free."""
+        model = life.request.model
+        prefills, decodes = self.view.prefills(model), self.view.decodes(model)
+        if self._policy.late and prefills and decodes:
+            self._wait(life, prefills, now_us)
             return
+        verdict = self._decide(life, prefills, decodes, now_us) if prefills and decodes else None
+        if verdict is None and life.attempts:
+            self._parked.setdefault(life.request.id, now_us)
+        elif verdict is None:
+            self._refuse(life, nobody(life.request, prefills, decodes, now_us), now_us)
+        else:
+            refusal = unwanted(life.request, verdict, self._slo(life), self.tuning)
+            if refusal is not None and not life.attempts:
+                self._refuse(life, refusal, now_us)
+            else:
+                self._bound(life, verdict.decision, now_us)
+
+    def _decide(
+        self,
+        life: Handoff,
+        prefills: list[InstanceView],
+        decodes: list[InstanceView],
+        now_us: Micros,
+    ) -> Verdict | None:
+        ask = Ask(
+            length=life.length,
+            match=self.index.match(life.keys),
+            coming=self._coming.match(life.keys).by_holder if len(self._coming) else {},
+            racks=self.view.racks,
+            waited_us=now_us - life.arrived_us,
+            expected_tokens=round(self._outputs),
+        )
+        tuning, memory = self.tuning, self._memory
+        return decide(
+            ask, prefills, decodes, self._slo(life), tuning, memory, now_us, avoid=life.failed
+        )
+
+    def _bound(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
+        """Reserve at decision time, released on every end path; send the prefill call out."""
+        request = life.request
         self._parked.pop(request.id, None)
         number = life.placed(decision)
         prefill = self.view.instances[decision.prefill]
-        chosen = next(c for c in decision.candidates if c.instance == decision.prefill)
-        prefill.promise_prefill(request.id, chosen.transfer_us + chosen.compute_us, now_us)
-        self.view.instances[decision.decode].decoding[request.id] = life.length
+        chosen = decision.candidates[0]
+        work_us = chosen.transfer_us + chosen.compute_us
+        tokens = life.length - chosen.reused_tokens
+        prefill.promise_prefill(request.id, work_us, tokens, now_us)
+        self._memory.assigned(decision.prefill, now_us, work_us)
+        if prefill.info.segment is not None:
+            self._coming.stored(prefill.info.segment, life.keys, None)
+            self._coming_of[request.id] = (prefill.info.segment, life.keys)
+        decode = self.view.instances[decision.decode]
+        decode.promise_decode(request.id, self._context(life), self._slo(life).tbt_us)
         self._actions.append(Prefill(request.id, number, prefill.info, decision))
 
-    def _refusal(self, life: Handoff, now_us: Micros) -> Refuse:
-        model = life.request.model
-        prefills, decodes = self.view.prefills(model), self.view.decodes(model)
-        if not prefills or not decodes:
-            role = "decode" if prefills else "prefill"
-            return Refuse(life.request.id, f"no {role} instance for model {model} is alive")
-        full = "decode" if any(view.takes_prefill for view in prefills) else "prefill"
-        wait_us = max(MICROS_PER_SECOND, min(view.queue_us(now_us) for view in prefills))
-        return Refuse(life.request.id, f"every {full} instance of model {model} is full", wait_us)
+    def _context(self, life: Handoff) -> Tokens:
+        return life.length + round(self._outputs)
+
+    def _slo(self, life: Handoff) -> Slo:
+        return life.request.slo.over(self.tuning.slo)
 
     def _unpark(self, now_us: Micros) -> None:
         """Try to place those who wait; those who waited too long have failed."""
         for request, since_us in list(self._parked.items()):
             life = self._lives[request]
             self._place(life, now_us)
-            if request in self._parked and now_us - since_us > self.policy.patience_us:
+            if request in self._parked and now_us - since_us > self.tuning.patience_us:
                 why = f"no instance for model {life.request.model} came back in time"
                 self._end(life, why, now_us)
 
@@ -276,32 +290,96 @@ class Conductor:
                 life.unplaced()
                 self._place(life, now_us)
                 return
-            view = choose_decode(life.length, preferred(alive, life.failed))
-        view.decoding[request.id] = life.length  # again, if the instance restarted meanwhile
+            goal_us = self._slo(life).tbt_us
+            view, _ = choose_decode(self._context(life), preferred(alive, life.failed), goal_us)
+        # Again, if the instance restarted meanwhile.
+        view.promise_decode(request.id, self._context(life), self._slo(life).tbt_us)
         number = life.decoding(view.info.id)
         self._actions.append(Decode(request.id, number, view.info))
 
     def _end(self, life: Handoff, failure: str | None, now_us: Micros) -> None:
         life.end()
         self._unreserve(life, now_us)
-        del self._lives[life.request.id]
-        self._parked.pop(life.request.id, None)
+        request = life.request
+        del self._lives[request.id]
+        self._parked.pop(request.id, None)
+        room = self._rooms.get(request.model)
+        if room is not None:
+            room.remove(request.id)
+            if not len(room):
+                del self._rooms[request.model]
         if failure is not None:
-            self._actions.append(GiveUp(life.request.id, failure))
-        self._actions.append(Release(life.request.id, tuple(life.leases)))
+            self._actions.append(GiveUp(request.id, failure))
+        self._actions.append(Release(request.id, tuple(life.leases)))
 
     def _end_prefill(self, life: Handoff, now_us: Micros) -> None:
-        if life.decision is not None:
-            view = self.view.instances.get(life.decision.prefill)
-            if view is not None:
-                view.end_prefill(life.request.id, now_us)
+        if life.decision is None:
+            return
+        view = self.view.instances.get(life.decision.prefill)
+        if view is not None:
+            view.end_prefill(life.request.id, now_us)
+        segment, keys = self._coming_of.pop(life.request.id, (None, ()))
+        if segment is not None:
+            self._coming.removed(segment, keys)
 
     def _unreserve(self, life: Handoff, now_us: Micros) -> None:
         self._end_prefill(life, now_us)
         if life.decision is not None:
             view = self.view.instances.get(life.decision.decode)
             if view is not None:
-                view.decoding.pop(life.request.id, None)
+                view.end_decode(life.request.id)
+
+    # Late binding.
+
+    def _wait(self, life: Handoff, prefills: Sequence[InstanceView], now_us: Micros) -> None:
+        """Let the request into the waiting room; `_bind` follows in the same step."""
+        model = life.request.model
+        room = self._rooms.setdefault(model, WaitingRoom())
+        if len(room) >= self.tuning.max_waiting and not life.attempts:
+            backlog_us = room.work_us // len(prefills)
+            self._refuse(life, too_many(life.request, len(room), backlog_us), now_us)
+            return
+        view = prefills[0]
+        size = view.info.namespace.block_size
+        cached = min(self.index.match(life.keys).pool, (life.length - 1) // size) * size
+        work_us = view.cost.prefill_us(life.length, cached, view.info.chunk_tokens)
+        ttft_us = self._slo(life).ttft_us
+        due_us = None if ttft_us is None else life.arrived_us + ttft_us - work_us
+        room.add(Waiter(life.request.id, life.request.priority, life.arrived_us, work_us, due_us))
+
+    def _bind(self, model: str, now_us: Micros) -> None:
+        """Give waiting requests to instances that are, or are about to be, free."""
+        room = self._rooms[model]
+        prefills, decodes = self.view.prefills(model), self.view.decodes(model)
+        if refuses_ttft(self.tuning):
+            for waiter in room.hopeless(now_us):
+                life = self._lives[waiter.request]
+                if not life.attempts:
+                    backlog_us = room.work_us // max(1, len(prefills))
+                    self._refuse(life, too_late(waiter, backlog_us, now_us), now_us)
+        while len(room) and decodes:
+            free = [view for view in prefills if self._is_free(view, now_us)]
+            first = room.next(now_us, len(prefills)) if free else None
+            if first is None:
+                return
+            life = self._lives[first.request]
+            verdict = self._decide(life, free, decodes, now_us)
+            if verdict is None or (verdict.misses_tbt and self._slo(life).tbt_us is not None):
+                return  # decode has no room: nothing is gained by a prefill now
+            room.remove(first.request)
+            self._bound(life, verdict.decision, now_us)
+        if not len(room):
+            self._rooms.pop(model, None)
+
+    def _is_free(self, view: InstanceView, now_us: Micros) -> bool:
+        if not view.prefills:
+            return True
+        ahead_us = self.tuning.bind_ahead_us
+        return view.prefills == 1 and ahead_us > 0 and view.queue_us(now_us) <= ahead_us
+
+    def _refuse(self, life: Handoff, refusal: Refuse, now_us: Micros) -> None:
+        self._actions.append(refusal)
+        self._end(life, None, now_us)
 
 
 def _unreachable(life: Handoff, fact: LifeFact) -> InstanceId | None:

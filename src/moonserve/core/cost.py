@@ -1,6 +1,6 @@
 """What an engine pass and a KV transfer cost in time: linear forms, fitted from measured samples.
 
-One form serves the Conductor (live and simulated), the fake engine and later the simulator:
+One form serves the Conductor, live and simulated, and what makes up time: fake engine, simulator:
 
     pass = [prefill] (base + a new + b square + c past) + [decode] (base + d seqs + e context)
 
@@ -61,6 +61,12 @@ class LinearFit:
             self._solve()
         return self._value(features)
 
+    def coefficients(self) -> tuple[float, ...]:
+        """The fitted weight of each feature, as it comes."""
+        if self._stale:
+            self._solve()
+        return tuple(w / s for w, s in zip(self._weights, self._scales, strict=True))
+
     def observe(self, features: Sequence[float], value: float) -> None:
         """Learn from one sample; values of zero or below are measuring faults and are ignored."""
         if value <= 0:
@@ -118,41 +124,69 @@ _SOLVE_EVERY = 16
 
 
 class Cost:
-    """The fitted costs of one instance."""
+    """The costs of one instance: given, or given and then fitted to what it measures.
+
+    `learns` False: the coefficients are the truth (a simulated or a fake engine's).
+    """
 
     def __init__(
         self,
         pass_prior: Sequence[float] = LAPTOP_PASS,
         transfer_prior: Sequence[float] = LAPTOP_TRANSFER,
+        *,
+        learns: bool = True,
     ) -> None:
         self._pass = LinearFit(pass_prior, _PASS_SCALES, _PASS_DOUBT)
         self._transfer = LinearFit(transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT)
+        self._learns = learns
+        self.version = 0
+        """Grows whenever a prediction may have changed."""
+        self._take()
 
     def prefill_us(self, length: Tokens, cached: Tokens, chunk: Tokens) -> Micros:
         """Compute time of a prompt of `length`, `cached` of it loaded, in passes of `chunk`."""
-        total = 0.0
-        start = cached
-        while start < length:
-            end = min(length, start + chunk)
-            square = end * end - start * start
-            total += self._pass.predict((1, end - start, square, start, 0, 0, 0))
-            start = end
-        return round(total)
+        new = length - cached
+        if new <= 0:
+            return 0
+        base, per_new, per_square, per_past, _, _, _ = self.pass_us
+        if new <= chunk:
+            passes, past = 1, cached
+        else:
+            passes = -(-new // chunk)
+            past = passes * cached + chunk * (passes * (passes - 1) // 2)
+        square = length * length - cached * cached
+        return round(base * passes + per_new * new + per_square * square + per_past * past)
 
     def decode_step_us(self, seqs: int, context: Tokens) -> Micros:
         """One token for each of `seqs` requests whose context lengths sum to `context`."""
-        return round(self._pass.predict((0, 0, 0, 0, 1, seqs, context)))
+        _, _, _, _, base, per_seq, per_context = self.pass_us
+        return round(base + per_seq * seqs + per_context * context)
+
+    def pass_of_us(self, sample: PassSample) -> Micros:
+        """The whole pass that `sample` describes; its elapsed_us is not read."""
+        pairs = zip(self.pass_us, _pass_features(sample), strict=True)
+        return round(sum(weight * feature for weight, feature in pairs))
 
     def transfer_us(self, size: Bytes) -> Micros:
         """Loading `size` bytes of KV from another segment; nothing for nothing."""
-        return round(self._transfer.predict((1, size))) if size else 0
+        return round(self.load_us[0] + self.load_us[1] * size) if size else 0
 
     def observe(self, passes: Sequence[PassSample], transfers: Sequence[TransferSample]) -> None:
         """Learn from measured passes and loads."""
+        if not self._learns or not (passes or transfers):
+            return
         for sample in passes:
             self._pass.observe(_pass_features(sample), sample.elapsed_us)
         for load in transfers:
             self._transfer.observe((1, load.size_bytes), load.elapsed_us)
+        self._take()
+
+    def _take(self) -> None:
+        self.pass_us = self._pass.coefficients()
+        """Microseconds per (prefill base, new, square, past, decode base, sequence, context)."""
+        self.load_us = self._transfer.coefficients()
+        """Microseconds per (load, byte)."""
+        self.version += 1
 
 
 def _pass_features(sample: PassSample) -> tuple[float, ...]:

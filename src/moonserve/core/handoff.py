@@ -22,7 +22,7 @@ import msgspec
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
-from moonserve.core.units import BlockKey, InstanceId, Tokens
+from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 
 MAX_ATTEMPTS = 3
 
@@ -60,8 +60,9 @@ LifeFact: TypeAlias = PrefillEnded | DecodeEnded | CallFailed | ClientGone
 class Handoff:
     """The life of one request."""
 
-    def __init__(self, request: Request, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, request: Request, keys: Sequence[BlockKey], arrived_us: Micros) -> None:
         self.request = request
+        self.arrived_us = arrived_us
         self.length: Tokens = len(request.prompt)
         self.keys = tuple(keys)
         self.phase = Phase.PREFILL

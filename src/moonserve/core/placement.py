@@ -1,19 +1,28 @@
-"""Where a request goes: Algorithm 1 for prefill, the simplest rule for decode.
+"""From a view of the cluster to a decision: what each instance would take, and who decodes.
 
-Functions from views to decisions; they change nothing. Source: FAST'25 "Mooncake", section 6.1
-and Algorithm 1 (page 8). The prose of section 4.2 states the balancing condition backwards; this
-follows the algorithm.
+Functions from views to decisions; they change nothing. What an instance's TTFT is made of stands
+here, once, for every policy; how a policy weighs it stands in core.policies. Source: FAST'25
+"Mooncake", section 6.1 and Algorithm 1 (page 8); the prose of section 4.2 states the balancing
+condition backwards, this follows the algorithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.prefix import Match
+from moonserve.core.index import Match
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 from moonserve.core.view import InstanceView
+
+Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
+"""When a prefix that others hold is loaded rather than computed: never; where it exceeds one's own
+by the balancing threshold (Algorithm 1); where that is predicted to be faster."""
+
+_NEAR = 1.02
+"""Predicted TBTs this near are a tie, which the shorter path wins."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -21,7 +30,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     instance: InstanceId
     local_tokens: Tokens
-    """Prefix that its own segment holds."""
+    """Prefix that its own segment holds, or will when it has done what it was promised."""
     reused_tokens: Tokens
     """Prefix it would start from, after fetching where that is the plan."""
     holder: SegmentId | None
@@ -29,115 +38,206 @@ class Candidate(msgspec.Struct, frozen=True):
     transfer_us: Micros
     queue_us: Micros
     compute_us: Micros
+    score: float
+    """What the policy chose by: the lowest wins, the first of equals."""
 
     @property
     def ttft_us(self) -> Micros:
-        """Predicted time to first token."""
+        """Predicted time to first token, from the moment of the decision."""
         return self.transfer_us + self.queue_us + self.compute_us
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What placement knows of a request, beside the views."""
+
+    length: Tokens
+    match: Match
+    coming: Mapping[SegmentId, int] = {}
+    """Leading blocks that each holder will have once its promised prefills are done."""
+    racks: Mapping[SegmentId, str] = {}
+    """Rack of each holder that said one."""
+    waited_us: Micros = 0
+    """Since it arrived."""
+    expected_tokens: Tokens = 0
+    """Output to be expected; for KV room."""
+
+
+class Options:
+    """Every candidate's terms, in columns: row i belongs to views[i].
+
+    Columns, since a decision may look at a thousand instances and show only few of them.
+    """
+
+    __slots__ = (
+        "ask", "block_size", "compute_us", "local", "now_us", "queue_us", "reused", "scores",
+        "transfer_us", "views",
+    )  # fmt: skip
+
+    def __init__(self, ask: Ask, views: Sequence[InstanceView], now_us: Micros) -> None:
+        self.ask = ask
+        self.views = views
+        self.now_us = now_us
+        self.block_size = views[0].info.namespace.block_size
+        self.local: list[int] = []
+        """Blocks of the prompt that it has itself."""
+        self.reused: list[int] = []
+        """Blocks it would start from."""
+        self.transfer_us: list[Micros] = []
+        self.compute_us: list[Micros] = []
+        self.queue_us = [view.queue_us(now_us) for view in views]
+        self.scores: Sequence[float] = ()
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks of the prompt, a partial last one included."""
+        return -(-self.ask.length // self.block_size)
+
+    def ttft_us(self) -> list[Micros]:
+        """Predicted TTFT of each, from now."""
+        columns = zip(self.transfer_us, self.queue_us, self.compute_us, strict=True)
+        return [transfer + queue + compute for transfer, queue, compute in columns]
+
+    def candidate(self, row: int) -> Candidate:
+        """One row, for people."""
+        own = self.views[row].info
+        fetched = self.reused[row] > self.local[row]
+        return Candidate(
+            instance=own.id,
+            local_tokens=self.local[row] * self.block_size,
+            reused_tokens=self.reused[row] * self.block_size,
+            holder=source(self.ask.match, own.segment) if fetched else None,
+            transfer_us=self.transfer_us[row],
+            queue_us=self.queue_us[row],
+            compute_us=self.compute_us[row],
+            score=self.scores[row],
+        )
 
 
 class Decision(msgspec.Struct, frozen=True):
     """A placement, with everything it was made from."""
 
+    policy: str
     prefill: InstanceId
     decode: InstanceId
     prompt_tokens: Tokens
     reused_tokens: Tokens
     holder: SegmentId | None
+    copies: bool
+    """Whether the prefill instance keeps a copy of what it fetches (hot-prefix migration)."""
+    waited_us: Micros
+    """Time spent at the Conductor before the decision; part of the predicted TTFT."""
     predicted_ttft_us: Micros
     predicted_tbt_us: Micros
     candidates: tuple[Candidate, ...]
+    """The chosen one first, then those it won against, best first; the best KEPT of many."""
+    considered: int
+    """How many there were."""
 
 
-def kvcache_centric(
-    length: Tokens,
-    match: Match,
-    instances: Sequence[InstanceView],
-    balancing_threshold: float,
+def options(
+    ask: Ask,
+    views: Sequence[InstanceView],
+    fetch: Fetch,
+    threshold: float,
+    cross_rack: float,
     now_us: Micros,
-) -> list[Candidate]:
-    """Algorithm 1's estimate for each instance, in the order given.
+) -> Options:
+    """Algorithm 1's estimate for each instance: T = T_transfer + T_queue + T_prefill.
 
-    best = the longest prefix the pool can give. Where best exceeds an instance's own prefix by
-    more than the threshold, the rest is fetched and only length - best is computed; else the
-    instance computes from its own prefix. At least one token is always computed: its logits are
-    the first token's.
+    best = the longest prefix the pool can give. Where an instance fetches, only length - best is
+    computed; else it computes from its own prefix. At least one token is always computed: its
+    logits are the first token's. `cross_rack`: how many times longer a transfer between racks is.
     """
-    candidates = []
-    for view in instances:
-        size = view.info.namespace.block_size
-        usable = (length - 1) // size
-        local = min(match.by_holder.get(view.info.segment, 0) if view.info.segment else 0, usable)
-        best = min(match.pool, usable)
-        fetch = best > local * balancing_threshold
-        reused = (best if fetch else local) * size
-        moved = (best - local) * view.info.block_bytes if fetch else 0
-        candidates.append(
-            Candidate(
-                instance=view.info.id,
-                local_tokens=local * size,
-                reused_tokens=reused,
-                holder=_source(match, view.info.segment) if moved else None,
-                transfer_us=view.cost.transfer_us(moved),
-                queue_us=view.queue_us(now_us),
-                compute_us=view.cost.prefill_us(length, reused, view.info.chunk_tokens),
-            )
-        )
-    return candidates
+    made = Options(ask, views, now_us)
+    usable = (ask.length - 1) // made.block_size
+    best = min(ask.match.pool, usable)
+    held, coming = ask.match.by_holder, ask.coming
+    home = _home(ask)
+    known: dict[tuple[int, int, bool], tuple[int, Micros, Micros]] = {}
+    for view in views:
+        info = view.info
+        local = 0
+        if info.segment is not None:
+            local = min(max(held.get(info.segment, 0), coming.get(info.segment, 0)), usable)
+        crosses = home != "" and info.rack not in ("", home)
+        key = (local, id(view.cost), crosses)  # most instances have nothing and cost the same
+        row = known.get(key)
+        if row is None:
+            factor = cross_rack if crosses else 1.0
+            row = known[key] = _terms(ask.length, local, best, view, fetch, threshold, factor)
+        made.local.append(local)
+        made.reused.append(row[0])
+        made.transfer_us.append(row[1])
+        made.compute_us.append(row[2])
+    return made
 
 
-def choose_prefill(candidates: Sequence[Candidate]) -> Candidate:
-    """The strict minimum of predicted TTFT; the first of equals."""
-    return min(candidates, key=lambda candidate: candidate.ttft_us)
-
-
-def choose_decode(length: Tokens, instances: Sequence[InstanceView]) -> InstanceView:
-    """Lowest predicted TBT after joining, among those with a free slot if there are any.
-
-    Ties go to the fewest members, then to the first in order.
-    """
-    free = [view for view in instances if len(view.decoding) < view.info.max_seqs]
-    return min(free or instances, key=lambda view: (view.tbt_us(length), len(view.decoding)))
-
-
-def place(
+def _terms(
     length: Tokens,
-    match: Match,
-    prefills: Sequence[InstanceView],
-    decodes: Sequence[InstanceView],
-    balancing_threshold: float,
-    now_us: Micros,
-    avoid: Collection[InstanceId] = (),
-) -> Decision | None:
-    """Choose both instances; None when no instance of a role takes one more request.
+    local: int,
+    best: int,
+    view: InstanceView,
+    fetch: Fetch,
+    threshold: float,
+    factor: float,
+) -> tuple[int, Micros, Micros]:
+    """Blocks to start from, time to load those it lacks, time to compute the rest."""
+    info, cost = view.info, view.cost
+    size = info.namespace.block_size
+    alone_us = cost.prefill_us(length, local * size, info.chunk_tokens)
+    if fetch == "never" or best <= local or (fetch == "threshold" and best <= local * threshold):
+        return local, 0, alone_us
+    transfer_us = round(factor * cost.transfer_us((best - local) * info.block_bytes))
+    compute_us = cost.prefill_us(length, best * size, info.chunk_tokens)
+    if fetch == "cheaper" and transfer_us + compute_us >= alone_us:
+        return local, 0, alone_us
+    return best, transfer_us, compute_us
 
-    `avoid` names instances that just failed this request: taken only when nobody else is left.
+
+def _home(ask: Ask) -> str:
+    """The rack of the longest holder; empty where racks are unknown."""
+    holder = source(ask.match, None) if ask.racks else None
+    return ask.racks.get(holder, "") if holder is not None else ""
+
+
+def choose_decode(
+    context: Tokens,
+    views: Sequence[InstanceView],
+    goal_us: Micros | None = None,
+    near: InstanceView | None = None,
+) -> tuple[InstanceView, bool]:
+    """Who decodes a request of this context, and whether every member then meets its TBT goal.
+
+    KV already there (`near`, the prefill instance, decodes too): there. Else the lowest predicted
+    TBT after joining among those with a slot and KV room, if there are any, and with every goal
+    met, if that can be. Ties go to the prefill's rack, to the fewest members, to the first.
     """
-    prefills = preferred([v for v in prefills if v.takes_prefill], avoid)
-    decodes = preferred([v for v in decodes if v.takes_decode], avoid)
-    if not prefills or not decodes:
-        return None
-    candidates = kvcache_centric(length, match, prefills, balancing_threshold, now_us)
-    chosen = choose_prefill(candidates)
-    decode = choose_decode(length, decodes)
-    return Decision(
-        prefill=chosen.instance,
-        decode=decode.info.id,
-        prompt_tokens=length,
-        reused_tokens=chosen.reused_tokens,
-        holder=chosen.holder,
-        predicted_ttft_us=chosen.ttft_us,
-        predicted_tbt_us=decode.tbt_us(length),
-        candidates=tuple(candidates),
-    )
+    free = [view for view in views if view.has_slot(context)] or views
+    if near is not None and near in free:
+        return near, _meets(near, context, goal_us)
+    meets = [view for view in free if _meets(view, context, goal_us)]
+    rack = near.info.rack if near is not None else ""
+    best = min(meets or free, key=lambda view: (view.tbt_us(context), view.decodes))
+    if rack and best.info.rack != rack:
+        limit_us = best.tbt_us(context) * _NEAR
+        for view in meets or free:
+            if view.info.rack == rack and view.tbt_us(context) <= limit_us:
+                best = view
+                break
+    return best, bool(meets)
+
+
+def _meets(view: InstanceView, context: Tokens, goal_us: Micros | None) -> bool:
+    goals = [goal for goal in (goal_us, view.strictest_us()) if goal is not None]
+    return not goals or view.tbt_us(context) <= min(goals)
 
 
 def preferred(views: list[InstanceView], avoid: Collection[InstanceId]) -> list[InstanceView]:
     """Those not to be avoided, or all where that leaves none."""
-    return [view for view in views if view.info.id not in avoid] or views
+    return [view for view in views if view.info.id not in avoid] or views if avoid else views
 
 
-def _source(match: Match, own: SegmentId | None) -> SegmentId | None:
+def source(match: Match, own: SegmentId | None) -> SegmentId | None:
     """The other segment with the longest run of its own, first by id among equals."""
     runs = [(-length, holder) for holder, length in match.by_holder.items() if holder != own]
     return min(runs)[1] if runs else None

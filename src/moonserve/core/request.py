@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from moonserve.core.units import RequestId, Tokens
+from moonserve.core.units import Micros, RequestId, Tokens
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -31,11 +33,31 @@ class Stopping(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
 
 
+class Slo(msgspec.Struct, frozen=True):
+    """Service level objectives; None: no objective."""
+
+    ttft_us: Micros | None = None
+    """Time to first token."""
+    tbt_us: Micros | None = None
+    """Time between tokens."""
+
+    def over(self, other: Slo) -> Slo:
+        """These objectives, and the other's where these have none."""
+        return Slo(
+            other.ttft_us if self.ttft_us is None else self.ttft_us,
+            other.tbt_us if self.tbt_us is None else self.tbt_us,
+        )
+
+
 class Request(msgspec.Struct, frozen=True):
     """One request. `prompt` holds token ids; everything else is what the client asked for."""
 
     id: RequestId
     model: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
+    """The Conductor reads its length only: in simulation it is a range."""
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
+    slo: Slo = Slo()
+    priority: int = 0
+    """Higher goes first where requests wait at the Conductor."""

@@ -1,7 +1,8 @@
 """What the Conductor believes about each instance, and what it has promised there.
 
 Beliefs come from joins and heartbeats; promises are the Conductor's own ledger, exact at decision
-time, where reports lag. Only the Conductor changes a view; placement reads it.
+time, where reports lag. Only the Conductor changes a view; placement reads it. Every read is O(1):
+a decision looks at every instance.
 """
 
 from __future__ import annotations
@@ -10,21 +11,29 @@ import msgspec
 
 from moonserve.core.cost import Cost
 from moonserve.core.facts import InstanceInfo, InstanceLoad
-from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
+from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 
 
 class InstanceView:
     """One live instance: who it is, what it said last, what was promised to it."""
 
-    def __init__(self, info: InstanceInfo, now_us: Micros) -> None:
+    def __init__(self, info: InstanceInfo, now_us: Micros, cost: Cost | None = None) -> None:
         self.info = info
-        self.cost = Cost()
+        self.cost = cost or Cost()
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
-        self._queue: dict[RequestId, Micros] = {}
+        self._queue: dict[RequestId, tuple[Micros, Tokens]] = {}
         self._head_since_us = now_us
-        self.decoding: dict[RequestId, Tokens] = {}
-        """Requests this instance decodes or will decode, with their context lengths."""
+        self.promised_us: Micros = 0
+        """Prefill time promised here, spent or not."""
+        self.promised_tokens: Tokens = 0
+        """Prompt tokens that those prefills compute."""
+        self._decoding: dict[RequestId, Tokens] = {}
+        self._tbt_goals: dict[RequestId, Micros] = {}
+        self.context: Tokens = 0
+        """Context lengths of all requests that decode here or will, summed."""
+        self.kv_tokens = info.kv_blocks * info.namespace.block_size
+        """The most context that fits here."""
 
     def heard(self, load: InstanceLoad, now_us: Micros) -> None:
         """Take in a heartbeat: load, and measured samples for the cost fit."""
@@ -32,17 +41,23 @@ class InstanceView:
         self.load = load
         self.cost.observe(load.passes, load.transfers)
 
-    def promise_prefill(self, request: RequestId, work_us: Micros, now_us: Micros) -> None:
+    def promise_prefill(
+        self, request: RequestId, work_us: Micros, tokens: Tokens, now_us: Micros
+    ) -> None:
         """Reserve `work_us` of this instance's prefill time, behind what it was promised before."""
         assert request not in self._queue
         if not self._queue:
             self._head_since_us = now_us
-        self._queue[request] = work_us
+        self._queue[request] = (work_us, tokens)
+        self.promised_us += work_us
+        self.promised_tokens += tokens
 
     def end_prefill(self, request: RequestId, now_us: Micros) -> None:
         """The promise is over, kept or not; unknown requests are no error."""
         was_head = next(iter(self._queue), None) == request
-        self._queue.pop(request, None)
+        work_us, tokens = self._queue.pop(request, (0, 0))
+        self.promised_us -= work_us
+        self.promised_tokens -= tokens
         if was_head:
             self._head_since_us = now_us
 
@@ -53,18 +68,35 @@ class InstanceView:
         """
         if not self._queue:
             return 0
-        head = next(iter(self._queue.values()))
-        return sum(self._queue.values()) - min(head, max(0, now_us - self._head_since_us))
+        head_us, _ = next(iter(self._queue.values()))
+        return self.promised_us - min(head_us, max(0, now_us - self._head_since_us))
+
+    def promise_decode(
+        self, request: RequestId, context: Tokens, tbt_goal_us: Micros | None = None
+    ) -> None:
+        """A request of this context will decode here; promised again, it is counted once.
+
+        tbt_goal_us: its own objective for the time between tokens.
+        """
+        self.context += context - self._decoding.get(request, 0)
+        self._decoding[request] = context
+        if tbt_goal_us is not None:
+            self._tbt_goals[request] = tbt_goal_us
+
+    def end_decode(self, request: RequestId) -> None:
+        """The promise is over, kept or not; unknown requests are no error."""
+        self.context -= self._decoding.pop(request, 0)
+        self._tbt_goals.pop(request, None)
 
     @property
     def takes_prefill(self) -> bool:
         """Whether it may be promised one more prefill."""
-        return self.prefills < self.info.max_requests
+        return len(self._queue) < self.info.max_requests
 
     @property
     def takes_decode(self) -> bool:
         """Whether it may be promised one more decode."""
-        return len(self.decoding) < self.info.max_requests
+        return len(self._decoding) < self.info.max_requests
 
     @property
     def prefills(self) -> int:
@@ -72,14 +104,24 @@ class InstanceView:
         return len(self._queue)
 
     @property
-    def promised_us(self) -> Micros:
-        """Prefill time promised here, spent or not."""
-        return sum(self._queue.values())
+    def decodes(self) -> int:
+        """How many decodes are promised here, those still in prefill included."""
+        return len(self._decoding)
+
+    def has_slot(self, context: Tokens) -> bool:
+        """Whether one more decode of this context finds a place in the batch, and its KV room."""
+        return len(self._decoding) < self.info.max_seqs and self.context + context <= self.kv_tokens
 
     def tbt_us(self, joining: Tokens) -> Micros:
-        """Predicted time between tokens once a request of context `joining` has joined."""
-        context = sum(self.decoding.values()) + joining
-        return self.cost.decode_step_us(len(self.decoding) + 1, context)
+        """Predicted time between tokens once a request of context `joining` has joined.
+
+        All members share a pass, so it is the same for every one of them.
+        """
+        return self.cost.decode_step_us(len(self._decoding) + 1, self.context + joining)
+
+    def strictest_us(self) -> Micros | None:
+        """The tightest TBT objective of those who decode here; None when nobody has one."""
+        return min(self._tbt_goals.values(), default=None)
 
 
 class ClusterView:
@@ -87,23 +129,41 @@ class ClusterView:
 
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceView] = {}
+        self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
+        self.racks: dict[SegmentId, str] = {}
+        """Where each segment lies, as far as its instance said."""
 
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
         self.instances[view.info.id] = view
         self.instances = dict(sorted(self.instances.items()))
+        self._changed()
 
     def remove(self, instance: InstanceId) -> None:
         """Forget an instance; unknown ones are no error."""
         self.instances.pop(instance, None)
+        self._changed()
 
     def prefills(self, model: str) -> list[InstanceView]:
-        """Instances that may prefill for `model`, in id order."""
-        return [v for v in self.instances.values() if serves(v.info, model, "prefill")]
+        """Instances that may prefill for `model`, in id order; not to be changed."""
+        return self._role(model, "prefill")
 
     def decodes(self, model: str) -> list[InstanceView]:
-        """Instances that may decode for `model`, in id order."""
-        return [v for v in self.instances.values() if serves(v.info, model, "decode")]
+        """Instances that may decode for `model`, in id order; not to be changed."""
+        return self._role(model, "decode")
+
+    def _changed(self) -> None:
+        self._by_role.clear()
+        infos = [view.info for view in self.instances.values()]
+        self.racks = {i.segment: i.rack for i in infos if i.segment is not None and i.rack}
+
+    def _role(self, model: str, role: str) -> list[InstanceView]:
+        found = self._by_role.get((model, role))
+        if found is None:
+            found = [v for v in self.instances.values() if serves(v.info, model, role)]
+            if found:  # names of models that nobody serves come from clients: not kept
+                self._by_role[model, role] = found
+        return found
 
 
 def serves(info: InstanceInfo, model: str, role: str) -> bool:

@@ -1,0 +1,72 @@
+"""What the Conductor wants done: the other half of its vocabulary, beside core.facts.
+
+Plain frozen structs. A driver does each and reports the outcome as a fact, with the call's number.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from moonserve.core.facts import InstanceInfo
+from moonserve.core.placement import Decision
+from moonserve.core.units import Micros, RequestId
+
+
+class Prefill(msgspec.Struct, frozen=True):
+    """Call `to` to prefill what is known of the request, reusing decision.reused_tokens."""
+
+    request: RequestId
+    number: int
+    to: InstanceInfo
+    decision: Decision
+
+
+class Decode(msgspec.Struct, frozen=True):
+    """Call `to` to decode on from the KV that prefill put in the store."""
+
+    request: RequestId
+    number: int
+    to: InstanceInfo
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Break off call `number`: its instance is gone. The outcome is reported as CallFailed."""
+
+    request: RequestId
+    number: int
+    why: str
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """Nobody can take the request; nothing was spent on it.
+
+    `retry_after_us` is None where nobody is alive; else it may be taken by then.
+    """
+
+    request: RequestId
+    why: str
+    reason: str = "nobody_alive"
+    """instances_full, queue_full, ttft_slo or tbt_slo: for programs."""
+    retry_after_us: Micros | None = None
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    """The request failed and no retry is left."""
+
+    request: RequestId
+    why: str
+
+
+class Release(msgspec.Struct, frozen=True):
+    """The request's life is over, however it ended: drop its leases on the store.
+
+    One lease per prefill call, by the call's number.
+    """
+
+    request: RequestId
+    numbers: tuple[int, ...]
+
+
+Action: TypeAlias = Prefill | Decode | Abort | Refuse | GiveUp | Release

@@ -1,0 +1,235 @@
+"""Placement policies by name: which prefill instance, and how its terms are weighed.
+
+Each is a short function from Options to one score per instance, the lowest wins, the first of
+equals; its source stands in its docstring. The peers' published rules are in core.peers. Used by
+the Conductor, live and in simulation alike; a policy never changes a view.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.placement import (
+    Ask,
+    Decision,
+    Fetch,
+    Options,
+    choose_decode,
+    options,
+    preferred,
+)
+from moonserve.core.request import Slo
+from moonserve.core.units import InstanceId, Micros
+from moonserve.core.view import InstanceView
+
+if TYPE_CHECKING:
+    from random import Random  # noqa: TID251 - for its type only
+
+KEPT = 64
+"""Candidates that a decision keeps."""
+
+WINDOW_US = 180_000_000
+"""How far back rules that look back do."""
+
+OVERLOADED = 0.9
+"""alpha_beta: an instance this loaded takes nothing while another is less so."""
+ALPHA, BETA = 0.7, 0.3
+
+
+class Tuning(msgspec.Struct, frozen=True):
+    """Settings of the Conductor, the same live and in simulation."""
+
+    policy: str = "kvcache_centric"
+    kvcache_balancing_threshold: float = 1.0
+    """Fetch when the pool's prefix exceeds this many times the instance's own (Algorithm 1)."""
+    slo: Slo = Slo()
+    """Objectives of requests that bring none of their own."""
+    refuse: Literal["none", "ttft", "both"] = "both"
+    """Which objectives, predicted to be missed, refuse a request before any work is spent on it."""
+    cross_rack: float = 2.0
+    """How many times longer a transfer between racks takes than one within."""
+    max_waiting: int = 10_000
+    """Requests that wait at the Conductor; one more is refused."""
+    bind_ahead_us: Micros = 0
+    """Late binding: an instance gets its next request when this much of its work is left."""
+    dead_after_us: Micros = 5_000_000
+    """An instance not heard of for this long is taken for dead."""
+    pause_us: Micros = 2_000_000
+    """A tick that comes later than this says that we slept, not that everybody else died."""
+    patience_us: Micros = 30_000_000
+    """How long a request that lost its instances waits for one to join: a restart's time."""
+
+
+class Memory:
+    """What rules with a state remember from decision to decision; one per Conductor."""
+
+    def __init__(self, rng: Random | None = None) -> None:
+        self.rng = rng
+        self.turn = 0
+        self.history: dict[InstanceId, deque[tuple[Micros, Micros]]] = {}
+        """Recent (time, work) of each instance's assignments, for rules that look back."""
+
+    def assigned(self, instance: InstanceId, now_us: Micros, work_us: Micros) -> None:
+        """Note an assignment; those older than the window are forgotten."""
+        past = self.history.setdefault(instance, deque())
+        past.append((now_us, work_us))
+        while past[0][0] < now_us - WINDOW_US:
+            past.popleft()
+
+
+Score: TypeAlias = Callable[[Options, Memory], Sequence[float]]
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """A rule, and what it may do."""
+
+    score: Score
+    fetch: Fetch
+    copies: bool = False
+    """Whether what is fetched is kept where it was fetched to."""
+    late: bool = False
+    """Requests wait at the Conductor until an instance is about to be free."""
+
+
+def random(made: Options, memory: Memory) -> Sequence[float]:
+    """Any instance, by a seeded draw (the papers' first baseline); from its own cache only."""
+    assert memory.rng is not None, "the random policy needs a seeded generator"
+    return [memory.rng.random() for _ in made.views]
+
+
+def round_robin(made: Options, memory: Memory) -> Sequence[float]:
+    """One after the other, in order of ids."""
+    memory.turn += 1
+    count = len(made.views)
+    return [(row - memory.turn) % count for row in range(count)]
+
+
+def least_loaded(made: Options, memory: Memory) -> Sequence[float]:
+    """The shortest queue in predicted seconds (the papers' load balancing)."""
+    return made.queue_us
+
+
+def cache_aware(made: Options, memory: Memory) -> Sequence[float]:
+    """Lowest T_queue + T_prefill from the instance's own prefix: FAST'25 section 6.1, local part.
+
+    Algorithm 1 without its transfer branch.
+    """
+    return [q + c for q, c in zip(made.queue_us, made.compute_us, strict=True)]
+
+
+def alpha_beta(made: Options, memory: Memory) -> Sequence[float]:
+    """alpha * cached/total + beta * (1 - load), overloaded instances only where all are.
+
+    The simple score of early Mooncake write-ups; it is in neither paper. Load is the predicted
+    queue against the longest one here, or against ten seconds where all are shorter.
+    """
+    full = max(10_000_000, *made.queue_us)
+    scores = []
+    for local, queue_us in zip(made.local, made.queue_us, strict=True):
+        load = queue_us / full
+        good = ALPHA * local / made.prompt_blocks + BETA * (1 - load)
+        scores.append(-good if load < OVERLOADED else 1.0 + load)
+    return scores
+
+
+def kvcache_centric(made: Options, memory: Memory) -> Sequence[float]:
+    """Algorithm 1, FAST'25 page 8: the lowest T_transfer + T_queue + T_prefill."""
+    return made.ttft_us()
+
+
+POLICIES: Mapping[str, Policy] = {
+    "random": Policy(random, "never"),
+    "round_robin": Policy(round_robin, "never"),
+    "least_loaded": Policy(least_loaded, "never"),
+    "cache_aware": Policy(cache_aware, "never"),
+    "alpha_beta": Policy(alpha_beta, "never"),
+    "kvcache_centric": Policy(kvcache_centric, "threshold", copies=True),
+    "late_binding": Policy(kvcache_centric, "cheaper", late=True),
+}
+"""late_binding is Algorithm 1's estimate among the instances about to be free, for the request that
+core.waiting picks; what is fetched is not kept twice."""
+
+
+def policy_of(name: str) -> Policy:
+    """A policy by its name. Raises ConfigError."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise ConfigError(f"{name} is none of {', '.join(POLICIES)}", "policy") from None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A decision, and which objectives it is predicted to miss."""
+
+    decision: Decision
+    misses_ttft: bool
+    misses_tbt: bool
+
+
+def decide(
+    ask: Ask,
+    prefills: list[InstanceView],
+    decodes: list[InstanceView],
+    slo: Slo,
+    tuning: Tuning,
+    memory: Memory,
+    now_us: Micros,
+    avoid: Collection[InstanceId] = (),
+) -> Verdict | None:
+    """Choose both instances; None when no instance of a role takes one more such request.
+
+    `avoid` names instances that just failed this request: taken only when nobody else is left.
+    Hard constraints come before any score: a free place in the queue, KV memory for the prompt.
+    """
+    policy = POLICIES[tuning.policy]
+    need = ask.length
+    prefills = preferred([v for v in prefills if v.takes_prefill and v.kv_tokens >= need], avoid)
+    decodes = preferred([v for v in decodes if v.takes_decode and v.kv_tokens >= need], avoid)
+    if not prefills or not decodes:
+        return None
+    made = options(
+        ask,
+        prefills,
+        policy.fetch,
+        tuning.kvcache_balancing_threshold,
+        tuning.cross_rack,
+        now_us,
+    )
+    made.scores = policy.score(made, memory)
+    row = min(range(len(prefills)), key=made.scores.__getitem__)
+    context = ask.length + ask.expected_tokens
+    decode, meets = choose_decode(context, decodes, slo.tbt_us, prefills[row])
+    decision = _decision(made, row, decode, tuning, policy)
+    late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
+    return Verdict(decision, late, not meets)
+
+
+def _decision(
+    made: Options, row: int, decode: InstanceView, tuning: Tuning, policy: Policy
+) -> Decision:
+    order = list(range(len(made.views)))
+    if len(order) > 1:
+        order.sort(key=made.scores.__getitem__)
+        order.remove(row)
+        order = [row, *order[: KEPT - 1]]
+    candidates = tuple(made.candidate(i) for i in order)
+    chosen = candidates[0]
+    return Decision(
+        policy=tuning.policy,
+        prefill=chosen.instance,
+        decode=decode.info.id,
+        prompt_tokens=made.ask.length,
+        reused_tokens=chosen.reused_tokens,
+        holder=chosen.holder,
+        copies=policy.copies,
+        waited_us=made.ask.waited_us,
+        predicted_ttft_us=made.ask.waited_us + chosen.ttft_us,
+        predicted_tbt_us=decode.tbt_us(made.ask.length),
+        candidates=candidates,
+        considered=len(made.views),
+    )
