@@ -18,7 +18,7 @@ from common import machine_line
 from moonserve.core.conductor import Conductor, Prefill
 from moonserve.core.facts import (
     Arrived,
-    BlockStored,
+    BlocksStored,
     DecodeEnded,
     InstanceInfo,
     Joined,
@@ -71,7 +71,7 @@ def bench(instances: int, tokens: int, rounds: int) -> None:
     keys = tuple(chain_keys(SPACE.root(), prompt, BLOCK))
     for i in range(half):
         held = keys[: len(keys) * (i + 1) // (2 * half)]
-        conductor.step(0, [BlockStored(key, SegmentId(f"p{i:03}")) for key in held])
+        conductor.step(0, [BlocksStored(SegmentId(f"p{i:03}"), held, None, "dram", 1)])
     raw = token_bytes(prompt)
 
     def life(i: int) -> None:

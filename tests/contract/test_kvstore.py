@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import BadRequest, ConfigError, StoreError
-from moonserve.core.facts import BlockRemoved, BlockStored
+from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
@@ -376,8 +376,9 @@ def test_closing_leaves_the_pool() -> None:
         await other.put(blocks(10), None)
         await other.close()
         assert list(it.service.master.addresses()) == ["w"]
-        events = it.service.master.drain_events()
-        assert events == [BlockStored(key(0), SegmentId("o")), BlockRemoved(key(0), SegmentId("o"))]
+        o, epoch = SegmentId("o"), other.settings.epoch
+        stored = BlocksStored(o, (key(0),), None, "dram", epoch)
+        assert it.service.master.drain_events() == [stored, BlocksCleared(o, "dram", epoch)]
 
     run("embedded", test)
 

@@ -17,7 +17,7 @@ from moonserve.core.conductor import (
 from moonserve.core.facts import (
     Arrived,
     Beat,
-    BlockStored,
+    BlocksStored,
     CallFailed,
     ClientGone,
     DecodeEnded,
@@ -133,7 +133,7 @@ class ConductorMachine(RuleBasedStateMachine):
     def store(self, name: str, length: int) -> None:
         """Blocks become known."""
         keys = chain_keys(NAMESPACE.root(), tuple(range(length)), BLOCK)
-        self.step(*[BlockStored(key, SegmentId(name)) for key in keys])
+        self.step(BlocksStored(SegmentId(name), tuple(keys), None, "dram", 1))
 
     @precondition(lambda self: self.calls)
     @rule(

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.facts import BlockStored
+from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Exists, Found, Full, Mount, Terms, Ticket
 from moonserve.core.segments import aligned
@@ -43,14 +43,19 @@ class MasterAgainstModel(RuleBasedStateMachine):
     def sync(self, may_lose: set[SegmentId] | None = None) -> None:
         """Replay the events; leased objects may vanish only with the segments named."""
         for event in self.master.drain_events():
-            if isinstance(event, BlockStored):
-                assert event.key not in self.replayed
-                self.replayed[event.key] = event.segment
+            if isinstance(event, BlocksStored):
+                assert not set(event.keys) & set(self.replayed)
+                self.replayed.update(dict.fromkeys(event.keys, event.segment))
                 continue
-            assert self.replayed.pop(event.key) == event.segment
-            version = self.objects.pop(event.key).version
-            held = any(it.get(event.key) == version for it in self.leased.values())
-            assert not held or event.segment in (may_lose or set())
+            if isinstance(event, BlocksCleared):
+                gone = [key for key, at in self.replayed.items() if at == event.segment]
+            else:
+                gone = list(event.keys)
+            for key in gone:
+                assert self.replayed.pop(key) == event.segment
+                version = self.objects.pop(key).version
+                held = any(it.get(key) == version for it in self.leased.values())
+                assert not held or event.segment in (may_lose or set())
         for key in self.replayed:
             found = self.master.locate(key)
             assert found is not None

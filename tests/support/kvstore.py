@@ -40,7 +40,12 @@ class DictStore:
             self.reads += 1
         return len(found)
 
-    async def put(self, items: Sequence[tuple[BlockKey, memoryview]], lease: LeaseId | None) -> int:
+    async def put(
+        self,
+        items: Sequence[tuple[BlockKey, memoryview]],
+        lease: LeaseId | None,
+        parent: BlockKey | None = None,
+    ) -> int:
         await asyncio.sleep(self.delay_s)
         for key, view in items:
             self.data.setdefault(key, bytes(view))

@@ -6,7 +6,7 @@ from moonserve.core.conductor import Abort, Conductor, Decode, GiveUp, Prefill, 
 from moonserve.core.facts import (
     Arrived,
     Beat,
-    BlockStored,
+    BlocksStored,
     CallFailed,
     ClientGone,
     DecodeEnded,
@@ -254,7 +254,7 @@ def test_facts_of_one_instant_are_taken_in_a_fixed_order() -> None:
     facts = [
         arrived("b"),
         arrived("a"),
-        *[BlockStored(key, SegmentId("p1")) for key in KEYS],
+        BlocksStored(SegmentId("p1"), tuple(KEYS), None, "dram", 1),
         Joined(info("p1", "prefill")),
         Joined(info("p0", "prefill")),
         Joined(info("d0", "decode")),

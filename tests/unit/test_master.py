@@ -3,7 +3,7 @@
 import pytest
 
 from moonserve.core.errors import UnknownSegment
-from moonserve.core.facts import BlockRemoved, BlockStored
+from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Exists, Full, Mount, Terms, Ticket
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
@@ -51,7 +51,7 @@ def test_a_put_is_invisible_until_it_ends() -> None:
     it.put_end(0, [(ticket.id, 7)], None)
     (found,) = it.find(0, [key(1)], LEASE)
     assert (found.checksum, found.version, found.size) == (7, ticket.id, BLOCK)
-    assert it.drain_events() == [BlockStored(key(1), A)]
+    assert it.drain_events() == [BlocksStored(A, (key(1),), None, "dram", 1)]
 
 
 def test_find_stops_at_the_first_missing_key() -> None:
@@ -193,7 +193,7 @@ def test_a_restarted_owner_starts_empty() -> None:
     assert it.mount(0, mount(A, 2, epoch=1))
     assert it.locate(key(1)) is not None
     assert it.mount(0, mount(A, 2, epoch=2))
-    assert it.drain_events() == [BlockRemoved(key(1), A)]
+    assert it.drain_events() == [BlocksCleared(A, "dram", 1)]
     assert not it.mount(0, mount(A, 2, epoch=1))
     assert not it.beat(0, A, epoch=1)
     it.unmount(A, epoch=1)

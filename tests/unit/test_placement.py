@@ -2,8 +2,8 @@
 
 import pytest
 
+from moonserve.core.index import Match
 from moonserve.core.placement import choose_decode, choose_prefill, kvcache_centric, place
-from moonserve.core.prefix import Match
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 from tests.support.cluster import BLOCK, view
 

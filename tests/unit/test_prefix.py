@@ -2,11 +2,7 @@
 
 from hashlib import sha256
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from moonserve.core.prefix import Namespace, PrefixIndex, chain_keys, tail_key, token_bytes
-from moonserve.core.units import BlockKey, SegmentId
+from moonserve.core.prefix import Namespace, chain_keys, tail_key, token_bytes
 
 ROOT = Namespace("m", "r", "l", 4).root()
 
@@ -47,49 +43,3 @@ def test_a_tail_never_equals_a_full_block() -> None:
     keys = chain_keys(ROOT, [1, 2, 3, 4], 4)
     assert tail_key(ROOT, [], [1, 2, 3, 4]) != keys[0]
     assert tail_key(ROOT, keys, [5]) != tail_key(ROOT, [], [5])
-
-
-holders = st.sampled_from([SegmentId(name) for name in "abcd"])
-keys_st = st.integers(0, 7).map(lambda i: BlockKey(bytes([i])))
-events = st.one_of(
-    st.tuples(st.just("stored"), keys_st, holders),
-    st.tuples(st.just("removed"), keys_st, holders),
-)
-
-
-@given(st.lists(events, max_size=60), st.lists(keys_st, max_size=8, unique=True))
-def test_index_equals_a_naive_model(
-    history: list[tuple[str, BlockKey, SegmentId]], chain: list[BlockKey]
-) -> None:
-    """After any history, matches are the leading runs of a plain set of (key, holder) pairs."""
-    index = PrefixIndex()
-    model: set[tuple[BlockKey, SegmentId]] = set()
-    for what, key, holder in history:
-        if what == "stored":
-            index.stored(key, holder)
-            model.add((key, holder))
-        else:
-            index.removed(key, holder)
-            model.discard((key, holder))
-
-    def run(held: set[BlockKey]) -> int:
-        return next((i for i, key in enumerate(chain) if key not in held), len(chain))
-
-    match = index.match(chain)
-    assert match.pool == run({key for key, _ in model})
-    for name in "abcd":
-        held = {key for key, holder in model if holder == name}
-        assert match.by_holder.get(SegmentId(name), 0) == run(held)
-    assert len(index) == len({key for key, _ in model})
-
-
-def test_a_holder_of_nothing_costs_nothing() -> None:
-    """Bits of holders that are gone are used again, however many names come and go."""
-    index = PrefixIndex()
-    key = BlockKey(bytes(32))
-    for i in range(1_000):
-        index.stored(key, SegmentId(f"s{i}"))
-        index.removed(key, SegmentId(f"s{i}"))
-    index.stored(key, SegmentId("last"))
-    assert index.match([key]).by_holder == {"last": 1}
-    assert index._masks[key] == 1

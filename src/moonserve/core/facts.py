@@ -7,10 +7,12 @@ which facts of one instant are taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from moonserve.core.index import Tier
 from moonserve.core.prefix import Namespace
 from moonserve.core.request import Request
 from moonserve.core.units import (
@@ -48,6 +50,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     max_requests: int = 1_024
     """Requests it takes on at once, waiting ones included; the Conductor promises no more."""
     segment: SegmentId | None = None
+    rack: str = ""
+    """Instances of one rack reach each other faster; empty: not said."""
 
 
 class PassSample(msgspec.Struct, frozen=True):
@@ -132,22 +136,38 @@ class Left(_OfInstance, frozen=True, tag=True):
     epoch: int
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """A segment now holds a block, complete and readable."""
+class _OfBlocks(msgspec.Struct, frozen=True):
+    """A fact about blocks on one tier of one segment, in one epoch of its owner."""
 
     rank: ClassVar[int] = 3
-    key: BlockKey
+    subject: ClassVar[str] = ""  # the sender's own order is kept
     segment: SegmentId
-    subject: ClassVar[str] = ""  # the store's own order is kept
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """A segment no longer holds a block."""
+class BlocksStored(_OfBlocks, frozen=True, tag=True):
+    """A segment now holds a piece of a chain, complete and readable."""
 
-    rank: ClassVar[int] = 3
-    key: BlockKey
-    segment: SegmentId
-    subject: ClassVar[str] = ""
+    keys: tuple[BlockKey, ...]
+    """In chain order."""
+    parent: BlockKey | None
+    """The key before keys[0], held or not; None where keys[0] heads its chain."""
+    tier: Tier
+    epoch: int
+
+
+class BlocksRemoved(_OfBlocks, frozen=True, tag=True):
+    """A segment holds one copy less of each of these blocks, in any order."""
+
+    keys: tuple[BlockKey, ...]
+    tier: Tier
+    epoch: int
+
+
+class BlocksCleared(_OfBlocks, frozen=True, tag=True):
+    """A segment emptied a tier."""
+
+    tier: Tier
+    epoch: int
 
 
 class PrefillEnded(_OfRequest, frozen=True, tag=True):
@@ -159,10 +179,11 @@ class PrefillEnded(_OfRequest, frozen=True, tag=True):
 
 
 class DecodeEnded(_OfRequest, frozen=True, tag=True):
-    """Decode gave its last token."""
+    """Decode gave its last token. `tokens`: length of the whole output."""
 
     rank: ClassVar[int] = 4
     number: int
+    tokens: Tokens = 0
 
 
 class CallFailed(_OfRequest, frozen=True, tag=True):
@@ -208,13 +229,14 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
     subject: ClassVar[str] = ""
 
 
-BlockEvent: TypeAlias = BlockStored | BlockRemoved
+BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 Fact: TypeAlias = (
     Joined
     | Beat
     | Left
-    | BlockStored
-    | BlockRemoved
+    | BlocksStored
+    | BlocksRemoved
+    | BlocksCleared
     | PrefillEnded
     | DecodeEnded
     | CallFailed
@@ -222,3 +244,32 @@ Fact: TypeAlias = (
     | Arrived
     | Tick
 )
+
+
+def merged(events: Sequence[BlockEvent]) -> list[BlockEvent]:
+    """The same told shorter: stores along one chain as one, and removals in a row; order kept.
+
+    All are taken to be of one tier.
+    """
+    told: list[tuple[BlockEvent, list[BlockKey]]] = []
+    for event in events:
+        keys = [] if isinstance(event, BlocksCleared) else list(event.keys)
+        if told and _goes_on(event, *told[-1]):
+            told[-1][1].extend(keys)
+        else:
+            told.append((event, keys))
+    return [
+        event
+        if isinstance(event, BlocksCleared)
+        else msgspec.structs.replace(event, keys=tuple(keys))
+        for event, keys in told
+    ]
+
+
+def _goes_on(event: BlockEvent, last: BlockEvent, keys: Sequence[BlockKey]) -> bool:
+    """Whether `event` can be told together with `last`, which has `keys` by now."""
+    if (event.segment, event.epoch) != (last.segment, last.epoch):
+        return False
+    if isinstance(event, BlocksStored):
+        return isinstance(last, BlocksStored) and event.parent == keys[-1]
+    return isinstance(event, BlocksRemoved) and isinstance(last, BlocksRemoved)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from moonserve.core.errors import UnknownSegment
 from moonserve.core.evict import Lru
-from moonserve.core.facts import BlockEvent, BlockRemoved, BlockStored
+from moonserve.core.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, merged
 from moonserve.core.pool import (
     Address,
     Exists,
@@ -68,6 +68,7 @@ class _Object:
 @dataclass(slots=True)
 class _Put:
     key: BlockKey
+    parent: BlockKey | None
     size: Bytes
     owner: SegmentId
     segment: SegmentId
@@ -145,9 +146,11 @@ class Master:
         owner: SegmentId,
         items: Sequence[tuple[BlockKey, Bytes]],
         lease: LeaseId | None,
+        parent: BlockKey | None = None,
     ) -> list[Outcome]:
         """Start one put per (key, size > 0), onto the owner's own segment where there is room.
 
+        The keys are a piece of a chain; `parent` comes before it, None where it heads the chain.
         Else onto the segment with most free bytes, else in place of the owner's least recently
         used objects, else of another's. Objects that exist are leased, unless the lease is dead.
         UnknownSegment: the owner is not mounted.
@@ -160,16 +163,15 @@ class Master:
             if existing is not None:
                 self._use(now_us, existing, lease)
                 outcomes.append(Exists())
-                continue
-            place = self._allocate(owner, size)
-            if place is None:
+            elif (place := self._allocate(owner, size)) is None:
                 outcomes.append(Full())
-                continue
-            deadline_us = now_us + self.terms.put_ttl_us
-            put = _Put(key, size, owner, place.segment, place.offset, deadline_us)
-            self._puts[self._next_id] = put
-            outcomes.append(Ticket(self._next_id, place.segment, place.offset))
-            self._next_id += 1
+            else:
+                deadline_us = now_us + self.terms.put_ttl_us
+                put = _Put(key, parent, size, owner, place.segment, place.offset, deadline_us)
+                self._puts[self._next_id] = put
+                outcomes.append(Ticket(self._next_id, place.segment, place.offset))
+                self._next_id += 1
+            parent = key
         return outcomes
 
     def put_end(
@@ -250,9 +252,9 @@ class Master:
         return lost
 
     def drain_events(self) -> list[BlockEvent]:
-        """What appeared and disappeared since the last call, in order."""
+        """What appeared and disappeared since the last call, in order; runs of a kind as one."""
         events, self._events = self._events, []
-        return events
+        return merged(events)
 
     def stats(self) -> MasterStats:
         """The ledgers now."""
@@ -289,8 +291,11 @@ class Master:
         replica = Replica(put.segment, put.offset)
         stored = _Object(Found(put.key, put.size, checksum, ticket, (replica,)))
         self._objects[put.key] = stored
-        self._segments[put.segment].objects[put.key] = None
-        self._events.append(BlockStored(put.key, put.segment))
+        held = self._segments[put.segment]
+        held.objects[put.key] = None
+        self._events.append(
+            BlocksStored(put.segment, (put.key,), put.parent, "dram", held.mount.epoch)
+        )
         self._use(now_us, stored, lease)
         return True
 
@@ -373,14 +378,15 @@ class Master:
         del held.objects[key]
         self._keep(existing)
         held.extents.free(at.offset)
-        self._events.append(BlockRemoved(key, at.segment))
+        self._events.append(BlocksRemoved(at.segment, (key,), "dram", held.mount.epoch))
 
     def _drop_segment(self, name: SegmentId) -> None:
         """Forget a segment, its objects, and every put that is onto it or by its owner."""
         held = self._segments.get(name)
         if held is None:
             return
-        for key in list(held.objects):
-            self._remove(self._objects[key])
+        for key in held.objects:
+            del self._objects[key]
+        self._events.append(BlocksCleared(name, "dram", held.mount.epoch))
         self.put_abort([id for id, put in self._puts.items() if name in (put.owner, put.segment)])
         del self._segments[name]

@@ -84,9 +84,15 @@ class KVStore(Protocol):
         replica was lost and no other could serve. Never raises for lost data.
         """
 
-    async def put(self, items: Sequence[tuple[BlockKey, memoryview]], lease: LeaseId | None) -> int:
+    async def put(
+        self,
+        items: Sequence[tuple[BlockKey, memoryview]],
+        lease: LeaseId | None,
+        parent: BlockKey | None = None,
+    ) -> int:
         """Store objects; those that exist already are kept and leased. Returns how many exist now.
 
+        The items are a piece of a chain; `parent` comes before it, None where it heads the chain.
         All or nothing per object: a reader never sees a half-written one. Less than len(items)
         means the pool was full of leased objects; the caller goes on without them.
         """

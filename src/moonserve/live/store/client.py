@@ -122,9 +122,14 @@ class StoreClient:
         assert [it.size for it in found] == [len(memory) for memory in into]
         return await _to_the_end(self._read(found, into))
 
-    async def put(self, items: Sequence[tuple[BlockKey, memoryview]], lease: LeaseId | None) -> int:
+    async def put(
+        self,
+        items: Sequence[tuple[BlockKey, memoryview]],
+        lease: LeaseId | None,
+        parent: BlockKey | None = None,
+    ) -> int:
         """See KVStore.put."""
-        return await _to_the_end(self._put(items, lease))
+        return await _to_the_end(self._put(items, lease, parent))
 
     async def release(self, lease: LeaseId) -> None:
         """See KVStore.release. With the master out of reach, the lease ends by its time to live."""
@@ -263,22 +268,32 @@ class StoreClient:
     # Writing
 
     async def _put(
-        self, items: Sequence[tuple[BlockKey, memoryview]], lease: LeaseId | None
+        self,
+        items: Sequence[tuple[BlockKey, memoryview]],
+        lease: LeaseId | None,
+        parent: BlockKey | None,
     ) -> int:
         exist = 0
         for start in range(0, len(items), wire.MAX_BATCH):
             batch = items[start : start + wire.MAX_BATCH]
             try:
-                exist += await self._put_batch(batch, lease)
+                exist += await self._put_batch(batch, lease, parent)
+                parent = batch[-1][0]
             except _FAILURES as error:  # what was started is reaped by its time to live
                 log.warning("store master: put failed: %s", _text(error))
                 break
         return exist
 
     async def _put_batch(
-        self, items: Sequence[tuple[BlockKey, memoryview]], lease: LeaseId | None
+        self,
+        items: Sequence[tuple[BlockKey, memoryview]],
+        lease: LeaseId | None,
+        parent: BlockKey | None,
     ) -> int:
-        outcomes = await self._put_start([(key, len(memory)) for key, memory in items], lease)
+        sizes = [(key, len(memory)) for key, memory in items]
+        outcomes = await self._put_start(
+            wire.PutStartCall(self.settings.segment, sizes, lease, parent)
+        )
         exist = sum(isinstance(outcome, Exists) for outcome in outcomes)
         groups: dict[SegmentId, list[tuple[Ticket, memoryview]]] = {}
         for (_, memory), outcome in zip(items, outcomes, strict=True):
@@ -305,10 +320,7 @@ class StoreClient:
             exist += sum(ended.exist)
         return exist
 
-    async def _put_start(
-        self, items: list[tuple[BlockKey, Bytes]], lease: LeaseId | None
-    ) -> list[Outcome]:
-        call = wire.PutStartCall(self.settings.segment, items, lease)
+    async def _put_start(self, call: wire.PutStartCall) -> list[Outcome]:
         reply = await self._call("put_start", call, wire.PutStarted)
         if reply.outcomes is None:
             await self._mount()

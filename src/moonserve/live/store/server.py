@@ -93,7 +93,9 @@ class MasterService:
 
     def _put_start(self, call: wire.PutStartCall) -> wire.PutStarted:
         try:
-            outcomes = self.master.put_start(self._now_us(), call.owner, call.items, call.lease)
+            outcomes = self.master.put_start(
+                self._now_us(), call.owner, call.items, call.lease, call.parent
+            )
         except UnknownSegment:
             return wire.PutStarted(None, {})
         used = (outcome.segment for outcome in outcomes if isinstance(outcome, Ticket))

@@ -52,11 +52,12 @@ class Beaten(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PutStartCall(msgspec.Struct, frozen=True, array_like=True):
-    """Start one put per item."""
+    """Start one put per item; `parent` is the key before the first one's."""
 
     owner: Segment
     items: Annotated[list[tuple[Key, Size]], _BATCH]
     lease: Name | None
+    parent: Key | None = None
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True):

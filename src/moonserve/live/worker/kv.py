@@ -36,6 +36,7 @@ _MAX_SAMPLES = 64
 class _Put(msgspec.Struct, frozen=True):
     request: RequestId
     keys: tuple[BlockKey, ...]
+    parent: BlockKey | None
     blocks: tuple[int, ...]
     lease: LeaseId | None
 
@@ -167,7 +168,8 @@ class WorkerKV:
             return
         self._pool.hold(blocks)
         lease = job.lease if job.send_kv else None
-        self._puts.append(_Put(job.request, tuple(names), tuple(blocks), lease))
+        parent = keys.full[first - 1] if first else None
+        self._puts.append(_Put(job.request, tuple(names), parent, tuple(blocks), lease))
         self._unfinished[job.request] += 1
         self._pending_blocks += len(blocks)
         self._work.set()
@@ -204,7 +206,7 @@ class WorkerKV:
         ]
         try:
             async with asyncio.timeout(self._deadlines.put_s):
-                await self._store.put(items, put.lease)
+                await self._store.put(items, put.lease, put.parent)
         except (MoonserveError, OSError) as error:  # TimeoutError is an OSError
             self._failed("put", put.request, error)
         finally:
