@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,25 @@ from moonserve.core.blocks import BlockPool
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import Micros, RequestId, Tokens
+
+
+class Counted:
+    """Token ids that nobody will look at, as many as are counted: for simulation."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: Tokens) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, tokens: Sequence[int] | Counted) -> None:
+        """So many more."""
+        self._count += len(tokens)
+
+    def __getitem__(self, part: slice) -> Counted:
+        return Counted(len(range(*part.indices(self._count))))
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -29,7 +48,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """
 
     request: RequestId
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     start: int
     blocks: tuple[int, ...]
     sampling: Sampling | None = None
@@ -94,13 +113,13 @@ class _Seq:
     def __init__(
         self,
         id: RequestId,
-        known: Sequence[int],
+        known: Sequence[int] | Counted,
         prompt_len: Tokens,
         sampling: Sampling,
         stopping: Stopping,
     ) -> None:
         self.id = id
-        self.known = list(known)
+        self.known: Any = known[:] if isinstance(known, Counted) else list(known)
         self.prompt_len = prompt_len
         self.computed: Tokens = 0
         self.blocks: list[int] = []
@@ -175,7 +194,7 @@ class Batch:
     def add(
         self,
         request: RequestId,
-        known: Sequence[int],
+        known: Sequence[int] | Counted,
         *,
         prompt_len: Tokens,
         computed: Tokens = 0,
@@ -247,7 +266,7 @@ class Batch:
             token = finish = None
             if chunk.sampling is not None:
                 token = result.sampled[seq.id]
-                seq.known.append(token)
+                seq.known.extend((token,))
                 generated = len(seq.known) - seq.prompt_len
                 finish = finish_of(token, generated, seq.stopping, self._eos)
             progress.append(Progress(seq.id, token, before, seq.computed, finish))
@@ -261,6 +280,42 @@ class Batch:
         for seq in failed:
             self._drop(seq)
         return [seq.id for seq in failed]
+
+    def steady(self) -> int:
+        """How many passes from now on are alike, so that `skip` may take them at once.
+
+        In each of them every running request decodes one token, and none ends. Nobody may join
+        meanwhile: a driver that has somebody to add skips as many as went by, and adds then.
+        """
+        assert self._in_flight is None, "one pass at a time"
+        running = self._running
+        if not running or len(running) > self.chunk_tokens:
+            return 0
+        if self._waiting and len(running) < self.max_seqs:
+            return 0
+        if any(len(seq.known) - seq.computed != 1 for seq in running):
+            return 0
+        left = [seq.stopping.max_tokens - len(seq.known) + seq.prompt_len for seq in running]
+        passes = min(left) - 1
+        while passes > 0 and self._new_blocks(passes) > self.pool.free_count:
+            passes //= 2
+        return max(0, passes)
+
+    def skip(self, passes: int) -> None:
+        """Account for that many steady passes; their tokens are counted, not known."""
+        more = Counted(passes)
+        for seq in self._running:
+            taken = self.pool.allocate(self._grown(seq, passes))
+            assert taken is not None
+            seq.blocks.extend(taken)
+            seq.computed += passes
+            seq.known.extend(more)
+
+    def _grown(self, seq: _Seq, passes: int) -> int:
+        return max(0, self.blocks_for(seq.computed + passes) - len(seq.blocks))
+
+    def _new_blocks(self, passes: int) -> int:
+        return sum(self._grown(seq, passes) for seq in self._running)
 
     def _land(self, work: Pass) -> list[tuple[_Seq, Chunk]]:
         """End the pass in flight; drops what was cancelled meanwhile and gives the others."""
@@ -321,9 +376,10 @@ class Batch:
     def _chunk(self, seq: _Seq, count: Tokens) -> Chunk:
         end = seq.computed + count
         seq.in_pass = True
+        tokens = seq.known[seq.computed : end]
         return Chunk(
             request=seq.id,
-            tokens=tuple(seq.known[seq.computed : end]),
+            tokens=tuple(tokens) if isinstance(tokens, list) else tokens,
             start=seq.computed,
             blocks=tuple(seq.blocks[: self.blocks_for(end)]),
             sampling=seq.sampling if end == len(seq.known) else None,
