@@ -16,27 +16,8 @@ import msgspec
 
 from moonserve.core.blocks import BlockPool
 from moonserve.core.errors import BadRequest
-from moonserve.core.request import Sampling, Stopping
+from moonserve.core.request import Counted, Sampling, Stopping
 from moonserve.core.units import Micros, RequestId, Tokens
-
-
-class Counted:
-    """Token ids that nobody will look at, as many as are counted: for simulation."""
-
-    __slots__ = ("_count",)
-
-    def __init__(self, count: Tokens) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def extend(self, tokens: Sequence[int] | Counted) -> None:
-        """So many more."""
-        self._count += len(tokens)
-
-    def __getitem__(self, part: slice) -> Counted:
-        return Counted(len(range(*part.indices(self._count))))
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -280,6 +261,15 @@ class Batch:
         for seq in failed:
             self._drop(seq)
         return [seq.id for seq in failed]
+
+    @property
+    def context(self) -> Tokens:
+        """Known tokens of all that run."""
+        return sum(len(seq.known) for seq in self._running)
+
+    def members(self) -> list[RequestId]:
+        """Who runs, in order of arrival."""
+        return [seq.id for seq in self._running]
 
     def steady(self) -> int:
         """How many passes from now on are alike, so that `skip` may take them at once.

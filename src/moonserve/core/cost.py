@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from moonserve.core.batch import Pass
 from moonserve.core.facts import PassSample, TransferSample
 from moonserve.core.units import Bytes, Micros, Tokens
 
@@ -187,6 +188,21 @@ class Cost:
         self.load_us = self._transfer.coefficients()
         """Microseconds per (load, byte)."""
         self.version += 1
+
+
+def pass_sample(work: Pass, elapsed_us: Micros) -> PassSample:
+    """A pass as the cost model's features; a chunk of one token counts as a decode."""
+    new = square = past = seqs = context = 0
+    for chunk in work.chunks:
+        count, start = len(chunk.tokens), chunk.start
+        if count == 1:
+            seqs += 1
+            context += start + 1
+        else:
+            new += count
+            square += (start + count) ** 2 - start**2
+            past += start
+    return PassSample(new, square, past, seqs, context, elapsed_us)
 
 
 def _pass_features(sample: PassSample) -> tuple[float, ...]:

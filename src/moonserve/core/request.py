@@ -33,6 +33,25 @@ class Stopping(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
 
 
+class Counted:
+    """Token ids that nobody will look at, as many as are counted: for simulation."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: Tokens) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, tokens: Sequence[int] | Counted) -> None:
+        """So many more."""
+        self._count += len(tokens)
+
+    def __getitem__(self, part: slice) -> Counted:
+        return Counted(len(range(*part.indices(self._count))))
+
+
 class Slo(msgspec.Struct, frozen=True):
     """Service level objectives; None: no objective."""
 
@@ -54,8 +73,8 @@ class Request(msgspec.Struct, frozen=True):
 
     id: RequestId
     model: str
-    prompt: Sequence[int]
-    """The Conductor reads its length only: in simulation it is a range."""
+    prompt: Sequence[int] | Counted
+    """The Conductor reads its length only."""
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
     slo: Slo = Slo()

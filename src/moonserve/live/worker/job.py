@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonserve.core.batch import Finish, Pass, PassResult
+from moonserve.core.batch import Finish
 from moonserve.core.errors import MoonserveError
-from moonserve.core.facts import PassSample
 from moonserve.core.prefix import chain_keys, tail_key
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens
@@ -130,17 +129,3 @@ class Live:
         """The tokens it enters the batch with."""
         first = self.job.first_token
         return self.job.prompt if first is None else (*self.job.prompt, first)
-
-
-def pass_sample(work: Pass, result: PassResult) -> PassSample:
-    """The pass as the cost model's features; a chunk of one token counts as a decode."""
-    prompts = [(c.start, c.start + len(c.tokens)) for c in work.chunks if len(c.tokens) > 1]
-    decodes = [c.start + 1 for c in work.chunks if len(c.tokens) == 1]
-    return PassSample(
-        prefill_new=sum(end - start for start, end in prompts),
-        prefill_square=sum(end * end - start * start for start, end in prompts),
-        prefill_past=sum(start for start, _ in prompts),
-        decode_seqs=len(decodes),
-        decode_context=sum(decodes),
-        elapsed_us=result.elapsed_us,
-    )

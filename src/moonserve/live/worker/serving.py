@@ -16,12 +16,13 @@ from typing import Any
 
 from moonserve.core.batch import Batch, Pass, Progress, finish_of
 from moonserve.core.blocks import BlockPool
+from moonserve.core.cost import pass_sample
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError, Overloaded
 from moonserve.core.facts import InstanceLoad, PassSample
 from moonserve.core.prefix import Namespace
 from moonserve.core.units import BlockKey, RequestId
 from moonserve.live.ports import Clock, Engine, KVStore
-from moonserve.live.worker.job import Job, KeyPlan, Ledger, Limits, Live, Piece, pass_sample
+from moonserve.live.worker.job import Job, KeyPlan, Ledger, Limits, Live, Piece
 from moonserve.live.worker.kv import WorkerKV
 from moonserve.live.worker.metrics import Metrics
 
@@ -285,7 +286,7 @@ class Runner:
                 self._emit(self._live[request], EngineFailed(f"the engine failed: {error}"))
             return
         result = task.result()
-        self._samples.append(pass_sample(work, result))
+        self._samples.append(pass_sample(work, result.elapsed_us))
         self._publish(work)
         for step in self._batch.apply(work, result):
             self._deliver(self._live[step.request], step)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moonserve.core.batch import Chunk, Pass
+from moonserve.core.cost import pass_sample
 from moonserve.core.facts import PassSample, Role
 from moonserve.core.request import Sampling
 from moonserve.core.units import RequestId, Tokens
 from moonserve.live.ports import Engine, EngineShape
-from moonserve.live.worker.job import pass_sample
 
 _SHORT: Tokens = 48
 _DECODES = (1, 1, 4, 4)

@@ -1,0 +1,90 @@
+"""A made-up network: links of given bandwidth, shared fairly by the flows that cross them.
+
+Every node sends and receives at up to its link's rate. A flow gets the smaller of its shares of
+the sender's and of the receiver's link, so a node that many fetch from is slow for all of them.
+(What a flow leaves of its share is not given to others: shares are equal, not max-min.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+from moonserve.core.units import Bytes, Micros
+from moonserve.sim.clock import Clock
+
+
+class _Flow:
+    __slots__ = ("done", "left", "rate", "source", "target")
+
+    def __init__(self, source: str, target: str, size: Bytes, done: Callable[[], None]) -> None:
+        self.source = source
+        self.target = target
+        self.left = float(size)
+        self.rate = 0.0
+        self.done = done
+
+
+class Network:
+    """All flows under way. `bytes_per_s`: of each node's link, each way.
+
+    `wide` names nodes without a limit of their own, such as a pool spread over all.
+    """
+
+    def __init__(self, clock: Clock, bytes_per_s: float, wide: frozenset[str] = frozenset()):
+        self._clock = clock
+        self._per_us = bytes_per_s / 1e6
+        self._wide = wide
+        self._flows: list[_Flow] = []
+        self._out: dict[str, int] = {}
+        self._in: dict[str, int] = {}
+        self._moved_us: Micros = 0
+        self._plan = 0
+        self.transfers = 0
+        self.bytes = 0
+
+    def send(self, source: str, target: str, size: Bytes, done: Callable[[], None]) -> None:
+        """Move `size` bytes; `done` is called when the last one arrived."""
+        self._move()
+        flow = _Flow(source, target, size, done)
+        self._flows.append(flow)
+        self._out[source] = self._out.get(source, 0) + 1
+        self._in[target] = self._in.get(target, 0) + 1
+        self.transfers += 1
+        self.bytes += size
+        self._share()
+
+    def _move(self) -> None:
+        """Let the bytes flow that flowed since the last look."""
+        passed = self._clock.now_us - self._moved_us
+        self._moved_us = self._clock.now_us
+        if passed:
+            for flow in self._flows:
+                flow.left -= flow.rate * passed
+
+    def _share(self) -> None:
+        """New rates, and the next look: when the first flow ends."""
+        soonest = None
+        for flow in self._flows:
+            senders = 1 if flow.source in self._wide else self._out[flow.source]
+            flow.rate = self._per_us / max(senders, self._in[flow.target])
+            ends = flow.left / flow.rate
+            soonest = ends if soonest is None else min(soonest, ends)
+        self._plan += 1
+        if soonest is not None:
+            plan = self._plan
+            at_us = self._clock.now_us + max(0, ceil(soonest))
+            self._clock.at(at_us, lambda: self._look(plan))
+
+    def _look(self, plan: int) -> None:
+        if plan != self._plan:
+            return  # flows came or went meanwhile; there is a newer look
+        self._move()
+        ended = [flow for flow in self._flows if flow.left <= 1e-6]
+        self._flows = [flow for flow in self._flows if flow.left > 1e-6]
+        for flow in ended:
+            self._out[flow.source] -= 1
+            self._in[flow.target] -= 1
+        self._share()
+        for flow in ended:
+            flow.done()

@@ -1,0 +1,305 @@
+"""One simulated instance: the live runner's order of things, with made-up time.
+
+Batch, blocks and costs are core's; what is pretended is the time that passes and loads take. Calls
+come from sim.cluster, which is told when they end. Passes that are alike are taken in one go.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from moonserve.core.batch import Batch, Pass, PassResult, Progress
+from moonserve.core.blocks import BlockPool
+from moonserve.core.cost import Cost, pass_sample
+from moonserve.core.facts import InstanceInfo
+from moonserve.core.request import Counted, Sampling, Stopping
+from moonserve.core.units import Micros, RequestId, Tokens
+from moonserve.sim.clock import Clock
+
+_GREEDY = Sampling(temperature=0.0)
+
+
+class Call:
+    """One prefill or decode call on a node."""
+
+    def __init__(
+        self,
+        request: RequestId,
+        number: int,
+        known: Tokens,
+        prompt: Tokens,
+        most: Tokens,
+        load: Callable[[Callable[[Tokens], None]], None],
+    ) -> None:
+        self.request = request
+        self.number = number
+        self.known = known
+        """Tokens known when it came; the KV of all but one may be loaded."""
+        self.prompt = prompt
+        """Tokens that were given, so that known - prompt were generated before."""
+        self.most = most
+        """Output tokens after which it ends."""
+        self.load = load
+        """Brings the KV; tells when it is here, and how many tokens it covers."""
+        self.cached: Tokens = 0
+        self.began_us: Micros | None = None
+        self.busy_us: Micros = 0
+        """Time of the passes it took part in, each shared among what ran in it."""
+        self.spans: list[list[int]] = []
+        """[first, after last] numbers of the node's passes that gave it a token."""
+
+
+class Node:
+    """See the module. `tell` is called with each call's Progress; `begin` when one starts."""
+
+    def __init__(
+        self,
+        info: InstanceInfo,
+        cost: Cost,
+        clock: Clock,
+        tell: Callable[[Node, Call, Progress], None],
+        begin: Callable[[Node, Call], None],
+        ahead: int,
+    ) -> None:
+        self.info = info
+        self.name = str(info.id)
+        self._cost = cost
+        self._clock = clock
+        self._tell = tell
+        self._begin = begin
+        self._ahead = ahead
+        self._pool = BlockPool(info.kv_blocks)
+        self._batch = Batch(
+            self._pool,
+            block_size=info.namespace.block_size,
+            chunk_tokens=info.chunk_tokens,
+            max_seqs=info.max_seqs,
+        )
+        self._intake: deque[Call] = deque()
+        self._loading: dict[RequestId, int] = {}
+        self._calls: dict[RequestId, Call] = {}
+        self._plan = 0
+        """Grows whenever what was scheduled does not hold any more."""
+        self._pass: tuple[Pass, Micros] | None = None
+        self._steady: list[int] | None = None
+        """[passes to go, passes gone, requests, context] of a run of passes that are alike."""
+        self._turn_us: Micros = 0
+        """When the last pass ended."""
+        self.ends: array[int] = array("Q")
+        """When each pass ended, from the first one on."""
+        self.busy_us: Micros = 0
+        self.slow = 1.0
+        self.dead = False
+
+    @property
+    def waiting(self) -> int:
+        """Calls that have not begun."""
+        return len(self._intake) + len(self._loading) + self._batch.waiting
+
+    @property
+    def running(self) -> int:
+        """Calls that take part in passes."""
+        return self._batch.running
+
+    @property
+    def preemptions(self) -> int:
+        """How often blocks ran out."""
+        return self._batch.preemptions
+
+    def accept(self, call: Call) -> None:
+        """Take a call in; it begins when `settle` finds room."""
+        self._calls[call.request] = call
+        self._intake.append(call)
+
+    def cancel(self, request: RequestId) -> None:
+        """Drop a call, wherever it is; unknown ones are no error."""
+        call = self._calls.pop(request, None)
+        if call is None:
+            return
+        self._break_run()
+        if call in self._intake:
+            self._intake.remove(call)
+        self._batch.cancel(request)
+
+    def kill(self) -> list[Call]:
+        """Die: nothing is told any more. Gives the calls that were here."""
+        self.dead = True
+        self._plan += 1
+        calls, self._calls = list(self._calls.values()), {}
+        return calls
+
+    def settle(self) -> bool:
+        """All that this instant brought is here: admit, and begin a pass. Whether it did any."""
+        if self.dead:
+            return False
+        did = self._admit()
+        if self._pass is None and self._steady is None:
+            did |= self._next()
+        return did
+
+    # Into the batch.
+
+    def _admit(self) -> bool:
+        did = False
+        while self._intake and self._has_room(self._intake[0]):
+            call = self._intake.popleft()
+            need = self._batch.blocks_for(call.known)
+            self._loading[call.request] = need
+            call.load(partial(self._loaded, call))
+            did = True
+        return did
+
+    def _has_room(self, call: Call) -> bool:
+        """Whether its prompt fits beside what those before it still need for theirs."""
+        before = self._batch.running + self._batch.waiting + len(self._loading)
+        if before == 0:
+            return True
+        if before >= self.info.max_seqs + self._ahead:
+            return False
+        promised = self._batch.demand() + sum(self._loading.values())
+        return self._batch.blocks_for(call.known) <= self._pool.free_count - promised
+
+    def _loaded(self, call: Call, cached: Tokens) -> None:
+        if self.dead or self._loading.pop(call.request, None) is None:
+            return
+        if self._calls.get(call.request) is not call:
+            return  # cancelled meanwhile
+        self._break_run()
+        call.cached = min(cached, call.known - 1)  # logits need one token computed here
+        blocks = self._pool.allocate(self._batch.blocks_for(call.cached))
+        if blocks is None:  # promised to it, but decodes beside it grew: compute instead
+            call.cached, blocks = 0, ()
+        self._batch.add(
+            call.request,
+            Counted(call.known),
+            prompt_len=call.prompt,
+            computed=call.cached,
+            blocks=blocks,
+            sampling=_GREEDY,
+            stopping=Stopping(max_tokens=call.most),
+        )
+
+    # Passes.
+
+    def _next(self) -> bool:
+        """Begin the next pass, or a run of passes that are alike."""
+        now_us = self._clock.now_us
+        self._turn_us = now_us
+        passes = self._batch.steady()
+        if passes > 1:
+            seqs = self._batch.running
+            self._steady = [passes, 0, seqs, self._batch.context]
+            self._look_again()
+            return True
+        work = self._batch.plan()
+        if work is None:
+            return False
+        self._launch(work)
+        return True
+
+    def _launch(self, work: Pass) -> None:
+        """A pass that began at `_turn_us` runs."""
+        elapsed_us = self._took(self._cost.pass_of_us(pass_sample(work, 0)))
+        self._pass = (work, elapsed_us)
+        for chunk in work.chunks:
+            call = self._calls[chunk.request]
+            if call.began_us is None:
+                call.began_us = self._turn_us
+                self._begin(self, call)
+        self._plan += 1
+        self._clock.at(self._turn_us + elapsed_us, partial(self._ended, self._plan))
+
+    def _ended(self, plan: int) -> None:
+        if plan != self._plan or self._pass is None:
+            return
+        work, elapsed_us = self._pass
+        self._pass = None
+        self.busy_us += elapsed_us
+        number = len(self.ends)
+        self.ends.append(self._clock.now_us)
+        share_us = elapsed_us // len(work.chunks)
+        sampled = {c.request: 0 for c in work.chunks if c.sampling is not None}
+        for step in self._batch.apply(work, PassResult(sampled, elapsed_us)):
+            call = self._calls[step.request]
+            call.busy_us += share_us
+            if step.token is not None:
+                self._gave(call, number, 1)
+            if step.finish is not None:
+                del self._calls[step.request]
+            self._tell(self, call, step)
+
+    def _gave(self, call: Call, first: int, count: int) -> None:
+        """The passes from `first` on gave it a token each."""
+        if call.spans and call.spans[-1][1] == first:
+            call.spans[-1][1] += count
+        else:
+            call.spans.append([first, first + count])
+
+    # Runs of passes that are alike.
+
+    def _look_again(self) -> None:
+        """Look when the run can end at the earliest: steps only grow."""
+        assert self._steady is not None
+        left, _, seqs, context = self._steady
+        step_us = self._took(self._cost.decode_step_us(seqs, context))
+        self._plan += 1
+        self._clock.at(self._turn_us + left * step_us, partial(self._looked, self._plan))
+
+    def _looked(self, plan: int) -> None:
+        if plan != self._plan or self._steady is None:
+            return
+        self._run_to(self._clock.now_us)
+        if self._steady[0]:
+            self._look_again()
+        else:
+            self._end_run()
+
+    def _run_to(self, now_us: Micros) -> None:
+        """Take the steps of the run that ended by now."""
+        assert self._steady is not None
+        left, gone, seqs, context = self._steady
+        turn_us, ends = self._turn_us, self.ends
+        took, step_of = self._took, self._cost.decode_step_us
+        while left:
+            end_us = turn_us + took(step_of(seqs, context))
+            if end_us > now_us:
+                break
+            ends.append(end_us)
+            turn_us = end_us
+            context += seqs
+            left -= 1
+            gone += 1
+        self.busy_us += turn_us - self._turn_us
+        self._turn_us = turn_us
+        self._steady = [left, gone, seqs, context]
+
+    def _end_run(self) -> None:
+        """The batch learns how many passes went by."""
+        assert self._steady is not None
+        gone = self._steady[1]
+        self._steady = None
+        if not gone:
+            return
+        first = len(self.ends) - gone
+        for request in self._batch.members():
+            self._gave(self._calls[request], first, gone)
+        self._batch.skip(gone)
+
+    def _break_run(self) -> None:
+        """Somebody comes or goes: what ran alike until now does not any more."""
+        if self._steady is None:
+            return
+        self._run_to(self._clock.now_us)
+        in_flight = self._turn_us < self._clock.now_us
+        self._end_run()
+        if in_flight:  # the pass under way goes on without the newcomer
+            work = self._batch.plan()
+            assert work is not None
+            self._launch(work)
+
+    def _took(self, us: Micros) -> Micros:
+        return us if self.slow == 1.0 else round(us * self.slow)
+
