@@ -18,6 +18,7 @@ _COMMANDS = {
     "ask": "moonserve.cli.ask:ask",
     "doctor": "moonserve.cli.doctor:doctor",
     "model": "moonserve.cli.model:model",
+    "trace": "moonserve.cli.trace:trace",
     "gateway": "moonserve.cli.roles:gateway",
     "worker": "moonserve.cli.roles:worker",
 }

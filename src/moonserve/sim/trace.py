@@ -11,7 +11,7 @@ import csv
 import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TextIO
 
@@ -152,20 +152,21 @@ def _read(path: Path, block_size: Tokens) -> Iterator[Row | Fault]:
         raise ConfigError(f"{block_size} must be at least 1", "block_size")
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            first = file.readline().strip()
-            file.seek(0)
-            if first.startswith("{"):
-                yield from _checked(_json_rows(file), _MOONCAKE, block_size)
+            first = file.readline()
+            lines = chain([first], file)  # no seek: a pipe has none
+            if first.lstrip().startswith("{"):
+                yield from _checked(_json_rows(lines), _MOONCAKE, block_size)
                 return
             header = [name.strip() for name in first.split(",")]
             for form, to_us in ((_AZURE, _iso_us), (_SIMPLE, _ms_us)):
                 if header[:3] == [form.at, form.input, form.output]:
-                    yield from _checked(_csv_rows(file, form, to_us, block_size), form, block_size)
+                    rows = _csv_rows(lines, form, to_us, block_size)
+                    yield from _checked(rows, form, block_size)
                     return
     except OSError as err:
         raise ConfigError(f"cannot be read: {err.strerror}", str(path)) from err
     raise ConfigError(
-        "is no trace: its first line must be a JSON object (timestamp, input_length, "
+        "not a trace: the first line must be a JSON object (timestamp, input_length, "
         "output_length, hash_ids), or a CSV header: timestamp_ms,input_length,output_length"
         "[,hash_ids] or Azure's TIMESTAMP,ContextTokens,GeneratedTokens",
         str(path),

@@ -1,0 +1,227 @@
+"""`moonserve trace`: look at traces of requests, check them, cut and make them.
+
+A face over sim/trace, sim/stats and sim/synthesize; nothing else imports it. Traces go to stdout
+unless --output names a file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from moonserve.core.evict import EVICTIONS
+
+if TYPE_CHECKING:
+    from moonserve.sim.stats import Hits, Stats
+    from moonserve.sim.trace import Trace
+
+_CAPACITIES = (1_000, 10_000, 30_000, 50_000)  # arXiv 2407.00079, Table 1
+_COUNT = click.IntRange(min=1)
+
+_file = click.argument("file", type=click.Path(path_type=Path))
+_block_size = click.option(
+    "--block-size", default=512, show_default=True, help="Tokens of one block in FILE."
+)
+_output = click.option(
+    "-o", "--output", type=click.File("w"), default="-", help="Write here, not to stdout."
+)
+_requests = click.option(
+    "-n", "--requests", type=_COUNT, default=1_000, show_default=True, help="How many."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def trace() -> None:
+    """Look at traces of requests; check, cut, scale and make them.
+
+    A trace says when requests came, how long they were, and which KV blocks they share. Read are
+    Mooncake's JSONL (timestamp in ms, input_length, output_length, hash_ids: one id for each block
+    of 512 input tokens, equal where all tokens up to there are), a CSV of timestamp_ms,
+    input_length, output_length and perhaps hash_ids with spaces between, and Azure's LLM CSV. A
+    CSV without ids shares nothing. FILE may be -, for stdin. What is written is JSONL.
+
+    \b
+    Examples:
+      moonserve trace stats conversation.jsonl --lru 10000
+      moonserve trace scale conversation.jsonl --speed 2 | moonserve trace stats -
+    """
+
+
+@trace.command()
+@_file
+@click.option("--lru", multiple=True, metavar="N", type=int, help="Hits of an LRU of N blocks.")
+@click.option(
+    "--policy",
+    multiple=True,
+    type=click.Choice(list(EVICTIONS)),
+    help="Hits under this order of eviction; may be given again.",
+)
+@click.option(
+    "--capacity",
+    multiple=True,
+    metavar="N",
+    type=int,
+    default=_CAPACITIES,
+    help="Blocks for --policy; may be given again.  [default: 1000 10000 30000 50000]",
+)
+@_block_size
+@_json
+def stats(
+    file: Path,
+    lru: tuple[int, ...],
+    policy: tuple[str, ...],
+    capacity: tuple[int, ...],
+    block_size: int,
+    as_json: bool,
+) -> None:
+    """Say what FILE holds, and how much of it a cache gives back.
+
+    A request hits the longest leading run of its blocks that are held by one cache for all
+    requests; then all its blocks are used, the deepest first. Infinite hits are those of a cache
+    that never evicts: no cache gives more.
+    """
+    from moonserve.sim import stats as count
+
+    read = _read(file, block_size)
+    found = count.stats(read)
+    curve = [count.hits(read, size) for size in lru]
+    curve += [count.hits(read, size, name) for name in policy for size in capacity]
+    if as_json:
+        _print_json(found, curve, lru)
+    else:
+        _print_table(found, curve)
+
+
+@trace.command()
+@_file
+@click.option(
+    "--at-most", type=_COUNT, default=20, show_default=True, help="Stop after so many faults."
+)
+@_block_size
+@_json
+def validate(file: Path, at_most: int, block_size: int, as_json: bool) -> None:
+    """Check every row of FILE, and name what is wrong by line and field.
+
+    Ends with 1 if anything is. Times must not go back, lengths be at least 1, and hash_ids as many
+    as the input has blocks, none twice.
+    """
+    import msgspec
+
+    from moonserve.sim.trace import validate as check
+
+    good, faults = check(_path(file), at_most, block_size)
+    if as_json:
+        click.echo(msgspec.json.encode({"good_rows": good, "faults": faults}))
+    else:
+        for fault in faults:
+            click.echo(f"{file}:{fault.line}: {fault.field}: {fault.message}")
+        more = " (stopped there)" if len(faults) >= at_most else ""
+        click.echo(f"{good} good rows, {len(faults)} faults{more}")
+    if faults or not good:
+        raise SystemExit(1)
+
+
+@trace.command()
+@_file
+@_requests
+@_block_size
+@_output
+def head(file: Path, requests: int, block_size: int, output: TextIO) -> None:
+    """Write the first requests of FILE."""
+    from moonserve.sim.trace import read_trace, write_trace
+
+    write_trace(read_trace(_path(file), requests, block_size), output)
+
+
+@trace.command()
+@_file
+@click.option("--speed", default=1.0, show_default=True, help="Arrivals so many times as fast.")
+@click.option("--lengths", default=1, show_default=True, help="Divide lengths by this.")
+@_block_size
+@_output
+def scale(file: Path, speed: float, lengths: int, block_size: int, output: TextIO) -> None:
+    """Write FILE with faster (or slower) arrivals, or with shorter requests.
+
+    Lengths are rounded up and the block size is divided alike, so every request keeps its blocks
+    and its hits: --lengths 16 makes a trace of 32-token blocks, to be read with --block-size 32.
+    """
+    from moonserve.sim import trace as traces
+
+    traces.write_trace(traces.scale(_read(file, block_size), speed, lengths), output)
+
+
+@trace.command()
+@click.option("--seed", default=0, show_default=True, help="The same seed, the same trace.")
+@_requests
+@click.option("--rps", default=1.0, show_default=True, help="Requests a second, in the mean.")
+@click.option("--turns", default=3.0, show_default=True, help="Mean requests of a session.")
+@click.option(
+    "--open-sessions", default=256, show_default=True, help="Sessions that may still go on."
+)
+@click.option("--system-prompts", default=16, show_default=True, help="How many are shared.")
+@click.option("--zipf", default=1.0, show_default=True, help="Skew of their popularity.")
+@click.option("--system-tokens", default=1024, show_default=True, help="Their median length.")
+@click.option("--user-tokens", default=800, show_default=True, help="Median a turn adds.")
+@click.option("--output-tokens", default=300, show_default=True, help="Median of answers.")
+@click.option("--sigma", default=1.0, show_default=True, help="Spread of the log of lengths.")
+@click.option("--most-tokens", default=131_072, show_default=True, help="The longest input.")
+@click.option("--block-size", default=512, show_default=True, help="Tokens of one block.")
+@_output
+def synthesize(
+    seed: int, requests: int, rps: float, block_size: int, output: TextIO, **shape: float
+) -> None:
+    """Make up a trace of chat sessions under shared system prompts.
+
+    Arrivals are Poisson. Each either begins a session or goes on with an open one, whose turns so
+    far, answers included, are then its prefix. Lengths are log-normal.
+    """
+    import msgspec
+
+    from moonserve.sim.synthesize import Shape
+    from moonserve.sim.synthesize import synthesize as make
+    from moonserve.sim.trace import write_trace
+
+    write_trace(make(seed, requests, rps, msgspec.convert(shape, Shape), block_size), output)
+
+
+def _path(file: Path) -> Path:
+    """The file to read: "-" is stdin."""
+    return Path("/dev/stdin") if str(file) == "-" else file
+
+
+def _read(file: Path, block_size: int) -> Trace:
+    from moonserve.sim.trace import read_trace
+
+    return read_trace(_path(file), block_size=block_size)
+
+
+def _print_json(found: Stats, curve: list[Hits], lru: Iterable[int]) -> None:
+    import msgspec
+
+    whole = msgspec.structs.asdict(found)
+    whole["lru_hits"] = {size: hit.block_hits for size, hit in zip(lru, curve, strict=False)}
+    whole["hits"] = curve
+    sys.stdout.write(msgspec.json.encode(whole).decode() + "\n")
+
+
+def _print_table(found: Stats, curve: list[Hits]) -> None:
+    def share(blocks: int, tokens: int) -> str:
+        of_blocks, of_tokens = blocks / found.block_touches, tokens / found.input_tokens
+        return f"{blocks:>14,}  {of_blocks:.4f} of blocks, {of_tokens:.4f} of tokens"
+
+    for name in ("requests", "span_ms", "input_tokens", "output_tokens"):
+        click.echo(f"{name:<24}{getattr(found, name):>14,}")
+    for name in ("block_touches", "unique_blocks"):
+        click.echo(f"{name:<24}{getattr(found, name):>14,}  blocks of {found.block_size} tokens")
+    for name in ("input_quantiles", "output_quantiles"):
+        values = getattr(found, name)
+        click.echo(f"{name:<24}" + "  ".join(f"p{p} {values[p]:,}" for p in values))
+    click.echo(f"{'infinite_hits':<24}" + share(found.infinite_hits, found.infinite_hit_tokens))
+    for hit in curve:
+        label = f"{hit.policy} {hit.capacity:,}" if hit.capacity is not None else hit.policy
+        click.echo(f"{label:<24}" + share(hit.block_hits, hit.token_hits))

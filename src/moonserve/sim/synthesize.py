@@ -1,0 +1,117 @@
+"""Made-up traces with the shape of chat: sessions that grow turn by turn under shared prompts.
+
+For `moonserve trace synthesize` and for tests that want a load of a known kind. Seeded: the same
+arguments give the same trace on every machine. It imitates no one trace.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, count, islice
+from random import Random  # noqa: TID251 - seeded below
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.units import MICROS_PER_SECOND, Tokens
+from moonserve.sim.trace import BLOCK_SIZE, Row, Trace
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What requests look like. Lengths in tokens, log-normal around their medians."""
+
+    turns: float = 3.0
+    """Mean requests of a session, >= 1."""
+    open_sessions: int = 256
+    """How many of the latest sessions may still go on: more of them, later reuse."""
+    system_prompts: int = 16
+    """Shared by all sessions; the k-th is chosen in proportion to 1 / k ** zipf."""
+    zipf: float = 1.0
+    system_tokens: Tokens = 1024
+    """Median length of a system prompt."""
+    user_tokens: Tokens = 800
+    """Median length of what a turn adds."""
+    output_tokens: Tokens = 300
+    """Median length of an answer, which the next turn's input includes."""
+    sigma: float = 1.0
+    """Standard deviation of the lengths' logarithms."""
+    most_tokens: Tokens = 131_072
+    """The longest input; a session that would pass it begins anew."""
+
+
+CHAT = Shape()
+
+
+class _Session:
+    """A conversation so far: its length, and the ids of its full blocks."""
+
+    def __init__(self, system: tuple[Tokens, tuple[int, ...]]) -> None:
+        self.tokens, blocks = system
+        self.blocks = list(blocks)
+
+
+def synthesize(
+    seed: int, requests: int, rps: float, shape: Shape = CHAT, block_size: Tokens = BLOCK_SIZE
+) -> Trace:
+    """Poisson arrivals at `rps`; each goes on with a recent session, or begins one.
+
+    It goes on with probability 1 - 1 / turns, with any open session alike, so a session has
+    `turns` requests in the mean. Sessions share the full blocks of their system prompt, and turns
+    those of all turns before; a partial last block is never shared.
+    """
+    _check(requests, rps, shape, block_size)
+    rng = Random(seed)
+    fresh = count()
+
+    def length(median: Tokens) -> Tokens:
+        drawn = median * math.exp(rng.gauss(0.0, shape.sigma))
+        return min(max(1, round(drawn)), shape.most_tokens // 2)
+
+    systems: list[tuple[Tokens, tuple[int, ...]]] = []
+    for _ in range(shape.system_prompts):
+        tokens = length(shape.system_tokens)
+        systems.append((tokens, tuple(islice(fresh, tokens // block_size))))
+    weights = list(accumulate(1 / k**shape.zipf for k in range(1, len(systems) + 1)))
+    sessions: list[_Session] = []
+    rows: list[Row] = []
+    at_s = 0.0
+    for _ in range(requests):
+        user = length(shape.user_tokens)
+        goes_on = bool(sessions) and rng.random() >= 1 / shape.turns
+        chosen = rng.choice(sessions) if goes_on else None
+        if chosen is None or chosen.tokens + user > shape.most_tokens:
+            chosen = _Session(rng.choices(systems, cum_weights=weights)[0])
+            sessions.append(chosen)
+            del sessions[: -shape.open_sessions]
+        chosen.tokens += user
+        full, rest = divmod(chosen.tokens, block_size)
+        chosen.blocks += islice(fresh, full - len(chosen.blocks))
+        tail = islice(fresh, 1 if rest else 0)
+        output = length(shape.output_tokens)
+        at_us = round(at_s * MICROS_PER_SECOND)
+        rows.append(Row(at_us, chosen.tokens, output, (*chosen.blocks, *tail)))
+        chosen.tokens += output
+        at_s += rng.expovariate(rps)
+    return Trace(f"synthetic-{seed}", block_size, rows)
+
+
+def _check(requests: int, rps: float, shape: Shape, block_size: Tokens) -> None:
+    """ConfigError for the first argument that is out of its range."""
+    lowest = {
+        "requests": (requests, 1),
+        "block_size": (block_size, 1),
+        "turns": (shape.turns, 1),
+        "open_sessions": (shape.open_sessions, 1),
+        "system_prompts": (shape.system_prompts, 1),
+        "system_tokens": (shape.system_tokens, 1),
+        "user_tokens": (shape.user_tokens, 1),
+        "output_tokens": (shape.output_tokens, 1),
+        "zipf": (shape.zipf, 0),
+        "sigma": (shape.sigma, 0),
+        "most_tokens": (shape.most_tokens, 2),
+    }
+    for field, (value, least) in lowest.items():
+        if not least <= value < math.inf:
+            raise ConfigError(f"{value} must be at least {least}", field)
+    if not 0 < rps < math.inf:
+        raise ConfigError(f"{rps} must be above 0 requests a second", "rps")
