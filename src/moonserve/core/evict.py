@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -191,11 +191,11 @@ class LengthAware(Lfu[K]):
     _by_depth = True
 
 
-EVICTIONS: dict[str, Callable[[], Eviction[int]]] = {
+EVICTIONS: dict[str, Callable[[], Eviction[Any]]] = {
     "lru": Lru,
     "lfu": Lfu,
     "fifo": Fifo,
     "sieve": Sieve,
     "length_aware": LengthAware,
 }
-"""The orders by name, for caches whose blocks are named by numbers, as in traces."""
+"""The orders by name."""

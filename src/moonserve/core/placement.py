@@ -128,6 +128,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Time spent at the Conductor before the decision; part of the predicted TTFT."""
     predicted_ttft_us: Micros
     predicted_tbt_us: Micros
+    pool_tokens: Tokens
+    """Prefix that the pool as a whole holds: the most that any plan could reuse."""
     candidates: tuple[Candidate, ...]
     """The chosen one first, then those it won against, best first; the best KEPT of many."""
     considered: int

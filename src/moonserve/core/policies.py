@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import ConfigError
+from moonserve.core.peers import dynamo_overlap, llmd_scorers, preble_e2, sglang_cache_aware
 from moonserve.core.placement import (
     Ask,
     Decision,
@@ -150,6 +151,10 @@ POLICIES: Mapping[str, Policy] = {
     "alpha_beta": Policy(alpha_beta, "never"),
     "kvcache_centric": Policy(kvcache_centric, "threshold", copies=True),
     "late_binding": Policy(kvcache_centric, "cheaper", late=True),
+    "sglang_cache_aware": Policy(sglang_cache_aware, "never"),
+    "dynamo_overlap": Policy(dynamo_overlap, "never"),
+    "llmd_scorers": Policy(llmd_scorers, "never"),
+    "preble_e2": Policy(preble_e2, "never"),
 }
 """late_binding is Algorithm 1's estimate among the instances about to be free, for the request that
 core.waiting picks; what is fetched is not kept twice."""
@@ -230,6 +235,7 @@ def _decision(
         waited_us=made.ask.waited_us,
         predicted_ttft_us=made.ask.waited_us + chosen.ttft_us,
         predicted_tbt_us=decode.tbt_us(made.ask.length),
+        pool_tokens=made.ask.match.pool * made.block_size,
         candidates=candidates,
         considered=len(made.views),
     )

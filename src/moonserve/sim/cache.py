@@ -5,13 +5,16 @@ For sim's nodes and for sim.stats. It counts blocks, not bytes, and has no notio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.evict import EVICTIONS
+from moonserve.core.evict import EVICTIONS, Eviction
+
+K = TypeVar("K", bound=Hashable)
 
 
-class Cache:
+class Cache(Generic[K]):
     """Up to `capacity` blocks (None: any number), evicted in the order `policy` names.
 
     A request's blocks are given in their order. All of them enter, then the excess is evicted; a
@@ -24,15 +27,15 @@ class Cache:
         if policy not in EVICTIONS:
             raise ConfigError(f"{policy!r} must be one of {', '.join(EVICTIONS)}", "eviction")
         self.capacity = capacity
-        self._order = EVICTIONS[policy]()
+        self._order: Eviction[K] = EVICTIONS[policy]()
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: K) -> bool:
         return key in self._order
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def run(self, keys: Sequence[int]) -> int:
+    def run(self, keys: Sequence[K]) -> int:
         """The length of the longest leading run of `keys` that is held; uses nothing."""
         held = self._order
         for length, key in enumerate(keys):
@@ -40,11 +43,11 @@ class Cache:
                 return length
         return len(keys)
 
-    def touch(self, keys: Sequence[int]) -> None:
+    def touch(self, keys: Sequence[K]) -> None:
         """Use the leading run of `keys` that is held, deepest first."""
         self._order.use(keys[: self.run(keys)])
 
-    def insert(self, keys: Sequence[int]) -> list[int]:
+    def insert(self, keys: Sequence[K]) -> list[K]:
         """Hold `keys`, using those held already; gives what was evicted, `keys` not spared."""
         order = self._order
         order.use(keys)

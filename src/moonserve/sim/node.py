@@ -302,4 +302,3 @@ class Node:
 
     def _took(self, us: Micros) -> Micros:
         return us if self.slow == 1.0 else round(us * self.slow)
-

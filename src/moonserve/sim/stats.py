@@ -72,7 +72,7 @@ def hits(trace: Trace, capacity: int | None, policy: str = "lru") -> Hits:
     used or enter, deepest first, and the excess is evicted. In tokens, a hit on the partial last
     block counts for what the request has of it.
     """
-    cache = Cache(capacity, policy)
+    cache: Cache[int] = Cache(capacity, policy)
     block_hits = token_hits = 0
     for row in trace.rows:
         run = cache.run(row.blocks)

@@ -23,7 +23,7 @@ _DECODES = (1, 1, 4, 4)
 async def warm_up(engine: Engine, role: Role, chunk_tokens: Tokens) -> list[PassSample]:
     """Run passes of the kinds this role will see; what each took, the very first left out."""
     passes = _passes(engine.shape, role, chunk_tokens)
-    return [pass_sample(work, await engine.run(work)) for work in passes][1:]
+    return [pass_sample(work, (await engine.run(work)).elapsed_us) for work in passes][1:]
 
 
 def _passes(shape: EngineShape, role: Role, chunk_tokens: Tokens) -> Iterator[Pass]:

@@ -1,0 +1,358 @@
+"""The driver: a trace against core's Conductor, with instances, caches and links made up.
+
+What the live shell does with sockets and engines is done here with a heap: facts of one instant go
+into one step, actions become calls on nodes, outcomes become facts. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random  # noqa: TID251 - seeded, handed to the Conductor
+from typing import cast
+
+import msgspec
+
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.batch import Progress
+from moonserve.core.conductor import Conductor
+from moonserve.core.cost import Cost
+from moonserve.core.events import Digest, Event, events
+from moonserve.core.facts import (
+    Arrived,
+    BlocksCleared,
+    CallFailed,
+    DecodeEnded,
+    Fact,
+    InstanceInfo,
+    Joined,
+    Left,
+    PrefillEnded,
+)
+from moonserve.core.placement import Decision
+from moonserve.core.request import Counted, Request, Stopping
+from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
+from moonserve.sim.clock import Clock
+from moonserve.sim.network import Network
+from moonserve.sim.node import Call, Node
+from moonserve.sim.segments import Segments
+from moonserve.sim.served import Flow, Sample, Served
+from moonserve.sim.setup import MODEL, POOL, Breakdown, Setup
+from moonserve.sim.trace import Row, Trace
+
+
+class Simulation:
+    """One run; `run` it once, then read what it left."""
+
+    def __init__(self, trace: Trace, setup: Setup, keep_events: bool = False) -> None:
+        setup.check()
+        self.trace = trace
+        self.setup = setup
+        self.clock = Clock()
+        self.digest = Digest()
+        self.events: list[Event] | None = [] if keep_events else None
+        cost = setup.profile.cost()
+        self.conductor = Conductor(setup.tuning, Random(setup.seed), lambda info: cost)
+        infos = setup.instances(trace.block_size)
+        self.nodes = {info.id: self._node(info, cost) for info in infos}
+        self._in_order = list(self.nodes.values())
+        self.prefills = [node for node in self._in_order if node.info.role != "decode"]
+        self.decodes = [node for node in self._in_order if node.info.role != "prefill"]
+        wide = frozenset({POOL})
+        self.network = Network(self.clock, setup.profile.link_bytes_per_s, wide)
+        self.segments = Segments(setup, self.prefills, self.decodes)
+        self.served: list[Served] = []
+        self.samples: list[Sample] = []
+        self.copied_blocks = 0
+        self._by_id: dict[RequestId, Served] = {}
+        self._rows = iter(trace.rows)
+        self._coming = next(self._rows, None)
+        self._tails: dict[str, Served | None] = {n.name: None for n in self.prefills}
+        self._facts: list[Fact] = [Joined(info) for info in infos]
+        self._next_turns = next_turns(trace) if setup.keep_output else {}
+        self._awake = False
+        self._wakes_us: Micros | None = None
+        self._open = 0
+        for breakdown in setup.breakdowns:
+            self.clock.at(breakdown.at_us, partial(self._break, breakdown))
+
+    def run(self) -> None:
+        """From the first arrival until nothing is left to happen."""
+        self._arrive()
+        self._sample()
+        self.clock.run(self._settle)
+        for served in self.served:
+            if served.outcome == "running":
+                served.outcome = "failed"  # it waits for instances that never come back
+
+    def _node(self, info: InstanceInfo, cost: Cost) -> Node:
+        return Node(info, cost, self.clock, self._progress, self._began, self.setup.ahead)
+
+    # Time.
+
+    def _arrive(self) -> None:
+        """All requests of this instant; the next arrival is scheduled."""
+        size = self.trace.block_size
+        while self._coming is not None and self._coming.at_us <= self.clock.now_us:
+            row = self._coming
+            served = Served(len(self.served), row, _full(row, size))
+            self.served.append(served)
+            self._by_id[served.id] = served
+            self._open += 1
+            prompt = Counted(row.input_tokens)
+            stopping = Stopping(max_tokens=row.output_tokens)
+            request = Request(served.id, MODEL, prompt, stopping=stopping)
+            self._facts.append(Arrived(request, served.keys))
+            self._coming = next(self._rows, None)
+        if self._coming is not None:
+            self.clock.at(self._coming.at_us, self._arrive)
+
+    def _sample(self) -> None:
+        now_us = self.clock.now_us
+        self.samples.append(Sample(now_us, self.conductor.waiting, self._in_order))
+        if self._open or self._coming is not None:
+            self.clock.at(now_us + self.setup.sample_us, self._sample)
+
+    def _settle(self) -> bool:
+        if self._facts or self._awake:
+            self._step()
+            return True
+        did = False
+        for node in self._in_order:
+            did |= node.settle()
+        return did
+
+    def _step(self) -> None:
+        now_us = self.clock.now_us
+        facts, self._facts = self._facts, []
+        self._awake = False
+        actions = self.conductor.step(now_us, facts)
+        happened = events(now_us, facts, actions)
+        self.digest.take(happened)
+        if self.events is not None:
+            self.events += happened
+        for action in actions:
+            self._act(action)
+        wakes_us = self.conductor.wake_us(now_us)
+        if wakes_us is not None and (
+            self._wakes_us is None or not now_us < self._wakes_us <= wakes_us
+        ):
+            self._wakes_us = wakes_us
+            self.clock.at(wakes_us, self._wake)
+
+    def _wake(self) -> None:
+        self._awake = True
+
+    # What the Conductor wants.
+
+    def _act(self, action: Action) -> None:
+        served = self._by_id[action.request]
+        match action:
+            case Prefill():
+                self._prefill(served, action)
+            case Decode():
+                self._decode(served, action)
+            case Abort(number=number):
+                decision = served.decision
+                assert decision is not None
+                for name in (decision.prefill, decision.decode):
+                    self.nodes[name].cancel(served.id)
+                self._failed(served, number)
+            case Refuse():
+                served.outcome = "refused"
+            case GiveUp():
+                served.outcome = "failed"
+            case Release():
+                self._open -= 1
+                served.ended_us = self.clock.now_us
+                if served.outcome == "running":
+                    served.outcome = "completed"
+                else:
+                    served.wasted_us = served.prefill_us
+
+    def _prefill(self, served: Served, action: Prefill) -> None:
+        node, decision = self.nodes[action.to.id], action.decision
+        if not served.attempts:
+            served.available = min(decision.pool_tokens, served.row.input_tokens - 1)
+        served.attempts += 1
+        served.number = action.number
+        served.decision = decision
+        served.flow = None
+        served.tails = tuple(self._tails.items())
+        self._tails[node.name] = served
+        length = decision.prompt_tokens
+        load = partial(self._load_prefix, served, node, decision)
+        node.accept(Call(served.id, action.number, length, length, 1, load))
+
+    def _decode(self, served: Served, action: Decode) -> None:
+        node, decision = self.nodes[action.to.id], served.decision
+        assert decision is not None
+        length = decision.prompt_tokens
+        if decision.decode != action.to.id:  # the one it was meant for is gone
+            served.flow = self._flow(length, self.nodes[decision.prefill], node)
+        most = served.row.output_tokens - served.generated + 1
+        load = partial(self._load_all, served, length)
+        call = Call(served.id, action.number, length + 1, length, most, load)
+        served.calls.append((node, call))
+        node.accept(call)
+
+    # KV.
+
+    def _load_prefix(
+        self, served: Served, node: Node, decision: Decision, done: Callable[[Tokens], None]
+    ) -> None:
+        """What is reused comes from the node's own segment, the rest from whoever holds it."""
+        size = self.trace.block_size
+        keys = served.keys[: decision.reused_tokens // size]
+        local, remote = self.segments.find(node, keys)
+        blocks = local + sum(remote.values())
+        left = len(remote)
+
+        def one_came() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                if decision.copies and remote:
+                    self.copied_blocks += blocks - local
+                    self._facts += self.segments.store(node, served.keys, 0, blocks)
+                done(blocks * size)
+
+        if not remote:
+            one_came()
+        for source, count in remote.items():
+            moved = self._stretched(source, node, count * node.info.block_bytes)
+            self.network.send(source, node.name, moved, one_came)
+
+    def _began(self, node: Node, call: Call) -> None:
+        """A call's first pass begins: with overlap, its KV begins to move on."""
+        served = self._by_id[call.request]
+        decision = served.decision
+        if not self.setup.overlap or decision is None or call.most != 1:
+            return
+        if served.flow is None and call.number == served.number:
+            served.flow = self._flow(call.known, node, self.nodes[decision.decode])
+
+    def _flow(self, tokens: Tokens, source: Node, target: Node) -> Flow:
+        flow = Flow()
+        if source is target:
+            flow.there = True
+        else:
+            size = tokens * self.setup.profile.kv_bytes_per_token
+            moved = self._stretched(source.name, target, size)
+            self.network.send(source.name, target.name, moved, flow.arrived)
+        return flow
+
+    def _stretched(self, source: str, target: Node, size: int) -> int:
+        """Between racks a transfer takes as if there were more to move."""
+        sender = self.nodes.get(InstanceId(source))
+        if sender is None or sender.info.rack == target.info.rack:
+            return size
+        return round(size * self.setup.tuning.cross_rack)
+
+    def _load_all(self, served: Served, length: Tokens, done: Callable[[Tokens], None]) -> None:
+        decision = served.decision
+        assert decision is not None
+        if served.flow is None:
+            source, target = self.nodes[decision.prefill], served.calls[-1][0]
+            served.flow = self._flow(length, source, target)
+        if served.flow.there:
+            done(length)
+        else:
+            served.flow.then = partial(done, length)
+
+    # What nodes tell.
+
+    def _progress(self, node: Node, call: Call, step: Progress) -> None:
+        served = self._by_id[call.request]
+        decision = served.decision
+        assert decision is not None
+        if served.calls and served.calls[-1][1] is call:
+            if step.finish is not None:
+                tokens = served.row.output_tokens
+                served.generated = tokens
+                if self.setup.keep_output:
+                    self._keep_output(node, served)
+                self._facts.append(DecodeEnded(served.id, call.number, tokens))
+            return
+        size = self.trace.block_size
+        first = step.computed_before // size
+        if decision.copies or self.segments.is_local(node, served.keys[:first]):
+            first = 0  # the whole chain is used, not only what was computed
+        last = min(step.computed_after // size, len(served.keys))
+        self._facts += self.segments.store(node, served.keys, first, last)
+        if step.finish is not None:
+            self._prefilled(served, call)
+
+    def _keep_output(self, node: Node, served: Served) -> None:
+        """What it generated is the beginning of the conversation's next turn, if there is one.
+
+        A trace does not name the blocks of an output; the next turn's chain does.
+        """
+        size = self.trace.block_size
+        chain = self._next_turns.get(served.keys[-1], ()) if served.keys else ()
+        row = served.row
+        last = min(len(chain), (row.input_tokens + row.output_tokens) // size)
+        if last > len(served.keys):
+            self._facts += self.segments.store(node, chain, len(served.keys), last)
+
+    def _prefilled(self, served: Served, call: Call) -> None:
+        now_us = self.clock.now_us
+        served.prefill_us += call.busy_us
+        served.prefilled_us = now_us
+        if served.first_us is None:
+            served.first_us = now_us
+            served.cached = call.cached
+        served.generated += 1
+        final = served.generated >= served.row.output_tokens
+        self._facts.append(PrefillEnded(served.id, call.number, final))
+
+    def _failed(self, served: Served, number: int) -> None:
+        for _, call in served.calls[-1:]:
+            if call.number == number:
+                served.generated += sum(last - first for first, last in call.spans)
+        served.wasted_us = served.prefill_us
+        length = served.row.input_tokens + served.generated
+        failed = CallFailed(served.id, number, "instance lost", True, length, served.keys)
+        self._facts.append(failed)
+
+    def _break(self, breakdown: Breakdown) -> None:
+        node = next(n for n in self._in_order if n.name == breakdown.instance)
+        if breakdown.what == "slow":
+            node.slow = breakdown.factor
+        elif breakdown.what == "kill" and not node.dead:
+            self._facts.append(Left(node.info.id, node.info.epoch))
+            cleared = BlocksCleared(SegmentId(node.name), "dram", node.info.epoch)
+            self._facts.append(cleared)
+            self.segments.clear(node)
+            for call in node.kill():
+                self._failed(self._by_id[call.request], call.number)
+        elif breakdown.what == "join" and node.dead:
+            self._revive(node)
+
+    def _revive(self, old: Node) -> None:
+        """The same machine with nothing on it, and a new epoch."""
+        info = msgspec.structs.replace(old.info, epoch=old.info.epoch + 1)
+        node = self._node(info, self.setup.profile.cost())
+        self.nodes[info.id] = node
+        for nodes in (self._in_order, self.prefills, self.decodes):
+            if old in nodes:
+                nodes[nodes.index(old)] = node
+        self._facts.append(Joined(info))
+
+
+def _full(row: Row, size: Tokens) -> tuple[BlockKey, ...]:
+    """The keys of a row's full blocks: block ids stand for keys, which may be any hashable."""
+    return cast("tuple[BlockKey, ...]", row.blocks[: row.input_tokens // size])
+
+
+def next_turns(trace: Trace) -> dict[BlockKey, tuple[BlockKey, ...]]:
+    """Last full block of a request -> the longest chain that goes on from it."""
+    size = trace.block_size
+    lasts = {keys[-1] for row in trace.rows if (keys := _full(row, size))}
+    longest: dict[BlockKey, tuple[BlockKey, ...]] = {}
+    for row in trace.rows:
+        keys = _full(row, size)
+        for key in keys[:-1]:
+            if key in lasts and len(keys) > len(longest.get(key, ())):
+                longest[key] = keys
+    return longest

@@ -1,0 +1,209 @@
+"""From a finished simulation to numbers with stable names: the summary, and rows per request.
+
+Reads what the simulation left; changes nothing. Times in seconds or milliseconds as the name says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moonserve.core.units import Tokens
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.served import Served
+
+Times = NDArray[np.float64]
+
+
+class RequestRow(msgspec.Struct, frozen=True):
+    """One request's figures."""
+
+    id: str
+    arrived_s: float
+    input_tokens: Tokens
+    output_tokens: Tokens
+    outcome: str
+    prefill: str | None
+    decode: str | None
+    cached_tokens: Tokens
+    ttft_s: float | None
+    predicted_ttft_s: float | None
+    tbt_ms: float | None
+    """The paper's: mean of the longest tenth of its gaps, at least of one."""
+    predicted_tbt_ms: float | None
+
+
+class Result(msgspec.Struct):
+    """A run in numbers."""
+
+    summary: dict[str, Any]
+    rows: list[RequestRow]
+    gaps_ms: NDArray[np.float32]
+    """Every gap between two tokens of one request."""
+
+
+def measure(sim: Simulation, cpu_s: float) -> Result:
+    """All figures of a run. `cpu_s`: what it took to simulate."""
+    rows: list[RequestRow] = []
+    gaps: list[Times] = []
+    ends = {node.name: np.asarray(node.ends, np.float64) for node in sim.decodes}
+    for served in sim.served:
+        own = _gaps_ms(served, ends)
+        gaps.append(own)
+        rows.append(_row(served, own))
+    all_gaps = np.concatenate(gaps).astype(np.float32) if gaps else np.zeros(0, np.float32)
+    return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps)
+
+
+def _gaps_ms(served: Served, ends: dict[str, Times]) -> Times:
+    """Times between one token and the next, in order."""
+    if served.first_us is None or served.outcome != "completed":
+        return np.zeros(0)
+    parts: list[Times] = [np.array([served.first_us], np.float64)]
+    for node, call in served.calls:
+        parts += [ends[node.name][first:last] for first, last in call.spans]
+    return np.diff(np.concatenate(parts)) / 1e3
+
+
+def _paper_tbt_ms(gaps: Times) -> float | None:
+    if not len(gaps):
+        return None
+    longest = max(1, len(gaps) // 10)
+    return float(np.partition(gaps, len(gaps) - longest)[-longest:].mean())
+
+
+def _row(served: Served, gaps: Times) -> RequestRow:
+    decision = served.decision
+    first_us = served.first_us
+    return RequestRow(
+        id=served.id,
+        arrived_s=served.arrived_us / 1e6,
+        input_tokens=served.row.input_tokens,
+        output_tokens=served.row.output_tokens,
+        outcome=served.outcome,
+        prefill=decision.prefill if decision else None,
+        decode=decision.decode if decision else None,
+        cached_tokens=served.cached,
+        ttft_s=None if first_us is None else (first_us - served.arrived_us) / 1e6,
+        predicted_ttft_s=decision.predicted_ttft_us / 1e6 if decision else None,
+        tbt_ms=_paper_tbt_ms(gaps),
+        predicted_tbt_ms=decision.predicted_tbt_us / 1e3 if decision else None,
+    )
+
+
+def _summary(
+    sim: Simulation, rows: Sequence[RequestRow], gaps: NDArray[np.float32], cpu_s: float
+) -> dict[str, Any]:
+    setup, served = sim.setup, sim.served
+    span_s = max(1e-9, sim.clock.now_us / 1e6 - (rows[0].arrived_s if rows else 0.0))
+    done = [row for row in rows if row.outcome == "completed"]
+    ttfts = np.array([row.ttft_s for row in done], float)
+    tbts = np.array([row.tbt_ms for row in done if row.tbt_ms is not None], float)
+    in_ttft = [_meets(row.ttft_s, setup.goal.ttft_us, 1e6) for row in done]
+    in_tbt = [_meets(row.tbt_ms, setup.goal.tbt_us, 1e3) for row in done]
+    good = [row for row, a, b in zip(done, in_ttft, in_tbt, strict=True) if a and b]
+    count = max(1, len(rows))
+    tokens = max(1, sum(row.input_tokens for row in rows))
+    touches = max(1, sum(len(one.row.blocks) for one in served))
+    size = sim.trace.block_size
+    prefill_s = np.array([one.prefill_us for one in served if one.prefilled_us], float) / 1e6
+    errors = [abs(r.predicted_ttft_s - r.ttft_s) for r in done if r.predicted_ttft_s and r.ttft_s]
+    return {
+        "policy": setup.tuning.policy,
+        "profile": setup.profile.name,
+        "prefill": setup.prefill,
+        "decode": setup.decode,
+        "mixed": setup.mixed,
+        "requests": len(rows),
+        "completed": len(done),
+        "rejected": sum(row.outcome == "refused" for row in rows),
+        "failed": sum(row.outcome == "failed" for row in rows),
+        "span_s": span_s,
+        **_quantiles("ttft", ttfts, "s", mean=True),
+        **_quantiles("tbt", tbts, "ms"),
+        **_quantiles("gap", gaps, "ms"),
+        "attainment": len(good) / count,
+        "attainment_ttft": sum(in_ttft) / count,
+        "attainment_tbt": sum(in_tbt) / count,
+        "goodput_rps": len(good) / span_s,
+        "goodput_tokens_per_s": sum(r.input_tokens + r.output_tokens for r in good) / span_s,
+        "goodput_token_share": sum(r.input_tokens for r in good) / tokens,
+        "hit_rate_tokens": sum(one.cached for one in served) / tokens,
+        "hit_rate_blocks": sum(one.cached // size for one in served) / touches,
+        "hit_rate_available": sum(one.available for one in served) / tokens,
+        "prefill_gpu_s_mean": _mean(prefill_s),
+        "wasted_prefill_s": sum(one.wasted_us for one in served) / 1e6,
+        "imbalance": _imbalance([node.busy_us for node in sim.prefills]),
+        "imbalance_decode": _imbalance([node.busy_us for node in sim.decodes]),
+        "busy_prefill": _share_busy([node.busy_us for node in sim.prefills], span_s),
+        "busy_decode": _share_busy([node.busy_us for node in sim.decodes], span_s),
+        "ttft_error_mean_s": _mean(np.array(errors)),
+        "regret_mean_s": _mean(np.array([_regret_s(one) for one in served if one.first_us])),
+        "migrations": sim.copied_blocks,
+        "transfers": sim.network.transfers,
+        "transfer_bytes": sim.network.bytes,
+        "preemptions": sum(node.preemptions for node in sim.nodes.values()),
+        "digest": sim.digest.hex(),
+        "cpu_s": cpu_s,
+    }
+
+
+def _meets(value: float | None, goal_us: int | None, in_us: float) -> bool:
+    """Whether a value in units of `in_us` microseconds is within a goal; none is met."""
+    return goal_us is None or value is None or value * in_us <= goal_us
+
+
+def _quantiles(name: str, values: NDArray[Any], unit: str, mean: bool = False) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{name}_mean_{unit}": _mean(values)} if mean else {}
+    for q in (50, 90, 99):
+        found[f"{name}_p{q}_{unit}"] = float(np.percentile(values, q)) if len(values) else None
+    return found
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _imbalance(busy_us: Sequence[int]) -> float | None:
+    """The busiest over the mean; 1 is even."""
+    total = sum(busy_us)
+    return max(busy_us) * len(busy_us) / total if total else None
+
+
+def _share_busy(busy_us: Sequence[int], span_s: float) -> float:
+    return sum(busy_us) / 1e6 / span_s / max(1, len(busy_us))
+
+
+def counterfactual_s(served: Served) -> tuple[str, float] | None:
+    """With hindsight: where it would have been served soonest, and its TTFT there.
+
+    For each candidate: when the instance really was done with those before it, then the candidate's
+    own transfer and compute. What this choice would have done to others is left out.
+    """
+    decision = served.decision
+    if decision is None or not served.tails:
+        return None
+    tails = dict(served.tails)
+    decided_us = served.arrived_us + decision.waited_us
+    best: tuple[str, float] | None = None
+    for candidate in decision.candidates:
+        tail = tails.get(str(candidate.instance))
+        free_us = decided_us
+        if tail is not None and tail.prefilled_us is not None:
+            free_us = max(free_us, tail.prefilled_us)
+        ends_us = free_us + candidate.transfer_us + candidate.compute_us
+        ttft_s = (ends_us - served.arrived_us) / 1e6
+        if best is None or ttft_s < best[1]:
+            best = (str(candidate.instance), ttft_s)
+    return best
+
+
+def _regret_s(served: Served) -> float:
+    best = counterfactual_s(served)
+    assert served.first_us is not None
+    actual_s = (served.first_us - served.arrived_us) / 1e6
+    return max(0.0, actual_s - best[1]) if best else 0.0

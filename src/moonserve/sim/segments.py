@@ -1,0 +1,87 @@
+"""The simulated KV store: which instance's segment holds which block.
+
+One cache per instance that prefills (and per decode instance, where output is kept), or one for
+all. Says what came and what was evicted as facts, which the Conductor's index follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.core.facts import BlocksRemoved, BlocksStored, Fact
+from moonserve.core.units import BlockKey, SegmentId
+from moonserve.sim.cache import Cache
+from moonserve.sim.node import Node
+from moonserve.sim.setup import POOL, Setup
+
+
+class Segments:
+    """All segments. Keys are the trace's block ids."""
+
+    def __init__(self, setup: Setup, prefills: Sequence[Node], decodes: Sequence[Node]) -> None:
+        blocks = setup.cache_blocks
+        holders = [*prefills, *(decodes if setup.keep_output else ())]
+        names = dict.fromkeys(node.name for node in holders)
+        if setup.pooled:
+            total = None if blocks is None else blocks * len(prefills)
+            self._caches: dict[str, Cache[BlockKey]] = {POOL: Cache(total, setup.eviction)}
+        else:
+            self._caches = {name: Cache(blocks, setup.eviction) for name in names}
+        self._pooled = setup.pooled
+        self._setup = setup
+
+    def _own(self, node: Node) -> str:
+        return POOL if self._pooled else node.name
+
+    def find(self, node: Node, keys: Sequence[BlockKey]) -> tuple[int, dict[str, int]]:
+        """The leading run of `keys` that exist: how many are local, how many come from whom.
+
+        All of them are used, so that eviction takes others first. A global pool is never local.
+        """
+        own = self._own(node)
+        local = 0 if self._pooled else self._caches[own].run(keys)
+        taken: dict[str, list[BlockKey]] = {}
+        source = own
+        for key in keys[local:]:
+            if key not in self._caches[source]:
+                found = next((n for n, cache in self._caches.items() if key in cache), None)
+                if found is None:
+                    break
+                source = found
+            taken.setdefault(source, []).append(key)
+        if local:
+            self._caches[own].touch(keys[:local])
+        for name, used in taken.items():
+            self._caches[name].touch(used)
+        return local, {name: len(used) for name, used in taken.items()}
+
+    def store(self, node: Node, keys: Sequence[BlockKey], first: int, last: int) -> list[Fact]:
+        """Hold keys[first:last] of a chain in the node's segment."""
+        name = self._own(node)
+        cache, segment = self._caches[name], SegmentId(name)
+        wanted = keys[first:last]
+        fresh = [at for at in range(first, last) if keys[at] not in cache]
+        evicted = cache.insert(wanted)
+        facts: list[Fact] = []
+        at = 0
+        while at < len(fresh):  # pieces of the chain without a gap
+            end = at + 1
+            while end < len(fresh) and fresh[end] == fresh[end - 1] + 1:
+                end += 1
+            begin = fresh[at]
+            parent = keys[begin - 1] if begin else None
+            piece = tuple(keys[begin : fresh[end - 1] + 1])
+            facts.append(BlocksStored(segment, piece, parent, "dram", node.info.epoch))
+            at = end
+        if evicted:
+            facts.append(BlocksRemoved(segment, tuple(evicted), "dram", node.info.epoch))
+        return facts
+
+    def is_local(self, node: Node, keys: Sequence[BlockKey]) -> bool:
+        """Whether the node's own segment has all of them."""
+        return self._caches[self._own(node)].run(keys) == len(keys)
+
+    def clear(self, node: Node) -> None:
+        """The node lost its memory."""
+        if not self._pooled and node.name in self._caches:
+            self._caches[node.name] = Cache(self._setup.cache_blocks, self._setup.eviction)

@@ -1,0 +1,79 @@
+"""What the simulator notes of each request and of each moment; sim.metrics makes tables of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moonserve.core.placement import Decision
+from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
+from moonserve.sim.node import Call, Node
+from moonserve.sim.trace import Row
+
+
+class Served:
+    """One request of the trace, and what became of it."""
+
+    __slots__ = (
+        "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
+        "first_us", "flow", "generated", "id", "keys", "number", "outcome", "prefill_us",
+        "prefilled_us", "row", "tails", "wasted_us",
+    )  # fmt: skip
+
+    def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
+        self.id = RequestId(f"r{number:06}")
+        self.row = row
+        self.keys = keys
+        self.arrived_us: Micros = row.at_us
+        self.first_us: Micros | None = None
+        self.ended_us: Micros | None = None
+        self.prefilled_us: Micros | None = None
+        """When its last prefill ended."""
+        self.outcome = "running"
+        """completed, refused or failed."""
+        self.generated: Tokens = 0
+        """Before the call that is out."""
+        self.attempts = 0
+        self.number = 0
+        """Of its last prefill call."""
+        self.cached: Tokens = 0
+        """Prompt tokens that its first prefill did not compute."""
+        self.available: Tokens = 0
+        """Prompt tokens that somebody held when it was placed."""
+        self.prefill_us: Micros = 0
+        """Engine time of its prefills."""
+        self.wasted_us: Micros = 0
+        """Of that, what came to nothing."""
+        self.calls: list[tuple[Node, Call]] = []
+        """Its decode calls, in order."""
+        self.decision: Decision | None = None
+        self.flow: Flow | None = None
+        self.tails: tuple[tuple[str, Served | None], ...] = ()
+        """Whom it would have queued behind on each prefill instance, when it was placed."""
+
+
+class Flow:
+    """KV on its way to the decode instance: `then` is called when it is there."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self.then: Callable[[], None] | None = None
+
+    def arrived(self) -> None:
+        """The last byte is here."""
+        self.there = True
+        if self.then is not None:
+            self.then()
+
+
+class Sample:
+    """Queues and loads at one moment."""
+
+    __slots__ = ("at_us", "busy_us", "conductor", "running", "waiting")
+
+    def __init__(self, at_us: Micros, conductor: int, nodes: Sequence[Node]) -> None:
+        self.at_us = at_us
+        self.conductor = conductor
+        """Requests that wait at the Conductor."""
+        self.waiting = [node.waiting for node in nodes]
+        self.running = [node.running for node in nodes]
+        self.busy_us = [node.busy_us for node in nodes]

@@ -1,0 +1,109 @@
+"""What is simulated: how many instances of what kind, and the rules they work by."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.facts import InstanceInfo, Role
+from moonserve.core.policies import Tuning, policy_of
+from moonserve.core.prefix import Namespace
+from moonserve.core.profiles import PROFILES, Profile
+from moonserve.core.request import Slo
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, SegmentId, Tokens
+
+MODEL = "simulated"
+POOL = "pool"
+"""The segment of a global pool."""
+_NO_LIMIT = 1 << 40
+
+
+class Breakdown(msgspec.Struct, frozen=True):
+    """Something that goes wrong: `kill` (it dies), `join` (it is back, empty), or `slow`."""
+
+    what: str
+    instance: str
+    at_us: Micros
+    factor: float = 1.0
+    """slow: how many times longer its passes take from then on."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """One simulation, beside its trace."""
+
+    prefill: int = 8
+    decode: int = 8
+    mixed: int = 0
+    """Instances that prefill and decode: a coupled cluster."""
+    profile: Profile = PROFILES["a800-loaded"]
+    tuning: Tuning = Tuning()
+    goal: Slo = Slo(30 * MICROS_PER_SECOND, 200_000)
+    """What attainment is measured by; `tuning.slo` is what the Conductor works for."""
+    seed: int = 0
+    cache_blocks: int | None = 5_859
+    """Blocks that each prefill (or mixed) instance's segment holds; None: any number."""
+    eviction: str = "lru"
+    pooled: bool = False
+    """One global cache of all the instances' blocks, which everybody loads from."""
+    keep_output: bool = False
+    """Whether decode instances keep the KV of what they made, for the next turn."""
+    prefill_seqs: int = 1
+    """Prompts that a prefill instance computes at a time; the papers' do one."""
+    chunk_tokens: Tokens = _NO_LIMIT
+    """The most tokens of one pass: chunked prefill."""
+    decode_seqs: int = 512
+    ahead: int = 1
+    """Calls beyond those that run which load their KV already."""
+    overlap: bool = True
+    """Whether KV moves to the decode instance while prefill computes, layer by layer."""
+    racks: int = 0
+    """Instances stand in so many racks, in turn; 0: racks are unknown."""
+    breakdowns: tuple[Breakdown, ...] = ()
+    sample_us: Micros = 10 * MICROS_PER_SECOND
+    """Between two looks at queues and loads."""
+
+    def check(self) -> None:
+        """Raise ConfigError naming the first field that makes no sense."""
+        policy_of(self.tuning.policy)
+        if not self.mixed and not (self.prefill and self.decode):
+            raise ConfigError("needs 1 or more, or mixed instances", "prefill and decode")
+        for field, least in (
+            ("prefill", 0), ("decode", 0), ("mixed", 0), ("prefill_seqs", 1), ("chunk_tokens", 1),
+            ("decode_seqs", 1), ("ahead", 0), ("racks", 0), ("sample_us", 1),
+        ):  # fmt: skip
+            if getattr(self, field) < least:
+                raise ConfigError(f"must be {least} or more", field)
+        if self.mixed and (self.prefill or self.decode):
+            raise ConfigError("a cluster is either mixed or disaggregated", "mixed")
+        known = {str(info.id) for info in self.instances(1)}
+        for breakdown in self.breakdowns:
+            if breakdown.instance not in known:
+                raise ConfigError(
+                    f"{breakdown.instance} is none of {', '.join(sorted(known))}", "fault"
+                )
+
+    def instances(self, block_size: Tokens) -> list[InstanceInfo]:
+        """All instances, in the order of their ids."""
+        roles: list[tuple[str, Role]] = [(f"d{i:03}", "decode") for i in range(self.decode)]
+        roles += [(f"m{i:03}", "both") for i in range(self.mixed)]
+        roles += [(f"p{i:03}", "prefill") for i in range(self.prefill)]
+        return [self._info(name, role, block_size, at) for at, (name, role) in enumerate(roles)]
+
+    def _info(self, name: str, role: Role, block_size: Tokens, at: int) -> InstanceInfo:
+        size = block_size * self.profile.kv_bytes_per_token
+        return InstanceInfo(
+            id=InstanceId(name),
+            epoch=1,
+            role=role,
+            url=f"sim://{name}",
+            model=MODEL,
+            namespace=Namespace(MODEL, "", self.profile.name, block_size),
+            kv_blocks=max(1, self.profile.kv_tokens // block_size),
+            block_bytes=size,
+            max_seqs=self.prefill_seqs if role == "prefill" else self.decode_seqs,
+            chunk_tokens=self.chunk_tokens,
+            max_len=_NO_LIMIT,
+            max_requests=_NO_LIMIT,
+            segment=SegmentId(POOL if self.pooled else name),
+            rack=f"rack{at % self.racks}" if self.racks else "",
+        )
