@@ -251,7 +251,7 @@ class Conductor:
         chosen = decision.candidates[0]
         work_us = chosen.transfer_us + chosen.compute_us
         tokens = life.length - chosen.reused_tokens
-        prefill.promise_prefill(request.id, work_us, tokens, now_us)
+        prefill.promise_prefill(request.id, work_us, tokens, now_us, chosen.reused_tokens)
         self._memory.assigned(decision.prefill, now_us, work_us)
         if prefill.info.segment is not None:
             self._coming.stored(prefill.info.segment, life.keys, None)

@@ -22,12 +22,14 @@ class InstanceView:
         self.cost = cost or Cost()
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
-        self._queue: dict[RequestId, tuple[Micros, Tokens]] = {}
+        self._queue: dict[RequestId, tuple[Micros, Tokens, Tokens]] = {}
         self._head_since_us = now_us
         self.promised_us: Micros = 0
         """Prefill time promised here, spent or not."""
         self.promised_tokens: Tokens = 0
         """Prompt tokens that those prefills compute."""
+        self.prompt_tokens: Tokens = 0
+        """All their prompt tokens, cached ones included."""
         self._decoding: dict[RequestId, Tokens] = {}
         self._tbt_goals: dict[RequestId, Micros] = {}
         self.context: Tokens = 0
@@ -42,22 +44,32 @@ class InstanceView:
         self.cost.observe(load.passes, load.transfers)
 
     def promise_prefill(
-        self, request: RequestId, work_us: Micros, tokens: Tokens, now_us: Micros
+        self,
+        request: RequestId,
+        work_us: Micros,
+        tokens: Tokens,
+        now_us: Micros,
+        cached: Tokens = 0,
     ) -> None:
-        """Reserve `work_us` of this instance's prefill time, behind what it was promised before."""
+        """Reserve `work_us` of this instance's prefill time, behind what it was promised before.
+
+        tokens: those to compute; cached: those of the prompt before them.
+        """
         assert request not in self._queue
         if not self._queue:
             self._head_since_us = now_us
-        self._queue[request] = (work_us, tokens)
+        self._queue[request] = (work_us, tokens, tokens + cached)
         self.promised_us += work_us
         self.promised_tokens += tokens
+        self.prompt_tokens += tokens + cached
 
     def end_prefill(self, request: RequestId, now_us: Micros) -> None:
         """The promise is over, kept or not; unknown requests are no error."""
         was_head = next(iter(self._queue), None) == request
-        work_us, tokens = self._queue.pop(request, (0, 0))
+        work_us, tokens, prompt = self._queue.pop(request, (0, 0, 0))
         self.promised_us -= work_us
         self.promised_tokens -= tokens
+        self.prompt_tokens -= prompt
         if was_head:
             self._head_since_us = now_us
 
@@ -68,7 +80,7 @@ class InstanceView:
         """
         if not self._queue:
             return 0
-        head_us, _ = next(iter(self._queue.values()))
+        head_us = next(iter(self._queue.values()))[0]
         return self.promised_us - min(head_us, max(0, now_us - self._head_since_us))
 
     def promise_decode(
