@@ -100,6 +100,14 @@ def rooms_keep_their_floor(file: File) -> Iterator[str]:
             yield f"{line}: {match[1]} may not import {module}; share it through core"
 
 
+def sim_and_show_never_wait(file: File) -> Iterator[str]:
+    """The simulator and what shows a run have no clock, no sockets, no event loop."""
+    if file.path.startswith(("src/moonserve/sim/", "src/moonserve/show/")):
+        for line, module in imports(file.tree):
+            if within(module, {"asyncio", "time", "socket", "threading"}):
+                yield f"{line}: {module} waits or measures; time here is sim.clock's or an argument"
+
+
 def torch_stays_in_the_engine(file: File) -> Iterator[str]:
     """Torch is imported in live/engine and nowhere else in the product."""
     if file.path.startswith("src/") and "/live/engine/" not in file.path:
@@ -193,6 +201,7 @@ def names_no_machine(file: File) -> Iterator[str]:
 PYTHON_RULES: list[Callable[[File], Iterator[str]]] = [
     core_is_pure,
     rooms_keep_their_floor,
+    sim_and_show_never_wait,
     torch_stays_in_the_engine,
     cli_is_light,
     core_iterates_no_set,
@@ -207,6 +216,7 @@ BROKEN = [
     (core_is_pure, CORE, "def f():\n    from moonserve.live import ports"),
     (rooms_keep_their_floor, LIVE, "from moonserve import sim"),
     (rooms_keep_their_floor, LIVE, "import moonserve.cli"),
+    (sim_and_show_never_wait, "src/moonserve/sim/x.py", "import time"),
     (torch_stays_in_the_engine, LIVE, "def f():\n    import torch.nn"),
     (cli_is_light, CLI, "from moonserve.live.gateway import process"),
     (cli_is_light, CLI, "import rich"),

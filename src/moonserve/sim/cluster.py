@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from random import Random  # noqa: TID251 - seeded, handed to the Conductor
+from random import Random
 from typing import cast
 
 import msgspec

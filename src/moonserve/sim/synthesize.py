@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate, count, islice
-from random import Random  # noqa: TID251 - seeded below
+from random import Random
 
 import msgspec
 
