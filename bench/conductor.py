@@ -15,7 +15,8 @@ from hashlib import sha256
 from statistics import median
 
 from common import machine_line
-from moonserve.core.conductor import Conductor, Prefill
+from moonserve.core.actions import Prefill
+from moonserve.core.conductor import Conductor
 from moonserve.core.facts import (
     Arrived,
     BlocksStored,
@@ -42,7 +43,7 @@ def instance(name: str, role: Role) -> InstanceInfo:
         url="",
         model="m",
         namespace=SPACE,
-        kv_blocks=1_000,
+        kv_blocks=2_000,
         block_bytes=1 << 20,
         max_seqs=64,
         chunk_tokens=512,

@@ -4,16 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.conductor import (
-    Abort,
-    Action,
-    Conductor,
-    Decode,
-    GiveUp,
-    Prefill,
-    Refuse,
-    Release,
-)
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.conductor import Conductor
 from moonserve.core.facts import (
     Arrived,
     Beat,

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from moonserve.core.conductor import Abort, Conductor, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.actions import Abort, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.conductor import Conductor
 from moonserve.core.facts import (
     Arrived,
     Beat,

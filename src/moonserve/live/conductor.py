@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.conductor import Abort, Action, Conductor, Decode, GiveUp, Prefill, Release
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Release
+from moonserve.core.conductor import Conductor
 from moonserve.core.facts import Arrived, Fact
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request

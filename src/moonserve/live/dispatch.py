@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from moonserve.core.conductor import Abort, Action, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.errors import (
     BadRequest,
     EngineFailed,
@@ -24,7 +24,7 @@ from moonserve.core.errors import (
 )
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.prefix import Namespace, chain_keys
-from moonserve.core.request import Request
+from moonserve.core.request import Counted, Request
 from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Tokens
 from moonserve.live.conductor import ConductorLoop, lease_of
 from moonserve.live.http.connection import UpstreamError
@@ -114,6 +114,7 @@ class _Life:
         self._conductor = conductor
         self._wire = wire
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue()  # bounded by max_tokens replies
+        assert not isinstance(request.prompt, Counted), "a live prompt has tokens"
         self._known = list(request.prompt)
         self._replayed = 0
         """Tokens of the running decode that prefill gave already."""

@@ -59,7 +59,7 @@ class Api:
                     "kv_blocks": info.kv_blocks,
                     "prefills_promised": view.prefills,
                     "queue_ms": view.queue_us(now_us) / 1_000,
-                    "decodes_promised": len(view.decoding),
+                    "decodes_promised": view.decodes,
                     "prefill_1k_ms": view.cost.prefill_us(1_000, 0, info.chunk_tokens) / 1_000,
                     "tbt_ms": view.tbt_us(1_000) / 1_000,
                 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from moonserve.core.request import Slo
 from moonserve.core.units import Bytes
 
 
@@ -21,6 +24,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long running requests may take to finish after a stop was asked for."""
     threshold: float = 1.0
     """kvcache_balancing_threshold of Algorithm 1."""
+    policy: str = "kvcache_centric"
+    """One of core.policies.POLICIES."""
+    slo: Slo = Slo()
+    """Objectives of requests whose headers bring none."""
+    refuse: Literal["none", "ttft", "both"] = "both"
+    """Which objectives, predicted to be missed, refuse a request."""
     max_body_bytes: Bytes = 8 << 20
     max_in_flight: int = 1_024
     """Requests served at once; more are answered 429."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import signal
 import time
 from collections.abc import Callable
 
-from moonserve.core.conductor import Conductor, Policy
+from moonserve.core.conductor import Conductor
 from moonserve.core.facts import Tick
 from moonserve.core.master import Master
+from moonserve.core.policies import Tuning
 from moonserve.core.pool import Terms
-from moonserve.core.units import LeaseId, Tokens, seconds_to_us
+from moonserve.core.units import LeaseId, Micros, Tokens, seconds_to_us
 from moonserve.live.clock import LoopClock
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.dispatch import Cluster
@@ -38,6 +40,9 @@ from moonserve.live.text.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_BIND_AHEAD_US: Micros = 20_000
+"""Late binding: before an instance is free, its next call travels there, and KV is looked up and
+loaded: some milliseconds each, and the predicted end errs by some more. Longer binds too early."""
 _INTERNAL_BODY_BYTES = 64 << 20
 
 
@@ -48,11 +53,15 @@ class Gateway:
         self._config = config
         first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out
         self.store = MasterService(Master(Terms(), first_ticket), LoopClock().now_us)
-        policy = Policy(
+        tuning = Tuning(
+            policy=config.policy,
             kvcache_balancing_threshold=config.threshold,
+            slo=config.slo,
+            refuse=config.refuse,
+            bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
         )
-        self.conductor = ConductorLoop(Conductor(policy), self._release)
+        self.conductor = ConductorLoop(Conductor(tuning, random.Random(0)), self._release)
         self._http = HttpClient()
         self._front: GatewayApp | None = None
         self._server: Server | None = None
