@@ -119,7 +119,8 @@ class Simulation:
             return True
         did = False
         for node in self._in_order:
-            did |= node.settle()
+            if node.stirred:
+                did |= node.settle()
         return did
 
     def _step(self) -> None:

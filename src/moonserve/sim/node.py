@@ -80,6 +80,8 @@ class Node:
         )
         self._intake: deque[Call] = deque()
         self._loading: dict[RequestId, int] = {}
+        self._full = False
+        """Whether the first in the intake found no room, and nobody has left since."""
         self._calls: dict[RequestId, Call] = {}
         self._plan = 0
         """Grows whenever what was scheduled does not hold any more."""
@@ -91,6 +93,8 @@ class Node:
         self.ends: array[int] = array("Q")
         """When each pass ended, from the first one on."""
         self.busy_us: Micros = 0
+        self.stirred = False
+        """Whether something happened here that `settle` has not looked at."""
         self.slow = 1.0
         self.dead = False
 
@@ -113,6 +117,7 @@ class Node:
         """Take a call in; it begins when `settle` finds room."""
         self._calls[call.request] = call
         self._intake.append(call)
+        self.stirred = True
 
     def cancel(self, request: RequestId) -> None:
         """Drop a call, wherever it is; unknown ones are no error."""
@@ -120,6 +125,9 @@ class Node:
         if call is None:
             return
         self._break_run()
+        self._full = False
+        self.stirred = True
+        self._loading.pop(request, None)
         if call in self._intake:
             self._intake.remove(call)
         self._batch.cancel(request)
@@ -133,6 +141,7 @@ class Node:
 
     def settle(self) -> bool:
         """All that this instant brought is here: admit, and begin a pass. Whether it did any."""
+        self.stirred = False
         if self.dead:
             return False
         did = self._admit()
@@ -144,7 +153,10 @@ class Node:
 
     def _admit(self) -> bool:
         did = False
-        while self._intake and self._has_room(self._intake[0]):
+        while self._intake and not self._full:
+            if not self._has_room(self._intake[0]):
+                self._full = True
+                break
             call = self._intake.popleft()
             need = self._batch.blocks_for(call.known)
             self._loading[call.request] = need
@@ -167,6 +179,8 @@ class Node:
             return
         if self._calls.get(call.request) is not call:
             return  # cancelled meanwhile
+        self._full = False  # it may hold less than it was promised
+        self.stirred = True
         self._break_run()
         call.cached = min(cached, call.known - 1)  # logits need one token computed here
         blocks = self._pool.allocate(self._batch.blocks_for(call.cached))
@@ -217,6 +231,7 @@ class Node:
             return
         work, elapsed_us = self._pass
         self._pass = None
+        self.stirred = True
         self.busy_us += elapsed_us
         number = len(self.ends)
         self.ends.append(self._clock.now_us)
@@ -229,6 +244,7 @@ class Node:
                 self._gave(call, number, 1)
             if step.finish is not None:
                 del self._calls[step.request]
+                self._full = False
             self._tell(self, call, step)
 
     def _gave(self, call: Call, first: int, count: int) -> None:
@@ -281,6 +297,7 @@ class Node:
         assert self._steady is not None
         gone = self._steady[1]
         self._steady = None
+        self.stirred = True
         if not gone:
             return
         first = len(self.ends) - gone
