@@ -207,7 +207,7 @@ def test_random_draws_from_its_seed() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_decides(policy: str) -> None:
-    """Each names both instances, keeps every candidate with its terms, and the lowest score wins."""
+    """Each names both instances and keeps every candidate with its terms; the lowest score wins."""
     made = verdict(policy, HELD)
     assert made is not None
     decision = made.decision

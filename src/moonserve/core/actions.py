@@ -48,8 +48,10 @@ class Refuse(msgspec.Struct, frozen=True):
     request: RequestId
     why: str
     reason: str = "nobody_alive"
-    """instances_full, queue_full, ttft_slo or tbt_slo: for programs."""
+    """instances_full, queue_full, kv_memory, ttft_slo or tbt_slo: for programs."""
     retry_after_us: Micros | None = None
+    decision: Decision | None = None
+    """What it would have been, where it was refused for what that predicts."""
 
 
 class GiveUp(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from moonserve.core.actions import Refuse
 from moonserve.core.policies import Tuning, Verdict
 from moonserve.core.request import Request, Slo
-from moonserve.core.units import MICROS_PER_SECOND, Micros
+from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.core.view import InstanceView
 from moonserve.core.waiting import Waiter
 
@@ -33,7 +33,7 @@ def unwanted(request: Request, verdict: Verdict, slo: Slo, tuning: Tuning) -> Re
     why = f"predicted {what} of {predicted_us / 1e3:.0f} ms misses the objective of "
     why += f"{goal_us / 1e3:.0f} ms"
     wait_us = max(MICROS_PER_SECOND, predicted_us - goal_us)
-    return Refuse(request.id, why, f"{what.lower()}_slo", wait_us)
+    return Refuse(request.id, why, f"{what.lower()}_slo", wait_us, decision)
 
 
 def too_late(waiter: Waiter, backlog_us: Micros, now_us: Micros) -> Refuse:
@@ -50,6 +50,11 @@ def too_many(request: Request, waiting: int, backlog_us: Micros) -> Refuse:
     return Refuse(request.id, why, "queue_full", max(MICROS_PER_SECOND, backlog_us))
 
 
+def fits(views: Sequence[InstanceView], tokens: Tokens) -> bool:
+    """Whether some instance, when idle, has KV memory for so much context."""
+    return any(view.kv_tokens >= tokens for view in views)
+
+
 def nobody(
     request: Request,
     prefills: Sequence[InstanceView],
@@ -60,6 +65,11 @@ def nobody(
     if not prefills or not decodes:
         role = "decode" if prefills else "prefill"
         return Refuse(request.id, f"no {role} instance for model {request.model} is alive")
+    for role, views in (("prefill", prefills), ("decode", decodes)):
+        if not fits(views, len(request.prompt)):
+            why = f"no {role} instance of model {request.model} has KV memory for "
+            why += f"{len(request.prompt)} tokens"
+            return Refuse(request.id, why, "kv_memory", MICROS_PER_SECOND)
     full = "decode" if any(view.takes_prefill for view in prefills) else "prefill"
     why = f"every {full} instance of model {request.model} is full"
     wait_us = max(MICROS_PER_SECOND, min(view.queue_us(now_us) for view in prefills))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.admission import nobody, refuses_ttft, too_late, too_many, unwanted
+from moonserve.core.admission import fits, nobody, refuses_ttft, too_late, too_many, unwanted
 from moonserve.core.cost import Cost
 from moonserve.core.facts import (
     Arrived,
@@ -122,7 +122,7 @@ class Conductor:
         for model, room in self._rooms.items():
             if not len(room):
                 continue
-            due_us = room.first_due_us() if refuses_ttft(self.tuning) else None
+            due_us = room.first_due_us(now_us) if refuses_ttft(self.tuning) else None
             if due_us is not None:
                 times.append(due_us + 1)
             if self.tuning.bind_ahead_us:
@@ -207,11 +207,11 @@ class Conductor:
         """Bind the request to its instances, now or when one is about to be free."""
         model = life.request.model
         prefills, decodes = self.view.prefills(model), self.view.decodes(model)
-        if self._policy.late and prefills and decodes:
+        if self._policy.late and fits(prefills, life.length) and fits(decodes, life.length):
             self._wait(life, prefills, now_us)
             return
         verdict = self._decide(life, prefills, decodes, now_us) if prefills and decodes else None
-        if verdict is None and life.attempts:
+        if verdict is None and (life.attempts or life.request.id in self._parked):
             self._parked.setdefault(life.request.id, now_us)
         elif verdict is None:
             self._refuse(life, nobody(life.request, prefills, decodes, now_us), now_us)
@@ -333,8 +333,8 @@ class Conductor:
 
     def _wait(self, life: Handoff, prefills: Sequence[InstanceView], now_us: Micros) -> None:
         """Let the request into the waiting room; `_bind` follows in the same step."""
-        model = life.request.model
-        room = self._rooms.setdefault(model, WaitingRoom())
+        self._parked.pop(life.request.id, None)
+        room = self._rooms.setdefault(life.request.model, WaitingRoom())
         if len(room) >= self.tuning.max_waiting and not life.attempts:
             backlog_us = room.work_us // len(prefills)
             self._refuse(life, too_many(life.request, len(room), backlog_us), now_us)
@@ -357,19 +357,28 @@ class Conductor:
                 if not life.attempts:
                     backlog_us = room.work_us // max(1, len(prefills))
                     self._refuse(life, too_late(waiter, backlog_us, now_us), now_us)
-        while len(room) and decodes:
-            free = [view for view in prefills if self._is_free(view, now_us)]
-            first = room.next(now_us, len(prefills)) if free else None
-            if first is None:
-                return
+        while first := room.next(now_us, len(prefills)):
             life = self._lives[first.request]
-            verdict = self._decide(life, free, decodes, now_us)
-            if verdict is None or (verdict.misses_tbt and self._slo(life).tbt_us is not None):
-                return  # decode has no room: nothing is gained by a prefill now
+            if not prefills or not decodes:
+                room.remove(first.request)
+                self._parked[first.request] = now_us
+                continue
+            others = preferred(prefills, life.failed)
+            free = [view for view in others if self._is_free(view, now_us)]
+            verdict = self._decide(life, free, decodes, now_us) if free else None
+            if verdict is None:
+                return
+            refusal = None
+            if verdict.misses_tbt and self._slo(life).tbt_us is not None:
+                if self.view.instances[verdict.decision.decode].decodes:
+                    return  # decode has no room: nothing is gained by a prefill now
+                refusal = unwanted(life.request, verdict, self._slo(life), self.tuning)
+            if refusal is not None and not life.attempts:  # nor would it ever have
+                self._refuse(life, refusal, now_us)
+                continue
             room.remove(first.request)
             self._bound(life, verdict.decision, now_us)
-        if not len(room):
-            self._rooms.pop(model, None)
+        self._rooms.pop(model, None)
 
     def _is_free(self, view: InstanceView, now_us: Micros) -> bool:
         if not view.prefills:

@@ -60,9 +60,10 @@ class WaitingRoom:
         """Those that can no longer meet their objective, in order."""
         return [w for w in self._waiters if w.due_us is not None and w.due_us < now_us]
 
-    def first_due_us(self) -> Micros | None:
-        """When the next one becomes hopeless."""
-        return min((w.due_us for w in self._waiters if w.due_us is not None), default=None)
+    def first_due_us(self, now_us: Micros) -> Micros | None:
+        """When the next one becomes hopeless; those that are by now do not count."""
+        due = (w.due_us for w in self._waiters if w.due_us is not None and w.due_us >= now_us)
+        return min(due, default=None)
 
     def next(self, now_us: Micros, servers: int) -> Waiter | None:
         """Who goes next when one of `servers` instances is free; it is not taken out."""
