@@ -189,7 +189,7 @@ class Simulation:
         node, decision = self.nodes[action.to.id], served.decision
         assert decision is not None
         length = decision.prompt_tokens
-        if decision.decode != action.to.id:  # the one it was meant for is gone
+        if served.flow is not None and served.flow.target is not node:  # that one is gone
             served.flow = self._flow(length, self.nodes[decision.prefill], node)
         most = served.row.output_tokens - served.generated + 1
         load = partial(self._load_all, served, length)
@@ -234,7 +234,7 @@ class Simulation:
             served.flow = self._flow(call.known, node, self.nodes[decision.decode])
 
     def _flow(self, tokens: Tokens, source: Node, target: Node) -> Flow:
-        flow = Flow()
+        flow = Flow(target)
         if source is target:
             flow.there = True
         else:
@@ -334,6 +334,7 @@ class Simulation:
         """The same machine with nothing on it, and a new epoch."""
         info = msgspec.structs.replace(old.info, epoch=old.info.epoch + 1)
         node = self._node(info, self.setup.profile.cost())
+        node.busy_us = old.busy_us  # counted by place, not by life
         self.nodes[info.id] = node
         for nodes in (self._in_order, self.prefills, self.decodes):
             if old in nodes:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from moonserve.core.units import Tokens
 from moonserve.sim.cluster import Simulation
+from moonserve.sim.node import Node
 from moonserve.sim.served import Served
 
 Times = NDArray[np.float64]
@@ -50,7 +51,7 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
     """All figures of a run. `cpu_s`: what it took to simulate."""
     rows: list[RequestRow] = []
     gaps: list[Times] = []
-    ends = {node.name: np.asarray(node.ends, np.float64) for node in sim.decodes}
+    ends: dict[Node, Times] = {}
     for served in sim.served:
         own = _gaps_ms(served, ends)
         gaps.append(own)
@@ -59,13 +60,15 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
     return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps)
 
 
-def _gaps_ms(served: Served, ends: dict[str, Times]) -> Times:
-    """Times between one token and the next, in order."""
+def _gaps_ms(served: Served, ends: dict[Node, Times]) -> Times:
+    """Times between one token and the next, in order. `ends` is filled with each node's passes."""
     if served.first_us is None or served.outcome != "completed":
         return np.zeros(0)
     parts: list[Times] = [np.array([served.first_us], np.float64)]
     for node, call in served.calls:
-        parts += [ends[node.name][first:last] for first, last in call.spans]
+        if node not in ends:  # by node, not by name: it may have died and joined again
+            ends[node] = np.asarray(node.ends, np.float64)
+        parts += [ends[node][first:last] for first, last in call.spans]
     return np.diff(np.concatenate(parts)) / 1e3
 
 
@@ -99,7 +102,9 @@ def _summary(
     sim: Simulation, rows: Sequence[RequestRow], gaps: NDArray[np.float32], cpu_s: float
 ) -> dict[str, Any]:
     setup, served = sim.setup, sim.served
-    span_s = max(1e-9, sim.clock.now_us / 1e6 - (rows[0].arrived_s if rows else 0.0))
+    ends_us = [one.ended_us for one in served if one.ended_us is not None]
+    first_s = rows[0].arrived_s if rows else 0.0
+    span_s = max(1e-9, max(ends_us, default=0) / 1e6 - first_s)
     done = [row for row in rows if row.outcome == "completed"]
     ttfts = np.array([row.ttft_s for row in done], float)
     tbts = np.array([row.tbt_ms for row in done if row.tbt_ms is not None], float)

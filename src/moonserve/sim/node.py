@@ -113,6 +113,14 @@ class Node:
         """How often blocks ran out."""
         return self._batch.preemptions
 
+    def busy_by_us(self) -> Micros:
+        """Engine time until now, the pass under way included."""
+        if self._steady is not None:
+            self._run_to(self._clock.now_us)
+        elif self._pass is None:
+            return self.busy_us
+        return self.busy_us + self._clock.now_us - self._turn_us
+
     def accept(self, call: Call) -> None:
         """Take a call in; it begins when `settle` finds room."""
         self._calls[call.request] = call
@@ -134,6 +142,9 @@ class Node:
 
     def kill(self) -> list[Call]:
         """Die: nothing is told any more. Gives the calls that were here."""
+        self._break_run()  # the tokens given so far were given
+        self.busy_us = self.busy_by_us()
+        self._pass = None
         self.dead = True
         self._plan += 1
         calls, self._calls = list(self._calls.values()), {}
@@ -175,10 +186,9 @@ class Node:
         return self._batch.blocks_for(call.known) <= self._pool.free_count - promised
 
     def _loaded(self, call: Call, cached: Tokens) -> None:
-        if self.dead or self._loading.pop(call.request, None) is None:
-            return
         if self._calls.get(call.request) is not call:
-            return  # cancelled meanwhile
+            return  # cancelled meanwhile, or dead
+        del self._loading[call.request]
         self._full = False  # it may hold less than it was promised
         self.stirred = True
         self._break_run()

@@ -52,9 +52,10 @@ class Served:
 
 
 class Flow:
-    """KV on its way to the decode instance: `then` is called when it is there."""
+    """KV on its way to a decode instance: `then` is called when it is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Node) -> None:
+        self.target = target
         self.there = False
         self.then: Callable[[], None] | None = None
 
@@ -74,6 +75,6 @@ class Sample:
         self.at_us = at_us
         self.conductor = conductor
         """Requests that wait at the Conductor."""
-        self.waiting = [node.waiting for node in nodes]
-        self.running = [node.running for node in nodes]
-        self.busy_us = [node.busy_us for node in nodes]
+        self.waiting = [0 if node.dead else node.waiting for node in nodes]
+        self.running = [0 if node.dead else node.running for node in nodes]
+        self.busy_us = [node.busy_by_us() for node in nodes]
