@@ -2,12 +2,10 @@
 
 Fed by the Conductor with what stores and engines report, read by placement; it never asks anybody.
 
-Per key it keeps one integer, the mask of its holders. A holder that holds a block holds, nearly
-always, all blocks before it, so masks only shrink along a chain, and a look-up finds the few
-places where they do by bisection. The exceptions are kept exactly: a *hole* is a block that a
-holder lacks while it holds one right after it. Holders with a hole on the chain asked for are
-walked block by block; all others cannot be wrong, since a run that breaks and goes on leaves a
-hole where it goes on.
+A piece is a run of blocks, one after another in a chain, that the same holders hold in the same
+way; the index maps each key to its piece. Whatever is told of a part of a piece splits it, and
+neighbours that have become alike are joined again. So a look-up goes from piece to piece, not from
+block to block, and is exact whatever holes a holder has.
 
 What never happens here: a claim for a holder that was not told of it; an order that depends on
 hashes (keys may be any hashable); a key, bit or count that outlives the last thing it stood for.
@@ -20,6 +18,7 @@ from collections.abc import Hashable, Sequence
 from itertools import compress
 from typing import Literal, TypeAlias
 
+from moonserve.core.pieces import Holder, Piece, parting, span
 from moonserve.core.units import SegmentId
 
 Tier: TypeAlias = Literal["device", "dram", "disk"]
@@ -27,8 +26,8 @@ Tier: TypeAlias = Literal["device", "dram", "disk"]
 
 _FIELD = (1 << 20) - 1
 _ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
-"""One copy on a tier. A holder's count of a key is the sum over tiers, 20 bits each: nobody has
-room for a million copies of one block."""
+"""One copy on a tier. A holder's count is the sum over tiers, 20 bits each: nobody has room for a
+million copies of one block."""
 _MAX_GONE = 4_096
 _FEW = 6
 _BITS = bytes.maketrans(b"01", b"\0\1")
@@ -80,27 +79,13 @@ def _spread(runs: dict[SegmentId, int], mask: int, length: int, names: Sequence[
         mask ^= low
 
 
-class _Holder:
-    """One holder: its bit, what it holds and how often, and its holes."""
-
-    __slots__ = ("bit", "epoch", "holes", "name", "refs")
-
-    def __init__(self, name: SegmentId, epoch: int, bit: int) -> None:
-        self.name = name
-        self.epoch = epoch
-        self.bit = bit
-        self.refs: dict[Hashable, int] = {}
-        self.holes: dict[Hashable, int] = {}
-        """Key that it lacks -> how many blocks right after it it holds."""
-
-
 class PrefixIndex:
     """See the module. Exact for what it was told, in whatever order.
 
-    A key fixes what comes before it (keys are chained hashes): the first parent told of a key
-    counts, and `match` is asked with chains. A holder may store a key several times, and holds it
-    until it was removed as often, on each tier for itself. Facts of an older epoch of a holder than
-    the newest known are late, and ignored; a newer epoch drops all that the older one held.
+    A key fixes what comes before it (keys are chained hashes): events tell pieces of chains, and
+    `match` is asked with chains. A holder may store a key several times, and holds it until it was
+    removed as often, on each tier for itself. Facts of an older epoch of a holder than the newest
+    known are late, and ignored; a newer epoch drops all that the older one held.
 
     Bounds: `max_entries` (key, holder) pairs; what comes beyond is refused and counted, so the
     index then knows too little, never too much. Epochs of the last 4,096 holders gone.
@@ -114,13 +99,8 @@ class PrefixIndex:
         """Blocks not taken, since the index was full."""
         self.late = 0
         """Blocks of facts ignored, since their epoch was over."""
-        self._masks: dict[Hashable, int] = {}
-        self._parents: dict[Hashable, Hashable] = {}
-        self._children: dict[Hashable, Hashable] = {}
-        """Key -> its one known child, or a dict of several (no key is a dict)."""
-        self._holes: dict[Hashable, int] = {}
-        """Key -> mask of the holders for which it is a hole."""
-        self._holders: dict[SegmentId, _Holder] = {}
+        self._where: dict[Hashable, Piece] = {}
+        self._holders: dict[SegmentId, Holder] = {}
         self._free: list[int] = []
         self._names: tuple[SegmentId, ...] = ()
         """By bit; a name stays after its holder went, until the bit is given anew."""
@@ -129,7 +109,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """How many different keys are held."""
-        return len(self._masks)
+        return len(self._where)
 
     def stored(
         self,
@@ -143,36 +123,32 @@ class PrefixIndex:
 
         `parent` is the key before keys[0], held or not; None where keys[0] heads a chain.
         """
-        if not keys or self._is_late(holder, epoch, len(keys)):
+        if self._is_late(holder, epoch, len(keys)) or not keys:
             return
         it = self._holders.get(holder) or self._add(holder, epoch)
-        one, bit, refs, masks = _ONE[tier], it.bit, it.refs, self._masks
-        others = self.entries - len(refs)
-        room = self.max_entries - others
-        for key in keys:
-            count = refs.get(key)
-            if count is not None:
-                refs[key] = count + one
-            elif len(refs) >= room:
+        keys, at, one = list(keys), 0, _ONE[tier]
+        while at < len(keys):
+            piece = self._where.get(keys[at])
+            known = piece is not None and it in piece.counts
+            room = len(keys) if known else self.max_entries - self.entries
+            if not room:
                 self.refused += 1
+                at += 1
+                continue
+            if piece is None:
+                piece = self._new(keys[at : at + room], parent if at == 0 else keys[at - 1])
             else:
-                refs[key] = one
-                mask = masks.get(key)
-                if mask is None:
-                    masks[key] = bit
-                    self._link(key, parent)
-                    before = parent
-                else:
-                    masks[key] = mask | bit
-                    before = self._parents[key]
-                if before is not None and before not in refs:
-                    it.holes[before] = it.holes.get(before, 0) + 1
-                    self._holes[before] = self._holes.get(before, 0) | bit
-                if key in it.holes:
-                    self._fill(it, key)
-            parent = key
-        self.entries = others + len(refs)
-        if not refs:
+                piece = self._cut(piece, *span(piece.keys, keys[at : at + room]))
+            at += len(piece.keys)
+            if known:
+                piece.counts[it] += one
+            else:
+                piece.counts[it] = one
+                piece.mask |= it.bit
+                it.pieces[piece] = None
+                self.entries += len(piece.keys)
+            self._join(piece)
+        if not it.pieces:
             self._forget(it, epoch)
 
     def removed(
@@ -183,14 +159,26 @@ class PrefixIndex:
         it = self._holders.get(holder)
         if late or it is None:
             return
-        one, refs = _ONE[tier], it.refs
-        for key in keys:
-            count = refs.get(key, 0)
+        keys, at, one = list(keys), 0, _ONE[tier]
+        while at < len(keys):
+            piece = self._where.get(keys[at])
+            count = 0 if piece is None else piece.counts.get(it, 0)
+            if piece is None or not count // one & _FIELD:
+                at += 1
+                continue
+            start, stop = span(piece.keys, keys[at:] if at else keys)
+            at += stop - start
+            if count == one and len(piece.counts) == 1 and start > 0 and stop == len(piece.keys):
+                self._shorten(piece, start)
+                continue
+            piece = self._cut(piece, start, stop)
             if count == one:
-                self._lose(it, key)
-            elif count // one & _FIELD:
-                refs[key] = count - one
-        if not refs:
+                self._lose(it, piece)
+            else:
+                piece.counts[it] = count - one
+            if piece.mask:
+                self._join(piece)
+        if not it.pieces:
             self._forget(it, epoch)
 
     def cleared(self, holder: SegmentId, tier: Tier = "dram", epoch: int = 0) -> None:
@@ -199,16 +187,13 @@ class PrefixIndex:
         it = self._holders.get(holder)
         if late or it is None:
             return
-        one, refs = _ONE[tier], it.refs
-        field = one * _FIELD
-        if all(not count & ~field for count in refs.values()):
-            self._drop(it, epoch)
-            return
-        for key, count in reversed(list(refs.items())):  # tails first: fewer holes on the way
-            if not count & ~field:
-                self._lose(it, key)
-            else:
-                refs[key] = count & ~field
+        others = ~(_ONE[tier] * _FIELD)
+        for piece in list(it.pieces):
+            piece.counts[it] &= others
+            if not piece.counts[it]:
+                self._lose(it, piece)
+        if not it.pieces:
+            self._forget(it, epoch)
 
     def dropped(self, holder: SegmentId, epoch: int) -> None:
         """`holder` is gone, or restarted: all it held up to `epoch` goes, at once and for good."""
@@ -220,104 +205,59 @@ class PrefixIndex:
 
     def tiers(self, key: Hashable, holder: SegmentId) -> tuple[Tier, ...]:
         """The tiers on which `holder` has `key`, fastest first."""
-        it = self._holders.get(holder)
-        count = it.refs.get(key, 0) if it is not None else 0
-        return tuple(tier for tier, one in _ONE.items() if count // one & _FIELD) if count else ()
+        it, piece = self._holders.get(holder), self._where.get(key)
+        count = 0 if it is None or piece is None else piece.counts.get(it, 0)
+        return tuple(tier for tier, one in _ONE.items() if count // one & _FIELD)
 
     def match(self, keys: Sequence[Hashable]) -> Match:
         """The longest leading run of the chain `keys`, in the pool and in each holder.
 
-        O(change points x log n) look-ups where no holder has a hole on the chain, else O(n).
+        O(pieces on the way) look-ups.
         """
-        get, end = self._masks.get, len(keys)
-        mask = get(keys[0], 0) if keys else 0
-        if not mask:
-            return Match(0, {})
-        loose = 0
-        if self._holes:
-            end = self._bound(keys)
-            loose = self._loose(keys[:end])
-        walked = mask & loose
-        mask &= ~loose
+        get, end, at, mask = self._where.get, len(keys), 0, -1
         ended: list[tuple[int, int]] = []
-        at, pool = 0, end if mask else 0
-        ahead = [end - 1]
-        seen = [get(keys[end - 1], 0) & ~loose]
-        while mask and ahead:
-            there = seen[-1]
-            if there == mask:
-                at = ahead.pop()
-                seen.pop()
-            elif ahead[-1] == at + 1:
-                at = ahead.pop()
-                ended.append((at, mask ^ there))
-                mask = seen.pop()
-                if not mask:
-                    pool = at
-            else:
-                middle = (at + ahead[-1]) >> 1
-                ahead.append(middle)
-                seen.append(get(keys[middle], 0) & ~loose)
-        if mask:
-            ended.append((end, mask))
-        if loose:
-            while pool < end and get(keys[pool], 0):  # held by holders with holes only
-                pool += 1
-        if walked:
-            self._walk(keys[:end], walked, ended)
-        return Match(pool, None, ended, self._names)
-
-    # Looking up
-
-    def _bound(self, keys: Sequence[Hashable]) -> int:
-        """Where all runs have ended: a position nobody holds, by galloping, or the end."""
-        end, step = len(keys), 1
-        while step < end:
-            if keys[step] not in self._masks:
-                return step
-            step += step
-        return end
-
-    def _loose(self, keys: Sequence[Hashable]) -> int:
-        """Mask of the holders with a hole among `keys`."""
-        holes, loose = self._holes, 0
-        if not holes.keys().isdisjoint(keys):
-            for key in keys:
-                loose |= holes.get(key, 0)
-        return loose
-
-    def _walk(self, keys: Sequence[Hashable], mask: int, ended: list[tuple[int, int]]) -> None:
-        """Append the runs of the holders in `mask`, which all have keys[0], block by block."""
-        for at, key in enumerate(keys):
-            here = mask & self._masks.get(key, 0)
+        while at < end:
+            piece = get(keys[at])
+            if piece is None:
+                break
+            here = mask & piece.mask
             if here != mask:
-                ended.append((at, mask ^ here))
+                if at and mask:
+                    ended.append((at, mask ^ here))
                 mask = here
-                if not mask:
-                    return
-        ended.append((len(keys), mask))
+            own = piece.keys
+            stop = at + len(own)
+            if stop <= end and keys[stop - 1] == own[-1]:
+                at = stop
+            else:
+                at += parting(own, own.index(keys[at]), keys, at)
+        if at and mask:
+            ended.append((at, mask))
+        return Match(at, None, ended, self._names)
 
     # Holders
 
     def _is_late(self, name: SegmentId, epoch: int, blocks: int) -> bool:
         """Whether a fact of `epoch` comes too late; a newer epoch drops what an older one held."""
         it = self._holders.get(name)
-        late = epoch < (self._gone.get(name, epoch) if it is None else it.epoch)
-        if late:
+        newest = self._gone.get(name, 0) if it is None else it.epoch
+        if epoch < newest:
             self.late += blocks
-        elif it is not None and epoch > it.epoch:
+        elif epoch > newest and it is None:
+            self._remember(name, epoch)
+        elif epoch > newest and it is not None:
             self._drop(it, epoch)
-        return late
+        return epoch < newest
 
-    def _add(self, name: SegmentId, epoch: int) -> _Holder:
+    def _add(self, name: SegmentId, epoch: int) -> Holder:
         """A holder with a bit of its own, and no entries yet."""
         at = self._free.pop() if self._free else len(self._names)
         self._names = (*self._names[:at], name, *self._names[at + 1 :])
-        it = self._holders[name] = _Holder(name, epoch, 1 << at)
+        it = self._holders[name] = Holder(name, epoch, 1 << at)
         self._gone.pop(name, None)
         return it
 
-    def _forget(self, it: _Holder, oldest_epoch: int) -> None:
+    def _forget(self, it: Holder, oldest_epoch: int) -> None:
         """It holds nothing any more: its bit may name another from now on."""
         del self._holders[it.name]
         self._free.append(it.bit.bit_length() - 1)
@@ -329,70 +269,93 @@ class PrefixIndex:
         if len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
 
-    def _drop(self, it: _Holder, oldest_epoch: int) -> None:
+    def _drop(self, it: Holder, oldest_epoch: int) -> None:
         """All that a holder has goes."""
-        for key in it.holes:
-            self._unhole(it, key)
-        for key in it.refs:
-            self._unmask(it, key)
-        self.entries -= len(it.refs)
+        for piece in list(it.pieces):
+            self._lose(it, piece)
         self._forget(it, oldest_epoch)
 
-    # Entries and holes
+    # Pieces
 
-    def _lose(self, it: _Holder, key: Hashable) -> None:
-        """The last copy of `key` is gone from a holder."""
-        refs, holes = it.refs, it.holes
-        del refs[key]
-        self.entries -= 1
-        parent = self._parents[key]
-        if parent in holes:
-            holes[parent] -= 1
-            if not holes[parent]:
-                self._fill(it, parent)
-        child = self._children.get(key)
-        if child is not None:
-            orphans = sum(c in refs for c in child) if isinstance(child, dict) else child in refs
-            if orphans:
-                holes[key] = int(orphans)
-                self._holes[key] = self._holes.get(key, 0) | it.bit
-        self._unmask(it, key)
+    def _new(self, keys: list[Hashable], parent: Hashable | None) -> Piece:
+        """A piece of the leading ones of `keys` that nobody holds, of which keys[0] is one."""
+        if not self._where.keys().isdisjoint(keys):
+            keys = keys[: next(i for i, key in enumerate(keys) if key in self._where)]
+        piece = Piece(keys, parent, 0, {})
+        fresh = dict.fromkeys(keys, piece)
+        if len(fresh) < len(keys):  # no chain, but no reason to go astray
+            piece.keys = list(fresh)[:1]
+            fresh = {piece.keys[0]: piece}
+        self._where.update(fresh)
+        before = self._where.get(parent)
+        if before is not None:
+            before.next = keys[0]
+        return piece
 
-    def _fill(self, it: _Holder, key: Hashable) -> None:
-        """`key` is no hole of this holder any more."""
-        del it.holes[key]
-        self._unhole(it, key)
+    def _cut(self, piece: Piece, start: int, stop: int) -> Piece:
+        """A part of a piece as a piece of its own."""
+        if stop < len(piece.keys):
+            piece, _ = self._split(piece, stop)
+        if start:
+            _, piece = self._split(piece, start)
+        return piece
 
-    def _unhole(self, it: _Holder, key: Hashable) -> None:
-        mask = self._holes[key] ^ it.bit
-        if mask:
-            self._holes[key] = mask
+    def _split(self, piece: Piece, at: int) -> tuple[Piece, Piece]:
+        """Two of one; the larger one stays what it is."""
+        head, tail = piece.keys[:at], piece.keys[at:]
+        if len(head) < len(tail):
+            new = Piece(head, piece.parent, piece.mask, dict(piece.counts))
+            piece.keys, piece.parent, new.next = tail, head[-1], tail[0]
+            first, second = new, piece
         else:
-            del self._holes[key]
+            new = Piece(tail, head[-1], piece.mask, dict(piece.counts))
+            piece.keys, piece.next, new.next = head, tail[0], piece.next
+            first, second = piece, new
+        self._where.update(dict.fromkeys(new.keys, new))
+        return first, second
 
-    def _unmask(self, it: _Holder, key: Hashable) -> None:
-        mask = self._masks[key] ^ it.bit
-        if mask:
-            self._masks[key] = mask
+    def _join(self, piece: Piece) -> None:
+        """Join a piece with the ones before and after it where they have become alike."""
+        before = self._where.get(piece.parent)
+        if before is not None and before.keys[-1] == piece.parent:
+            before.next = piece.keys[0]
+            piece = self._joined(before, piece)
+        after = self._where.get(piece.next)
+        if after is not None and after.parent == piece.keys[-1] and after is not piece:
+            self._joined(piece, after)
+
+    def _joined(self, head: Piece, tail: Piece) -> Piece:
+        """One of two if they are alike, else the tail; the larger one stays."""
+        if head is tail or head.mask != tail.mask or head.counts != tail.counts:
+            return tail
+        if len(head.keys) < len(tail.keys):
+            kept, gone = tail, head
+            tail.keys[:0] = head.keys
+            tail.parent = head.parent
         else:
-            del self._masks[key]
-            self._unlink(key)
+            kept, gone = head, tail
+            head.keys += tail.keys
+            head.next = tail.next
+        self._where.update(dict.fromkeys(gone.keys, kept))
+        for holder in gone.counts:
+            del holder.pieces[gone]
+        return kept
 
-    def _link(self, key: Hashable, parent: Hashable | None) -> None:
-        """A key that nobody held until now."""
-        self._parents[key] = parent
-        if parent is not None:
-            child = self._children.setdefault(parent, key)
-            if isinstance(child, dict):
-                child[key] = None
-            elif child is not key:
-                self._children[parent] = {child: None, key: None}  # type: ignore[assignment]
+    def _lose(self, it: Holder, piece: Piece) -> None:
+        """The last copies of a piece are gone from a holder."""
+        del piece.counts[it], it.pieces[piece]
+        piece.mask ^= it.bit
+        self.entries -= len(piece.keys)
+        if not piece.mask:
+            self._delete(piece.keys)
 
-    def _unlink(self, key: Hashable) -> None:
-        """Nobody holds `key` any more."""
-        parent = self._parents.pop(key)
-        child = self._children.get(parent)
-        if isinstance(child, dict):
-            del child[key]
-        if not isinstance(child, dict) or not child:
-            self._children.pop(parent, None)
+    def _shorten(self, piece: Piece, stop: int) -> None:
+        """The end of a piece is gone from its only holder: the common case, without a cut."""
+        self.entries -= len(piece.keys) - stop
+        self._delete(piece.keys[stop:])
+        del piece.keys[stop:]
+
+    def _delete(self, keys: list[Hashable]) -> None:
+        where = self._where
+        for key in keys:
+            del where[key]
