@@ -25,8 +25,8 @@ class Clock:
         self._count += 1
         heappush(self._heap, (max(time_us, self.now_us), self._count, call))
 
-    def run(self, settle: Callable[[], bool], until_us: Micros | None = None) -> None:
-        """Until nothing is left to happen, or until that time.
+    def run(self, settle: Callable[[], bool], until_us: Micros | None = None) -> bool:
+        """Until nothing is left to happen, or until that time. Whether something is left.
 
         `settle` is called when all calls of one instant were made; it says whether it did
         anything, and is called again until it did not and nothing new fell on this instant.
@@ -39,3 +39,4 @@ class Clock:
                     heappop(heap)[2]()
                 if not settle() and not (heap and heap[0][0] == self.now_us):
                     break
+        return bool(heap)

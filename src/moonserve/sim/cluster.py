@@ -76,14 +76,24 @@ class Simulation:
         for breakdown in setup.breakdowns:
             self.clock.at(breakdown.at_us, partial(self._break, breakdown))
 
-    def run(self) -> None:
-        """From the first arrival until nothing is left to happen."""
+    def run(self, stop: Callable[[], bool] | None = None) -> bool:
+        """From the first arrival until nothing is left to happen; then True.
+
+        `stop` is asked from time to time; False when it said to leave the rest.
+        """
         self._arrive()
         self._sample()
-        self.clock.run(self._settle)
+        until_us = None if stop is None else self.setup.sample_us
+        while self.clock.run(self._settle, until_us):
+            assert stop is not None
+            assert until_us is not None
+            if stop():
+                return False
+            until_us += self.setup.sample_us
         for served in self.served:
             if served.outcome == "running":
                 served.outcome = "failed"  # it waits for instances that never come back
+        return True
 
     def _node(self, info: InstanceInfo, cost: Cost) -> Node:
         return Node(info, cost, self.clock, self._progress, self._began, self.setup.ahead)
