@@ -1,8 +1,10 @@
-"""Laws of the Conductor under any history of requests, instances and failures."""
+"""Laws of the Conductor under any policy and any history of requests, instances and failures."""
+
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.conductor import Conductor
@@ -21,13 +23,20 @@ from moonserve.core.facts import (
     Tick,
 )
 from moonserve.core.handoff import MAX_ATTEMPTS
+from moonserve.core.policies import POLICIES, Tuning
 from moonserve.core.prefix import chain_keys
-from moonserve.core.request import Request
-from moonserve.core.units import RequestId, SegmentId
+from moonserve.core.request import Request, Slo
+from moonserve.core.units import Micros, RequestId, SegmentId
 from moonserve.core.view import Promised
 from tests.support.cluster import BLOCK, NAMESPACE, info
 
 NAMES = ["d0", "d1", "p0", "p1"]
+OBJECTIVES = st.builds(
+    Slo,
+    ttft_us=st.sampled_from([None, None, 1_000, 100_000, 10_000_000]),
+    tbt_us=st.sampled_from([None, None, 1_000, 45_100, 60_000]),
+)
+"""Those that nobody can meet, those that only an idle instance can, and lax ones."""
 
 
 class ConductorMachine(RuleBasedStateMachine):
@@ -35,53 +44,82 @@ class ConductorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.tuning = Tuning()
         self.conductor = Conductor()
         self.now_us = 0
         self.epochs: dict[str, int] = {}
         self.count = 0
         self.calls: dict[RequestId, Prefill | Decode] = {}
-        self.open: set[RequestId] = set()
+        self.open: dict[RequestId, tuple[Request, Micros]] = {}
+        """With the time of arrival."""
         self.attempts: dict[RequestId, int] = {}
         self.leases: dict[RequestId, list[int]] = {}
-        self.parked: set[RequestId] = set()
+        self.idle: set[RequestId] = set()
+        """Those with no call out: they wait for an instance to be free, or to join."""
+
+    @initialize(
+        policy=st.sampled_from([*POLICIES, *["late_binding"] * len(POLICIES)]),
+        slo=OBJECTIVES,
+        refuse=st.sampled_from(["none", "ttft", "both"]),
+        bind_ahead_us=st.sampled_from([0, 20_000]),
+        max_waiting=st.sampled_from([2, 100]),
+    )
+    def begin(self, policy: str, slo: Slo, **more: object) -> None:
+        """Choose a tuning; late binding half of the time."""
+        self.tuning = Tuning(policy=policy, slo=slo, **more)  # type: ignore[arg-type]
+        self.conductor = Conductor(self.tuning, Random(1))
 
     def step(self, *facts: Fact) -> None:
         """Hand facts over and do as told."""
         self.now_us += 1
-        for action in self.conductor.step(self.now_us, facts):
+        actions = self.conductor.step(self.now_us, facts)
+        self.check_order(actions)
+        for action in actions:
             self.do(action)
+
+    def check_order(self, actions: list[Action]) -> None:
+        """No request is bound while one of higher priority goes on waiting."""
+        bound = {action.request for action in actions if isinstance(action, Prefill)}
+        over = {action.request for action in actions if isinstance(action, Release)}
+        left = self.idle - bound - over
+        if POLICIES[self.tuning.policy].late and len(left) == self.conductor.waiting:
+            last = max((self.open[r][0].priority for r in left), default=-9)
+            assert all(self.open[r][0].priority >= last for r in bound)
 
     def do(self, action: Action) -> None:
         """Every action is for an open request; each is released exactly once, last of all."""
         assert action.request in self.open, action
         match action:
             case Prefill():
-                self.parked.discard(action.request)
+                self.idle.discard(action.request)
                 self.leases[action.request].append(action.number)
                 self.attempts[action.request] += 1
                 assert action.to.role == "prefill"
                 self.calls[action.request] = action
             case Decode():
                 assert action.to.role == "decode"
-                self.parked.discard(action.request)
+                self.idle.discard(action.request)
                 self.calls[action.request] = action
             case Abort():
                 call = self.calls.pop(action.request)
                 assert call.number == action.number
                 self.fail(call)
-            case Refuse() | GiveUp():
+            case Refuse():
+                assert self.attempts[action.request] == 0, "work was spent on it"
+                assert action.request not in self.calls
+            case GiveUp():
                 self.calls.pop(action.request, None)
             case Release():
                 self.calls.pop(action.request, None)
-                self.parked.discard(action.request)
+                self.idle.discard(action.request)
                 assert action.numbers == tuple(self.leases.pop(action.request))
-                self.open.remove(action.request)
+                del self.open[action.request]
 
     def fail(self, call: Prefill | Decode, unreachable: bool = False) -> None:
         """Report a failed call, with one more token known."""
         tokens = tuple(range(30))
         keys = tuple(chain_keys(NAMESPACE.root(), tokens, BLOCK))
-        self.parked.add(call.request)  # unless the next actions say otherwise
+        self.idle.add(call.request)  # unless the next actions say otherwise
         failed = CallFailed(call.request, call.number, "failed", True, 30, keys, unreachable)
         self.step(failed)
 
@@ -109,17 +147,34 @@ class ConductorMachine(RuleBasedStateMachine):
         self.step(Tick())
         self.step(Tick())
 
-    @rule(length=st.integers(1, 40))
-    def arrive(self, length: int) -> None:
+    @rule()
+    def wake(self) -> None:
+        """The driver's timer fires when the Conductor asked for it."""
+        wake_us = self.conductor.wake_us(self.now_us)
+        assert wake_us is None or wake_us > self.now_us
+        if wake_us is not None:
+            self.now_us = wake_us - 1
+            self.step()
+
+    @rule(length=st.integers(1, 40), slo=OBJECTIVES, priority=st.integers(-1, 1))
+    def arrive(self, length: int, slo: Slo, priority: int) -> None:
         """A request comes."""
         self.count += 1
-        request = RequestId(f"r{self.count}")
-        self.open.add(request)
-        self.attempts[request] = 0
-        self.leases[request] = []
+        name = RequestId(f"r{self.count}")
         prompt = tuple(range(length))
+        request = Request(name, "m", prompt, slo=slo, priority=priority)
+        self.open[name] = (request, self.now_us + 1)
+        self.attempts[name] = 0
+        self.leases[name] = []
+        self.idle.add(name)  # unless the next actions say otherwise
         keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
-        self.step(Arrived(Request(request, "m", prompt), keys))
+        self.step(Arrived(request, keys))
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def leave_while_waiting(self, data: st.DataObject) -> None:
+        """A client goes whose request has no call out."""
+        self.step(ClientGone(data.draw(st.sampled_from(sorted(self.idle)))))
 
     @rule(name=st.sampled_from(NAMES), length=st.integers(1, 40))
     def store(self, name: str, length: int) -> None:
@@ -145,21 +200,44 @@ class ConductorMachine(RuleBasedStateMachine):
             self.fail(call, how == "unreachable")
         elif isinstance(call, Prefill):
             del self.calls[request]
-            self.parked.add(request)  # unless a decode instance is there
+            self.idle.add(request)  # unless a decode instance is there
             self.step(PrefillEnded(request, call.number, final=how == "final"))
         else:
             del self.calls[request]
-            self.step(DecodeEnded(request, call.number))
+            self.step(DecodeEnded(request, call.number, tokens=7))
 
     @invariant()
     def ledger_balances(self) -> None:
-        """Promises never exceed the open requests; each has a call out or waits for an instance."""
+        """Promises never exceed the open requests; each has a call out or waits."""
         promised = self.conductor.promised()
-        assert promised.requests == len(self.open) == len(self.calls) + len(self.parked)
-        assert not self.parked & self.calls.keys()
+        assert promised.requests == len(self.open) == len(self.calls) + len(self.idle)
+        assert not self.idle & self.calls.keys()
+        assert self.conductor.waiting <= len(self.idle)
         assert promised.prefills <= sum(isinstance(c, Prefill) for c in self.calls.values())
         assert promised.decodes <= len(self.open)
         assert all(n <= MAX_ATTEMPTS for n in self.attempts.values())
+
+    @invariant()
+    def late_binding_keeps_its_promises(self) -> None:
+        """Nobody but a late policy lets a request wait that was never placed; none waits in vain.
+
+        Who can no longer meet its TTFT is refused, where that refuses.
+        """
+        fresh = [name for name in self.idle if not self.attempts[name]]
+        late = POLICIES[self.tuning.policy].late
+        assert late or not fresh
+        if late and self.tuning.refuse != "none" and len(self.idle) == self.conductor.waiting:
+            for name in fresh:
+                request, arrived_us = self.open[name]
+                ttft_us = request.slo.over(self.tuning.slo).ttft_us
+                assert ttft_us is None or self.now_us <= arrived_us + ttft_us
+
+    @invariant()
+    def an_idle_cluster_keeps_nobody_waiting(self) -> None:
+        """With no call out and both roles alive, nobody waits."""
+        roles = {view.info.role for view in self.conductor.view.instances.values()}
+        if len(roles) == 2 and not self.calls:
+            assert not self.idle
 
     def teardown(self) -> None:
         """When every client has left, the ledger is zero."""
@@ -169,4 +247,4 @@ class ConductorMachine(RuleBasedStateMachine):
 
 
 TestConductor = ConductorMachine.TestCase
-TestConductor.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestConductor.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

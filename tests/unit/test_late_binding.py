@@ -1,0 +1,269 @@
+"""Late binding: who waits at the Conductor, for what, how long, and in which order."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from moonserve.core.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.conductor import Conductor
+from moonserve.core.cost import Cost
+from moonserve.core.facts import (
+    Arrived,
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    InstanceInfo,
+    Joined,
+    Left,
+    PrefillEnded,
+    Tick,
+)
+from moonserve.core.policies import Tuning
+from moonserve.core.prefix import chain_keys
+from moonserve.core.request import Request, Slo
+from moonserve.core.units import InstanceId, Micros, RequestId
+from moonserve.core.view import Promised
+from tests.support.cluster import BLOCK, NAMESPACE, info
+
+NOTHING = Promised(0, 0, 0, 0)
+WORK_US = 410
+"""A prefill of 41 tokens that nobody has."""
+
+
+def exact(joining: InstanceInfo) -> Cost:
+    """10 us a new token; TBT is 100 + 10 members + contexts."""
+    return Cost((0, 10, 0, 0, 100, 10, 1), (5, 0.005), learns=False)
+
+
+def cluster(*names: str, **tuning: object) -> Conductor:
+    """A Conductor that binds late, with p… and d… instances."""
+    conductor = Conductor(Tuning(policy="late_binding", **tuning), cost_of=exact)  # type: ignore[arg-type]
+    joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
+    assert conductor.step(0, joins) == []
+    return conductor
+
+
+def arrived(name: str, slo: Slo | None = None, priority: int = 0, length: int = 41) -> Arrived:
+    """A request whose prompt nobody else has."""
+    prompt = (ord(name[0]), *range(length - 1))
+    keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
+    request = Request(RequestId(name), "m", prompt, slo=slo or Slo(), priority=priority)
+    return Arrived(request, keys)
+
+
+def prefills(actions: list[Action]) -> list[tuple[str, str]]:
+    """Who was bound to which prefill instance."""
+    return [(a.request, a.to.id) for a in actions if isinstance(a, Prefill)]
+
+
+def ended(name: str, number: int = 1, final: bool = True) -> PrefillEnded:
+    """A prefill's end, the request's last one."""
+    return PrefillEnded(RequestId(name), number, final)
+
+
+def failed(name: str, number: int = 1) -> CallFailed:
+    """A prefill's failure."""
+    fact = arrived(name)
+    return CallFailed(RequestId(name), number, "reset", True, 41, fact.keys)
+
+
+def test_a_request_waits_until_an_instance_is_free() -> None:
+    """Each instance has one prefill at a time; who waits is bound when one ends."""
+    conductor = cluster("p0", "p1", "d0")
+    facts = [arrived(name) for name in "abc"]
+    assert prefills(conductor.step(1, facts)) == [("a", "p0"), ("b", "p1")]
+    assert conductor.waiting == 1
+    assert conductor.promised() == Promised(3, 2, 2 * WORK_US, 2)
+    bound = conductor.step(500, [ended("b")])
+    assert prefills(bound) == [("c", "p1")]
+    [prefill] = [a for a in bound if isinstance(a, Prefill)]
+    assert prefill.decision.waited_us == 499
+    assert prefill.decision.predicted_ttft_us == 499 + WORK_US
+    assert conductor.waiting == 0
+    conductor.step(900, [ended("a"), ended("c")])
+    assert conductor.promised() == NOTHING
+
+
+def test_priority_goes_first_and_then_first_come() -> None:
+    """Among equals the earlier arrival; of one instant, the first id."""
+    conductor = cluster("p0", "d0")
+    conductor.step(1, [arrived("a")])
+    conductor.step(2, [arrived("c"), arrived("b"), arrived("x", priority=-1)])
+    conductor.step(3, [arrived("d"), arrived("h", priority=5)])
+    order = []
+    running = "a"
+    for now_us in range(1_000, 7_000, 1_000):
+        for bound, _ in prefills(conductor.step(now_us, [ended(running)])):
+            order.append(bound)
+            running = bound
+    assert order == ["h", "b", "c", "d", "x"]
+    assert conductor.promised() == NOTHING
+
+
+def test_a_waiter_is_refused_when_it_can_no_longer_be_in_time() -> None:
+    """`wake_us` says when that is; the refusal says why, and when to come back."""
+    conductor = cluster("p0", "d0")
+    conductor.step(0, [arrived("a")])
+    conductor.step(0, [arrived("b", Slo(ttft_us=600)), arrived("c", Slo(ttft_us=900))])
+    due_us = 600 - WORK_US
+    assert conductor.wake_us(0) == due_us + 1
+    assert conductor.step(due_us, []) == []
+    refuse, release = conductor.step(due_us + 1, [])
+    assert isinstance(refuse, Refuse)
+    assert (refuse.request, refuse.reason) == ("b", "ttft_slo")
+    assert refuse.retry_after_us == 1_000_000
+    assert release == Release(RequestId("b"), ())
+    assert conductor.wake_us(due_us + 1) == 900 - WORK_US + 1
+    assert prefills(conductor.step(WORK_US, [ended("a")])) == [("c", "p0")]
+    assert conductor.wake_us(WORK_US) is None
+
+
+@pytest.mark.parametrize("policy", ["late_binding", "kvcache_centric", "random"])
+def test_an_impossible_objective_is_refused_at_once(policy: str) -> None:
+    """Under every policy, with one reason; without refusal, it is served all the same."""
+    for slo, reason in ((Slo(ttft_us=5), "ttft_slo"), (Slo(tbt_us=5), "tbt_slo")):
+        for refuse in ("both", "none"):
+            tuning = Tuning(policy=policy, slo=slo, refuse=refuse)  # type: ignore[arg-type]
+            conductor = Conductor(tuning, Random(1), exact)
+            conductor.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+            first, *rest = conductor.step(1, [arrived("a")])
+            if refuse == "none":
+                assert isinstance(first, Prefill)
+                continue
+            assert isinstance(first, Refuse)
+            assert first.reason == reason
+            assert rest == [Release(RequestId("a"), ())]
+            assert conductor.promised() == NOTHING
+
+
+def test_own_objectives_win_over_the_clusters() -> None:
+    """What a request says replaces the default, field by field."""
+    conductor = cluster("p0", "d0", slo=Slo(ttft_us=5, tbt_us=1_000))
+    assert prefills(conductor.step(1, [arrived("a", Slo(ttft_us=5_000))])) == [("a", "p0")]
+    [refuse, _] = conductor.step(1, [arrived("b")])
+    assert isinstance(refuse, Refuse)
+
+
+def test_a_full_room_refuses() -> None:
+    """One more than max_waiting is told when to come back."""
+    conductor = cluster("p0", "d0", max_waiting=1)
+    conductor.step(1, [arrived("a")])
+    conductor.step(1, [arrived("b")])
+    refuse, _ = conductor.step(2, [arrived("c")])
+    assert isinstance(refuse, Refuse)
+    assert (refuse.request, refuse.reason) == ("c", "queue_full")
+    assert conductor.waiting == 1
+
+
+def test_a_prompt_that_fits_nowhere_is_refused_and_blocks_nobody() -> None:
+    """KV memory of 400 tokens never takes 401."""
+    conductor = cluster("p0", "d0")
+    actions = conductor.step(1, [arrived("a", length=401), arrived("b")])
+    refuse = actions[0]
+    assert isinstance(refuse, Refuse)
+    assert (refuse.request, refuse.reason) == ("a", "kv_memory")
+    assert prefills(actions) == [("b", "p0")]
+
+
+def test_no_prefill_is_spent_while_decode_would_miss_its_objective() -> None:
+    """The head waits for a member to leave; alone in an empty instance it is taken or refused."""
+    conductor = cluster("p0", "p1", "d0")
+    conductor.step(1, [arrived("a", length=300)])
+    strict = Slo(tbt_us=300)  # alone 100 + 10 + 41; beside the other 100 + 20 + 341
+    assert conductor.step(2, [arrived("b", strict)]) == []
+    [decode] = conductor.step(500, [ended("a", final=False)])
+    assert isinstance(decode, Decode)
+    left = conductor.step(900, [DecodeEnded(RequestId("a"), decode.number, tokens=0)])
+    assert prefills(left) == [("b", "p0")]
+
+
+def test_an_instance_about_to_be_free_is_bound_ahead() -> None:
+    """One request runs, one more may be bound when so much work is left; `wake_us` says when."""
+    conductor = cluster("p0", "d0", bind_ahead_us=100)
+    conductor.step(0, [arrived("a"), arrived("b"), arrived("c")])
+    assert conductor.wake_us(0) == WORK_US - 100
+    assert conductor.step(WORK_US - 101, []) == []
+    assert prefills(conductor.step(WORK_US - 100, [])) == [("b", "p0")]
+    assert prefills(conductor.step(WORK_US, [])) == []
+    assert prefills(conductor.step(WORK_US + 9, [ended("a")])) == []
+    assert conductor.wake_us(WORK_US + 9) == WORK_US + 9 + WORK_US - 100
+
+
+def test_who_leaves_while_waiting_leaves_nothing() -> None:
+    """No call, no promise, no place in the room."""
+    conductor = cluster("p0", "d0")
+    conductor.step(1, [arrived("a"), arrived("b")])
+    assert conductor.step(2, [ClientGone(RequestId("b"))]) == [Release(RequestId("b"), ())]
+    assert conductor.waiting == 0
+    assert conductor.step(3, [ended("a")]) == [Release(RequestId("a"), (1,))]
+    assert conductor.promised() == NOTHING
+    assert conductor.wake_us(3) is None
+
+
+def test_a_failed_instance_is_left_alone_while_there_is_another() -> None:
+    """The retry waits for the other one rather than take the free one that failed it."""
+    conductor = cluster("p0", "p1", "d0")
+    conductor.step(1, [arrived("a"), arrived("b")])
+    assert conductor.step(2, [failed("a")]) == []
+    assert prefills(conductor.step(3, [ended("b")])) == [("a", "p1")]
+    conductor = cluster("p0", "d0")
+    conductor.step(1, [arrived("a")])
+    assert prefills(conductor.step(2, [failed("a")])) == [("a", "p0")]
+
+
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+def test_who_waits_outlives_the_loss_of_the_last_instance(lost: str) -> None:
+    """It waits for one to join, up to the patience, then in the room again."""
+    role = "prefill" if lost == "p0" else "decode"
+    conductor = cluster("p0", "d0")
+    conductor.step(1, [arrived("a"), arrived("b")])
+    assert conductor.step(2, [Left(InstanceId(lost), 1)]) == []
+    assert conductor.waiting == 0
+    assert conductor.step(3, [Tick()]) == []
+    again = conductor.step(4, [Joined(info(lost, role, epoch=2))])  # type: ignore[arg-type]
+    busy = lost == "d0"
+    assert prefills(again) == ([] if busy else [("b", "p0")])
+    assert conductor.waiting == busy
+    assert conductor.step(5, [Tick()]) == []
+    assert conductor.waiting == busy
+    ends = conductor.step(6, [ClientGone(RequestId("a")), ClientGone(RequestId("b"))])
+    assert [type(a) for a in ends] == [Release, Release]
+    assert conductor.promised() == NOTHING
+
+
+def test_patience_ends_for_who_waited_too() -> None:
+    """Nobody joins: the request has failed."""
+    conductor = cluster("p0", "d0")
+    conductor.step(1, [arrived("a"), arrived("b")])
+    conductor.step(2, [Left(InstanceId("p0"), 1)])
+    ends = conductor.step(31_000_000, [Tick()])
+    assert [type(a) for a in ends if a.request == "b"] == [GiveUp, Release]
+
+
+def test_several_models_wait_in_rooms_of_their_own() -> None:
+    """A busy model delays no other."""
+    conductor = cluster("p0", "d0")
+    for name, role in (("p5", "prefill"), ("d5", "decode")):
+        other = msgspec.structs.replace(info(name, role), model="n")  # type: ignore[arg-type]
+        conductor.step(0, [Joined(other)])
+    conductor.step(1, [arrived("a"), arrived("b")])
+    fact = arrived("c")
+    foreign = msgspec.structs.replace(fact.request, model="n")
+    assert prefills(conductor.step(2, [Arrived(foreign, fact.keys)])) == [("c", "p5")]
+    assert conductor.waiting == 1
+
+
+def test_the_output_to_expect_is_learnt() -> None:
+    """Long outputs make a decode count for more context."""
+    conductor = cluster("p0", "d0")
+    for turn in range(3):
+        name, now_us = f"{turn}", Micros(turn * 1_000)
+        conductor.step(now_us, [arrived(name)])
+        [decode] = conductor.step(now_us + 500, [ended(name, final=False)])
+        assert isinstance(decode, Decode)
+        conductor.step(now_us + 900, [DecodeEnded(RequestId(name), decode.number, tokens=640)])
+    conductor.step(9_000, [arrived("x")])
+    assert conductor.view.instances[InstanceId("d0")].context > 41 + 10
