@@ -17,6 +17,7 @@ BENCH = Path(__file__).parents[2] / "bench"
         ("conductor.py", ["--quick"], "the chain"),
         ("gateway.py", ["--requests", "64", "--rounds", "1"], "64-token stream"),
         ("store.py", ["--seconds-per-size", "0.02"], "shm get/memcpy"),
+        ("index.py", ["--quick"], "answers that differ from a naive walk: 0"),
     ],
 )
 def test_a_benchmark_runs_and_prints_its_ratios(script: str, args: list[str], word: str) -> None:
