@@ -1,7 +1,8 @@
 """The mailbox around core.conductor: facts are collected, one instant at a time, and stepped.
 
 Anyone on the event loop may `tell` it a fact; requests `open` a life and read what the Conductor
-wants from their inbox. Nothing here decides; nothing here awaits an instance.
+wants from their inbox. One timer wakes the Conductor when it asked for that. Nothing here decides;
+nothing here awaits an instance.
 """
 
 from __future__ import annotations
@@ -14,28 +15,37 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Release
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.conductor import Conductor
 from moonserve.core.facts import Arrived, Fact
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
-from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, Tokens
 from moonserve.live.clock import LoopClock
 
 log = logging.getLogger(__name__)
 
-_KEPT_RECORDS = 1_000
+_KEPT_RECORDS = 2_000
+"""More than a gateway serves at once."""
 
 
 class Record(msgspec.Struct):
     """What became of one request: the decision, and later the truth beside the prediction."""
 
-    decision: Decision
-    attempts: int
     arrived_us: Micros
+    decision: Decision | None = None
+    """The last one; for a refused request, what it would have been, if that was why."""
+    attempts: int = 0
+    """Prefill calls."""
     ttft_us: Micros | None = None
+    tbt_us: Micros | None = None
+    """Mean over the request's gaps."""
     cached_tokens: Tokens | None = None
-    outcome: str = "running"
+    outcome: str = "waiting"
+    reason: str | None = None
+    """Of a refusal: for programs."""
+    error: str | None = None
+    """Of a refusal or a failure: in words."""
 
 
 def lease_of(request: RequestId, number: int) -> LeaseId:
@@ -55,9 +65,9 @@ class ConductorLoop:
         self._release = release
         self._inboxes: dict[RequestId, asyncio.Queue[Any]] = {}
         self._facts: list[Fact] = []
-        self._arrived: dict[RequestId, Micros] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self.records: OrderedDict[RequestId, Record] = OrderedDict()
-        """The latest requests' decisions, bounded; read by the API and by `ask`."""
+        """The latest requests, bounded; read by the API, `ask` and `explain`."""
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""
@@ -69,17 +79,27 @@ class ConductorLoop:
         """A request arrives; the Conductor's actions for it go to `inbox`."""
         assert request.id not in self._inboxes, "request ids are unique"
         self.records.pop(request.id, None)  # an earlier request of this id
+        self.records[request.id] = Record(self.now_us())
+        while len(self.records) > _KEPT_RECORDS:
+            self.records.popitem(last=False)
         self._inboxes[request.id] = inbox
-        self._arrived[request.id] = self.now_us()
         self.tell(Arrived(request, tuple(keys)))
 
-    def close(self, request: RequestId, outcome: str) -> None:
-        """The request's task has ended; whatever the Conductor still says of it is dropped."""
+    def close(self, request: RequestId, outcome: str, tbt_us: Micros | None = None) -> None:
+        """The request's task has ended; whatever the Conductor still says of it is dropped.
+
+        tbt_us: the mean of its gaps, if it had any.
+        """
         self._inboxes.pop(request, None)
-        self._arrived.pop(request, None)
         record = self.records.get(request)
         if record is not None:
             record.outcome = outcome
+            record.tbt_us = tbt_us
+
+    def stop(self) -> None:
+        """No timer goes off any more; to be told nothing after."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id is under way."""
@@ -94,15 +114,26 @@ class ConductorLoop:
 
     def _flush(self) -> None:
         facts, self._facts = self._facts, []
+        now_us = self.now_us()
         actions = None
         try:
-            actions = self.core.step(self.now_us(), facts)
+            actions = self.core.step(now_us, facts)
         finally:
             if actions is None:  # a bug, which the loop logs: nobody shall wait for ever
                 for request, inbox in self._inboxes.items():
                     inbox.put_nowait(GiveUp(request, "the Conductor failed"))
         for action in actions:
             self._act(action)
+        self._wake_at(self.core.wake_us(now_us))
+
+    def _wake_at(self, wake_us: Micros | None) -> None:
+        """Step again at that time, though nothing happens; at no other."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake_us is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(wake_us / MICROS_PER_SECOND, self._flush)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -111,28 +142,34 @@ class ConductorLoop:
                     self._release(lease_of(request, number))
                 return
             case Prefill(request, number, to, decision):
-                self._record(request, decision)
+                self._decided(request, decision)
                 log.debug("%s: call %d: prefill on %s", request, number, to.id)
             case Decode(request, number, to):
                 log.debug("%s: call %d: decode on %s", request, number, to.id)
                 record = self.records.get(request)
-                if record is not None:
+                if record is not None and record.decision is not None:
                     record.decision = msgspec.structs.replace(record.decision, decode=to.id)
             case Abort(request, number, why):
                 log.warning("%s: call %d aborted: %s", request, number, why)
-            case _:
+            case Refuse() | GiveUp():
                 log.warning("%s: %s", action.request, action.why)
+                self._over(action)
         inbox = self._inboxes.get(action.request)
         if inbox is not None:
             inbox.put_nowait(action)
 
-    def _record(self, request: RequestId, decision: Decision) -> None:
-        old = self.records.get(request)
-        if old is not None:
-            old.decision = decision
-            old.attempts += 1
+    def _decided(self, request: RequestId, decision: Decision) -> None:
+        record = self.records.get(request)
+        if record is not None:
+            record.decision = decision
+            record.attempts += 1
+            record.outcome = "running"
+
+    def _over(self, action: Refuse | GiveUp) -> None:
+        record = self.records.get(action.request)
+        if record is None:
             return
-        arrived_us = self._arrived.get(request, self.now_us())
-        self.records[request] = Record(decision, attempts=1, arrived_us=arrived_us)
-        while len(self.records) > _KEPT_RECORDS:
-            self.records.popitem(last=False)
+        record.error = action.why
+        if isinstance(action, Refuse):
+            record.reason = action.reason
+            record.decision = action.decision

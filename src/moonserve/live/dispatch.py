@@ -25,7 +25,7 @@ from moonserve.core.errors import (
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.prefix import Namespace, chain_keys
 from moonserve.core.request import Counted, Request
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Tokens
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Micros, Tokens
 from moonserve.live.conductor import ConductorLoop, lease_of
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances import embedded
@@ -119,6 +119,9 @@ class _Life:
         self._replayed = 0
         """Tokens of the running decode that prefill gave already."""
         self._cached: Tokens | None = None
+        self._first_us: Micros = 0
+        self._last_us: Micros = 0
+        """When the first and the last token came."""
         self._params: dict[str, Any] = {}
         self._number = 0
         """Of the call that is out; 0 when none is."""
@@ -144,11 +147,11 @@ class _Life:
                 case Abort(number=number, why=why) if number == self._number:
                     self._stop_call()
                     self._tell_failed(_Failed(why, retry=True))
-                case Refuse(why=why, retry_after_us=wait_us):
+                case Refuse(why=why, reason=reason, retry_after_us=wait_us):
                     self._outcome = "refused"
                     if wait_us is None:
                         raise NobodyAlive(why)
-                    raise Overloaded(why, "instances_full", wait_us / MICROS_PER_SECOND)
+                    raise Overloaded(why, reason, wait_us / MICROS_PER_SECOND)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)
@@ -169,7 +172,12 @@ class _Life:
         if self._opened:
             self._opened = False
             self._conductor.tell(ClientGone(self._request.id))
-            self._conductor.close(self._request.id, self._outcome)
+            self._conductor.close(self._request.id, self._outcome, self._tbt_us())
+
+    def _tbt_us(self) -> Micros | None:
+        """The mean gap between tokens, over those that came."""
+        gaps = self._generated() - 1
+        return (self._last_us - self._first_us) // gaps if gaps > 0 else None
 
     def _take(self, what: Prefilled | Decoded | _Failed) -> Output | None:
         """Account for a reply; the output to pass on, if any."""
@@ -183,9 +191,12 @@ class _Life:
                 skip = min(self._replayed, len(token_ids))
                 self._replayed -= skip
                 fresh = token_ids[skip:]
-                self._known.extend(fresh)
+                if fresh:
+                    self._known.extend(fresh)
+                    self._last_us = self._conductor.now_us()
                 if finish is not None:
-                    self._conductor.tell(DecodeEnded(self._request.id, self._number))
+                    tokens = self._generated()
+                    self._conductor.tell(DecodeEnded(self._request.id, self._number, tokens))
                 if not fresh and finish is None:
                     return None
                 return Output(fresh, finish)
@@ -195,6 +206,7 @@ class _Life:
             self._tell_failed(_Failed("prefill gave no token", retry=True))
             return None
         self._known.extend(what.token_ids)
+        self._last_us = self._conductor.now_us()
         self._params = what.kv_transfer_params
         self._replayed = len(what.token_ids)
         stopped = what.finish_reason == "stop"
@@ -203,13 +215,16 @@ class _Life:
         cached = None
         if self._cached is None:
             cached = self._cached = what.cached_tokens
+            self._first_us = self._last_us
             self._conductor.first_token(self._request.id, cached)
         return Output(what.token_ids, finish, cached)
 
-    def _left(self) -> int:
+    def _generated(self) -> Tokens:
+        return len(self._known) - len(self._request.prompt)
+
+    def _left(self) -> Tokens:
         """Tokens still to be generated."""
-        generated = len(self._known) - len(self._request.prompt)
-        return self._request.stopping.max_tokens - generated
+        return self._request.stopping.max_tokens - self._generated()
 
     def _keys(self) -> tuple[BlockKey, ...]:
         return tuple(chain_keys(self._root, self._known, self._block_size))

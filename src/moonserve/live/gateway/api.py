@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moonserve.core.errors import BadRequest
-from moonserve.core.units import RequestId
+from moonserve.core.explain import Explanation, explanation, why
+from moonserve.core.units import Micros, RequestId
 from moonserve.live.conductor import ConductorLoop, Record
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
@@ -93,34 +92,21 @@ class Api:
         return json_response(explain(wanted, record))
 
 
-def explain(request: RequestId, record: Record) -> dict[str, Any]:
-    """A decision record for people: milliseconds and tokens, candidates best first."""
+def explain(request: RequestId, record: Record) -> Explanation:
+    """What is known of a request, predictions beside the truth."""
     decision = record.decision
-    candidates = sorted(decision.candidates, key=lambda c: (c.ttft_us, c.instance))
-    return {
-        "request": request,
-        "prefill": decision.prefill,
-        "decode": decision.decode,
-        "prompt_tokens": decision.prompt_tokens,
-        "reused_tokens": decision.reused_tokens,
-        "holder": decision.holder,
-        "predicted_ttft_ms": decision.predicted_ttft_us / 1_000,
-        "predicted_tbt_ms": decision.predicted_tbt_us / 1_000,
-        "actual_ttft_ms": None if record.ttft_us is None else record.ttft_us / 1_000,
-        "actual_cached_tokens": record.cached_tokens,
-        "attempts": record.attempts,
-        "outcome": record.outcome,
-        "candidates": [
-            {
-                "instance": c.instance,
-                "local_tokens": c.local_tokens,
-                "reused_tokens": c.reused_tokens,
-                "holder": c.holder,
-                "transfer_ms": c.transfer_us / 1_000,
-                "queue_ms": c.queue_us / 1_000,
-                "compute_ms": c.compute_us / 1_000,
-                "ttft_ms": c.ttft_us / 1_000,
-            }
-            for c in candidates
-        ],
-    }
+    sentence = record.error or "It waits for an instance to be free."
+    if decision is not None and record.reason is None:
+        sentence = why(decision)
+    told = explanation(request, record.outcome, decision, sentence)
+    told.attempts = record.attempts
+    told.actual_ttft_ms = _ms(record.ttft_us)
+    told.actual_tbt_ms = _ms(record.tbt_us)
+    told.actual_cached_tokens = record.cached_tokens
+    told.reject_reason = record.reason
+    told.error = record.error
+    return told
+
+
+def _ms(us: Micros | None) -> float | None:
+    return None if us is None else us / 1_000

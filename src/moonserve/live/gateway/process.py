@@ -93,6 +93,7 @@ class Gateway:
             await self._server.stop(0)
         if self._ticker is not None:
             self._ticker.cancel()
+        self.conductor.stop()
         await self._http.close()
 
     async def _listen(self) -> None:

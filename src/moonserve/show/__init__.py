@@ -1,0 +1,4 @@
+"""What people see of decisions and runs: text made from plain data.
+
+Imports core only. Nothing here decides, waits or listens.
+"""

@@ -1,0 +1,74 @@
+"""One request's placement as a text for the terminal: the sentence, the figures, the candidates.
+
+Called by the CLI with what the gateway or the simulator says of a request; returns lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moonserve.core.explain import Explanation, Row
+
+_HEADS = ("", "candidate", "from", "local", "reused", "transfer", "queue", "compute", "total")
+
+
+def lines(told: Explanation) -> Iterator[str]:
+    """The whole text; times in milliseconds."""
+    yield f"request {told.request}: {told.outcome}{_attempts(told)}"
+    if told.reject_reason is not None:
+        yield f"rejected ({told.reject_reason})"
+    yield told.why
+    if told.error is not None and told.error != told.why:
+        yield f"error: {told.error}"
+    if told.policy is None:
+        return
+    yield ""
+    rows = [_cells(row, row is told.candidates[0]) for row in told.candidates]
+    yield from _table([_HEADS, *rows], words=3)
+    hidden = told.considered - len(told.candidates)
+    if hidden > 0:
+        yield f"  and {hidden:,} more"
+    yield ""
+    held = f"{told.pool_tokens:,} of {told.prompt_tokens:,} prompt tokens"
+    yield f"decode on {told.decode}; the pool held {held}"
+    if told.waited_ms:
+        yield f"waited {told.waited_ms:,.1f} ms to be placed, part of the TTFTs"
+    figures = [
+        ("", "predicted", "actual"),
+        ("TTFT ms", _number(told.predicted_ttft_ms), _number(told.actual_ttft_ms)),
+        ("TBT ms", _number(told.predicted_tbt_ms), _number(told.actual_tbt_ms)),
+        ("reused tokens", _number(told.reused_tokens), _number(told.actual_cached_tokens)),
+    ]
+    yield from _table(figures, words=1)
+
+
+def _attempts(told: Explanation) -> str:
+    return f", in {told.attempts} attempts" if told.attempts > 1 else ""
+
+
+def _cells(row: Row, chosen: bool) -> tuple[str, ...]:
+    return (
+        "*" if chosen else "",
+        row.instance,
+        row.holder or "-",
+        f"{row.local_tokens:,}",
+        f"{row.reused_tokens:,}",
+        *(f"{ms:,.1f}" for ms in (row.transfer_ms, row.queue_ms, row.compute_ms, row.ttft_ms)),
+    )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def _table(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
+    """Columns of their own width: the first `words` to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        aligned = [
+            cell.ljust(width) if at < words else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        yield "  ".join(aligned).rstrip()
