@@ -25,6 +25,7 @@ Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
 _Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+_Objective: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 _Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
 
 
@@ -56,6 +57,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
     the best one must be before it is fetched rather than computed."""
+    policy: str = "kvcache_centric"
+    """One of core.policies.POLICIES."""
+    ttft_slo_ms: _Objective | None = None
+    """Objectives of requests whose headers bring none; None: none."""
+    tbt_slo_ms: _Objective | None = None
+    refuse: Literal["none", "ttft", "both"] = "both"
+    """Which objectives, predicted to be missed, refuse a request before any work is spent."""
+    rack: str = ""
+    """Where a worker stands; transfers between racks are taken to last longer."""
     start_s: _Seconds = 180.0
     drain_s: _Seconds = 30.0
     logging: Logging = Logging()
@@ -159,9 +169,21 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
             except ValueError as err:
                 raise ConfigError(f"{err} (from {origin[name]})", name) from err
     try:
-        return msgspec.convert(merged, Settings, strict=False)
+        settings = msgspec.convert(merged, Settings, strict=False)
     except msgspec.ValidationError as err:
         raise _named(err, merged, origin) from err
+    _check_policy(settings.policy, origin)
+    return settings
+
+
+def _check_policy(name: str, origin: Mapping[str, str]) -> None:
+    from moonserve.core.policies import POLICIES
+
+    if name not in POLICIES:
+        close = difflib.get_close_matches(name, POLICIES, 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        known = f"{hint}must be one of {', '.join(POLICIES)}"
+        raise ConfigError(f"{known} ({name!r} from {origin['policy']})", "policy")
 
 
 def _named(
@@ -175,7 +197,11 @@ def _named(
     if unknown := re.search(r"unknown field `(.+)`", text):
         known = Logging.__struct_fields__
         return _unknown(f"{field}.{unknown[1]}", [f"{field}.{k}" for k in known], source)
-    choices = {"engine": "torch or fake", "dtype": "auto, float32 or bfloat16"}
+    choices = {
+        "engine": "torch or fake",
+        "dtype": "auto, float32 or bfloat16",
+        "refuse": "none, ttft or both",
+    }
     remedy = choices.get(field, text[:1].lower() + text[1:])
     if top == "logging" and "enum" in text:
         remedy = "a level is DEBUG, INFO, WARNING or ERROR"

@@ -1,22 +1,18 @@
-"""`moonserve ask`: a client of a running gateway; needs nothing but the standard library."""
+"""`moonserve ask`: one question to a running gateway, and how its answer came about."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
 
-from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
-
-if TYPE_CHECKING:
-    from http.client import HTTPConnection, HTTPResponse
-
-_TIMEOUT_S = 120.0
-_URL = "http://127.0.0.1:8000"
+from moonserve.cli.client import URL, Client
+from moonserve.core.errors import ConfigError, EngineFailed
 
 
 class Decision(msgspec.Struct):
@@ -46,7 +42,7 @@ class Answer(msgspec.Struct):
 
 @click.command(short_help="Stream an answer from a running gateway.")
 @click.argument("prompt")
-@click.option("--url", default=_URL, show_default=True, help="The gateway.")
+@click.option("--url", default=URL, show_default=True, help="The gateway.")
 @click.option("--model", metavar="NAME", help="Default: the first the gateway serves.")
 @click.option("--system", metavar="TEXT", help="A system message before the prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
@@ -77,13 +73,14 @@ def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    client = _Client(url)
+    client = Client(url)
     answer = Answer()
-    for piece in client.stream({"model": model or client.first_model(), **body}, answer):
+    for piece in stream(client, {"model": model or client.first_model(), **body}, answer):
         if not as_json:
             click.echo(piece, nl=False)
     if answer.request_id is not None:
-        answer.decision = client.decision(answer.request_id)
+        with contextlib.suppress(EngineFailed):  # forgotten
+            answer.decision = client.decision(answer.request_id)
     if as_json:
         click.echo(msgspec.json.encode(answer).decode())
         return
@@ -131,117 +128,25 @@ def story(answer: Answer) -> Iterator[str]:
     yield line
 
 
-class _Client:
-    """Calls one gateway; every failure is an error a user can act on."""
-
-    def __init__(self, url: str) -> None:
-        from urllib.parse import urlsplit
-
-        parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
-        try:
-            self._port = parts.port
-        except ValueError as err:
-            raise ConfigError(f"{url}: {err}", "url") from err
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address; write it like http://127.0.0.1:8000", "url")
-        self._host, self._secure, self._url = parts.hostname, parts.scheme == "https", url
-
-    def first_model(self) -> str:
-        """The name of a model the gateway serves."""
-        models = self._get("/v1/models").get("data") or []
-        if not models:
-            raise NobodyAlive(f"{self._url} serves no model yet; are its workers up?")
-        return str(models[0]["id"])
-
-    def decision(self, request_id: str) -> dict[str, Any] | None:
-        """What the Conductor decided for a request; None if it has forgotten."""
-        try:
-            return self._get(f"/api/decisions/{request_id}")
-        except EngineFailed:
-            return None
-
-    def stream(self, body: dict[str, Any], answer: Answer) -> Iterator[str]:
-        """Send a chat request; yield its text as it comes, and fill `answer` in."""
-        began = monotonic()
-        first = last = None
-        connection, reply = self._open("POST", "/v1/chat/completions", body)
-        try:
-            answer.request_id = reply.getheader("x-request-id")
-            for event in self._events(reply):
-                if usage := event.get("usage"):
-                    details = usage.get("prompt_tokens_details") or {}
-                    answer.prompt_tokens = usage["prompt_tokens"]
-                    answer.completion_tokens = usage["completion_tokens"]
-                    answer.cached_tokens = details.get("cached_tokens") or 0
-                for choice in event.get("choices", ()):
-                    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-                    if text := choice.get("delta", {}).get("content"):
-                        last = monotonic()
-                        first = first or last
-                        answer.text += text
-                        yield text
-        finally:
-            connection.close()
-        if first is not None and last is not None:
-            answer.ttft_ms = round(1e3 * (first - began), 3)
-            if answer.completion_tokens > 1:
-                answer.tbt_ms = round(1e3 * (last - first) / (answer.completion_tokens - 1), 3)
-
-    def _events(self, reply: HTTPResponse) -> Iterator[dict[str, Any]]:
-        from http.client import HTTPException
-
-        try:
-            for raw in reply:
-                line = raw.decode().strip()
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    event = msgspec.json.decode(line[6:])
-                    if "error" in event:
-                        raise EngineFailed(_message(event))
-                    yield event
-        except (OSError, HTTPException) as err:
-            raise EngineFailed(f"{self._url} stopped in the middle of the answer: {err}") from err
-        raise EngineFailed(f"{self._url} stopped in the middle of the answer")
-
-    def _get(self, path: str) -> dict[str, Any]:
-        connection, reply = self._open("GET", path, None)
-        try:
-            found: dict[str, Any] = msgspec.json.decode(reply.read())
-            return found
-        finally:
-            connection.close()
-
-    def _open(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> tuple[HTTPConnection, HTTPResponse]:
-        from http.client import HTTPConnection, HTTPException, HTTPSConnection
-
-        kind = HTTPSConnection if self._secure else HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
-        raw = None if body is None else msgspec.json.encode(body)
-        try:
-            connection.request(method, path, raw, {"content-type": "application/json"})
-            reply = connection.getresponse()
-            if reply.status == 200:
-                return connection, reply
-            text = reply.read()
-        except ConnectionRefusedError as err:
-            raise NobodyAlive(
-                f"nothing listens at {self._url}; start one with: moonserve up"
-            ) from err
-        except (OSError, HTTPException) as err:
-            raise NobodyAlive(
-                f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"
-            ) from err
-        connection.close()
-        try:
-            message = _message(msgspec.json.decode(text))
-        except msgspec.DecodeError:
-            message = text[:200].decode(errors="replace")
-        raise EngineFailed(f"{method} {path}: {reply.status} {message}")
-
-
-def _message(event: Any) -> str:
-    error = event.get("error") if isinstance(event, dict) else None
-    return str(error.get("message")) if isinstance(error, dict) else str(error or event)
+def stream(client: Client, body: dict[str, Any], answer: Answer) -> Iterator[str]:
+    """Send a chat request; yield its text as it comes, and fill `answer` in."""
+    began = monotonic()
+    first = last = None
+    with client.events("/v1/chat/completions", body) as (answer.request_id, events):
+        for event in events:
+            if usage := event.get("usage"):
+                details = usage.get("prompt_tokens_details") or {}
+                answer.prompt_tokens = usage["prompt_tokens"]
+                answer.completion_tokens = usage["completion_tokens"]
+                answer.cached_tokens = details.get("cached_tokens") or 0
+            for choice in event.get("choices", ()):
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+                if text := choice.get("delta", {}).get("content"):
+                    last = monotonic()
+                    first = first or last
+                    answer.text += text
+                    yield text
+    if first is not None and last is not None:
+        answer.ttft_ms = round(1e3 * (first - began), 3)
+        if answer.completion_tokens > 1:
+            answer.tbt_ms = round(1e3 * (last - first) / (answer.completion_tokens - 1), 3)

@@ -14,10 +14,15 @@ from typing import Any, Literal
 import click
 
 from moonserve.cli.settings import TOKEN, read_settings, settings_options
+from moonserve.core.request import Slo
+from moonserve.core.units import Micros
 
 
 @click.command()
-@settings_options("model", "host", "port", "threshold", "max_body_bytes", "drain_s")
+@settings_options(
+    "model", "host", "port", "policy", "ttft_slo_ms", "tbt_slo_ms", "refuse", "threshold",
+    "max_body_bytes", "drain_s",
+)  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and the store's master in it."""
     settings = read_settings(config, flags)
@@ -37,6 +42,9 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 model=settings.model,
                 drain_s=settings.drain_s,
                 threshold=settings.threshold,
+                policy=settings.policy,
+                slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
+                refuse=settings.refuse,
                 max_body_bytes=settings.max_body_bytes,
             )
         )
@@ -60,7 +68,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     help="Where others reach it, if not at --host; needed with 0.0.0.0.",
 )
 @settings_options(
-    "model", "host", "engine", "dtype", "block_size", "segment_bytes", "kv_memory_bytes"
+    "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "kv_memory_bytes"
 )
 def worker(
     config: Path | None,
@@ -90,6 +98,7 @@ def worker(
                 advertise_host=advertise_host,
                 gateway=gateway,
                 token=token,
+                rack=settings.rack,
                 model=settings.model,
                 engine=settings.engine,
                 dtype=settings.dtype,
@@ -99,6 +108,10 @@ def worker(
             )
         )
     )
+
+
+def _us(ms: float | None) -> Micros | None:
+    return None if ms is None else round(ms * 1_000)
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -31,6 +31,11 @@ _HELP: dict[str, tuple[str, str]] = {
     "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
     "max_body_bytes": ("SIZE", "largest request body"),
     "threshold": ("RATIO", "fetch a prefix this much longer than one's own, rather than compute"),
+    "policy": ("NAME", "who serves a request; a wrong name is answered with all there are"),
+    "ttft_slo_ms": ("MS", "objective for the time to the first token"),
+    "tbt_slo_ms": ("MS", "objective for the time between tokens"),
+    "refuse": ("WHICH", "refuse what is predicted to miss its objective: none, ttft or both"),
+    "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
     "drain_s": ("SECONDS", "longest wait for running requests at the end"),
 }
@@ -49,7 +54,8 @@ def settings_options(*names: str) -> Callable[[_Command], _Command]:
         for name in reversed(names):
             metavar, text = _HELP[name]
             flag = "--" + name.replace("_", "-")
-            shown = f"{text} [default: {_shown(getattr(Settings(), name), name)}]"
+            default = _shown(getattr(Settings(), name), name)
+            shown = f"{text} [default: {default}]"
             command = click.option(flag, name, metavar=metavar, help=shown)(command)
         return command
 
@@ -74,8 +80,9 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
         if name not in own and not name.startswith(ENV_PREFIX + "LOGGING__")
     }
     for name in FIELDS:
-        if name != "logging":
-            env[ENV_PREFIX + name.upper()] = str(getattr(settings, name))
+        value = getattr(settings, name)
+        if name != "logging" and value is not None:
+            env[ENV_PREFIX + name.upper()] = str(value)
     env[ENV_PREFIX + "LOGGING__LEVEL"] = settings.logging.level
     env[ENV_PREFIX + "LOGGING__MODULES"] = msgspec.json.encode(settings.logging.modules).decode()
     return {**env, **extra}
@@ -84,4 +91,6 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
 def _shown(value: object, name: str) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value >> 20}MiB"
+    if value is None or value == "":
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -22,7 +22,7 @@ from moonserve.core.errors import (
 )
 from moonserve.core.request import Request
 from moonserve.core.units import Bytes, RequestId, Tokens
-from moonserve.live.gateway import openai
+from moonserve.live.gateway import headers, openai
 from moonserve.live.gateway.generation import (
     EventStream,
     Form,
@@ -245,6 +245,7 @@ class GatewayApp:
 
     async def _request(self, http: HttpRequest, fields: _Fields) -> Request:
         """The request as the cluster sees it; BadRequest or ModelNotFound where it cannot be."""
+        slo, priority = headers.slo(http.headers), headers.priority(http.headers)
         card = self._card(fields.model)
         prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
@@ -258,6 +259,8 @@ class GatewayApp:
             prompt=tuple(prompt),
             sampling=openai.sampling(fields, secrets.randbits(63)),
             stopping=stopping,
+            slo=slo,
+            priority=priority,
         )
 
     def _card(self, name: str) -> ModelCard:

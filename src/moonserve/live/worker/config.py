@@ -25,6 +25,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes any free port."""
     advertise_host: str | None = None
     """Where the gateway and other workers reach it; None: `host`."""
+    rack: str = ""
+    """Where it stands; empty: not said."""
     gateway: str = "http://127.0.0.1:8000"
     token: str = ""
     """The cluster's shared secret."""

@@ -92,6 +92,7 @@ class Worker:
             max_len=min(shape.max_len, pool_len),  # a longer request has no room to run in
             max_requests=limits.max_seqs + limits.max_waiting,
             segment=None if store is None else SegmentId(config.name),
+            rack=config.rack,
         )
         app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
         try:

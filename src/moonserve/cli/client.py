@@ -1,0 +1,116 @@
+"""A client of a running gateway for commands; needs nothing but the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
+URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 120.0
+
+
+class Client:
+    """Calls one gateway; every failure is an error a user can act on."""
+
+    def __init__(self, url: str) -> None:
+        from urllib.parse import urlsplit
+
+        parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
+        try:
+            self._port = parts.port
+        except ValueError as err:
+            raise ConfigError(f"{url}: {err}", "url") from err
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is no address; write it like http://127.0.0.1:8000", "url")
+        self._host, self._secure, self._url = parts.hostname, parts.scheme == "https", url
+
+    def first_model(self) -> str:
+        """The name of a model the gateway serves."""
+        models = self.get("/v1/models").get("data") or []
+        if not models:
+            raise NobodyAlive(f"{self._url} serves no model yet; are its workers up?")
+        return str(models[0]["id"])
+
+    def decision(self, request_id: str) -> dict[str, Any]:
+        """What the Conductor decided for a request. Raises EngineFailed if it has forgotten."""
+        from urllib.parse import quote
+
+        return self.get(f"/api/decisions/{quote(request_id, safe='')}")
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path."""
+        with self._open("GET", path, None) as reply:
+            found: dict[str, Any] = msgspec.json.decode(reply.read())
+            return found
+
+    @contextmanager
+    def events(
+        self, path: str, body: dict[str, Any]
+    ) -> Iterator[tuple[str | None, Iterator[dict[str, Any]]]]:
+        """Post a request for a stream: its id, and its events as they come."""
+        with self._open("POST", path, body) as reply:
+            yield reply.getheader("x-request-id"), self._events(reply)
+
+    def _events(self, reply: HTTPResponse) -> Iterator[dict[str, Any]]:
+        from http.client import HTTPException
+
+        try:
+            for raw in reply:
+                line = raw.decode().strip()
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    event = msgspec.json.decode(line[6:])
+                    if "error" in event:
+                        raise EngineFailed(_message(event))
+                    yield event
+        except (OSError, HTTPException) as err:
+            raise EngineFailed(f"{self._url} stopped in the middle of the answer: {err}") from err
+        raise EngineFailed(f"{self._url} stopped in the middle of the answer")
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
+        from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+        kind = HTTPSConnection if self._secure else HTTPConnection
+        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
+        raw = None if body is None else msgspec.json.encode(body)
+        try:
+            try:
+                connection.request(method, path, raw, {"content-type": "application/json"})
+                reply = connection.getresponse()
+                text = b"" if reply.status == 200 else reply.read()
+            except ConnectionRefusedError as err:
+                raise NobodyAlive(
+                    f"nothing listens at {self._url}; start one with: moonserve up"
+                ) from err
+            except (OSError, HTTPException) as err:
+                raise NobodyAlive(
+                    f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"
+                ) from err
+            if reply.status != 200:
+                raise EngineFailed(f"{method} {path}: {reply.status} {_said(text)}")
+            yield reply
+        finally:
+            connection.close()
+
+
+def _said(text: bytes) -> str:
+    """The words of an error reply."""
+    try:
+        return _message(msgspec.json.decode(text))
+    except msgspec.DecodeError:
+        return text[:200].decode(errors="replace")
+
+
+def _message(event: Any) -> str:
+    error = event.get("error") if isinstance(event, dict) else None
+    return str(error.get("message")) if isinstance(error, dict) else str(error or event)

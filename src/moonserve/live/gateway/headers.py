@@ -1,0 +1,47 @@
+"""The request headers that say how soon and how urgently: objectives and priority.
+
+Called by `app`; every refusal is a BadRequest that names the header and the remedy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.request import Slo
+from moonserve.core.units import Micros
+
+TTFT = "x-moonserve-ttft-slo-ms"
+TBT = "x-moonserve-tbt-slo-ms"
+PRIORITY = "x-moonserve-priority"
+MAX_PRIORITY = 100
+_MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,3}")
+
+
+def slo(headers: Mapping[str, str]) -> Slo:
+    """The request's own objectives; None where it brings none. Raises BadRequest."""
+    return Slo(_ms(headers, TTFT), _ms(headers, TBT))
+
+
+def priority(headers: Mapping[str, str]) -> int:
+    """The request's priority, 0 where it says none; the higher goes first. Raises BadRequest."""
+    text = headers.get(PRIORITY, "0").strip()
+    if _WHOLE.fullmatch(text) and abs(int(text)) <= MAX_PRIORITY:
+        return int(text)
+    raise BadRequest(
+        f"{PRIORITY}: {text[:40]!r} is no whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}",
+        PRIORITY,
+    )
+
+
+def _ms(headers: Mapping[str, str], name: str) -> Micros | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    if _MS.fullmatch(text.strip()) and (us := round(float(text) * 1_000)) > 0:
+        return us
+    raise BadRequest(
+        f"{name}: {text[:40]!r} is no number of milliseconds above 0; write it like 500", name
+    )
