@@ -16,6 +16,7 @@ from moonserve.core.errors import ConfigError, MoonserveError
 _COMMANDS = {
     "up": "moonserve.cli.up:up",
     "ask": "moonserve.cli.ask:ask",
+    "explain": "moonserve.cli.explain:explain",
     "doctor": "moonserve.cli.doctor:doctor",
     "model": "moonserve.cli.model:model",
     "trace": "moonserve.cli.trace:trace",
