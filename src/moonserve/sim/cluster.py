@@ -81,8 +81,8 @@ class Simulation:
 
         `stop` is asked from time to time; False when it said to leave the rest.
         """
-        self._arrive()
-        self._sample()
+        self.clock.at(0, self._arrive)
+        self.clock.at(0, self._sample)
         until_us = None if stop is None else self.setup.sample_us
         while self.clock.run(self._settle, until_us):
             assert stop is not None
@@ -92,7 +92,8 @@ class Simulation:
             until_us += self.setup.sample_us
         for served in self.served:
             if served.outcome == "running":
-                served.outcome = "failed"  # it waits for instances that never come back
+                served.outcome = "failed"
+                served.why = "it waits for instances that never came back"
         return True
 
     def _node(self, info: InstanceInfo, cost: Cost) -> Node:
@@ -169,10 +170,10 @@ class Simulation:
                 for name in (decision.prefill, decision.decode):
                     self.nodes[name].cancel(served.id)
                 self._failed(served, number)
-            case Refuse():
-                served.outcome = "refused"
-            case GiveUp():
-                served.outcome = "failed"
+            case Refuse(why=why, decision=decision):
+                served.outcome, served.why, served.decision = "refused", why, decision
+            case GiveUp(why=why):
+                served.outcome, served.why = "failed", why
             case Release():
                 self._open -= 1
                 served.ended_us = self.clock.now_us
@@ -313,6 +314,7 @@ class Simulation:
         if served.first_us is None:
             served.first_us = now_us
             served.cached = call.cached
+            served.available = max(served.available, call.cached)  # some came meanwhile
         served.generated += 1
         final = served.generated >= served.row.output_tokens
         self._facts.append(PrefillEnded(served.id, call.number, final))

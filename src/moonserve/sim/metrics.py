@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moonserve.core.request import Slo
 from moonserve.core.units import Tokens
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.node import Node
@@ -33,9 +34,15 @@ class RequestRow(msgspec.Struct, frozen=True):
     cached_tokens: Tokens
     ttft_s: float | None
     predicted_ttft_s: float | None
+    waited_s: float | None
+    """At the Conductor; part of the TTFT."""
+    prefill_s: float
+    """Engine time of its prefills."""
     tbt_ms: float | None
     """The paper's: mean of the longest tenth of its gaps, at least of one."""
     predicted_tbt_ms: float | None
+    met_ttft: bool
+    met_tbt: bool
 
 
 class Result(msgspec.Struct):
@@ -55,7 +62,7 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
     for served in sim.served:
         own = _gaps_ms(served, ends)
         gaps.append(own)
-        rows.append(_row(served, own))
+        rows.append(_row(served, own, sim.setup.goal))
     all_gaps = np.concatenate(gaps).astype(np.float32) if gaps else np.zeros(0, np.float32)
     return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps)
 
@@ -79,9 +86,12 @@ def _paper_tbt_ms(gaps: Times) -> float | None:
     return float(np.partition(gaps, len(gaps) - longest)[-longest:].mean())
 
 
-def _row(served: Served, gaps: Times) -> RequestRow:
+def _row(served: Served, gaps: Times, goal: Slo) -> RequestRow:
     decision = served.decision
     first_us = served.first_us
+    ttft_s = None if first_us is None else (first_us - served.arrived_us) / 1e6
+    tbt_ms = _paper_tbt_ms(gaps)
+    done = served.outcome == "completed"
     return RequestRow(
         id=served.id,
         arrived_s=served.arrived_us / 1e6,
@@ -91,10 +101,14 @@ def _row(served: Served, gaps: Times) -> RequestRow:
         prefill=decision.prefill if decision else None,
         decode=decision.decode if decision else None,
         cached_tokens=served.cached,
-        ttft_s=None if first_us is None else (first_us - served.arrived_us) / 1e6,
+        ttft_s=ttft_s,
         predicted_ttft_s=decision.predicted_ttft_us / 1e6 if decision else None,
-        tbt_ms=_paper_tbt_ms(gaps),
+        waited_s=decision.waited_us / 1e6 if decision else None,
+        prefill_s=served.prefill_us / 1e6,
+        tbt_ms=tbt_ms,
         predicted_tbt_ms=decision.predicted_tbt_us / 1e3 if decision else None,
+        met_ttft=done and _meets(ttft_s, goal.ttft_us, 1e6),
+        met_tbt=done and _meets(tbt_ms, goal.tbt_us, 1e3),
     )
 
 
@@ -108,9 +122,7 @@ def _summary(
     done = [row for row in rows if row.outcome == "completed"]
     ttfts = np.array([row.ttft_s for row in done], float)
     tbts = np.array([row.tbt_ms for row in done if row.tbt_ms is not None], float)
-    in_ttft = [_meets(row.ttft_s, setup.goal.ttft_us, 1e6) for row in done]
-    in_tbt = [_meets(row.tbt_ms, setup.goal.tbt_us, 1e3) for row in done]
-    good = [row for row, a, b in zip(done, in_ttft, in_tbt, strict=True) if a and b]
+    good = [row for row in done if row.met_ttft and row.met_tbt]
     count = max(1, len(rows))
     tokens = max(1, sum(row.input_tokens for row in rows))
     touches = max(1, sum(len(one.row.blocks) for one in served))
@@ -132,8 +144,8 @@ def _summary(
         **_quantiles("tbt", tbts, "ms"),
         **_quantiles("gap", gaps, "ms"),
         "attainment": len(good) / count,
-        "attainment_ttft": sum(in_ttft) / count,
-        "attainment_tbt": sum(in_tbt) / count,
+        "attainment_ttft": sum(row.met_ttft for row in rows) / count,
+        "attainment_tbt": sum(row.met_tbt for row in rows) / count,
         "goodput_rps": len(good) / span_s,
         "goodput_tokens_per_s": sum(r.input_tokens + r.output_tokens for r in good) / span_s,
         "goodput_token_share": sum(r.input_tokens for r in good) / tokens,

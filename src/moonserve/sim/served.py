@@ -17,6 +17,7 @@ class Served:
         "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
         "first_us", "flow", "generated", "id", "keys", "number", "outcome", "prefill_us",
         "prefilled_us", "row", "tails", "wasted_us",
+        "why",
     )  # fmt: skip
 
     def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
@@ -30,6 +31,8 @@ class Served:
         """When its last prefill ended."""
         self.outcome = "running"
         """completed, refused or failed."""
+        self.why = ""
+        """For what, if refused or failed."""
         self.generated: Tokens = 0
         """Before the call that is out."""
         self.attempts = 0
@@ -46,6 +49,7 @@ class Served:
         self.calls: list[tuple[Node, Call]] = []
         """Its decode calls, in order."""
         self.decision: Decision | None = None
+        """The last one; where it was refused, what it would have been."""
         self.flow: Flow | None = None
         self.tails: tuple[tuple[str, Served | None], ...] = ()
         """Whom it would have queued behind on each prefill instance, when it was placed."""

@@ -1,0 +1,107 @@
+"""What a simulation found, as text: its title, its figures, and one request's story.
+
+For `moonserve simulate`, which prints them.
+"""
+
+from __future__ import annotations
+
+from string import Formatter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moonserve.core.explain import Explanation
+    from moonserve.sim.cluster import Simulation
+    from moonserve.sim.metrics import Result
+    from moonserve.sim.served import Served
+
+
+def titles(sim: Simulation, speed: float) -> tuple[str, str]:
+    """What was simulated: the trace, and the cluster."""
+    setup = sim.setup
+    nodes = f"{setup.prefill} prefill + {setup.decode} decode"
+    nodes = f"{setup.mixed} mixed" if setup.mixed else nodes
+    count = "infinite" if setup.cache_blocks is None else f"{setup.cache_blocks:,} blocks"
+    cache = f"one cache of {len(sim.prefills)} x {count}" if setup.pooled else f"caches of {count}"
+    parts = [
+        nodes,
+        setup.tuning.policy,
+        setup.profile.name,
+        f"{cache} ({setup.eviction})",
+        f"refusing {setup.tuning.refuse}",
+        *(f"{it.what} {it.instance} at {it.at_us / 1e6:g} s" for it in setup.breakdowns),
+    ]
+    return f"{sim.trace.name} at {speed:g}x", ", ".join(parts)
+
+
+class _Form(Formatter):
+    """Shows what there is none of as a dash."""
+
+    def format_field(self, value: object, spec: str) -> str:
+        return "-" if value is None else str(super().format_field(value, spec))
+
+
+def table(sim: Simulation, result: Result) -> str:
+    """The figures in lines that people read."""
+    found = result.summary
+    goal = sim.setup.goal
+    assert goal.ttft_us is not None
+    assert goal.tbt_us is not None
+
+    prefill = "mixed" if sim.setup.mixed else "prefill"
+    lines = [
+        "requests   {requests:,} in {span_s:,.0f} s: {completed:,} completed, "
+        "{rejected:,} refused, {failed:,} failed",
+        "TTFT       mean {ttft_mean_s:.2f} s, p50 {ttft_p50_s:.2f}, p90 {ttft_p90_s:.2f}, "
+        f"p99 {{ttft_p99_s:.2f}}; goal {goal.ttft_us / 1e6:g} s met by {{attainment_ttft:.1%}}",
+        "TBT        p50 {tbt_p50_ms:,.0f} ms, p90 {tbt_p90_ms:,.0f}, p99 {tbt_p99_ms:,.0f}; "
+        f"goal {goal.tbt_us / 1e3:g} ms met by {{attainment_tbt:.1%}}",
+        "gaps       p50 {gap_p50_ms:,.0f} ms, p90 {gap_p90_ms:,.0f}, p99 {gap_p99_ms:,.0f}",
+        "both goals {attainment:.1%} of requests; goodput {goodput_rps:.2f} requests/s, "
+        "{goodput_tokens_per_s:,.0f} tokens/s",
+        "reuse      {hit_rate_tokens:.1%} of input tokens, {hit_rate_blocks:.1%} of blocks; "
+        "{hit_rate_available:.1%} of tokens were held by someone",
+        f"{prefill:<11}busy {{busy_prefill:.0%}}, {{prefill_gpu_s_mean:.2f}} s a request, "
+        "{wasted_prefill_s:,.0f} s wasted; busiest {imbalance:.2f} times the mean",
+        "decode     busy {busy_decode:.0%}; busiest {imbalance_decode:.2f} times the mean; "
+        "{preemptions:,} preemptions",
+        "network    {transfers:,} transfers, {transfer_bytes:,} bytes; "
+        "{migrations:,} blocks copied",
+        "hindsight  TTFT off by {ttft_error_mean_s:.2f} s; the best place was "
+        "{regret_mean_s:.2f} s sooner (means)",
+        "digest     {digest}, in {cpu_s:.1f} CPU s",
+    ]
+    form = _Form()
+    above = "\n".join(titles(sim, found["speed"]))
+    return above + "\n\n" + "\n".join(form.vformat(line, (), found) for line in lines)
+
+
+def explanation_of(served: Served) -> Explanation:
+    """What was decided for a request, and what came of it."""
+    from moonserve.core.explain import explanation, why
+
+    decision, first_us, ended_us = served.decision, served.first_us, served.ended_us
+    because = why(decision) if decision is not None and served.attempts else served.why
+    told = explanation(served.id, served.outcome, decision, because)
+    told.attempts = served.attempts
+    told.error = served.why or None
+    if first_us is not None:
+        told.actual_ttft_ms = (first_us - served.arrived_us) / 1e3
+        told.actual_cached_tokens = served.cached
+        gaps = served.row.output_tokens - 1
+        if gaps and ended_us is not None and served.outcome == "completed":
+            told.actual_tbt_ms = (ended_us - first_us) / 1e3 / gaps
+    return told
+
+
+def story(told: Explanation, served: Served) -> str:
+    """The decision and what came of it, for people, with the best place in hindsight."""
+    from moonserve.show.explain import lines
+    from moonserve.sim.metrics import counterfactual_s
+
+    said = list(lines(told))
+    best = counterfactual_s(served)
+    if best is not None and told.actual_ttft_ms is not None:
+        sooner_ms = told.actual_ttft_ms - best[1] * 1e3
+        gain = f"{sooner_ms:,.0f} ms sooner" if sooner_ms >= 0.5 else "no sooner"
+        said.append(f"with hindsight: {best[0]} after {best[1] * 1e3:,.0f} ms, {gain}")
+    return "\n".join(said)

@@ -1,0 +1,324 @@
+"""`moonserve simulate`: a trace against the Conductor, with instances, links and time made up.
+
+A face over sim/cluster, sim/metrics and sim/report; nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import process_time
+from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
+
+import click
+
+from moonserve.cli.figures import explanation_of, story, table, titles
+from moonserve.core.errors import ConfigError
+from moonserve.core.evict import EVICTIONS
+from moonserve.core.policies import POLICIES
+from moonserve.core.profiles import PROFILES
+
+if TYPE_CHECKING:
+    from cProfile import Profile as Profiler
+
+    from moonserve.core.profiles import Profile
+    from moonserve.sim.cluster import Simulation
+    from moonserve.sim.metrics import Result
+    from moonserve.sim.setup import Breakdown, Setup
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+_COUNT = click.IntRange(min=0)
+_SOME = click.IntRange(min=1)
+_FAULT = re.compile(r"(kill|join|slow):([\w-]+)@(\d+(?:\.\d+)?)(?:x(\d+(?:\.\d+)?))?")
+_SAMPLES = 200
+
+_option = partial(click.option, show_default=True)
+
+_OPTIONS = (
+    _option("--prefill", type=_COUNT, metavar="N", help="Prefill instances.  [default: 8]"),
+    _option("--decode", type=_COUNT, metavar="N", help="Decode instances.  [default: 8]"),
+    _option(
+        "--mixed", type=_COUNT, default=0, metavar="N", help="Instances that do both, instead."
+    ),
+    _option(
+        "--policy",
+        type=click.Choice(list(POLICIES)),
+        metavar="NAME",
+        default="kvcache_centric",
+        help=f"Who prefills: {', '.join(POLICIES)}.",
+    ),
+    _option(
+        "--threshold",
+        default=1.0,
+        metavar="RATIO",
+        help="Fetch a prefix this many times as long as one's own (Algorithm 1).",
+    ),
+    _option("--ttft-slo", default=30.0, metavar="S", help="Goal for the first token."),
+    _option("--tbt-slo", default=200.0, metavar="MS", help="Goal between tokens."),
+    _option(
+        "--refuse",
+        type=click.Choice(["none", "ttft", "both"]),
+        default="none",
+        help="Which goals, predicted to be missed, refuse a request.",
+    ),
+    _option(
+        "--profile",
+        default="a800-loaded",
+        metavar="NAME",
+        help=f"What instances cost and hold: {', '.join(PROFILES)}, or a file.",
+    ),
+    _option(
+        "--cache-blocks",
+        default="5859",
+        metavar="N",
+        help="KV blocks that each prefill instance's cache holds, or infinite.",
+    ),
+    _option(
+        "--eviction", type=click.Choice(list(EVICTIONS)), default="lru", help="Order of eviction."
+    ),
+    _option(
+        "--pool",
+        type=click.Choice(["local", "global"]),
+        default="local",
+        help="A cache for each instance, or one of all their blocks.",
+    ),
+    _option("--keep-output", is_flag=True, help="Decode instances keep KV for next turns."),
+    _option(
+        "--prefill-seqs",
+        type=_SOME,
+        default=1,
+        metavar="N",
+        help="Prompts that a prefill instance computes at a time.",
+    ),
+    _option(
+        "--chunk-tokens",
+        type=_SOME,
+        metavar="N",
+        help="Most tokens of one pass (chunked prefill).  [default: no limit]",
+    ),
+    _option("--no-overlap", is_flag=True, help="KV moves only when its prefill has ended."),
+    _option(
+        "--racks", type=_COUNT, default=0, metavar="N", help="Instances stand in them in turn."
+    ),
+    _option("--seed", default=0, metavar="N", help="For policies that draw."),
+    _option(
+        "--fault",
+        multiple=True,
+        metavar="WHAT",
+        help="kill:p003@600, join:p003@660 or slow:d001@600x2: at so many seconds, so many times "
+        "as slow. May be given again.",
+    ),
+)
+
+
+def _cluster_options(command: _Command) -> _Command:
+    """The options that `_setup` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _setup(
+    *,
+    prefill: int | None,
+    decode: int | None,
+    mixed: int,
+    policy: str,
+    threshold: float,
+    ttft_slo: float,
+    tbt_slo: float,
+    refuse: Any,
+    profile: str,
+    cache_blocks: str,
+    pool: str,
+    chunk_tokens: int | None,
+    no_overlap: bool,
+    fault: tuple[str, ...],
+    **same: Any,
+) -> Setup:
+    """What is to be simulated, from the options' values. Raises ConfigError naming the option."""
+    from moonserve.core.policies import Tuning
+    from moonserve.core.request import Slo
+    from moonserve.sim.setup import Setup
+
+    for name, value in (("threshold", threshold), ("ttft-slo", ttft_slo), ("tbt-slo", tbt_slo)):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{value} must be a number above 0", f"--{name}")
+    if cache_blocks != "infinite" and not cache_blocks.isdecimal():
+        raise ConfigError(f"{cache_blocks} is neither a count nor infinite", "--cache-blocks")
+    if chunk_tokens is not None:
+        same["chunk_tokens"] = chunk_tokens
+    goal = Slo(round(ttft_slo * 1e6), round(tbt_slo * 1e3))
+    apart = 0 if mixed else 8
+    setup = Setup(
+        prefill=apart if prefill is None else prefill,
+        decode=apart if decode is None else decode,
+        mixed=mixed,
+        profile=_profile(profile),
+        tuning=Tuning(
+            policy=policy, kvcache_balancing_threshold=threshold, slo=goal, refuse=refuse
+        ),
+        goal=goal,
+        cache_blocks=None if cache_blocks == "infinite" else int(cache_blocks),
+        pooled=pool == "global",
+        overlap=not no_overlap,
+        breakdowns=tuple(map(_breakdown, fault)),
+        **same,
+    )
+    setup.check()
+    return setup
+
+
+@click.command(short_help="Try a cluster and a policy on a trace, without either.")
+@click.argument("trace", type=click.Path(path_type=Path))
+@_cluster_options
+@_option("--speed", default=1.0, metavar="X", help="Arrivals so many times as fast.")
+@_option("--limit", type=_SOME, metavar="ROWS", help="Only the first requests of TRACE.")
+@_option("--block-size", type=_SOME, default=512, metavar="N", help="Tokens of one block in TRACE.")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
+@click.option("--report", type=click.File("w", atomic=True), help="Write a page with plots.")
+@click.option("--rows", type=click.File("w", atomic=True), help="Write a CSV of all requests.")
+@click.option("--explain", metavar="REQUEST", help="Say why it went where it went; r000042.")
+@click.option(
+    "--cprofile", type=click.File("wb", atomic=True), help="Write where CPU time went (pstats)."
+)
+def simulate(
+    trace: Path,
+    speed: float,
+    limit: int | None,
+    block_size: int,
+    as_json: bool,
+    report: TextIO | None,
+    rows: TextIO | None,
+    explain: str | None,
+    cprofile: IO[bytes] | None,
+    **cluster: Any,
+) -> None:
+    """Serve TRACE by the real Conductor on a made-up cluster, and measure it.
+
+    What decides is the very code of the live gateway; what takes time (engines, links, loads) and
+    what breaks is made up. TRACE is what `moonserve trace` reads; - is stdin. The same inputs give
+    the same digest. docs/simulator.md says what is modelled, and what is not.
+
+    \b
+    Examples:
+      moonserve simulate conversation.jsonl --speed 1.5 --report run.html
+      moonserve simulate conversation.jsonl --policy random --limit 1000 --json
+      moonserve simulate conversation.jsonl --mixed 16 --chunk-tokens 2048
+      moonserve simulate conversation.jsonl --limit 300 --explain r000042
+    """
+    import msgspec
+
+    from moonserve.sim.cluster import Simulation
+    from moonserve.sim.metrics import measure
+    from moonserve.sim.trace import read_trace, scale
+
+    setup = _setup(**cluster)
+    path = Path("/dev/stdin") if str(trace) == "-" else trace
+    read = scale(read_trace(path, limit, block_size), speed)
+    if explain is not None and explain not in (f"r{at:06}" for at in range(len(read.rows))):
+        raise ConfigError(f"{explain} is none of r000000 to r{len(read.rows) - 1:06}", "--explain")
+    span_us = read.rows[-1].at_us - read.rows[0].at_us
+    sample_us = min(60_000_000, max(100_000, span_us // _SAMPLES))
+    sim = Simulation(read, msgspec.structs.replace(setup, sample_us=sample_us))
+    result = measure(sim, _run(sim, cprofile))
+    result.summary = {"trace": read.name, "speed": speed, **result.summary}
+    if report is not None:
+        _write_report(sim, result, speed, report)
+    if rows is not None:
+        _write_rows(result, rows)
+    asked = [one for one in sim.served if one.id == explain]
+    if as_json:
+        told = {"explanation": explanation_of(asked[0])} if asked else {}
+        click.echo(msgspec.json.encode(result.summary | told))
+        return
+    click.echo(table(sim, result))
+    for one in asked:
+        click.echo("\n" + story(explanation_of(one), one))
+
+
+def _profile(name: str) -> Profile:
+    """A built-in profile, or one in a file. Raises ConfigError."""
+    from moonserve.core.profiles import profile_from_json, profile_of
+
+    path = Path(name)
+    if name in PROFILES or not path.is_file():
+        return profile_of(name)
+    try:
+        return profile_from_json(path.read_bytes(), name)
+    except OSError as err:
+        raise ConfigError(f"{name} cannot be read: {err.strerror}", "profile") from err
+
+
+def _breakdown(text: str) -> Breakdown:
+    from moonserve.sim.setup import Breakdown
+
+    found = _FAULT.fullmatch(text)
+    if found is None or (found[1] == "slow") != (found[4] is not None):
+        form = "kill:INSTANCE@SECONDS, join:INSTANCE@SECONDS or slow:INSTANCE@SECONDSxTIMES"
+        raise ConfigError(f"{text} is not {form}", "--fault")
+    factor = float(found[4] or 1)
+    if not factor:
+        raise ConfigError(f"{text}: nothing is 0 times as slow", "--fault")
+    return Breakdown(found[1], found[2], round(float(found[3]) * 1e6), factor)
+
+
+# Running.
+
+
+def _run(sim: Simulation, out: IO[bytes] | None) -> float:
+    """Run it; gives CPU seconds. On a terminal, says how far it is."""
+    if sys.stderr.isatty():
+        rows = sim.trace.rows
+        for percent in range(1, 101):
+            at_us = rows[(len(rows) - 1) * percent // 100].at_us
+            sim.clock.at(at_us, partial(_progress, percent))
+    started_s = process_time()
+    if out is None:
+        sim.run()
+    else:
+        import cProfile
+
+        profiler = cProfile.Profile()
+        profiler.runcall(sim.run)
+        _write_profile(profiler, out)
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K", nl=False, err=True)
+    return process_time() - started_s
+
+
+def _progress(percent: int) -> None:
+    click.echo(f"\r{percent}% of requests have arrived", nl=False, err=True)
+
+
+def _write_profile(profiler: Profiler, out: IO[bytes]) -> None:
+    """A pstats file; the ten functions with the most time of their own go to stderr."""
+    import marshal
+    import pstats
+
+    profiler.create_stats()
+    marshal.dump(profiler.stats, out)
+    name = getattr(out, "name", "FILE")
+    pstats.Stats(profiler, stream=sys.stderr).strip_dirs().sort_stats("tottime").print_stats(10)
+    click.echo(f"python -m pstats {name} shows more (sort cumtime, stats 30, callers)", err=True)
+
+
+def _write_report(sim: Simulation, result: Result, speed: float, out: TextIO) -> None:
+    from moonserve.sim.report import report
+
+    out.write(report(sim, result, *titles(sim, speed)))
+
+
+def _write_rows(result: Result, out: TextIO) -> None:
+    import csv
+
+    import msgspec
+
+    from moonserve.sim.metrics import RequestRow
+
+    table = csv.DictWriter(out, RequestRow.__struct_fields__, lineterminator="\n")
+    table.writeheader()
+    table.writerows(msgspec.structs.asdict(row) for row in result.rows)

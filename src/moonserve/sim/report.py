@@ -1,0 +1,329 @@
+"""A simulated run as one HTML file for people: figures, curves, timelines, and who waited longest.
+
+Reads what sim.cluster and sim.metrics left; changes nothing. The page needs no network and no
+script, and follows the reader's light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonserve.sim.charts import Band, Goal, Line, columns, heatmap, line_chart
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.metrics import RequestRow, Result
+from moonserve.sim.page import PAGE
+from moonserve.sim.served import Served
+
+Numbers = NDArray[np.float64]
+
+ASKED = 0.99
+"""A goal counts as met when this share of requests meets it."""
+_SLOWEST = 12
+_POINTS = 400
+
+
+def report(sim: Simulation, result: Result, title: str, subtitle: str) -> str:
+    """The whole page. `title` and `subtitle` say what was simulated."""
+    charts = [*_curves(sim, result), *_load(sim), *_over_arrivals(sim, result)]
+    slots = {
+        "title": escape(title),
+        "subtitle": escape(subtitle),
+        "tiles": "\n".join(_tiles(sim, result.summary)),
+        "charts": "\n".join(charts),
+        "timelines": _timelines(sim, result.summary),
+        "slowest": "\n".join(_slowest(sim, result.rows)),
+        "figures": "\n".join(
+            f"<tr><th>{name}</th><td>{escape(_plain(value))}</td></tr>"
+            for name, value in result.summary.items()
+        ),
+    }
+    page = PAGE
+    for name, text in slots.items():
+        page = page.replace(f"[[{name}]]", text)
+    return page
+
+
+def why_slow(served: Served) -> str:
+    """What a request's time to first token was made of: the largest parts, in seconds."""
+    decision, first_us = served.decision, served.first_us
+    if decision is None or first_us is None:
+        return "it has no first token"
+    chosen = decision.candidates[0]
+    computed = decision.prompt_tokens - chosen.reused_tokens
+    fetched = chosen.reused_tokens - chosen.local_tokens
+    ttft_us = first_us - served.arrived_us
+    parts = [
+        (decision.waited_us, "waiting at the Conductor"),
+        (chosen.queue_us, f"queued on {decision.prefill}"),
+        (chosen.compute_us, f"computing {computed:,} tokens"),
+        (chosen.transfer_us, f"loading {fetched:,} tokens"),
+        (ttft_us - decision.predicted_ttft_us, "more than predicted"),
+    ]
+    largest = sorted((part for part in parts if part[0] * 10 >= ttft_us), reverse=True)
+    said = ", ".join(f"{us / 1e6:.1f} s {what}" for us, what in largest)
+    again = f"placed {served.attempts} times; the last: " if served.attempts > 1 else ""
+    return again + said
+
+
+# Headline.
+
+
+def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[str]:
+    goal, s = sim.setup.goal, summary
+    aims = [
+        f"TTFT {goal.ttft_us / 1e6:g} s" if goal.ttft_us is not None else "",
+        f"TBT {goal.tbt_us / 1e3:g} ms" if goal.tbt_us is not None else "",
+    ]
+    both = s["attainment"]
+    lost = f"{s['rejected']:,} refused, {s['failed']:,} failed"
+    return [
+        _tile("Both goals met by", f"{both:.1%}", " and ".join(filter(None, aims)), both),
+        _tile("TTFT p99", _with("{:.1f} s", s["ttft_p99_s"]), "goal met by", s["attainment_ttft"]),
+        _tile("TBT p99", _ms(s["tbt_p99_ms"]), "goal met by", s["attainment_tbt"]),
+        _tile(
+            "Goodput", f"{s['goodput_rps']:.2f} /s", f"{s['goodput_tokens_per_s']:,.0f} tokens/s"
+        ),
+        _tile(
+            "Prompt tokens reused",
+            f"{s['hit_rate_tokens']:.1%}",
+            f"{s['hit_rate_available']:.1%} were held by someone",
+        ),
+        _tile("Completed", f"{s['completed']:,}", f"of {s['requests']:,}; {lost}"),
+    ]
+
+
+def _tile(label: str, value: str, below: str, share: float | None = None) -> str:
+    if share is None:
+        return f"<div class='tile'><h2>{label}</h2><b>{value}</b><p>{escape(below)}</p></div>"
+    kind, mark = ("good", "✓ met") if share >= ASKED else ("bad", "✗ missed")
+    shown = f"{below} {share:.1%}" if below.endswith("by") else below
+    verdict = f"<span class='{kind}'>{mark}</span> {escape(shown)}"
+    return f"<div class='tile {kind}'><h2>{label}</h2><b>{value}</b><p>{verdict}</p></div>"
+
+
+# Distributions.
+
+
+def _curves(sim: Simulation, result: Result) -> list[str]:
+    goal = sim.setup.goal
+    done = [row for row in result.rows if row.outcome == "completed"]
+    ttft = np.array([row.ttft_s for row in done], float)
+    tbt = np.array([row.tbt_ms for row in done if row.tbt_ms is not None], float)
+    ttft_goal = tbt_goal = None
+    if goal.ttft_us is not None:
+        ttft_goal = Goal(goal.ttft_us / 1e6, f"goal {goal.ttft_us / 1e6:g} s")
+    if goal.tbt_us is not None:
+        tbt_goal = Goal(goal.tbt_us / 1e3, f"goal {goal.tbt_us / 1e3:g} ms")
+    gaps = [
+        _cdf("requests (mean of the longest tenth of gaps)", "c1", tbt),
+        _cdf("gaps", "quiet", np.asarray(result.gaps_ms, float)),
+    ]
+    return [
+        line_chart(
+            "Time to first token",
+            [_cdf("requests", "c1", ttft)],
+            "seconds (log)",
+            "share within:",
+            shares=True,
+            log_x=True,
+            goal=ttft_goal,
+        ),
+        line_chart(
+            "Time between tokens",
+            gaps,
+            "milliseconds (log)",
+            "share within:",
+            shares=True,
+            log_x=True,
+            goal=tbt_goal,
+        ),
+    ]
+
+
+def _cdf(name: str, tone: str, values: Numbers) -> Line:
+    """At most _POINTS points; the lowest half percent is left out, since a log axis would grow."""
+    if not len(values):
+        return Line(name, tone, (), ())
+    shares = np.linspace(0.005, 1.0, _POINTS)
+    return Line(name, tone, np.quantile(values, shares).tolist(), shares.tolist())
+
+
+# Over time.
+
+
+def _clock(sim: Simulation) -> tuple[float, str]:
+    """What a second is on the axes of time, and their name."""
+    return (1 / 60, "minutes") if sim.clock.now_us > 600e6 else (1.0, "seconds")
+
+
+def _pools(sim: Simulation) -> list[tuple[str, str, list[int]]]:
+    """(name, tone, which columns of a sample) of each kind of instance there is."""
+    kinds = (("prefill", "prefill", "c1"), ("decode", "decode", "c2"), ("both", "mixed", "c1"))
+    nodes = list(sim.nodes.values())
+    pools = [
+        (name, tone, [at for at, node in enumerate(nodes) if node.info.role == role])
+        for role, name, tone in kinds
+    ]
+    return [pool for pool in pools if pool[2]]
+
+
+def _load(sim: Simulation) -> list[str]:
+    per_s, unit = _clock(sim)
+    at = np.array([sample.at_us for sample in sim.samples], float) / 1e6 * per_s
+    waiting = np.array([sample.waiting for sample in sim.samples], float)
+    running = np.array([sample.running for sample in sim.samples], float)
+    shares = _busy(sim)
+    pools = _pools(sim)
+    conductor = [sample.conductor for sample in sim.samples]
+    queues = [Line("at the Conductor", "c3", at.tolist(), conductor)]
+    queues += [
+        Line(f"on {name}", tone, at.tolist(), waiting[:, cols].sum(1).tolist())
+        for name, tone, cols in pools
+    ]
+    runs = [
+        Line(name, tone, at.tolist(), running[:, cols].sum(1).tolist())
+        for name, tone, cols in pools
+    ]
+    busy = [
+        Line(name, tone, at[1:].tolist(), shares[:, cols].mean(1).tolist())
+        for name, tone, cols in pools
+    ]
+    return [
+        line_chart("Waiting", queues, unit, "requests:"),
+        line_chart("Running", runs, unit, "requests:"),
+        line_chart("Busy", busy, unit, "mean share of time:", shares=True),
+    ]
+
+
+def _busy(sim: Simulation) -> Numbers:
+    """Share of time that each instance was busy, between one sample and the next."""
+    at = np.array([sample.at_us for sample in sim.samples], float)
+    busy = np.array([sample.busy_us for sample in sim.samples], float)
+    shares: Numbers = np.diff(busy, axis=0) / np.maximum(np.diff(at), 1.0)[:, None]
+    return shares
+
+
+def _over_arrivals(sim: Simulation, result: Result) -> list[str]:
+    """Hit rate and attainment of the requests that arrived in each window."""
+    per_s, unit = _clock(sim)
+    rows = result.rows
+    at = np.array([row.arrived_s for row in rows], float)
+    windows = int(max(1, min(60, len(rows) // 10)))
+    edges = np.linspace(at.min(), at.max() + 1e-6, windows + 1)
+    tokens, _ = np.histogram(at, edges, weights=[row.input_tokens for row in rows])
+    count, _ = np.histogram(at, edges)
+    middle = ((edges[:-1] + edges[1:]) / 2 * per_s).tolist()
+
+    def line(name: str, tone: str, values: Sequence[float], whole: Any) -> Line:
+        summed, _ = np.histogram(at, edges, weights=np.array(values, float))
+        shares = np.divide(summed, whole, out=np.full(windows, np.nan), where=whole > 0)
+        return Line(name, tone, middle, shares.tolist())
+
+    hits = [
+        line("held by someone", "quiet", [one.available for one in sim.served], tokens),
+        line("reused", "c1", [row.cached_tokens for row in rows], tokens),
+    ]
+    goals = [
+        line("TTFT", "c1", [row.met_ttft for row in rows], count),
+        line("TBT", "c2", [row.met_tbt for row in rows], count),
+    ]
+    when = f"{unit}, by arrival"
+    window = np.searchsorted(edges, at, side="right") - 1
+    waits = [
+        [r.ttft_s for r, w in zip(rows, window, strict=True) if w == k and r.ttft_s]
+        for k in range(windows)
+    ]
+    ttfts = [
+        Line(name, tone, middle, [float(np.quantile(w, q)) if w else math.nan for w in waits])
+        for name, tone, q in (("median", "c1", 0.5), ("p90", "c2", 0.9))
+    ]
+    return [
+        line_chart("Time to first token", ttfts, when, "seconds:"),
+        line_chart("Prompt tokens reused", hits, when, "share of input tokens:", shares=True),
+        line_chart("Goals met", goals, when, "share of requests:", shares=True),
+    ]
+
+
+def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
+    """A heatmap of each instance: how busy it was or, where it only decodes, with how many."""
+    per_s, unit = _clock(sim)
+    shares, nodes = _busy(sim), list(sim.nodes.values())
+    running = np.array([sample.running for sample in sim.samples], float)[:-1]
+    decoding = [at for at, node in enumerate(nodes) if node.info.role == "decode"]
+    most = max(1.0, running[:, decoding].max(initial=0.0))
+    shown = shares.copy()
+    shown[:, decoding] = running[:, decoding] / most
+    groups = np.array_split(np.arange(len(shown)), min(len(shown), columns(len(nodes))))
+    merged = np.array([shown[group].mean(0) for group in groups if len(group)])
+    bands = [
+        Band(
+            nodes[at].name,
+            tone,
+            merged[:, at].tolist() if len(merged) else (),
+            f"{running[:, at].mean():.0f}" if at in decoding else f"{shares[:, at].mean():.0%}",
+        )
+        for _, tone, cols in _pools(sim)
+        for at in cols
+    ]
+    parts = [
+        f"the busiest {name} instance has {value:.2f} times the mean's work"
+        for name, value in (
+            ("prefill", summary["imbalance"]),
+            ("decode", summary["imbalance_decode"] if sim.setup.decode else None),
+        )
+        if value is not None
+    ]
+    first, last = sim.samples[0].at_us / 1e6, sim.samples[-1].at_us / 1e6
+    note = "Share of time busy"
+    if decoding:
+        note += f"; on decode instances, requests running (full colour: {most:.0f})"
+    note += ". Imbalance: " + "; ".join(parts) + "."
+    return heatmap(
+        "Each instance over time", bands, first * per_s, last * per_s, unit, note
+    )
+
+
+# Requests.
+
+
+def _slowest(sim: Simulation, rows: Sequence[RequestRow]) -> list[str]:
+    order = sorted(
+        (at for at, row in enumerate(rows) if row.ttft_s is not None),
+        key=lambda at: (-(rows[at].ttft_s or 0.0), at),
+    )
+    parts = []
+    for at in order[:_SLOWEST]:
+        row = rows[at]
+        cells = [
+            f"<th>{row.id}</th>",
+            f"<td>{row.ttft_s:.1f} s</td>",
+            f"<td>{_ms(row.tbt_ms)}</td>",
+            f"<td>{row.arrived_s:,.0f} s</td>",
+            f"<td>{row.input_tokens:,}</td>",
+            f"<td>{row.cached_tokens:,}</td>",
+            f"<td class='text'>{escape(why_slow(sim.served[at]))}</td>",
+        ]
+        parts.append(f"<tr>{''.join(cells)}</tr>")
+    return parts
+
+
+def _with(form: str, value: float | None) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _ms(value: float | None) -> str:
+    if value is not None and value >= 10_000:
+        return f"{value / 1000:,.0f} s"
+    return _with("{:.0f} ms", value)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value if value is not None else "-")
