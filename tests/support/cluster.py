@@ -28,8 +28,12 @@ def info(name: str, role: Role, epoch: int = 1, max_seqs: int = 8) -> InstanceIn
     )
 
 
+def exact(joining: InstanceInfo) -> Cost:
+    """10 us a new token, a load 5 us and 5 per 1,000 bytes; TBT is 100 + 10 members + contexts."""
+    return Cost((0, 10, 0, 0, 100, 10, 1), (5, 0.005), learns=False)
+
+
 def view(name: str, role: Role, max_seqs: int = 8) -> InstanceView:
-    """A view with exact costs: 10 us a new token, 5 us a moved byte per 1,000, TBT by members."""
-    made = InstanceView(info(name, role, max_seqs=max_seqs), now_us=0)
-    made.cost = Cost(pass_prior=(0, 10, 0, 0, 100, 10, 1), transfer_prior=(5, 0.005))
-    return made
+    """A view with exact costs."""
+    joining = info(name, role, max_seqs=max_seqs)
+    return InstanceView(joining, now_us=0, cost=exact(joining))

@@ -15,6 +15,8 @@ from moonserve.cli import cli
 from moonserve.cli.settings import child_env
 from moonserve.cli.up import cluster
 from moonserve.config import Logging, Settings, load
+from moonserve.core.request import Slo
+from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.worker.config import WorkerConfig
 
 
@@ -56,6 +58,9 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["up", "--config", "/no/such.yaml"], "error: config: cannot read /no/such.yaml"),
         (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0"),
         ([*WORKER, "--host", "192.0.2.1"], "error: token: bound to 192.0.2.1"),
+        (["up", "--policy", "best"], "error: policy: must be one of random, round_robin"),
+        (["gateway", "--ttft-slo-ms", "-1"], "error: ttft_slo_ms: expected `float` > 0"),
+        (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
     ],
@@ -88,10 +93,27 @@ def test_a_workers_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonserve.live.worker.main.run_worker", note)
     monkeypatch.setenv("MOONSERVE_TOKEN", "secret")
     flags = ["--host", "0.0.0.0", "--advertise-host", "w0.lan", "--kv-memory-bytes", "2GiB"]
-    assert run(*WORKER, *flags, "--segment-bytes", "1MiB").exit_code == 0
+    assert run(*WORKER, *flags, "--segment-bytes", "1MiB", "--rack", "r7").exit_code == 0
     [config] = given
     assert (config.host, config.advertise_host, config.token) == ("0.0.0.0", "w0.lan", "secret")
     assert (config.kv_memory_bytes, config.segment_bytes) == (2 << 30, 1 << 20)
+    assert config.rack == "r7"
+
+
+def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policy, objectives and what refuses; none of them by default."""
+    given: list[GatewayConfig] = []
+
+    async def note(config: GatewayConfig) -> None:
+        given.append(config)
+
+    monkeypatch.setattr("moonserve.live.gateway.process.run_gateway", note)
+    flags = ["--policy", "late_binding", "--ttft-slo-ms", "1500.5", "--refuse", "ttft"]
+    assert run("gateway", *flags).exit_code == 0
+    assert run("gateway").exit_code == 0
+    told, plain = given
+    assert (told.policy, told.slo, told.refuse) == ("late_binding", Slo(1_500_500, None), "ttft")
+    assert (plain.policy, plain.slo, plain.refuse) == ("kvcache_centric", Slo(), "both")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +168,7 @@ def test_children_read_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> Non
         block_size=16,
         kv_memory_bytes=1 << 20,
         drain_s=1.5,
+        tbt_slo_ms=2.5,
         logging=Logging("ERROR", {"core.x": "DEBUG"}),
     )
     assert load(None, child_env(settings), {}) == settings
@@ -197,8 +220,12 @@ class Gateway(BaseHTTPRequestHandler):
             self._send(200, b'{"data": [{"id": "tiny"}]}')
         elif self.path == "/api/decisions/r1":
             self._send(200, json.dumps(DECISION).encode())
+        elif self.path == "/api/decisions/a%2Fb":
+            self._send(200, b'{"request": "a/b", "outcome": "refused", "why": "Too late."}')
+        elif self.path == "/api/decisions/new":
+            self._send(200, b'{"request": "new"}')
         else:
-            self._send(404, b"{}")
+            self._send(404, b'{"error": {"message": "no decision is kept"}}')
 
     def do_POST(self) -> None:
         """A chat, streamed."""
@@ -247,6 +274,29 @@ def test_ask_json_is_one_object(url: str) -> None:
     assert got["decision"] == DECISION
     assert got["request_id"] == "r1"
     assert got["ttft_ms"] > 0
+
+
+def test_explain_shows_what_the_gateway_says(url: str) -> None:
+    """As a text, or with --json as it is; ids of any kind."""
+    result = run("explain", "a/b", "--url", url)
+    assert result.exit_code == 0
+    assert result.stdout == "request a/b: refused\nToo late.\n"
+    assert json.loads(run("explain", "r1", "--url", url, "--json").stdout) == DECISION
+
+
+@pytest.mark.parametrize(
+    ("request_id", "message"),
+    [
+        ("gone", "error: GET /api/decisions/gone: 404 no decision is kept"),
+        ("new", "says it in another way than this version"),
+    ],
+)
+def test_explain_says_what_it_cannot_show(url: str, request_id: str, message: str) -> None:
+    """An unknown request, and a gateway of another version: one line, exit code 1."""
+    result = run("explain", request_id, "--url", url)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_ask_shows_the_gateways_own_error(url: str) -> None:

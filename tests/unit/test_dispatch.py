@@ -150,6 +150,11 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert world.wire.calls == [("prefill", "p0"), ("decode", "d0")]
         assert await world.settled() == NOTHING
         assert world.released == ["r/1"]
+        record = world.loop.records[RequestId("r")]
+        assert (record.attempts, record.cached_tokens, record.outcome) == (1, 4, "length")
+        assert record.ttft_us is not None
+        assert record.tbt_us is not None
+        assert world.loop.core._outputs == 8 / 64  # decode told the length of the whole output
 
     run(test)
 

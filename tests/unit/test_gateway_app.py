@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, Overloaded
-from moonserve.core.request import Sampling, Stopping
+from moonserve.core.request import Sampling, Slo, Stopping
 from moonserve.live.gateway.app import GatewayApp, Limits
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
@@ -598,6 +598,23 @@ def test_body_over_the_limit() -> None:
         assert json.loads(reply.body)["error"]["type"] == "invalid_request_error"
 
     run(use, max_body_bytes=1_000)
+
+
+def test_objectives_and_priority_come_by_header() -> None:
+    """The cluster sees them; without headers there are none."""
+
+    async def use(rig: Rig) -> None:
+        headers = {"x-moonserve-ttft-slo-ms": "500", "x-moonserve-tbt-slo-ms": "20.5"}
+        await rig.post(*_chat(), **headers, x_moonserve_priority="-3")
+        await rig.post(*_chat())
+        asked, plain = rig.serving.requests
+        assert (asked.slo, asked.priority) == (Slo(500_000, 20_500), -3)
+        assert (plain.slo, plain.priority) == (Slo(), 0)
+        refused = await rig.post(*_chat(), x_moonserve_priority="1e9")
+        assert refused.status == 400
+        assert json.loads(refused.body)["error"]["param"] == "x-moonserve-priority"
+
+    run(use)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,13 +9,11 @@ import pytest
 
 from moonserve.core.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.conductor import Conductor
-from moonserve.core.cost import Cost
 from moonserve.core.facts import (
     Arrived,
     CallFailed,
     ClientGone,
     DecodeEnded,
-    InstanceInfo,
     Joined,
     Left,
     PrefillEnded,
@@ -26,16 +24,11 @@ from moonserve.core.prefix import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.units import InstanceId, Micros, RequestId
 from moonserve.core.view import Promised
-from tests.support.cluster import BLOCK, NAMESPACE, info
+from tests.support.cluster import BLOCK, NAMESPACE, exact, info
 
 NOTHING = Promised(0, 0, 0, 0)
 WORK_US = 410
 """A prefill of 41 tokens that nobody has."""
-
-
-def exact(joining: InstanceInfo) -> Cost:
-    """10 us a new token; TBT is 100 + 10 members + contexts."""
-    return Cost((0, 10, 0, 0, 100, 10, 1), (5, 0.005), learns=False)
 
 
 def cluster(*names: str, **tuning: object) -> Conductor:

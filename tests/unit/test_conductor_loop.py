@@ -1,0 +1,176 @@
+"""The Conductor's loop: one timer, and a record of every request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moonserve.core.actions import Action, GiveUp, Prefill, Refuse
+from moonserve.core.conductor import Conductor
+from moonserve.core.facts import Fact, Joined, PrefillEnded
+from moonserve.core.policies import Tuning
+from moonserve.core.request import Request, Slo
+from moonserve.core.units import MICROS_PER_SECOND, LeaseId, Micros, RequestId
+from moonserve.live import conductor as module
+from moonserve.live.conductor import ConductorLoop
+from tests.support.cluster import exact, info
+
+R = RequestId("r")
+
+
+class Sleeper(Conductor):
+    """Does nothing but ask to be woken `naps` times, and notes its steps."""
+
+    def __init__(self, naps: list[Micros]) -> None:
+        super().__init__()
+        self.naps = naps
+        self.steps: list[tuple[Micros, list[Fact]]] = []
+
+    def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
+        """Note it."""
+        self.steps.append((now_us, list(facts)))
+        return []
+
+    def wake_us(self, now_us: Micros) -> Micros | None:
+        """So much later than now; then never."""
+        return now_us + self.naps.pop(0) if self.naps else None
+
+
+def run(test: Callable[[], Any]) -> None:
+    """Inside a deadline."""
+
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await test()
+
+    asyncio.run(main())
+
+
+def fact(name: str = "x") -> Fact:
+    """Any."""
+    return PrefillEnded(RequestId(name), 1, final=True)
+
+
+def test_the_loop_steps_when_the_conductor_asked_for_it() -> None:
+    """With no facts, not before the time, and again as often as it asks."""
+
+    async def test() -> None:
+        core = Sleeper([20_000, 10_000])
+        loop = ConductorLoop(core, lambda lease: None)
+        loop.tell(fact())
+        await asyncio.sleep(0.2)
+        (t0, first), (t1, second), (t2, third) = core.steps
+        assert [len(first), len(second), len(third)] == [1, 0, 0]
+        slack_us = 2_000  # a loop may fire a timer early by its clock's resolution
+        assert t1 >= t0 + 20_000 - slack_us
+        assert t2 >= t1 + 10_000 - slack_us
+
+    run(test)
+
+
+def test_there_is_one_timer_and_stop_cancels_it() -> None:
+    """A later wish replaces the earlier one; after `stop` nothing fires."""
+
+    async def test() -> None:
+        core = Sleeper([30_000, 60 * MICROS_PER_SECOND])
+        loop = ConductorLoop(core, lambda lease: None)
+        loop.tell(fact())
+        await asyncio.sleep(0.01)
+        loop.tell(fact())
+        await asyncio.sleep(0.1)
+        assert len(core.steps) == 2  # the first timer is gone
+        core.naps = [10_000]
+        loop.tell(fact())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        loop.stop()
+        await asyncio.sleep(0.05)
+        assert len(core.steps) == 3
+
+    run(test)
+
+
+def loop_of(**tuning: Any) -> tuple[ConductorLoop, list[LeaseId]]:
+    """A loop with one prefill and one decode instance."""
+    released: list[LeaseId] = []
+    core = Conductor(Tuning(**tuning), cost_of=exact)
+    loop = ConductorLoop(core, released.append)
+    loop.core.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+    return loop, released
+
+
+async def inbox_of(loop: ConductorLoop, slo: Slo, name: RequestId = R) -> list[Action]:
+    """What the Conductor wants of a request of nine tokens, after some turns of the loop."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    loop.open(Request(name, "m", tuple(range(9)), slo=slo), (), inbox)
+    assert loop.records[name].outcome == "waiting"
+    await asyncio.sleep(0.01)
+    return [inbox.get_nowait() for _ in range(inbox.qsize())]
+
+
+def test_a_refused_request_has_a_record() -> None:
+    """Reason, words, and the decision that was refused; no attempt was made."""
+
+    async def test() -> None:
+        loop, released = loop_of(policy="kvcache_centric")
+        [refuse] = await inbox_of(loop, Slo(ttft_us=1))
+        assert isinstance(refuse, Refuse)
+        loop.close(R, "refused")
+        record = loop.records[R]
+        assert (record.outcome, record.reason, record.attempts) == ("refused", "ttft_slo", 0)
+        assert record.error == refuse.why
+        assert record.decision is not None
+        assert record.decision.predicted_ttft_us == 90
+        assert released == []
+
+    run(test)
+
+
+def test_a_served_request_has_a_record_with_both_times() -> None:
+    """The decision at once, the truth as it comes."""
+
+    async def test() -> None:
+        loop, _ = loop_of(policy="late_binding")
+        [prefill] = await inbox_of(loop, Slo())
+        assert isinstance(prefill, Prefill)
+        record = loop.records[R]
+        assert (record.outcome, record.attempts) == ("running", 1)
+        loop.first_token(R, 4)
+        loop.close(R, "length", 1_234)
+        assert record.ttft_us is not None
+        assert record.ttft_us > 0
+        assert (record.tbt_us, record.cached_tokens, record.outcome) == (1_234, 4, "length")
+
+    run(test)
+
+
+def test_records_are_bounded(monkeypatch: Any) -> None:
+    """The oldest go first; a request whose record is gone is served all the same."""
+
+    async def test() -> None:
+        monkeypatch.setattr(module, "_KEPT_RECORDS", 2)
+        loop, _ = loop_of(policy="kvcache_centric")
+        for name in ("a", "b", "c"):
+            await inbox_of(loop, Slo(), RequestId(name))
+        assert list(loop.records) == ["b", "c"]
+        loop.first_token(RequestId("a"), 0)
+        loop.close(RequestId("a"), "length", 1)
+
+    run(test)
+
+
+def test_a_bug_in_the_conductor_leaves_nobody_waiting() -> None:
+    """Every open request is given up."""
+
+    async def test() -> None:
+        class Broken(Conductor):
+            def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
+                raise AssertionError("a bug")
+
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        loop = ConductorLoop(Broken(), lambda lease: None)
+        [given_up] = await inbox_of(loop, Slo())
+        assert isinstance(given_up, GiveUp)
+
+    run(test)
