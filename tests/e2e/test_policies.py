@@ -143,7 +143,7 @@ def test_urgent_requests_overtake_those_that_wait() -> None:
     """With late binding, priority goes before the time of arrival."""
 
     async def test(it: Site) -> None:
-        await it.add("p0", "prefill", FakeCost(base_us=150_000))
+        await it.add("p0", "prefill", FakeCost(base_us=300_000))
         await it.add("d0", "decode")
         tasks = []
         for name, priority in (("first", 0), ("second", 0), ("later", 0), ("urgent", 5)):

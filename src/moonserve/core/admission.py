@@ -39,8 +39,10 @@ def unwanted(request: Request, verdict: Verdict, slo: Slo, tuning: Tuning) -> Re
 def too_late(waiter: Waiter, backlog_us: Micros, now_us: Micros) -> Refuse:
     """One that waited until its objective could not be met any more."""
     waited_us = now_us - waiter.arrived_us
-    why = f"after {waited_us / 1e6:.1f} s its prefill of {waiter.work_us / 1e6:.1f} s can no "
-    why += "longer meet its TTFT objective"
+    why = f"a prefill of {waiter.work_us / 1e6:.3g} s"
+    if waited_us:
+        why += f" after {waited_us / 1e6:.1f} s of waiting"
+    why += " misses the TTFT objective"
     return Refuse(waiter.request, why, "ttft_slo", max(MICROS_PER_SECOND, backlog_us))
 
 
