@@ -179,10 +179,11 @@ def _x_axis(x_of: _Scale, y: float, label: str) -> list[str]:
 
 def _goal(goal: Goal, x: float) -> list[str]:
     side, nudge = ("end", -5) if x > _WIDTH / 2 else ("begin", 5)
+    low = _HEIGHT - _BOTTOM
+    place = f"x='{x + nudge:.1f}' y='{low - 8:g}' class='{side} goal'"
     return [
-        f"<path d='M{x:.1f} {_TOP:g}V{_HEIGHT - _BOTTOM:g}' class='goal'/>",
-        f"<text x='{x + nudge:.1f}' y='{_TOP + 10:g}' class='{side} goal'>{escape(goal.label)}"
-        "</text>",
+        f"<path d='M{x:.1f} {_TOP:g}V{low:g}' class='goal'/>",
+        f"<text {place}>{escape(goal.label)}</text>",
     ]
 
 

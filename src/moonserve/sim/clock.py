@@ -20,6 +20,11 @@ class Clock:
         self._heap: list[tuple[Micros, int, Callable[[], None]]] = []
         self._count = 0
 
+    @property
+    def pending(self) -> int:
+        """Calls that are still to be made."""
+        return len(self._heap)
+
     def at(self, time_us: Micros, call: Callable[[], None]) -> None:
         """Call at that time, or now where it has passed."""
         self._count += 1

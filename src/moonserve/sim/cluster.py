@@ -121,7 +121,8 @@ class Simulation:
     def _sample(self) -> None:
         now_us = self.clock.now_us
         self.samples.append(Sample(now_us, self.conductor.waiting, self._in_order))
-        if self._open or self._coming is not None:
+        goes_on = self._facts or self.clock.pending or any(n.stirred for n in self._in_order)
+        if goes_on and (self._open or self._coming is not None):
             self.clock.at(now_us + self.setup.sample_us, self._sample)
 
     def _settle(self) -> bool:
@@ -216,7 +217,8 @@ class Simulation:
         """What is reused comes from the node's own segment, the rest from whoever holds it."""
         size = self.trace.block_size
         keys = served.keys[: decision.reused_tokens // size]
-        local, remote = self.segments.find(node, keys)
+        fetch = decision.reused_tokens > decision.candidates[0].local_tokens
+        local, remote = self.segments.find(node, keys, fetch)
         blocks = local + sum(remote.values())
         left = len(remote)
 
@@ -331,7 +333,7 @@ class Simulation:
     def _break(self, breakdown: Breakdown) -> None:
         node = next(n for n in self._in_order if n.name == breakdown.instance)
         if breakdown.what == "slow":
-            node.slow = breakdown.factor
+            node.slow_down(breakdown.factor)
         elif breakdown.what == "kill" and not node.dead:
             self._facts.append(Left(node.info.id, node.info.epoch))
             cleared = BlocksCleared(SegmentId(node.name), "dram", node.info.epoch)

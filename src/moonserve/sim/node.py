@@ -140,6 +140,11 @@ class Node:
             self._intake.remove(call)
         self._batch.cancel(request)
 
+    def slow_down(self, factor: float) -> None:
+        """From the next pass on, passes take `factor` times as long as on a sound machine."""
+        self._break_run()
+        self.slow = factor
+
     def kill(self) -> list[Call]:
         """Die: nothing is told any more. Gives the calls that were here."""
         self._break_run()  # the tokens given so far were given

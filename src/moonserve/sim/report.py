@@ -76,35 +76,33 @@ def why_slow(served: Served) -> str:
 
 def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[str]:
     goal, s = sim.setup.goal, summary
-    aims = [
-        f"TTFT {goal.ttft_us / 1e6:g} s" if goal.ttft_us is not None else "",
-        f"TBT {goal.tbt_us / 1e3:g} ms" if goal.tbt_us is not None else "",
-    ]
-    both = s["attainment"]
-    lost = f"{s['rejected']:,} refused, {s['failed']:,} failed"
+    ttft = "no goal" if goal.ttft_us is None else f"{goal.ttft_us / 1e6:g} s"
+    tbt = "no goal" if goal.tbt_us is None else f"{goal.tbt_us / 1e3:g} ms"
+    lost = f"of {s['requests']:,}; {s['rejected']:,} refused, {s['failed']:,} failed"
+    held = f"{s['hit_rate_available']:.1%} were held by someone"
+    tokens = f"{s['goodput_tokens_per_s']:,.0f} tokens/s within both goals"
     return [
-        _tile("Both goals met by", f"{both:.1%}", " and ".join(filter(None, aims)), both),
-        _tile("TTFT p99", _with("{:.1f} s", s["ttft_p99_s"]), "goal met by", s["attainment_ttft"]),
-        _tile("TBT p99", _ms(s["tbt_p99_ms"]), "goal met by", s["attainment_tbt"]),
-        _tile(
-            "Goodput", f"{s['goodput_rps']:.2f} /s", f"{s['goodput_tokens_per_s']:,.0f} tokens/s"
-        ),
-        _tile(
-            "Prompt tokens reused",
-            f"{s['hit_rate_tokens']:.1%}",
-            f"{s['hit_rate_available']:.1%} were held by someone",
-        ),
-        _tile("Completed", f"{s['completed']:,}", f"of {s['requests']:,}; {lost}"),
+        _tile("Both goals", f"{s['attainment']:.1%}", *_verdict(s["attainment"], "both")),
+        _tile("TTFT p99", _s(s["ttft_p99_s"]), *_verdict(s["attainment_ttft"], ttft)),
+        _tile("TBT p99", _ms(s["tbt_p99_ms"]), *_verdict(s["attainment_tbt"], tbt)),
+        _tile("Goodput", f"{s['goodput_rps']:.2f} /s", tokens),
+        _tile("Prompt reused", f"{s['hit_rate_tokens']:.1%}", held),
+        _tile("Completed", f"{s['completed']:,}", lost),
     ]
 
 
-def _tile(label: str, value: str, below: str, share: float | None = None) -> str:
-    if share is None:
-        return f"<div class='tile'><h2>{label}</h2><b>{value}</b><p>{escape(below)}</p></div>"
-    kind, mark = ("good", "✓ met") if share >= ASKED else ("bad", "✗ missed")
-    shown = f"{below} {share:.1%}" if below.endswith("by") else below
-    verdict = f"<span class='{kind}'>{mark}</span> {escape(shown)}"
-    return f"<div class='tile {kind}'><h2>{label}</h2><b>{value}</b><p>{verdict}</p></div>"
+def _verdict(share: float, goal: str) -> tuple[str, str]:
+    """What is to be said of a goal, and whether that is good or bad."""
+    return f"{goal} met by {share:.1%} of all requests", "good" if share >= ASKED else "bad"
+
+
+def _tile(label: str, value: str, below: str, kind: str = "") -> str:
+    mark = {
+        "good": "<span class='good'>✓ met:</span> ",
+        "bad": "<span class='bad'>✗ missed:</span> ",
+    }
+    said = mark.get(kind, "") + escape(below)
+    return f"<div class='tile'><h2>{label}</h2><b>{value}</b><p>{said}</p></div>"
 
 
 # Distributions.
@@ -284,9 +282,7 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
     if decoding:
         note += f"; on decode instances, requests running (full colour: {most:.0f})"
     note += ". Imbalance: " + "; ".join(parts) + "."
-    return heatmap(
-        "Each instance over time", bands, first * per_s, last * per_s, unit, note
-    )
+    return heatmap("Each instance over time", bands, first * per_s, last * per_s, unit, note)
 
 
 # Requests.
@@ -302,7 +298,7 @@ def _slowest(sim: Simulation, rows: Sequence[RequestRow]) -> list[str]:
         row = rows[at]
         cells = [
             f"<th>{row.id}</th>",
-            f"<td>{row.ttft_s:.1f} s</td>",
+            f"<td>{_s(row.ttft_s)}</td>",
             f"<td>{_ms(row.tbt_ms)}</td>",
             f"<td>{row.arrived_s:,.0f} s</td>",
             f"<td>{row.input_tokens:,}</td>",
@@ -313,14 +309,14 @@ def _slowest(sim: Simulation, rows: Sequence[RequestRow]) -> list[str]:
     return parts
 
 
-def _with(form: str, value: float | None) -> str:
-    return "-" if value is None else form.format(value)
+def _s(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
 
 
 def _ms(value: float | None) -> str:
     if value is not None and value >= 10_000:
         return f"{value / 1000:,.0f} s"
-    return _with("{:.0f} ms", value)
+    return "-" if value is None else f"{value:.0f} ms"
 
 
 def _plain(value: object) -> str:

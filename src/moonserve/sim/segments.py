@@ -33,16 +33,17 @@ class Segments:
     def _own(self, node: Node) -> str:
         return POOL if self._pooled else node.name
 
-    def find(self, node: Node, keys: Sequence[BlockKey]) -> tuple[int, dict[str, int]]:
+    def find(self, node: Node, keys: Sequence[BlockKey], fetch: bool) -> tuple[int, dict[str, int]]:
         """The leading run of `keys` that exist: how many are local, how many come from whom.
 
-        All of them are used, so that eviction takes others first. A global pool is never local.
+        Without `fetch`, only those in its own segment. All of them are used, so that eviction
+        takes others first. A global pool is everybody's own, but never local.
         """
         own = self._own(node)
         local = 0 if self._pooled else self._caches[own].run(keys)
         taken: dict[str, list[BlockKey]] = {}
         source = own
-        for key in keys[local:]:
+        for key in keys[local:] if fetch or self._pooled else ():
             if key not in self._caches[source]:
                 found = next((n for n, cache in self._caches.items() if key in cache), None)
                 if found is None:

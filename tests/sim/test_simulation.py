@@ -1,0 +1,351 @@
+"""The simulator: deterministic, loses nobody, balances, and takes the time its formulas say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from moonserve.core.batch import Batch
+from moonserve.core.errors import ConfigError
+from moonserve.core.policies import POLICIES, Tuning
+from moonserve.core.profiles import PROFILES
+from moonserve.core.request import Slo
+from moonserve.core.view import Promised
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.metrics import counterfactual_s, measure
+from moonserve.sim.setup import Breakdown, Setup
+from moonserve.sim.synthesize import Shape, synthesize
+from moonserve.sim.trace import Row, Trace
+
+GOAL = Slo(10_000_000, 100_000)
+SMALL = Setup(prefill=2, decode=2, profile=PROFILES["a800"], goal=GOAL)
+CHAT = synthesize(1, 80, 2.0, Shape(turns=4.0, system_prompts=2, user_tokens=3_000))
+WHOLE = SMALL.chunk_tokens
+A800 = PROFILES["a800"].cost()
+
+
+def tuned(policy: str = "kvcache_centric", refuse: Any = "none") -> Tuning:
+    """A policy that works for GOAL."""
+    return Tuning(policy=policy, slo=GOAL, refuse=refuse)
+
+
+def ran(trace: Trace = CHAT, **changes: Any) -> Simulation:
+    """A run of SMALL with these changes, to its end."""
+    setup = msgspec.structs.replace(SMALL, **{"tuning": tuned(), **changes})
+    sim = Simulation(trace, setup)
+    assert sim.run()
+    return sim
+
+
+def trace_of(*rows: tuple[int, int, int, Sequence[int]]) -> Trace:
+    """Rows as (ms, input, output, blocks)."""
+    return Trace("t", 512, [Row(ms * 1000, i, o, tuple(b)) for ms, i, o, b in rows])
+
+
+def gaps_ms(sim: Simulation) -> list[float]:
+    """All gaps of a run."""
+    gaps: list[float] = measure(sim, 0.0).gaps_ms.tolist()
+    return gaps
+
+
+def balanced(sim: Simulation) -> None:
+    """Everything that was promised, reserved or sent has been given back."""
+    assert sim.conductor.promised() == Promised(0, 0, 0, 0)
+    assert sim.conductor.waiting == 0
+    for node in sim.nodes.values():
+        assert node.dead or (node.waiting, node.running) == (0, 0)
+        assert node.dead or node._pool.free_count == node.info.kv_blocks
+    assert not sim.network._flows
+    assert not any(sim.network._out.values())
+    assert not any(sim.network._in.values())
+
+
+def complete(sim: Simulation) -> None:
+    """Nobody is lost, and each has its whole output, a gap for every token but the first."""
+    assert [one.outcome for one in sim.served] == ["completed"] * len(sim.trace.rows)
+    assert [one.generated for one in sim.served] == [r.output_tokens for r in sim.trace.rows]
+
+
+# Time.
+
+
+def test_a_request_alone_takes_what_the_formulas_say() -> None:
+    """TTFT is the prefill's cost, a gap a decode step's; KV that came meanwhile costs nothing."""
+    sim = ran(trace_of((0, 5_000, 4, range(10))), prefill=1, decode=1)
+    (served,) = sim.served
+    assert served.first_us == A800.prefill_us(5_000, 0, WHOLE)
+    steps = [A800.decode_step_us(1, 5_001 + k) / 1e3 for k in range(3)]
+    assert gaps_ms(sim) == pytest.approx(steps, abs=0.5)
+    assert measure(sim, 0.0).summary["span_s"] == served.ended_us / 1e6
+
+
+def test_without_overlap_the_transfer_is_waited_for() -> None:
+    """KV that only moves when prefill has ended delays the second token by its bytes."""
+    trace = trace_of((0, 50_000, 3, range(98)))
+    with_overlap, without = (ran(trace, overlap=overlap) for overlap in (True, False))
+    moved_ms = 50_000 * SMALL.profile.kv_bytes_per_token / SMALL.profile.link_bytes_per_s * 1e3
+    assert gaps_ms(without)[0] - gaps_ms(with_overlap)[0] == pytest.approx(moved_ms, rel=0.01)
+    assert gaps_ms(without)[1] == gaps_ms(with_overlap)[1]
+
+
+def test_chunks_cost_a_pass_each() -> None:
+    """Chunked prefill computes the same in more passes, each with its base."""
+    trace = trace_of((0, 5_000, 1, range(10)))
+    sim = ran(trace, chunk_tokens=1_024)
+    first_us = sim.served[0].first_us
+    assert first_us == pytest.approx(A800.prefill_us(5_000, 0, 1_024), abs=5)  # rounded per pass
+    assert first_us > A800.prefill_us(5_000, 0, WHOLE)
+
+
+def test_one_prompt_at_a_time_unless_told_otherwise() -> None:
+    """The second prompt of a prefill instance waits for the first, or shares its pass."""
+    trace = trace_of((0, 5_000, 1, range(10)), (0, 5_000, 1, range(10, 20)))
+    alone, together = (ran(trace, prefill=1, prefill_seqs=seqs) for seqs in (1, 2))
+    first_us = A800.prefill_us(5_000, 0, WHOLE)
+    assert [one.first_us for one in alone.served] == [first_us, 2 * first_us]
+    firsts = [one.first_us for one in together.served]
+    assert firsts[0] == firsts[1]
+    assert first_us < firsts[0] < 2 * first_us
+
+
+@pytest.mark.parametrize("breakdowns", [(), ("kill",), ("slow",)])
+def test_passes_taken_in_one_go_end_when_single_ones_do(
+    breakdowns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Skipping over passes that are alike changes no time of any request, nor of any gap."""
+    faults = tuple(Breakdown(what, "d001", 12_345_678, 1.5) for what in breakdowns)
+    quick = ran(breakdowns=faults)
+    monkeypatch.setattr(Batch, "steady", lambda self: 0)
+    slow = ran(breakdowns=faults)
+    assert len(quick.nodes["d000"].ends) > 100
+    assert quick.nodes["d000"].ends == slow.nodes["d000"].ends
+    assert gaps_ms(quick) == gaps_ms(slow)
+    assert measure(quick, 0.0).rows == measure(slow, 0.0).rows
+    assert quick.digest.hex() == slow.digest.hex()
+
+
+# Determinism.
+
+
+def test_the_same_inputs_give_the_same_digest() -> None:
+    """A run can be repeated; another seed is another run where the policy draws."""
+    first, again, other = (ran(tuning=tuned("random"), seed=seed) for seed in (7, 7, 8))
+    assert first.digest.hex() == again.digest.hex() != other.digest.hex()
+    figures = [measure(sim, 0.0).summary for sim in (first, again)]
+    assert figures[0] == figures[1]
+
+
+def test_looking_more_often_changes_nothing() -> None:
+    """Samples of the load are taken without touching the run."""
+    often, seldom = (ran(sample_us=every) for every in (77_777, 1_000_000_000))
+    assert len(often.samples) > 100 * len(seldom.samples)
+    assert often.digest.hex() == seldom.digest.hex()
+    assert gaps_ms(often) == gaps_ms(seldom)
+    busy = [[node.busy_us for node in sim.nodes.values()] for sim in (often, seldom)]
+    assert busy[0] == busy[1]
+
+
+def test_no_order_of_hashing_shows() -> None:
+    """Two PYTHONHASHSEEDs give one digest, under every policy."""
+    program = (
+        "from tests.sim.test_simulation import *\n"
+        "for name in POLICIES: print(name, ran(tuning=tuned(name)).digest.hex())\n"
+    )
+    printed = []
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert printed[0].count("\n") == len(POLICIES)
+
+
+def test_a_known_run_stays_what_it_is() -> None:
+    """A new digest of this small trace is a change of decisions or times, made on purpose."""
+    trace = trace_of(
+        (0, 1_500, 3, (0, 1, 2)), (0, 600, 1, (0, 9)), (100, 2_000, 2, (0, 1, 2, 3)),
+        (5_000, 2_040, 5, (0, 1, 2, 3)),
+    )  # fmt: skip
+    sim = ran(trace, prefill=2, decode=1)
+    assert sim.digest.hex() == "79b3658d754d91534724035ab64cc7c3b6a8790d56c3cc6298210fdc0ac42aac"
+
+
+# Nobody is lost.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_everybody_and_balances(policy: str) -> None:
+    """All requests complete, and at the end nothing is promised, held or under way."""
+    sim = ran(tuning=tuned(policy))
+    complete(sim)
+    balanced(sim)
+    found = measure(sim, 0.0)
+    assert len(found.gaps_ms) == sum(row.output_tokens - 1 for row in CHAT.rows)
+    assert found.summary["policy"] == policy
+    assert found.summary["hit_rate_tokens"] <= found.summary["hit_rate_available"]
+
+
+@pytest.mark.parametrize("policy", ["kvcache_centric", "late_binding"])
+@pytest.mark.parametrize("instance", ["p001", "d001"])
+def test_a_killed_instance_loses_no_request(instance: str, policy: str) -> None:
+    """What was there goes on elsewhere, and has its whole output, whether or not it comes back."""
+    for back in ((), (Breakdown("join", instance, 25_000_000),)):
+        kill = Breakdown("kill", instance, 15_000_000)
+        sim = ran(tuning=tuned(policy), breakdowns=(kill, *back))
+        complete(sim)
+        balanced(sim)
+        again = [one for one in sim.served if one.attempts > 1]
+        assert again
+        assert sum(one.wasted_us for one in again) >= 0
+        names = {sim.served[-1].decision.prefill, sim.served[-1].decision.decode}
+        assert back or instance not in names
+
+
+def test_a_resumed_request_keeps_the_tokens_it_had() -> None:
+    """A decode instance dies: the prompt and what was generated are prefilled, the rest decoded."""
+    trace = trace_of((0, 5_000, 200, range(10)))
+    sim = ran(trace, breakdowns=(Breakdown("kill", "d000", 2_000_000),))
+    (served,) = sim.served
+    complete(sim)
+    assert (served.attempts, len(served.calls)) == (2, 2)
+    had = 1 + sum(last - first for first, last in served.calls[0][1].spans)
+    assert 10 < had < 100
+    assert served.decision.prompt_tokens == 5_000 + had
+    rest = sum(last - first for first, last in served.calls[1][1].spans)
+    assert had + 1 + rest == 200
+
+
+def test_a_slow_instance_is_slow_from_then_on() -> None:
+    """Its passes take as much longer as was said."""
+    trace = trace_of((0, 1_000, 100, (0, 1)))
+    sim = ran(trace, decode=1, breakdowns=(Breakdown("slow", "d000", 1_000_000, 3.0),))
+    gaps = gaps_ms(sim)
+    assert gaps[-1] == pytest.approx(3 * gaps[1], rel=0.01)
+
+
+def test_a_cluster_that_is_gone_fails_its_requests() -> None:
+    """Where no instance comes back, requests end as failed or refused, and are counted."""
+    kills = tuple(Breakdown("kill", name, 10_000_000) for name in ("d000", "d001"))
+    sim = ran(breakdowns=kills)
+    found = measure(sim, 0.0).summary
+    assert found["failed"] > 0
+    assert found["completed"] + found["rejected"] + found["failed"] == len(CHAT.rows)
+    assert all(one.why for one in sim.served if one.outcome != "completed")
+
+
+# Refusing.
+
+
+def test_who_would_be_late_is_refused_before_any_work() -> None:
+    """With refusal nobody who is served misses the TTFT goal, and no prefill is wasted."""
+    rows = [(0, 10_000, 100, range(20 * k, 20 * k + 20)) for k in range(40)]
+    burst = trace_of(*rows)
+    all_served, refused = (ran(burst, tuning=tuned(refuse=refuse)) for refuse in ("none", "ttft"))
+    complete(all_served)
+    balanced(refused)
+    found = measure(refused, 0.0)
+    assert found.summary["rejected"] > 10
+    assert found.summary["completed"] + found.summary["rejected"] == len(rows)
+    assert found.summary["wasted_prefill_s"] == 0
+    assert found.summary["attainment_ttft"] == found.summary["completed"] / len(rows)
+    assert found.summary["attainment_ttft"] >= measure(all_served, 0.0).summary["attainment_ttft"]
+
+
+# Caches.
+
+
+def test_a_global_pool_finds_more_than_each_instance_alone() -> None:
+    """With own caches only, a prefix is found where it was computed; in a pool, by everybody."""
+    local, pooled = (ran(tuning=tuned("random"), pooled=pooled) for pooled in (False, True))
+    hits = [measure(sim, 0.0).summary["hit_rate_tokens"] for sim in (local, pooled)]
+    assert hits[0] < hits[1]
+    complete(pooled)
+    balanced(pooled)
+
+
+def test_kept_output_is_found_by_the_next_turn() -> None:
+    """Decode instances that keep what they made save the next turn from computing it."""
+    turns = synthesize(2, 60, 0.05, Shape(turns=6.0, output_tokens=2_000, open_sessions=8))
+    without, kept = (ran(turns, keep_output=keep) for keep in (False, True))
+    hits = [measure(sim, 0.0).summary["hit_rate_blocks"] for sim in (without, kept)]
+    assert hits[0] < hits[1]
+    balanced(kept)
+
+
+def test_small_caches_hit_less() -> None:
+    """Hits grow with the blocks a cache holds; none holds none."""
+    sims = [ran(cache_blocks=blocks) for blocks in (0, 50, None)]
+    hits = [measure(sim, 0.0).summary["hit_rate_blocks"] for sim in sims]
+    assert hits[0] == 0
+    assert hits[0] < hits[1] < hits[2]
+
+
+def test_fetched_prefixes_are_counted_and_kept() -> None:
+    """Algorithm 1 keeps a copy of what it fetches: bytes move, and blocks are counted."""
+    sim = ran()
+    found = measure(sim, 0.0).summary
+    assert found["migrations"] > 0
+    assert found["transfers"] > len(CHAT.rows)  # to decode, and the copies
+    assert found["transfer_bytes"] > sum(r.input_tokens for r in CHAT.rows) * 327_680
+
+
+# Mixed.
+
+
+def test_mixed_instances_do_both() -> None:
+    """A coupled cluster decodes where it prefills; nothing moves, and everybody is served."""
+    sim = ran(prefill=0, decode=0, mixed=3, chunk_tokens=2_048, tuning=tuned("cache_aware"))
+    complete(sim)
+    balanced(sim)
+    assert all(one.decision.prefill == one.decision.decode for one in sim.served)
+    assert sim.network.transfers == 0
+
+
+# Figures.
+
+
+def test_the_papers_tbt_is_the_mean_of_the_longest_tenth() -> None:
+    """Of 39 gaps the three longest count; of fewer than ten, the longest."""
+    trace = trace_of((0, 1_000, 40, (0, 1)), (900, 30_000, 2, range(2, 61)))
+    sim = ran(trace, prefill=1, decode=1)
+    rows = measure(sim, 0.0).rows
+    gaps = gaps_ms(sim)
+    assert rows[0].tbt_ms == pytest.approx(np.sort(gaps[:39])[-3:].mean(), rel=1e-6)
+    assert rows[1].tbt_ms == pytest.approx(gaps[39], rel=1e-6)
+
+
+def test_hindsight_knows_who_was_really_ahead() -> None:
+    """The best place counts when instances were free; a lonely request was at its best."""
+    sim = ran(trace_of((0, 5_000, 1, range(10))))
+    assert counterfactual_s(sim.served[0]) == ("p000", A800.prefill_us(5_000, 0, WHOLE) / 1e6)
+    trace = trace_of(*((0, 20_000, 1, range(k * 40, k * 40 + 40)) for k in range(3)))
+    waits = ran(trace, tuning=tuned("random"), seed=3)
+    regrets = [one.first_us / 1e6 - counterfactual_s(one)[1] for one in waits.served]
+    assert min(regrets) == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prefill": 0}, "prefill"),
+        ({"mixed": 2}, "mixed"),
+        ({"cache_blocks": -1}, "cache_blocks"),
+        ({"eviction": "mru"}, "eviction"),
+        ({"tuning": Tuning(policy="best")}, "policy"),
+        ({"breakdowns": (Breakdown("kill", "p009", 0),)}, "fault"),
+    ],
+)
+def test_what_makes_no_sense_is_named(changes: dict[str, Any], field: str) -> None:
+    """A wrong setup is told by its field before anything runs."""
+    with pytest.raises(ConfigError, match=field):
+        ran(**changes)
