@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": "moonserve.cli.doctor:doctor",
     "model": "moonserve.cli.model:model",
     "trace": "moonserve.cli.trace:trace",
+    "simulate": "moonserve.cli.simulate:simulate",
     "gateway": "moonserve.cli.roles:gateway",
     "worker": "moonserve.cli.roles:worker",
 }

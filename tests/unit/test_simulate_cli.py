@@ -1,0 +1,240 @@
+"""`moonserve simulate`: its options, its figures, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pstats
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moonserve.cli import cli
+from moonserve.core.policies import POLICIES
+from moonserve.core.profiles import PROFILES
+from moonserve.sim.synthesize import synthesize
+from moonserve.sim.trace import write_trace
+
+STABLE = {
+    *("policy", "requests", "completed", "rejected", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s"),
+    *("ttft_p99_s", "tbt_p50_ms", "tbt_p90_ms", "tbt_p99_ms", "attainment", "attainment_ttft"),
+    *("goodput_rps", "goodput_tokens_per_s", "hit_rate_tokens", "hit_rate_blocks"),
+    *("prefill_gpu_s_mean", "wasted_prefill_s", "imbalance", "transfers", "digest", "cpu_s"),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A trace of 40 requests."""
+    file = tmp_path / "chat.jsonl"
+    with file.open("w") as out:
+        write_trace(synthesize(3, 40, 2.0), out)
+    return file
+
+
+def run(*argv: str | Path, code: int = 0) -> Result:
+    """Run `moonserve simulate` on two prefill and two decode instances, in this process."""
+    cluster = [] if "--mixed" in argv else ["--prefill", "2", "--decode", "2"]
+    done = CliRunner().invoke(cli, ["simulate", *map(str, argv[:1]), *cluster, *map(str, argv[1:])])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def figures(*argv: str | Path) -> dict[str, object]:
+    """Its --json."""
+    found: dict[str, object] = json.loads(run(*argv, "--json").stdout)
+    return found
+
+
+def test_json_has_the_stable_names(path: Path) -> None:
+    """Every figure that others read is there, and has a value."""
+    found = figures(path)
+    assert found.keys() >= STABLE
+    assert not [name for name in STABLE if found[name] is None]
+    assert (found["trace"], found["requests"], found["completed"]) == ("chat", 40, 40)
+
+
+def test_the_table_says_the_same(path: Path) -> None:
+    """People read the figures of --json, with the goals beside them."""
+    found = figures(path)
+    table = run(path, "--ttft-slo", "5", "--tbt-slo", "90").stdout
+    assert "chat at 1x" in table
+    assert "2 prefill + 2 decode, kvcache_centric, a800-loaded" in table
+    assert f"mean {found['ttft_mean_s']:.2f} s" in table
+    assert "goal 5 s met by" in table
+    assert "goal 90 ms met by" in table
+    assert str(found["digest"]) in table
+
+
+def test_options_reach_the_simulation(path: Path) -> None:
+    """Each option makes another run of it, or another measure."""
+    usual = figures(path)
+    for argv in (
+        ("--policy", "random"),
+        ("--speed", "4"),
+        ("--profile", "h800"),
+        ("--cache-blocks", "0"),
+        ("--limit", "20"),
+        ("--ttft-slo", "0.1", "--refuse", "ttft"),
+        ("--speed", "9", "--prefill-seqs", "8"),
+        ("--chunk-tokens", "512"),
+        ("--no-overlap",),
+        ("--pool", "global"),
+        ("--mixed", "3"),
+        ("--fault", "kill:p000@3", "--fault", "join:p000@6"),
+        ("--fault", "slow:d001@2x3"),
+    ):
+        assert figures(path, *argv)["digest"] != usual["digest"], argv
+    assert figures(path, "--seed", "5")["digest"] == usual["digest"], "this policy does not draw"
+    assert figures(path, "--tbt-slo", "1")["attainment"] == 0
+    infinite = figures(path, "--cache-blocks", "infinite", "--eviction", "fifo")
+    assert infinite["hit_rate_tokens"] >= usual["hit_rate_tokens"]
+    racks = figures(path, "--racks", "2", "--keep-output", "--threshold", "2")
+    assert racks["completed"] == 40
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_can_be_named(path: Path, policy: str) -> None:
+    """What live can do, simulation can."""
+    assert figures(path, "--policy", policy, "--limit", "10")["policy"] == policy
+
+
+def test_a_profile_may_be_a_file(path: Path, tmp_path: Path) -> None:
+    """A profile written from a live run is read; a wrong one is told by its field."""
+    import msgspec
+
+    file = tmp_path / "mine.json"
+    file.write_bytes(msgspec.json.encode(PROFILES["h800"]))
+    assert (
+        figures(path, "--profile", file)["digest"] == figures(path, "--profile", "h800")["digest"]
+    )
+    file.write_text('{"name": "x"}')
+    assert "mine.json is no profile" in run(path, "--profile", file, code=2).stderr
+
+
+def test_rows_are_written(path: Path, tmp_path: Path) -> None:
+    """--rows has a line for each request, with what was predicted and what came."""
+    file = tmp_path / "rows.csv"
+    run(path, "--rows", file)
+    with file.open() as written:
+        rows = list(csv.DictReader(written))
+    assert [row["id"] for row in rows] == [f"r{at:06}" for at in range(40)]
+    assert float(rows[0]["ttft_s"]) == float(rows[0]["predicted_ttft_s"])
+    assert {row["met_ttft"] for row in rows} == {"True"}
+
+
+class _Page(HTMLParser):
+    """Elements of a page, and whether all that were opened were closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.seen: dict[str, int] = {}
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        assert not [value for name, value in attrs if name in ("src", "href")], "needs a network"
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("argv", [(), ("--mixed", "3"), ("--limit", "1"), ("--ttft-slo", "1e-6")])
+def test_the_page_stands_alone(path: Path, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    """--report is one well-formed file with its plots inside, however little there was to plot."""
+    file = tmp_path / "run.html"
+    refuse = ("--refuse", "ttft") if "1e-6" in argv else ()
+    run(path, "--report", file, *argv, *refuse)
+    page = _Page(file.read_text())
+    assert page.open == []
+    assert page.seen["figure"] == 9
+    assert page.seen["svg"] == (6 if refuse else 9), "no curves where nobody was served"
+    assert "[[" not in page.text
+    assert "nan" not in page.text.lower()
+    assert "import" not in page.text.split("</style>")[0]
+
+
+def test_a_request_is_explained(path: Path) -> None:
+    """--explain shows the candidates, why one won, and what was predicted beside what came."""
+    said = run(path, "--explain", "r000007").stdout
+    assert "request r000007: completed" in said
+    assert "kvcache_centric chose p00" in said
+    for instance in ("p000", "p001"):
+        assert instance in said.split("candidate")[1]
+    assert "predicted" in said
+    assert "with hindsight: p00" in said
+    told = figures(path, "--explain", "r000007")["explanation"]
+    assert isinstance(told, dict)
+    assert told["actual_ttft_ms"] == pytest.approx(told["predicted_ttft_ms"], rel=0.5)
+    assert len(told["candidates"]) == 2
+
+
+def test_a_refusal_is_explained(path: Path) -> None:
+    """Who was refused is told why, though nobody served it."""
+    said = run(path, "--explain", "r000000", "--refuse", "ttft", "--ttft-slo", "0.01").stdout
+    assert "request r000000: refused" in said
+    assert "10 ms" in said
+
+
+def test_the_profiler_says_where_time_went(path: Path, tmp_path: Path) -> None:
+    """--cprofile writes what pstats reads, and shows the first ten by their own time."""
+    file = tmp_path / "run.pstats"
+    done = run(path, "--cprofile", file, "--json")
+    assert json.loads(done.stdout)["completed"] == 40
+    assert "python -m pstats" in done.stderr
+    assert "tottime" in done.stderr
+    assert pstats.Stats(str(file)).total_calls > 1_000
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--fault", "kill:p000"), "--fault: kill:p000 is not kill:INSTANCE@SECONDS"),
+        (("--fault", "slow:p000@3"), "--fault"),
+        (("--fault", "slow:p000@3x0"), "--fault"),
+        (("--fault", "kill:p009@3"), "fault: p009 is none of d000, d001, p000, p001"),
+        (("--cache-blocks", "lots"), "--cache-blocks: lots is neither"),
+        (("--ttft-slo", "nan"), "--ttft-slo"),
+        (("--tbt-slo", "0"), "--tbt-slo"),
+        (("--threshold", "-1"), "--threshold"),
+        (("--speed", "0"), "speed"),
+        (("--profile", "b200"), "profile: b200 is neither"),
+        (("--explain", "r000040"), "--explain: r000040 is none of r000000 to r000039"),
+        (("--policy", "best"), "--policy"),
+        (("--prefill", "0"), "prefill"),
+    ],
+)
+def test_what_is_wrong_is_named(path: Path, argv: tuple[str, ...], named: str) -> None:
+    """A wrong option ends with 2, one line that names it, and nothing on stdout."""
+    done = run(path, *argv, code=2)
+    assert named in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_file_that_cannot_be_written_is_told_at_once(path: Path) -> None:
+    """Nothing is simulated for a report that has no place."""
+    done = run(path, "--report", "no/such/folder.html", code=1)
+    assert "no/such/folder.html" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_mixed_cluster_is_nothing_else(path: Path) -> None:
+    """--mixed stands alone; with --prefill beside it, it is refused."""
+    assert figures(path, "--mixed", "2")["prefill"] == 0
+    assert "mixed" in run(path, "--mixed", "2", "--prefill", "1", code=2).stderr
+
+
+def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    """A bad row is named by file, line and field."""
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n')
+    assert "bad.jsonl:1: hash_ids" in run(file, code=2).stderr
