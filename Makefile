@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench test-slow test-peer clean help
+.PHONY: up model test check fix docs bench paper paper-quick test-slow test-peer clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -23,6 +23,7 @@ TORCH_INDEX ?=
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
 BENCH := $(VENV)/.stamp-bench
+PAPER := $(VENV)/.stamp-paper
 
 help:
 	@sed -n '1,2s/^# //p' Makefile; echo; sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
@@ -43,6 +44,10 @@ $(DEV): $(RUN)
 # Wheels only: building llama.cpp here could take all memory.
 $(BENCH): $(RUN)
 	$(PIP) install --quiet --only-binary=xllamacpp --editable ".[bench]"
+	@touch $@
+
+$(PAPER): $(RUN)
+	$(PIP) install --quiet --editable ".[paper]"
 	@touch $@
 
 up: $(RUN) ## start a cluster on this machine
@@ -77,6 +82,13 @@ docs: $(RUN) ## write docs/cli.md from the program's help
 
 bench: $(BENCH) model ## tokens per second, beside llama.cpp
 	$(PY) bench/engine.py $(ARGS)
+
+# The public traces lie in ../shared/traces, or where MOONSERVE_TRACES says.
+paper: $(PAPER) ## the papers' figures and the table of policies, into docs/paper (20 minutes)
+	$(PY) -m bench.paper.make $(ARGS)
+
+paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
+	$(PY) -m bench.paper.make --quick --out build/paper $(ARGS)
 
 clean: ## remove what make made here (the model stays in the user's cache)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,6 +20,8 @@ _COMMANDS = {
     "doctor": "moonserve.cli.doctor:doctor",
     "model": "moonserve.cli.model:model",
     "trace": "moonserve.cli.trace:trace",
+    "sweep": "moonserve.cli.sweep:sweep",
+    "plan": "moonserve.cli.plan:plan",
     "simulate": "moonserve.cli.simulate:simulate",
     "gateway": "moonserve.cli.roles:gateway",
     "worker": "moonserve.cli.roles:worker",

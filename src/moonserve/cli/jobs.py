@@ -1,0 +1,75 @@
+"""Calls in processes of their own, a few at a time: for sweeps, and for the paper's figures.
+
+A process a call: one that dies takes no other with it. Starting one takes about half a second, so
+calls should take longer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from moonserve.core.errors import MoonserveError
+
+T = TypeVar("T")
+
+
+class Failed:
+    """What became of a call that gave no result."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def run_jobs(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[int, T | Failed]]:
+    """(index of the call, its result) as they end. Left early, those that run are ended.
+
+    Calls can be pickled, and so can what they give.
+    """
+    context = multiprocessing.get_context("spawn")
+    todo = iter(enumerate(calls))
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    try:
+        while True:
+            while len(running) < at_once and (item := next(todo, None)) is not None:
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(item[1], theirs), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = (item[0], process)
+            if not running:
+                return
+            ready = wait(list(running))
+            for ours in [one for one in running if one in ready]:
+                at, child = running.pop(ours)
+                yield at, _outcome(ours, child)
+    finally:
+        for _, child in running.values():
+            child.terminate()
+            child.join()
+
+
+def _outcome(ours: Connection, process: BaseProcess) -> Any:
+    try:
+        outcome = ours.recv()
+    except EOFError:
+        process.join()
+        outcome = Failed(f"its process ended with {process.exitcode}")
+    ours.close()
+    process.join()
+    return outcome
+
+
+def _work(call: Callable[[], object], theirs: Connection) -> None:
+    """What a process does. A bug's traceback goes to stderr, as from any process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
+    try:
+        outcome = call()
+    except MoonserveError as err:
+        outcome = Failed(str(err))
+    theirs.send(outcome)
+    theirs.close()

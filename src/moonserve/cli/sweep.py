@@ -1,0 +1,154 @@
+"""`moonserve sweep`: one simulation for every combination of settings, on all cores.
+
+A face over sim/sweep; nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from moonserve.core.errors import ConfigError
+
+_SHOWN = {
+    "ttft_mean_s": "10.2f",
+    "ttft_p90_s": "10.2f",
+    "tbt_p90_ms": "10.0f",
+    "attainment": "10.4f",
+    "goodput_rps": "11.2f",
+    "hit_rate_tokens": "15.4f",
+}
+
+
+@click.command(short_help="Simulate every combination of settings.")
+@click.argument("grid", required=False, type=click.File())
+@click.option("--trace", metavar="FILE,…", help="Traces of requests.")
+@click.option("--policy", metavar="NAME,…", help="Placement policies.")
+@click.option("--speed", metavar="X,…", help="Replay speeds; 2 is twice as fast.")
+@click.option("--split", metavar="P+D,…", help="Prefill and decode instances; 16 is mixed ones.")
+@click.option("--refuse", metavar="WHAT,…", help="none, ttft or both: which misses are refused.")
+@click.option("--seed", metavar="N,…", help="Seeds.")
+@click.option("--set", "more", multiple=True, metavar="NAME=V,…", help="Any other axis.")
+@click.option("-j", "--jobs", type=click.IntRange(min=1), help="At a time.  [default: all cores]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write .csv or .json here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def sweep(
+    grid: TextIO | None,
+    more: Sequence[str],
+    jobs: int | None,
+    output: Path | None,
+    as_json: bool,
+    **flags: str | None,
+) -> None:
+    """Simulate every combination of the values given, and tabulate what came out.
+
+    GRID is a YAML file of axes: a name, and one value or a list. Flags replace axes of GRID. An
+    axis is trace, speed, split, profile, ttft_slo_s, tbt_slo_ms, or any setting of the simulated
+    cluster, as cache_blocks, eviction, pooled, chunk_tokens or kvcache_balancing_threshold; a
+    wrong name prints them all. Where nothing else is said: 8+8 of profile a800-loaded, 30 s to
+    the first token, 200 ms between tokens, refuse none.
+
+    A cell that fails is told and named in the table; the others go on. Ctrl-C keeps what is done.
+
+    \b
+    Example:
+      moonserve sweep --trace t.jsonl --policy kvcache_centric,late_binding --speed 1,1.5,2
+    """
+    from moonserve.sim.sweep import grid as make
+
+    if output is not None and output.suffix not in (".csv", ".json"):
+        raise ConfigError(f"{output} must end in .csv or .json", "output")
+    axes = _read(grid) if grid else {}
+    axes |= {name: text.split(",") for name, text in flags.items() if text is not None}
+    axes |= dict(_axis(text) for text in more)
+    cells = make(axes)
+    varied = [n for n in cells[0].values if len({str(c.values[n]) for c in cells}) > 1]
+    done: dict[int, dict[str, Any]] = {}
+    try:
+        _run(cells, jobs or os.cpu_count() or 1, varied, done)
+    finally:  # also where it is interrupted
+        rows = [done[at] for at in sorted(done)]
+        if output is not None:
+            _write(rows, output)
+        if as_json:
+            click.echo(json.dumps(rows))
+        else:
+            _print(rows, varied)
+    if any("error" in row for row in rows):
+        click.get_current_context().exit(1)
+
+
+def _read(file: TextIO) -> dict[str, Any]:
+    """The axes of a YAML file."""
+    import yaml
+
+    try:
+        read = yaml.safe_load(file)
+    except yaml.YAMLError as err:
+        raise ConfigError(f"is no YAML: {err}", file.name) from None
+    if not isinstance(read, dict):
+        raise ConfigError("must be a mapping of axes to values, as speed: [1, 2]", file.name)
+    return read
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    name, equals, values = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} must be as cache_blocks=1000,5000", "set")
+    return name.replace("-", "_"), values.split(",")
+
+
+def _run(
+    cells: Sequence[Any], jobs: int, varied: Sequence[str], done: dict[int, dict[str, Any]]
+) -> None:
+    """Fill `done`, by number of the cell, and tell each on stderr."""
+    from moonserve.cli.jobs import Failed, run_jobs
+
+    calls = [partial(cell.run, time.process_time) for cell in cells]
+    for at, outcome in run_jobs(calls, jobs):
+        values = cells[at].values
+        if isinstance(outcome, Failed):
+            done[at] = {**values, "error": outcome.reason}
+            told = f"failed: {outcome.reason}"
+        else:
+            done[at] = outcome
+            told = f"attainment {outcome['attainment']:.4f}, {outcome['cpu_s']:.1f} CPU s"
+        what = " ".join(f"{name}={values[name]}" for name in varied)
+        click.echo(f"{len(done)}/{len(cells)}  {what}  {told}", err=True)
+
+
+def _write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        if path.suffix == ".json":
+            json.dump(rows, file, indent=1)
+            return
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = csv.DictWriter(file, list(names))
+        table.writeheader()
+        table.writerows(rows)
+
+
+def _print(rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
+    widths = {n: max(len(n), *(len(str(row[n])) for row in rows)) for n in varied if rows}
+    heads = [f"{name:<{width}}" for name, width in widths.items()]
+    heads += [f"{name:>{int(form.partition('.')[0])}}" for name, form in _SHOWN.items()]
+    click.echo("  ".join(heads))
+    for row in rows:
+        cells = [f"{row[name]!s:<{width}}" for name, width in widths.items()]
+        if "error" in row:
+            cells.append(str(row["error"]))
+        else:
+            cells += [_figure(row[name], form) for name, form in _SHOWN.items()]
+        click.echo("  ".join(cells))
+
+
+def _figure(value: float | None, form: str) -> str:
+    return f"{'-':>{int(form.partition('.')[0])}}" if value is None else f"{value:{form}}"

@@ -1,0 +1,281 @@
+"""How fast may a trace come, and how should instances be split? Answers by search.
+
+For `moonserve plan` and the table of policies. A search runs few simulations, remembers them, and
+leaves each as soon as too many requests have missed their TTFT. Beside it stand two kinds of bound
+that need none: fluid ones, and one queue before an ideal shared pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heapreplace
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from moonserve.core.units import Micros
+from moonserve.sim.cache import Cache
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.metrics import measure
+from moonserve.sim.served import Served
+from moonserve.sim.setup import Setup
+from moonserve.sim.trace import Trace, scale
+
+Figure: TypeAlias = Literal["attainment", "attainment_ttft"]
+MOST = 100.0
+"""No search goes beyond this speed."""
+_WHOLE = 1 << 40
+
+
+class Try(msgspec.Struct, frozen=True):
+    """What came of one speed. Where it was left early, attained shares are upper bounds."""
+
+    speed: float
+    attainment: float
+    attainment_ttft: float
+    attainment_tbt: float | None
+    """None: left early."""
+
+
+class Trials:
+    """One setup and trace at any speed; each speed is simulated once."""
+
+    def __init__(self, trace: Trace, setup: Setup, target: float) -> None:
+        self.trace = trace
+        self.setup = setup
+        self.target = target
+        self.tries: dict[float, Try] = {}
+
+    def __call__(self, speed: float) -> Try:
+        """Simulate at that speed, or remember."""
+        if speed not in self.tries:
+            self.tries[speed] = self._simulate(speed)
+        return self.tries[speed]
+
+    def _simulate(self, speed: float) -> Try:
+        sim = Simulation(scale(self.trace, speed), self.setup)
+        misses = _Misses(sim)
+        count = len(self.trace.rows)
+        if not sim.run(lambda: misses.count() > (1 - self.target) * count):
+            share = 1 - misses.missed / count
+            return Try(speed, share, share, None)
+        found = measure(sim, 0.0).summary
+        return Try(speed, found["attainment"], found["attainment_ttft"], found["attainment_tbt"])
+
+
+class _Misses:
+    """Requests that have missed their TTFT for certain, while a simulation goes on."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._seen = 0
+        self._open: list[Served] = []
+        self.missed = 0
+
+    def count(self) -> int:
+        served, goal_us = self._sim.served, self._sim.setup.goal.ttft_us
+        now_us = self._sim.clock.now_us
+        self._open += served[self._seen :]
+        self._seen = len(served)
+        still = []
+        for one in self._open:
+            first_us = now_us if one.first_us is None else one.first_us
+            late = goal_us is not None and first_us - one.arrived_us > goal_us
+            if late or one.outcome in ("refused", "failed"):
+                self.missed += 1
+            elif one.first_us is None:
+                still.append(one)
+        self._open = still
+        return self.missed
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The highest speed, and the lowest above it that was seen to miss."""
+
+    speed: float | None
+    """None: not even at one step of the tolerance."""
+    missed: Try | None
+    """None: nothing was missed up to MOST."""
+
+
+def max_speed(
+    at: Callable[[float], Try],
+    target: float,
+    guess: float,
+    tolerance: float = 0.05,
+    figure: Figure = "attainment",
+) -> Found:
+    """The highest multiple of `tolerance` at which the share `figure` is `target` or more.
+
+    Gallops from `guess` to a bracket, then bisects. Attainment need not fall steadily with speed
+    (a burst may fall differently), so what bisection ends with counts only if the next two steps
+    miss as well; where one attains, the search walks on from there. A dip wider than that is not
+    seen through: the answer is where misses begin, not the last speed that happens to attain.
+    """
+
+    def attains(step: int) -> bool:
+        tried = at(round(step * tolerance, 9))
+        share = tried.attainment if figure == "attainment" else tried.attainment_ttft
+        return share >= target
+
+    low = high = max(1, round(guess / tolerance))
+    while attains(high):
+        low, high = high, max(high + 1, high * 5 // 4)
+        if high * tolerance > MOST:
+            return Found(round(low * tolerance, 9), None)
+    while not attains(low):
+        low, high = min(low - 1, low * 4 // 5), low
+        if low < 1:
+            return Found(None, at(round(high * tolerance, 9)))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if attains(middle) else (low, middle)
+    while attains(low + 1) or attains(low + 2):
+        low += 1 if attains(low + 1) else 2
+    return Found(round(low * tolerance, 9), at(round((low + 1) * tolerance, 9)))
+
+
+# Bounds.
+
+
+def decode_bound(trace: Trace, setup: Setup) -> float:
+    """The speed at which decode instances, evenly and fully loaded, just meet the TBT objective.
+
+    Fluid: the batch whose step takes as long as the objective, or that fills the KV, at the mean
+    context of a generated token; against the trace's rate of output tokens.
+    """
+    rows = trace.rows
+    tokens = sum(row.output_tokens for row in rows)
+    weighted = sum(row.output_tokens * (row.input_tokens + row.output_tokens / 2) for row in rows)
+    context = weighted / tokens
+    cost = setup.profile.cost()
+    base, per_seq, per_context = cost.pass_us[4:]
+    batch = setup.profile.kv_tokens / context
+    if setup.goal.tbt_us is not None:
+        batch = min(batch, (setup.goal.tbt_us - base) / (per_seq + per_context * context))
+    step_us = base + (per_seq + per_context * context) * batch
+    per_s = max(0.0, batch) / step_us * 1e6 * (setup.decode or setup.mixed)
+    return per_s * _span_s(trace) / tokens
+
+
+def prefill_bound(trace: Trace, setup: Setup) -> float:
+    """The speed at which prefill instances are busy all the time, with an ideal shared cache."""
+    work_s = sum(_ideal_us(trace, setup)) / 1e6
+    return (setup.prefill or setup.mixed) * _span_s(trace) / work_s
+
+
+def _span_s(trace: Trace) -> float:
+    """At least a microsecond."""
+    return max(1, trace.rows[-1].at_us - trace.rows[0].at_us) / 1e6
+
+
+def _ideal_us(trace: Trace, setup: Setup) -> list[Micros]:
+    """Prefill times where every block that anybody computed before is at hand."""
+    cost, size = setup.profile.cost(), trace.block_size
+    cache: Cache[int] = Cache(None)
+    times = []
+    for row in trace.rows:
+        cached = min(cache.run(row.blocks), (row.input_tokens - 1) // size) * size
+        cache.insert(row.blocks)
+        times.append(cost.prefill_us(row.input_tokens, cached, _WHOLE))
+    return times
+
+
+def central_queue(trace: Trace, setup: Setup, speed: float, refuse: bool) -> tuple[float, float]:
+    """One first-come-first-served queue before all prefill instances and an ideal shared pool.
+
+    Shares of requests and of input tokens that meet the TTFT objective. `refuse`: whoever cannot
+    meet it when its turn comes is dropped. Nothing moves, so nothing waits for KV: with this order
+    of service nobody does better.
+    """
+    times = _ideal_us(trace, setup)
+    free = [0] * (setup.prefill or setup.mixed)
+    heapify(free)
+    goal_us = setup.goal.ttft_us
+    met = tokens = 0
+    for row, work_us in zip(trace.rows, times, strict=True):
+        at_us = round(row.at_us / speed)
+        ends_us = max(free[0], at_us) + work_us
+        in_time = goal_us is None or ends_us - at_us <= goal_us
+        if in_time or not refuse:
+            heapreplace(free, ends_us)
+        if in_time:
+            met += 1
+            tokens += row.input_tokens
+    total = sum(row.input_tokens for row in trace.rows)
+    return met / len(trace.rows), tokens / total
+
+
+# The split.
+
+
+class Split(msgspec.Struct, frozen=True):
+    """One way to divide the instances, and what it serves."""
+
+    prefill: int
+    decode: int
+    speed: float | None
+    """None: no faster than the best so far, by one simulation, or too slow to be measured."""
+    binds: Literal["prefill", "decode", "nothing"]
+    """What misses first above that speed: TTFT binds prefill, TBT decode."""
+    prefill_bound: float
+    decode_bound: float
+    missed: Try | None
+
+
+def plan(
+    trace: Trace,
+    setup: Setup,
+    nodes: int,
+    target: float = 0.99,
+    tolerance: float = 0.05,
+    tell: Callable[[Split], None] = lambda split: None,
+) -> list[Split]:
+    """The best split first, then those it was compared with, in the order they were tried.
+
+    Begins where the fluid bounds of prefill and decode are nearest to each other, and walks to a
+    neighbour as long as that one is faster; one simulation shows whether it is. More prefill means
+    less decode, so there is one peak but for noise.
+    """
+
+    def made(prefill: int) -> Setup:
+        return msgspec.structs.replace(setup, prefill=prefill, decode=nodes - prefill, mixed=0)
+
+    def bounds(prefill: int) -> tuple[float, float]:
+        return prefill_bound(trace, made(prefill)), decode_bound(trace, made(prefill))
+
+    def look(prefill: int, to_beat: float | None) -> Split:
+        fluid = bounds(prefill)
+        trials = Trials(trace, made(prefill), target)
+        if to_beat is None:
+            found = max_speed(trials, target, min(fluid), tolerance)
+        else:
+            first = trials(to_beat + tolerance)
+            if first.attainment < target:
+                found = Found(None, first)
+            else:
+                found = max_speed(trials, target, to_beat + tolerance, tolerance)
+        split = Split(prefill, nodes - prefill, found.speed, _binds(found), *fluid, found.missed)
+        tell(split)
+        return split
+
+    best = look(max(range(1, nodes), key=lambda p: min(bounds(p))), None)
+    others: list[Split] = []
+    for step in (1, -1):
+        while 0 < best.prefill + step < nodes:
+            if any(split.prefill == best.prefill + step for split in others):
+                break
+            next_one = look(best.prefill + step, best.speed or 0.0)
+            if next_one.speed is None:
+                others.append(next_one)
+                break
+            others.append(best)
+            best = next_one
+    return [best, *others]
+
+
+def _binds(found: Found) -> Literal["prefill", "decode", "nothing"]:
+    if found.missed is None:
+        return "nothing"
+    tbt = found.missed.attainment_tbt
+    return "decode" if tbt is not None and tbt < found.missed.attainment_ttft else "prefill"

@@ -1,0 +1,131 @@
+"""Grids of simulations: named axes with their values, made into cells that run by themselves.
+
+For `moonserve sweep` and the paper's figures. An axis is a setting of Setup or of Tuning, or one of
+the few that stand for several (see SPECIAL). Running many cells at a time is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.policies import Tuning
+from moonserve.core.profiles import PROFILES, Profile, profile_from_json, profile_of
+from moonserve.core.request import Slo
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.metrics import measure
+from moonserve.sim.setup import Setup
+from moonserve.sim.trace import read_trace, scale
+
+SPECIAL: Mapping[str, Any] = {
+    "trace": str,
+    "speed": float,
+    "split": str,
+    "profile": str,
+    "ttft_slo_s": float | None,
+    "tbt_slo_ms": float | None,
+}
+"""split: "8+8" is 8 prefill and 8 decode instances, "16" is 16 that do both. The objectives are
+what the Conductor works for and what attainment is measured by; null is none."""
+
+_NOT_ALONE = {"prefill", "decode", "mixed", "profile", "tuning", "goal", "breakdowns"}
+_TUNING = {f.name: f.type for f in msgspec.structs.fields(Tuning) if f.name != "slo"}
+_SETUP = {f.name: f.type for f in msgspec.structs.fields(Setup) if f.name not in _NOT_ALONE}
+AXES: Mapping[str, Any] = {**SPECIAL, **_TUNING, **_SETUP}
+"""What may be varied, and the type of its values."""
+
+_DEFAULTS: Mapping[str, Any] = {
+    "speed": 1.0,
+    "split": "8+8",
+    "profile": "a800-loaded",
+    "ttft_slo_s": 30.0,
+    "tbt_slo_ms": 200.0,
+    "refuse": "none",
+}
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One simulation of a grid, by the values that make it."""
+
+    values: dict[str, Any]
+    setup: Setup
+
+    def run(self, cpu_clock: Callable[[], float]) -> dict[str, Any]:
+        """Simulate: this cell's values and the summary's figures. `cpu_clock` counts seconds."""
+        began = cpu_clock()
+        trace = scale(read_trace(Path(self.values["trace"])), self.values["speed"])
+        sim = Simulation(trace, self.setup)
+        sim.run()
+        return {**self.values, **measure(sim, cpu_clock() - began).summary}
+
+
+def grid(axes: Mapping[str, Any]) -> list[Cell]:
+    """All combinations, the last axis fastest. A value by itself is an axis of one.
+
+    ConfigError names the axis, and the value that it does not take.
+    """
+    if "trace" not in axes:
+        raise ConfigError("is missing; name a file of requests", "trace")
+    lists: dict[str, list[Any]] = {}
+    for name, given in {**_DEFAULTS, **axes}.items():
+        if name not in AXES:
+            raise ConfigError(f"is none of {', '.join(AXES)}", name)
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        lists[name] = [_value(name, one) for one in (given if several else [given])]
+        if not lists[name]:
+            raise ConfigError("needs one value or more", name)
+    return [
+        Cell(values, setup_of(values))
+        for chosen in product(*lists.values())
+        for values in [dict(zip(lists, chosen, strict=True))]
+    ]
+
+
+def _value(name: str, given: Any) -> Any:
+    try:
+        return msgspec.convert(given, AXES[name], strict=False)
+    except msgspec.ValidationError as err:
+        raise ConfigError(f"{given!r}: {err}", name) from None
+
+
+def setup_of(values: Mapping[str, Any]) -> Setup:
+    """The setup that values of axes describe; `trace` and `speed` are no part of it."""
+    values = {**_DEFAULTS, **values}
+    ttft_s, tbt_ms = values["ttft_slo_s"], values["tbt_slo_ms"]
+    goal = Slo(
+        None if ttft_s is None else round(ttft_s * 1e6),
+        None if tbt_ms is None else round(tbt_ms * 1e3),
+    )
+    prefill, decode, mixed = _split(values["split"])
+    setup = Setup(
+        prefill=prefill,
+        decode=decode,
+        mixed=mixed,
+        profile=_profile(values["profile"]),
+        tuning=Tuning(slo=goal, **{k: v for k, v in values.items() if k in _TUNING}),
+        goal=goal,
+        **{k: v for k, v in values.items() if k in _SETUP},
+    )
+    setup.check()
+    return setup
+
+
+def _split(text: str) -> tuple[int, int, int]:
+    """Prefill, decode and mixed instances."""
+    parts = text.split("+")
+    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(f"{text!r} must be as 8+8 (prefill and decode), or 16 (mixed)", "split")
+    counts = [int(part) for part in parts]
+    return (0, 0, counts[0]) if len(counts) == 1 else (counts[0], counts[1], 0)
+
+
+def _profile(name: str) -> Profile:
+    path = Path(name)
+    if name in PROFILES or not path.is_file():
+        return profile_of(name)
+    return profile_from_json(path.read_bytes(), name)

@@ -1,0 +1,161 @@
+"""Grids: what an axis takes, what a cell gives, and that one cell's failure is its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moonserve.cli import cli
+from moonserve.cli.jobs import Failed, run_jobs
+from moonserve.core.errors import ConfigError
+from moonserve.sim.sweep import grid
+from moonserve.sim.synthesize import synthesize
+from moonserve.sim.trace import write_trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of forty requests."""
+    path = tmp_path_factory.mktemp("traces") / "t.jsonl"
+    with path.open("w") as file:
+        write_trace(synthesize(1, 40, 2.0), file)
+    return str(path)
+
+
+def run(*argv: str | Path) -> Result:
+    """Run `moonserve sweep` in this process; its cells have processes of their own."""
+    return CliRunner().invoke(cli, ["sweep", *map(str, argv)])
+
+
+def test_a_grid_is_every_combination() -> None:
+    """The cells are the product of the axes, in order, and each has the setup its values say."""
+    cells = grid(
+        {"trace": "t", "split": ["2+3", "4"], "policy": ["random", "cache_aware"], "seed": 7}
+    )
+    made = [(c.setup.prefill, c.setup.decode, c.setup.mixed, c.setup.tuning.policy) for c in cells]
+    assert made == [
+        *[(2, 3, 0, "random"), (2, 3, 0, "cache_aware")],
+        *[(0, 0, 4, "random"), (0, 0, 4, "cache_aware")],
+    ]
+    assert {cell.setup.seed for cell in cells} == {7}
+
+
+def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
+    """Settings of Setup and of Tuning are axes; objectives are set for both who use them."""
+    [cell] = grid(
+        {
+            "trace": "t",
+            "cache_blocks": None,
+            "kvcache_balancing_threshold": "2.5",
+            "pooled": "true",
+            "ttft_slo_s": "5",
+            "tbt_slo_ms": None,
+        }
+    )
+    setup = cell.setup
+    assert (setup.cache_blocks, setup.pooled) == (None, True)
+    assert setup.tuning.kvcache_balancing_threshold == 2.5
+    assert setup.goal == setup.tuning.slo
+    assert (setup.goal.ttft_us, setup.goal.tbt_us) == (5_000_000, None)
+
+
+@pytest.mark.parametrize(
+    ("axes", "field"),
+    [
+        ({"policy": ["random"]}, "trace"),
+        ({"trace": "t", "polcy": ["random"]}, "polcy"),
+        ({"trace": "t", "policy": ["none_such"]}, "policy"),
+        ({"trace": "t", "split": ["8:8"]}, "split"),
+        ({"trace": "t", "split": ["8+0"]}, "prefill and decode"),
+        ({"trace": "t", "speed": ["fast"]}, "speed"),
+        ({"trace": "t", "seed": []}, "seed"),
+        ({"trace": "t", "refuse": "all"}, "refuse"),
+        ({"trace": "t", "profile": "b900"}, "profile"),
+    ],
+)
+def test_a_wrong_axis_is_named(axes: dict[str, Any], field: str) -> None:
+    """An axis that does not exist, or a value it does not take, is told before anything runs."""
+    with pytest.raises(ConfigError) as caught:
+        grid(axes)
+    assert caught.value.field == field
+
+
+def test_rows_have_their_values_and_stable_names(trace: str, tmp_path: Path) -> None:
+    """CSV and JSON hold the same rows: the values of the cell, and the summary's figures."""
+    grid_file = tmp_path / "grid.yaml"
+    grid_file.write_text(f"trace: {trace}\nspeed: [1, 4]\npolicy: random\nsplit: 2+2\n")
+    out = tmp_path / "out.csv"
+    done = run(grid_file, "--policy", "cache_aware", "-j", "2", "-o", out, "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    with out.open() as file:
+        read = list(csv.DictReader(file))
+    assert [(row["speed"], row["policy"], row["split"]) for row in rows] == [
+        (1.0, "cache_aware", "2+2"),
+        (4.0, "cache_aware", "2+2"),
+    ]
+    for row, line in zip(rows, read, strict=True):
+        assert row["completed"] == 40
+        assert line["digest"] == row["digest"]
+        assert float(line["ttft_mean_s"]) == row["ttft_mean_s"]
+    assert rows[0]["ttft_mean_s"] < rows[1]["ttft_mean_s"]
+
+
+def test_a_cell_that_fails_loses_no_other(trace: str) -> None:
+    """A cell whose trace cannot be read is a row with its error; the command ends with 1."""
+    done = run("--trace", f"none.jsonl,{trace}", "--split", "1+1", "--json")
+    failed, good = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert "none.jsonl" in failed["error"]
+    assert good["completed"] == 40
+
+
+def test_a_process_that_dies_takes_no_other_with_it() -> None:
+    """A call whose process is killed gives Failed; results keep the number of their call."""
+    calls: list[Callable[[], object]] = [partial(os._exit, 3), partial(int, "7")]
+    results = dict(run_jobs(calls, 2))
+    assert results[1] == 7
+    assert isinstance(results[0], Failed)
+    assert "3" in results[0].reason
+
+
+def test_an_interrupted_sweep_keeps_what_is_done(trace: str, tmp_path: Path) -> None:
+    """After Ctrl-C the file holds the cells that had ended, and no process is left."""
+    out = tmp_path / "out.json"
+    seeds = ",".join(map(str, range(500)))
+    argv = ["sweep", "--trace", trace, "--seed", seeds, "-j", "1", "-o", str(out)]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "moonserve", *argv],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stderr is not None
+    assert child.stderr.readline().startswith("1/500")
+    child.send_signal(signal.SIGINT)
+    began_s = time.monotonic()
+    _, told = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "Traceback" not in told
+    assert 1 <= len(json.loads(out.read_text())) < 500
+    assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.parametrize("argv", [["--set", "seed"], ["-o", "x.txt"], ["--seed", "x"]])
+def test_bad_flags_are_one_line(trace: str, argv: list[str]) -> None:
+    """What cannot be understood ends with 2 and one line."""
+    done = run("--trace", trace, *argv)
+    assert done.exit_code == 2
+    assert len(done.stderr.splitlines()) == 1
