@@ -79,7 +79,7 @@ def explanation_of(served: Served) -> Explanation:
     """What was decided for a request, and what came of it."""
     from moonserve.core.explain import explanation, why
 
-    decision, first_us, ended_us = served.decision, served.first_us, served.ended_us
+    decision, first_us, ended_us = served.judged, served.first_us, served.ended_us
     because = why(decision) if decision is not None and served.attempts else served.why
     told = explanation(served.id, served.outcome, decision, because)
     told.attempts = served.attempts

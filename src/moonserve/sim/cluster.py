@@ -191,7 +191,8 @@ class Simulation:
         served.number = action.number
         served.decision = decision
         served.flow = None
-        served.tails = tuple(self._tails.items())
+        if served.first_us is None:
+            served.tails = tuple(self._tails.items())
         self._tails[node.name] = served
         length = decision.prompt_tokens
         load = partial(self._load_prefix, served, node, decision)
@@ -315,6 +316,7 @@ class Simulation:
         served.prefilled_us = now_us
         if served.first_us is None:
             served.first_us = now_us
+            served.placed = served.decision
             served.cached = call.cached
             served.available = max(served.available, call.cached)  # some came meanwhile
         served.generated += 1

@@ -87,7 +87,7 @@ def _paper_tbt_ms(gaps: Times) -> float | None:
 
 
 def _row(served: Served, gaps: Times, goal: Slo) -> RequestRow:
-    decision = served.decision
+    decision = served.judged
     first_us = served.first_us
     ttft_s = None if first_us is None else (first_us - served.arrived_us) / 1e6
     tbt_ms = _paper_tbt_ms(gaps)
@@ -201,7 +201,7 @@ def counterfactual_s(served: Served) -> tuple[str, float] | None:
     For each candidate: when the instance really was done with those before it, then the candidate's
     own transfer and compute. What this choice would have done to others is left out.
     """
-    decision = served.decision
+    decision = served.judged
     if decision is None or not served.tails:
         return None
     tails = dict(served.tails)

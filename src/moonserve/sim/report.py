@@ -51,7 +51,7 @@ def report(sim: Simulation, result: Result, title: str, subtitle: str) -> str:
 
 def why_slow(served: Served) -> str:
     """What a request's time to first token was made of: the largest parts, in seconds."""
-    decision, first_us = served.decision, served.first_us
+    decision, first_us = served.judged, served.first_us
     if decision is None or first_us is None:
         return "it has no first token"
     chosen = decision.candidates[0]
@@ -59,7 +59,7 @@ def why_slow(served: Served) -> str:
     fetched = chosen.reused_tokens - chosen.local_tokens
     ttft_us = first_us - served.arrived_us
     parts = [
-        (decision.waited_us, "waiting at the Conductor"),
+        (decision.waited_us, "until it was placed"),
         (chosen.queue_us, f"queued on {decision.prefill}"),
         (chosen.compute_us, f"computing {computed:,} tokens"),
         (chosen.transfer_us, f"loading {fetched:,} tokens"),
@@ -67,8 +67,8 @@ def why_slow(served: Served) -> str:
     ]
     largest = sorted((part for part in parts if part[0] * 10 >= ttft_us), reverse=True)
     said = ", ".join(f"{us / 1e6:.1f} s {what}" for us, what in largest)
-    again = f"placed {served.attempts} times; the last: " if served.attempts > 1 else ""
-    return again + said
+    again = f"; placed {served.attempts} times" if served.attempts > 1 else ""
+    return said + again
 
 
 # Headline.
@@ -257,8 +257,9 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
     most = max(1.0, running[:, decoding].max(initial=0.0))
     shown = shares.copy()
     shown[:, decoding] = running[:, decoding] / most
-    groups = np.array_split(np.arange(len(shown)), min(len(shown), columns(len(nodes))))
-    merged = np.array([shown[group].mean(0) for group in groups if len(group)])
+    step = -(-len(shown) // columns(len(nodes))) or 1  # samples of a column
+    starts = range(0, len(shown), step)
+    merged = np.array([shown[at : at + step].mean(0) for at in starts])
     bands = [
         Band(
             nodes[at].name,
@@ -277,12 +278,12 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
         )
         if value is not None
     ]
-    first, last = sim.samples[0].at_us / 1e6, sim.samples[-1].at_us / 1e6
-    note = "Share of time busy"
+    last_s = len(starts) * step * sim.setup.sample_us / 1e6
+    note = "Share of time busy, the mean at the right"
     if decoding:
         note += f"; on decode instances, requests running (full colour: {most:.0f})"
     note += ". Imbalance: " + "; ".join(parts) + "."
-    return heatmap("Each instance over time", bands, first * per_s, last * per_s, unit, note)
+    return heatmap("Each instance over time", bands, 0.0, last_s * per_s, unit, note)
 
 
 # Requests.

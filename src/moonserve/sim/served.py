@@ -15,7 +15,7 @@ class Served:
 
     __slots__ = (
         "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
-        "first_us", "flow", "generated", "id", "keys", "number", "outcome", "prefill_us",
+        "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed", "prefill_us",
         "prefilled_us", "row", "tails", "wasted_us",
         "why",
     )  # fmt: skip
@@ -50,9 +50,16 @@ class Served:
         """Its decode calls, in order."""
         self.decision: Decision | None = None
         """The last one; where it was refused, what it would have been."""
+        self.placed: Decision | None = None
+        """The one that its first token came of."""
         self.flow: Flow | None = None
         self.tails: tuple[tuple[str, Served | None], ...] = ()
         """Whom it would have queued behind on each prefill instance, when it was placed."""
+
+    @property
+    def judged(self) -> Decision | None:
+        """The decision that what came is held against."""
+        return self.placed or self.decision
 
 
 class Flow:
