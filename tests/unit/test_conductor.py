@@ -17,6 +17,7 @@ from moonserve.core.facts import (
     PrefillEnded,
     Tick,
 )
+from moonserve.core.handoff import MAX_ATTEMPTS
 from moonserve.core.prefix import chain_keys
 from moonserve.core.request import Request
 from moonserve.core.units import InstanceId, RequestId, SegmentId
@@ -178,6 +179,28 @@ def test_a_request_outlives_the_restart_of_its_only_instance() -> None:
     assert isinstance(again, Prefill)
     assert again.number > call.number
     assert conductor.promised() == Promised(1, 1, conductor.promised().prefill_us, 1)
+
+
+def test_a_restart_uses_up_no_attempt() -> None:
+    """Calls that nobody was there to see count apart from those that failed, and end as well."""
+    conductor = cluster("p0", "d0")
+    [call] = conductor.step(1, [arrived()])
+    assert isinstance(call, Prefill)
+    [decode] = conductor.step(2, [PrefillEnded(R, call.number, final=False)])
+    assert isinstance(decode, Decode)
+    [call] = conductor.step(3, [CallFailed(R, decode.number, "reset", True, 42, KEYS)])
+    calls = 2
+    for turn in range(9):
+        assert isinstance(call, Prefill)
+        failed = CallFailed(R, call.number, "refused", True, 42, KEYS, unreachable=True)
+        ended = conductor.step(10 + turn, [failed])
+        if ended:
+            break
+        [call] = conductor.step(10 + turn, [Joined(info("p0", "prefill", epoch=2 + turn))])
+        calls += 1
+    assert calls == 2 * MAX_ATTEMPTS
+    assert [type(action) for action in ended] == [GiveUp, Release]
+    assert conductor.promised() == NOTHING
 
 
 def test_patience_ends() -> None:

@@ -29,15 +29,7 @@ from moonserve.core.facts import (
     PrefillEnded,
     Tick,
 )
-from moonserve.core.handoff import (
-    MAX_ATTEMPTS,
-    End,
-    Handoff,
-    LifeFact,
-    Place,
-    StartDecode,
-    Wait,
-)
+from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of
@@ -282,7 +274,7 @@ class Conductor:
         view = self.view.instances.get(decision.decode)
         if view is None:
             alive = self.view.decodes(request.model)
-            if not alive and life.attempts >= MAX_ATTEMPTS:
+            if not alive and life.exhausted:
                 why = f"no decode instance for model {request.model} is alive"
                 self._end(life, why, now_us)
                 return

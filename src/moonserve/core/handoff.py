@@ -25,6 +25,8 @@ from moonserve.core.request import Request
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 
 MAX_ATTEMPTS = 3
+"""Of prefill, and as many more for calls that nobody was there to see: a restart must not use up
+what is meant for faults."""
 
 
 class Phase(enum.Enum):
@@ -69,6 +71,8 @@ class Handoff:
         self.number = 0
         """Of the call that is out; outcomes of earlier ones are stale."""
         self.attempts = 0
+        self.unseen = 0
+        """Calls that their instances never saw."""
         self.decision: Decision | None = None
         self.leases: list[int] = []
         """Numbers of the prefill calls so far; each has a lease of its own on the store."""
@@ -104,6 +108,11 @@ class Handoff:
         self.phase = Phase.ENDED
 
     @property
+    def exhausted(self) -> bool:
+        """Whether it may not be tried again."""
+        return self.attempts - min(self.unseen, MAX_ATTEMPTS) >= MAX_ATTEMPTS
+
+    @property
     def instance(self) -> InstanceId | None:
         """Where the call that is out runs."""
         if self.decision is None or self.phase is Phase.ENDED:
@@ -136,7 +145,8 @@ class Handoff:
         instance = self.instance
         if instance is not None and instance not in self.failed:
             self.failed.append(instance)
-        if not fact.retry or self.attempts >= MAX_ATTEMPTS:
+        self.unseen += fact.unreachable
+        if not fact.retry or self.exhausted:
             return self._over(fact.why)
         self.length = fact.length
         self.keys = fact.keys
