@@ -236,11 +236,10 @@ class Conductor:
 
     def _bound(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
         """Reserve at decision time, released on every end path; send the prefill call out."""
-        request = life.request
+        request, chosen = life.request, decision.candidates[0]
         self._parked.pop(request.id, None)
         number = life.placed(decision)
         prefill = self.view.instances[decision.prefill]
-        chosen = decision.candidates[0]
         work_us = chosen.transfer_us + chosen.compute_us
         tokens = life.length - chosen.reused_tokens
         prefill.promise_prefill(request.id, work_us, tokens, now_us, chosen.reused_tokens)
@@ -331,10 +330,10 @@ class Conductor:
             backlog_us = room.work_us // len(prefills)
             self._refuse(life, too_many(life.request, len(room), backlog_us), now_us)
             return
-        view = prefills[0]
-        size = view.info.namespace.block_size
+        info, cost = prefills[0].info, prefills[0].cost
+        size = info.namespace.block_size
         cached = min(self.index.match(life.keys).pool, (life.length - 1) // size) * size
-        work_us = view.cost.prefill_us(life.length, cached, view.info.chunk_tokens)
+        work_us = cost.prefill_us(life.length, cached, info.chunk_tokens)
         ttft_us = self._slo(life).ttft_us
         due_us = None if ttft_us is None else life.arrived_us + ttft_us - work_us
         room.add(Waiter(life.request.id, life.request.priority, life.arrived_us, work_us, due_us))
@@ -349,26 +348,28 @@ class Conductor:
                 if not life.attempts:
                     backlog_us = room.work_us // max(1, len(prefills))
                     self._refuse(life, too_late(waiter, backlog_us, now_us), now_us)
-        while first := room.next(now_us, len(prefills)):
-            life = self._lives[first.request]
+        while len(room):
+            if prefills and decodes and not any(self._is_free(v, now_us) for v in prefills):
+                return
+            first = room.next(now_us, [now_us + view.queue_us(now_us) for view in prefills])
+            assert first is not None
+            life, slo = self._lives[first.request], self._slo(self._lives[first.request])
             if not prefills or not decodes:
                 room.remove(first.request)
                 self._parked[first.request] = now_us
                 continue
-            others = preferred(prefills, life.failed)
-            free = [view for view in others if self._is_free(view, now_us)]
+            free = [v for v in preferred(prefills, life.failed) if self._is_free(v, now_us)]
             verdict = self._decide(life, free, decodes, now_us) if free else None
             if verdict is None:
                 return
-            refusal = None
-            if verdict.misses_tbt and self._slo(life).tbt_us is not None:
+            if verdict.misses_tbt and slo.tbt_us is not None:
                 if self.view.instances[verdict.decision.decode].decodes:
                     return  # decode has no room: nothing is gained by a prefill now
-                refusal = unwanted(life.request, verdict, self._slo(life), self.tuning)
-            if refusal is not None and not life.attempts:  # nor would it ever have
-                self._refuse(life, refusal, now_us)
-                continue
-            room.remove(first.request)
+                refusal = unwanted(life.request, verdict, slo, self.tuning)
+                if refusal is not None and not life.attempts:  # nor would it ever have
+                    self._refuse(life, refusal, now_us)
+                    continue
+            room.went(first)
             self._bound(life, verdict.decision, now_us)
         self._rooms.pop(model, None)
 

@@ -56,6 +56,10 @@ class Tuning(msgspec.Struct, frozen=True):
     """How many times longer a transfer between racks takes than one within."""
     max_waiting: int = 10_000
     """Requests that wait at the Conductor; one more is refused."""
+    tbt_share: float = 0.6
+    """Late binding fills decode up to this share of the TBT objective: one that joins waits for the
+    pass under way before its own, and where prefill has streamed the first token, clients see it.
+    Nearly 1 will do where decode streams it."""
     bind_ahead_us: Micros = 0
     """Late binding: an instance gets its next request when this much of its work is left."""
     dead_after_us: Micros = 5_000_000
@@ -208,7 +212,9 @@ def decide(
     made.scores = policy.score(made, memory)
     row = min(range(len(prefills)), key=made.scores.__getitem__)
     context = ask.length + ask.expected_tokens
-    decode, meets = choose_decode(context, decodes, slo.tbt_us, prefills[row])
+    share = tuning.tbt_share if policy.late else 1.0
+    goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
+    decode, meets = choose_decode(context, decodes, goal_us, prefills[row])
     decision = _decision(made, row, decode, tuning, policy)
     late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
     return Verdict(decision, late, not meets)

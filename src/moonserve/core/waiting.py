@@ -1,16 +1,40 @@
 """Who waits at the Conductor, and who goes next: the order of late binding.
 
 Requests wait here rather than in the queue of one instance, so that a long prompt delays nobody
-who could have gone elsewhere, and the order may still be chosen. Pure; called by the Conductor.
+who could have gone elsewhere, and the order may still be chosen. The seconds that a request takes
+from those behind it count beside its own TTFT, and more so as load grows:
+
+- Everybody has a time by which its prefill must begin: its TTFT objective, less its own work
+  (PATIENCE_US stands in where it has no objective). While all can begin in time, the shortest
+  goes first, unless that could make one before it late: so the fewest seconds are waited by all.
+- When more work arrives than the instances can do, the largest prompts are deferred, those above
+  the size that would bring the load of the last WINDOW_US back to all that they can do. When a
+  burst alone is too much, the largest of those that cannot all begin in time, as few as possible:
+  the rule of Moore and Hodgson ("An n job, one machine sequencing algorithm", 1968), with the time
+  of several servers taken as one fluid.
+- Deferred requests go when nobody else waits, and else get SHARE of the prefill time, first come
+  first served. That bounds their wait: one that has W seconds of deferred work before it, its own
+  included, begins by the time that W / SHARE seconds of prefill were given to others.
+
+Pure; called by the Conductor.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import msgspec
 
-from moonserve.core.units import Micros, RequestId
+from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
+
+PATIENCE_US: Micros = 30 * MICROS_PER_SECOND
+WINDOW_US: Micros = 120 * MICROS_PER_SECOND
+SHARE = 0.02
+_MARGIN = 1 / 15
+"""Of PATIENCE_US or the objective: predictions err, and prompts are no fluid."""
 
 
 class Waiter(msgspec.Struct, frozen=True):
@@ -25,46 +49,173 @@ class Waiter(msgspec.Struct, frozen=True):
     """Its prefill must begin by then to meet its TTFT objective; None: it has none."""
 
     @property
-    def order(self) -> tuple[int, Micros, RequestId]:
-        """Priority first, then first come."""
-        return (-self.priority, self.arrived_us, self.request)
+    def begin_us(self) -> Micros:
+        """By when it should begin."""
+        if self.due_us is not None:
+            return self.due_us
+        return max(self.arrived_us, self.arrived_us + PATIENCE_US - self.work_us)
+
+    def safe_us(self, margins: float) -> Micros:
+        """By when it should begin if predictions err by so many margins."""
+        allowed_us = self.begin_us + self.work_us - self.arrived_us
+        return self.begin_us - round(margins * _MARGIN * max(0, allowed_us))
+
+    @property
+    def order(self) -> tuple[int, Micros, Micros, RequestId]:
+        """Priority first, then who must begin first."""
+        return (-self.priority, self.begin_us, self.arrived_us, self.request)
 
 
 class WaitingRoom:
     """The requests of one model that wait for a prefill instance."""
 
     def __init__(self) -> None:
-        self._waiters: list[Waiter] = []
+        self._timely: list[Waiter] = []
         """By `order`."""
+        self._late: list[Waiter] = []
+        """Past the time by which they should have begun, by arrival."""
+        self._arrivals = _Arrivals()
+        self._owed_us = 0.0
+        """Prefill time that the deferred have a right to."""
+        self._repays = False
+        """Whether the one that `next` named last is a deferred one."""
+        self.work_us: Micros = 0
+        """Prefill time of all that wait."""
 
     def __len__(self) -> int:
-        return len(self._waiters)
-
-    @property
-    def work_us(self) -> Micros:
-        """Prefill time of all that wait."""
-        return sum(waiter.work_us for waiter in self._waiters)
+        return len(self._timely) + len(self._late)
 
     def add(self, waiter: Waiter) -> None:
         """Let one in."""
-        insort(self._waiters, waiter, key=lambda w: w.order)
+        insort(self._timely, waiter, key=lambda w: w.order)
+        self.work_us += waiter.work_us
+        self._arrivals.add(waiter)
 
     def remove(self, request: RequestId) -> Waiter | None:
         """Take one out; None if it does not wait here."""
-        for at, waiter in enumerate(self._waiters):
-            if waiter.request == request:
-                return self._waiters.pop(at)
+        for waiters in (self._timely, self._late):
+            for at, waiter in enumerate(waiters):
+                if waiter.request == request:
+                    self.work_us -= waiter.work_us
+                    return waiters.pop(at)
         return None
 
     def hopeless(self, now_us: Micros) -> list[Waiter]:
-        """Those that can no longer meet their objective, in order."""
-        return [w for w in self._waiters if w.due_us is not None and w.due_us < now_us]
+        """Those that can no longer meet their objective, in order of arrival."""
+        self._part(now_us)
+        return [w for w in self._late if w.due_us is not None]
 
     def first_due_us(self, now_us: Micros) -> Micros | None:
         """When the next one becomes hopeless; those that are by now do not count."""
-        due = (w.due_us for w in self._waiters if w.due_us is not None and w.due_us >= now_us)
+        due = (w.due_us for w in self._timely if w.due_us is not None and w.due_us >= now_us)
         return min(due, default=None)
 
-    def next(self, now_us: Micros, servers: int) -> Waiter | None:
-        """Who goes next when one of `servers` instances is free; it is not taken out."""
-        return self._waiters[0] if self._waiters else None
+    def next(self, now_us: Micros, free_us: Sequence[Micros]) -> Waiter | None:
+        """Who goes next; it is not taken out. `free_us`: when each instance will be free."""
+        self._part(now_us)
+        kept, deferred = self._defer(now_us, free_us)
+        shortest = _shortest(kept, now_us, free_us)
+        behind = min([*self._late, *deferred], key=lambda w: w.arrived_us, default=None)
+        self._repays = behind is not None and (shortest is None or self._owed_us >= behind.work_us)
+        return behind if self._repays else shortest
+
+    def went(self, waiter: Waiter) -> None:
+        """The one that `next` named goes: the deferred get their share, or use it up."""
+        self.remove(waiter.request)
+        if self._repays:
+            self._owed_us = max(0.0, self._owed_us - waiter.work_us)
+        else:
+            self._owed_us += SHARE * waiter.work_us
+        if not len(self):
+            self._owed_us = 0.0
+
+    def _part(self, now_us: Micros) -> None:
+        """Those who should have begun by now are late."""
+        late = [waiter for waiter in self._timely if waiter.begin_us < now_us]
+        if late:
+            self._timely = [waiter for waiter in self._timely if waiter.begin_us >= now_us]
+            for waiter in late:
+                insort(self._late, waiter, key=lambda w: (w.arrived_us, w.request))
+
+    def _defer(
+        self, now_us: Micros, free_us: Sequence[Micros]
+    ) -> tuple[list[Waiter], list[Waiter]]:
+        """Those that can all begin in time, in order, and those that give way."""
+        limit_us = self._arrivals.limit_us(len(free_us))
+        by_size: list[tuple[int, Micros, RequestId]] = []
+        works: dict[RequestId, Micros] = {}
+        ahead_us = 0
+        for waiter in self._timely:
+            if limit_us is not None and waiter.work_us >= limit_us and waiter.priority <= 0:
+                continue
+            room_us = _capacity_us(now_us, waiter.safe_us(1.0), free_us)
+            works[waiter.request] = waiter.work_us
+            heappush(by_size, (waiter.priority, -waiter.work_us, waiter.request))
+            while ahead_us > room_us:
+                _, _, largest = heappop(by_size)
+                work_us = works.pop(largest)
+                if largest == waiter.request:
+                    break
+                ahead_us -= work_us
+            else:
+                ahead_us += waiter.work_us
+        kept = [waiter for waiter in self._timely if waiter.request in works]
+        deferred = [waiter for waiter in self._timely if waiter.request not in works]
+        return kept, deferred
+
+
+def _shortest(
+    waiters: Sequence[Waiter], now_us: Micros, free_us: Sequence[Micros]
+) -> Waiter | None:
+    """The shortest of the first priority that takes no more time than those before can spare."""
+    best: Waiter | None = None
+    spare_us: Micros | None = None
+    ahead_us = 0
+    for waiter in waiters:
+        if best is not None and waiter.priority < best.priority:
+            break
+        fits = spare_us is None or waiter.work_us <= spare_us
+        if fits and (best is None or waiter.work_us < best.work_us):
+            best = waiter
+        slack_us = _capacity_us(now_us, waiter.safe_us(2.5), free_us) - ahead_us
+        spare_us = slack_us if spare_us is None else min(spare_us, slack_us)
+        ahead_us += waiter.work_us
+    return best
+
+
+def _capacity_us(now_us: Micros, until_us: Micros, free_us: Sequence[Micros]) -> Micros:
+    """Prefill time that the instances have left until then, together."""
+    return sum([until_us - max(now_us, free) for free in free_us if free < until_us > now_us])
+
+
+class _Arrivals:
+    """The work that came in the last WINDOW_US, by size."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[Micros, Micros]] = deque()
+        self._sizes: list[Micros] = []
+        self._sum_us: Micros = 0
+
+    def add(self, waiter: Waiter) -> None:
+        """One more; what is older than the window is forgotten."""
+        self._recent.append((waiter.arrived_us, waiter.work_us))
+        insort(self._sizes, waiter.work_us)
+        self._sum_us += waiter.work_us
+        while self._recent[0][0] < waiter.arrived_us - WINDOW_US:
+            _, work_us = self._recent.popleft()
+            self._sum_us -= work_us
+            del self._sizes[bisect_left(self._sizes, work_us)]
+
+    def limit_us(self, servers: int) -> Micros | None:
+        """From which size on prompts are too much; None while the instances can do all."""
+        if not self._recent:
+            return None
+        span_us = max(WINDOW_US // 2, self._recent[-1][0] - self._recent[0][0])
+        excess_us = self._sum_us - servers * span_us
+        limit_us = None
+        for work_us in reversed(self._sizes):
+            if excess_us <= 0:
+                break
+            excess_us -= work_us
+            limit_us = work_us
+        return limit_us

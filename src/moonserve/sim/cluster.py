@@ -205,8 +205,10 @@ class Simulation:
         if served.flow is not None and served.flow.target is not node:  # that one is gone
             served.flow = self._flow(length, self.nodes[decision.prefill], node)
         most = served.row.output_tokens - served.generated + 1
+        again = self.setup.first_token == "decode"  # it computes the last token of the prompt too
+        known = length if again else length + 1
         load = partial(self._load_all, served, length)
-        call = Call(served.id, action.number, length + 1, length, most, load)
+        call = Call(served.id, action.number, known, length, most, load)
         served.calls.append((node, call))
         node.accept(call)
 
@@ -285,6 +287,9 @@ class Simulation:
             if step.finish is not None:
                 tokens = served.row.output_tokens
                 served.generated = tokens
+                if self.setup.first_token == "decode":
+                    first_node, first_call = served.calls[0]
+                    served.first_us = first_node.ends[first_call.spans[0][0]]
                 if self.setup.keep_output:
                     self._keep_output(node, served)
                 self._facts.append(DecodeEnded(served.id, call.number, tokens))

@@ -60,18 +60,20 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
     gaps: list[Times] = []
     ends: dict[Node, Times] = {}
     for served in sim.served:
-        own = _gaps_ms(served, ends)
+        own = _gaps_ms(served, ends, again=sim.setup.first_token == "decode")
         gaps.append(own)
         rows.append(_row(served, own, sim.setup.goal))
     all_gaps = np.concatenate(gaps).astype(np.float32) if gaps else np.zeros(0, np.float32)
     return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps)
 
 
-def _gaps_ms(served: Served, ends: dict[Node, Times]) -> Times:
+def _gaps_ms(served: Served, ends: dict[Node, Times], again: bool) -> Times:
     """Times between one token and the next, in order. `ends` is filled with each node's passes."""
     if served.first_us is None or served.outcome != "completed":
         return np.zeros(0)
-    parts: list[Times] = [np.array([served.first_us], np.float64)]
+    parts: list[Times] = []
+    if not again or not served.calls:  # else the first token is among those of decode
+        parts.append(np.array([served.first_us], np.float64))
     for node, call in served.calls:
         if node not in ends:  # by node, not by name: it may have died and joined again
             ends[node] = np.asarray(node.ends, np.float64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from moonserve.core.errors import ConfigError
@@ -54,6 +56,9 @@ class Setup(msgspec.Struct, frozen=True):
     decode_seqs: int = 512
     ahead: int = 1
     """Calls beyond those that run which load their KV already."""
+    first_token: Literal["prefill", "decode"] = "prefill"
+    """Who streams the first token: prefill, as in the paper; or decode, which makes it again, as
+    behind vLLM's and SGLang's connectors: then nobody waits between it and the second."""
     overlap: bool = True
     """Whether KV moves to the decode instance while prefill computes, layer by layer."""
     racks: int = 0
