@@ -11,7 +11,7 @@ import pytest
 from moonserve.core.batch import Chunk, Pass
 from moonserve.core.request import Sampling
 from moonserve.core.units import RequestId
-from moonserve.live.engine.fake import FakeCost, FakeEngine
+from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.ports import Engine
 from tests.support.tiny import write_folder
 
@@ -29,7 +29,7 @@ def fake() -> Engine:
         num_blocks=32,
         vocab_size=100,
         words=range(3, 100),
-        cost=FakeCost(0, 0, 0),
+        cost=fake_cost(0, 0, 0),
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import ConfigError
-from moonserve.live.engine.fake import FakeCost
+from moonserve.live.engine.fake import fake_cost
 from moonserve.live.gateway.process import Gateway
 from tests.support.inproc import TOKEN, Site, site
 
@@ -35,7 +35,7 @@ def test_a_drain_outlasts_the_silence_that_means_death() -> None:
 
     async def test(it: Site) -> None:
         await it.add("p0", "prefill")
-        await it.add("d0", "decode", FakeCost(base_us=50_000))
+        await it.add("d0", "decode", fake_cost(base_us=50_000))
         stream = asyncio.create_task(it.tokens(PROMPT, 80))
         await asyncio.sleep(0.5)
         stopping = asyncio.create_task(it.gateway.stop(20))

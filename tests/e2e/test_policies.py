@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from moonserve.cli import cli
 from moonserve.core.request import Slo
-from moonserve.live.engine.fake import FakeCost
+from moonserve.live.engine.fake import fake_cost
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from tests.support.inproc import Site, site
@@ -66,7 +66,7 @@ def test_every_kind_of_policy_serves(policy: str) -> None:
 
     async def test(it: Site) -> None:
         for name in ("p0", "p1"):
-            await it.add(name, "prefill", FakeCost(base_us=10_000))
+            await it.add(name, "prefill", fake_cost(base_us=10_000))
         await it.add("d0", "decode")
         prompts = [[*PROMPT, 200 + i] for i in range(6)]
         wanted = [it.reference(prompt, 12) for prompt in prompts]
@@ -143,7 +143,7 @@ def test_urgent_requests_overtake_those_that_wait() -> None:
     """With late binding, priority goes before the time of arrival."""
 
     async def test(it: Site) -> None:
-        await it.add("p0", "prefill", FakeCost(base_us=300_000))
+        await it.add("p0", "prefill", fake_cost(base_us=300_000))
         await it.add("d0", "decode")
         tasks = []
         for name, priority in (("first", 0), ("second", 0), ("later", 0), ("urgent", 5)):

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from moonserve.core.cost import Cost
 from moonserve.core.facts import Role
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
 from moonserve.core.units import SegmentId
 from moonserve.live.clock import LoopClock
-from moonserve.live.engine.fake import FakeCost, FakeEngine
+from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
 from moonserve.live.store.client import StoreClient, StoreSettings
@@ -38,7 +39,7 @@ ZEROS = {
     "pending_puts": 0,
     "held_leases": 0,
 }
-FAST = FakeCost(0, 0, 0)
+FAST = fake_cost(0, 0, 0)
 
 
 class Site:
@@ -55,7 +56,7 @@ class Site:
         name: str,
         role: Role = "both",
         blocks: int = 256,
-        cost: FakeCost = FAST,
+        cost: Cost = FAST,
         tokenizer: Tokenizer | None = None,
         words: range = range(1000, 8000),
         token: str = "",
@@ -267,7 +268,7 @@ def test_sixteen_at_once_half_of_them_leave() -> None:
 
     async def main() -> None:
         async with site(store := DictStore()) as it:
-            cost = FakeCost(500, 5, 100)
+            cost = fake_cost(500, 5, 100)
             p0, d0 = await it.worker("p0", cost=cost), await it.worker("d0", cost=cost)
             prompts = [prompt_of(10 + 3 * i, i) for i in range(16)]
 
@@ -332,7 +333,7 @@ def test_hang_up_before_the_first_token() -> None:
 
     async def main() -> None:
         async with site(store := DictStore()) as it:
-            p0 = await it.worker("p0", cost=FakeCost(50_000, 0, 0))
+            p0 = await it.worker("p0", cost=fake_cost(50_000, 0, 0))
             await it.complete(p0, "warm", prompt=prompt_of(40), max_tokens=1)
             for stream in (False, True):
                 task = asyncio.create_task(

@@ -9,9 +9,10 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+from moonserve.core.cost import Cost
 from moonserve.core.facts import Role
 from moonserve.core.units import SegmentId
-from moonserve.live.engine.fake import FakeCost, FakeEngine
+from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.process import Gateway
 from moonserve.live.http.client import HttpClient, sse_events
@@ -44,7 +45,7 @@ class Site:
         return f"http://127.0.0.1:{self.gateway.port}"
 
     async def add(
-        self, name: str, role: Role, cost: FakeCost | None = None, epoch: int = 0, blocks: int = 256
+        self, name: str, role: Role, cost: Cost | None = None, epoch: int = 0, blocks: int = 256
     ) -> Worker:
         """Start a worker and wait until it has joined."""
         control = Control(self.http, self.url, TOKEN)
@@ -59,7 +60,7 @@ class Site:
         self._stack.push_async_callback(store.close)
         store.start_beats()
         engine = FakeEngine(
-            block_size=BLOCK, num_blocks=blocks, max_len=4096, cost=cost or FakeCost()
+            block_size=BLOCK, num_blocks=blocks, max_len=4096, cost=cost or fake_cost()
         )
         worker = await Worker.start(config, engine, store, model=DEFAULT_MODEL, epoch=epoch)
         self._stack.push_async_callback(worker.stop, 0)

@@ -7,9 +7,9 @@ import asyncio
 from moonserve.core.batch import Chunk, Pass
 from moonserve.core.request import Sampling
 from moonserve.core.units import RequestId
-from moonserve.live.engine.fake import FakeCost, FakeEngine
+from moonserve.live.engine.fake import FakeEngine, fake_cost
 
-FREE = FakeCost(0, 0, 0)
+FREE = fake_cost(0, 0, 0)
 PROMPT = tuple(range(40, 50))
 R = RequestId("r")
 
@@ -60,7 +60,7 @@ def test_eos_only_when_asked() -> None:
 
 
 def test_time_follows_the_cost() -> None:
-    """A pass takes base + prefill tokens + decoding requests, slept on the given clock."""
+    """A pass takes its bases, prefill tokens and decoding requests, slept on the given clock."""
     slept: list[int] = []
 
     class Clock:
@@ -70,7 +70,7 @@ def test_time_follows_the_cost() -> None:
         async def sleep_us(self, us: int) -> None:
             slept.append(us)
 
-    made = FakeEngine(block_size=4, num_blocks=8, cost=FakeCost(5, 10, 100), clock=Clock())
+    made = FakeEngine(block_size=4, num_blocks=8, cost=fake_cost(5, 10, 100), clock=Clock())
     work = Pass((Chunk(R, PROMPT, 0, (0, 1, 2)), Chunk(RequestId("d"), (1,), 0, (3,))))
     result = asyncio.run(made.run(work))
-    assert slept == [result.elapsed_us] == [5 + 100 + 100]
+    assert slept == [result.elapsed_us] == [5 + 100 + 5 + 100]

@@ -14,7 +14,7 @@ from moonserve.core.prefix import Namespace
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.live.clock import LoopClock
-from moonserve.live.engine.fake import FakeCost, FakeEngine
+from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.worker.job import Job, KVDeadlines, Ledger, Limits
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
@@ -36,7 +36,7 @@ class Bench:
         **limits: Any,
     ) -> None:
         self.engine = engine or FakeEngine(
-            block_size=BLOCK, num_blocks=blocks, cost=FakeCost(0, 0, 0)
+            block_size=BLOCK, num_blocks=blocks, cost=fake_cost(0, 0, 0)
         )
         shape = self.engine.shape
         self.metrics = Metrics("m")
@@ -268,7 +268,7 @@ def test_a_failed_pass_fails_its_requests_only() -> None:
             return await super().run(work)
 
     async def main() -> None:
-        engine = Moody(block_size=BLOCK, num_blocks=64, cost=FakeCost(0, 0, 0))
+        engine = Moody(block_size=BLOCK, num_blocks=64, cost=fake_cost(0, 0, 0))
         bench = Bench(engine=engine)
         with pytest.raises(EngineFailed, match="out of luck"):
             await bench.tokens(job("a", prompt(5)))

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 
-import msgspec
-
 from moonserve.core.batch import Chunk, Pass, PassResult
+from moonserve.core.cost import Cost, pass_sample
 from moonserve.core.request import Sampling
 from moonserve.core.units import Micros, Tokens
 from moonserve.live.clock import LoopClock
@@ -22,12 +21,11 @@ _SLOT_BYTES = 8
 GREEDY = Sampling(temperature=0.0)
 
 
-class FakeCost(msgspec.Struct, frozen=True):
-    """How long a pass takes: base + prefill tokens + decoding requests."""
-
-    base_us: Micros = 200
-    prefill_us_per_token: Micros = 10
-    decode_us_per_seq: Micros = 100
+def fake_cost(
+    base_us: Micros = 200, prefill_us_per_token: Micros = 10, decode_us_per_seq: Micros = 100
+) -> Cost:
+    """How long its passes take: a base for prefill, one for decode, and so much a token."""
+    return Cost((base_us, prefill_us_per_token, 0, 0, base_us, decode_us_per_seq, 0), learns=False)
 
 
 class FakeEngine:
@@ -47,7 +45,7 @@ class FakeEngine:
         words: range = range(1000, 8000),
         eos_token_ids: tuple[int, ...] = (2,),
         eos_one_in: int | None = None,
-        cost: FakeCost = FakeCost(),  # noqa: B008 - frozen
+        cost: Cost | None = None,
         clock: Clock | None = None,
     ) -> None:
         assert words.stop <= vocab_size, "words outside the vocabulary"
@@ -63,7 +61,7 @@ class FakeEngine:
         )
         self._words = words
         self._eos_one_in = eos_one_in
-        self._cost = cost
+        self._cost = cost or fake_cost()
         self._clock = clock or LoopClock()
         self._memory = memoryview(bytearray(num_blocks * self._shape.block_bytes))
 
@@ -76,13 +74,7 @@ class FakeEngine:
         """Write every chunk's slots, take the time it costs, sample from what the blocks say."""
         for chunk in work.chunks:
             self._write(chunk)
-        prefill = sum(len(chunk.tokens) for chunk in work.chunks if len(chunk.tokens) > 1)
-        decodes = sum(1 for chunk in work.chunks if len(chunk.tokens) == 1)
-        elapsed_us = (
-            self._cost.base_us
-            + self._cost.prefill_us_per_token * prefill
-            + self._cost.decode_us_per_seq * decodes
-        )
+        elapsed_us = self._cost.pass_of_us(pass_sample(work, 0))
         await self._clock.sleep_us(elapsed_us)
         sampled = {
             chunk.request: self._sample(self._context(chunk), chunk.sampling)
