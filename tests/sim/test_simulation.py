@@ -131,6 +131,32 @@ def test_passes_taken_in_one_go_end_when_single_ones_do(
     assert quick.digest.hex() == slow.digest.hex()
 
 
+def test_decode_may_make_the_first_token_again() -> None:
+    """Behind connectors TTFT ends with decode's first pass, over the last token of the prompt."""
+    trace = trace_of((0, 50_000, 4, range(98)))
+    prefill_us = A800.prefill_us(50_000, 0, WHOLE)
+    for overlap in (True, False):
+        sim = ran(trace, first_token="decode", overlap=overlap)
+        assert len(gaps_ms(sim)) == 3
+        late_us = 0 if overlap else 50_000 * 327_680 / 87e3
+        again_us = A800.decode_step_us(1, 50_000)
+        assert sim.served[0].first_us == pytest.approx(prefill_us + late_us + again_us, abs=5)
+    (alone,) = ran(trace_of((0, 1_000, 1, (0, 1))), first_token="decode").served
+    assert alone.first_us == A800.prefill_us(1_000, 0, WHOLE), "of one token there is no decode"
+
+
+@pytest.mark.parametrize("at_us", [650_000, 679_500, 2_000_000])
+def test_a_token_made_again_is_counted_once(at_us: int) -> None:
+    """Whenever the decode instance dies, the output is whole, and each token but one has a gap."""
+    trace = trace_of((0, 5_000, 200, range(10)))
+    sim = ran(trace, first_token="decode", breakdowns=(Breakdown("kill", "d000", at_us),))
+    complete(sim)
+    assert sim.served[0].attempts == 2
+    tokens = sum(last - first for _, call in sim.served[0].calls for first, last in call.spans)
+    assert tokens == 200
+    assert len(gaps_ms(sim)) == 199
+
+
 # Determinism.
 
 

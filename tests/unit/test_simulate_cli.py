@@ -81,6 +81,7 @@ def test_options_reach_the_simulation(path: Path) -> None:
         ("--speed", "9", "--prefill-seqs", "8"),
         ("--chunk-tokens", "512"),
         ("--no-overlap",),
+        ("--first-token", "decode", "--no-overlap"),
         ("--pool", "global"),
         ("--mixed", "3"),
         ("--fault", "kill:p000@3", "--fault", "join:p000@6"),

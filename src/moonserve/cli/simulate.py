@@ -99,6 +99,12 @@ _OPTIONS = (
         metavar="N",
         help="Most tokens of one pass (chunked prefill).  [default: no limit]",
     ),
+    _option(
+        "--first-token",
+        type=click.Choice(["prefill", "decode"]),
+        default="prefill",
+        help="Who streams it; decode makes it again, as behind vLLM's connectors.",
+    ),
     _option("--no-overlap", is_flag=True, help="KV moves only when its prefill has ended."),
     _option(
         "--racks", type=_COUNT, default=0, metavar="N", help="Instances stand in them in turn."

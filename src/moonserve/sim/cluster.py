@@ -70,6 +70,7 @@ class Simulation:
         self._tails: dict[str, Served | None] = {n.name: None for n in self.prefills}
         self._facts: list[Fact] = [Joined(info) for info in infos]
         self._next_turns = next_turns(trace) if setup.keep_output else {}
+        self._again = setup.first_token == "decode"
         self._awake = False
         self._wakes_us: Micros | None = None
         self._open = 0
@@ -204,9 +205,9 @@ class Simulation:
         length = decision.prompt_tokens
         if served.flow is not None and served.flow.target is not node:  # that one is gone
             served.flow = self._flow(length, self.nodes[decision.prefill], node)
-        most = served.row.output_tokens - served.generated + 1
-        again = self.setup.first_token == "decode"  # it computes the last token of the prompt too
-        known = length if again else length + 1
+        most, known = served.row.output_tokens - served.generated, length
+        if not self._again:  # the token that prefill made is known, and counts
+            most, known = most + 1, length + 1
         load = partial(self._load_all, served, length)
         call = Call(served.id, action.number, known, length, most, load)
         served.calls.append((node, call))
@@ -254,8 +255,8 @@ class Simulation:
         if source is target:
             flow.there = True
         else:
-            size = tokens * self.setup.profile.kv_bytes_per_token
-            moved = self._stretched(source.name, target, size)
+            blocks = -(-tokens // self.trace.block_size)  # a partial one moves whole
+            moved = self._stretched(source.name, target, blocks * target.info.block_bytes)
             self.network.send(source.name, target.name, moved, flow.arrived)
         return flow
 
@@ -287,9 +288,10 @@ class Simulation:
             if step.finish is not None:
                 tokens = served.row.output_tokens
                 served.generated = tokens
-                if self.setup.first_token == "decode":
-                    first_node, first_call = served.calls[0]
-                    served.first_us = first_node.ends[first_call.spans[0][0]]
+                if self._again:
+                    served.first_us = next(
+                        n.ends[c.spans[0][0]] for n, c in served.calls if c.spans
+                    )
                 if self.setup.keep_output:
                     self._keep_output(node, served)
                 self._facts.append(DecodeEnded(served.id, call.number, tokens))
@@ -324,8 +326,9 @@ class Simulation:
             served.placed = served.decision
             served.cached = call.cached
             served.available = max(served.available, call.cached)  # some came meanwhile
-        served.generated += 1
-        final = served.generated >= served.row.output_tokens
+        final = served.generated + 1 >= served.row.output_tokens
+        if final or not self._again:
+            served.generated += 1
         self._facts.append(PrefillEnded(served.id, call.number, final))
 
     def _failed(self, served: Served, number: int) -> None:
