@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moonserve.cli.jobs import Failed, run_jobs
+from moonserve.core.policies import POLICIES
 from moonserve.sim.sweep import grid
 from moonserve.sim.trace import Trace, head, read_trace, write_trace
 
@@ -30,11 +32,27 @@ POLICY_NAMES = {
 class Lab:
     """Where figures are measured."""
 
-    def __init__(self, traces: Path, jobs: int, quick: bool, out: Path) -> None:
+    def __init__(
+        self, traces: Path, jobs: int, quick: bool, out: Path, only: Sequence[str] = ()
+    ) -> None:
         self._traces = traces
         self._jobs = jobs
         self.quick = quick
         self._out = out
+        self._only = only
+
+    def policies(self) -> Sequence[str]:
+        """Those to be measured."""
+        return self._only or self.some(list(POLICIES))
+
+    def with_others(self, before: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
+        """Rows by policy: where only some are measured again, the others' of before as well."""
+        return [row for row in before if row["policy"] not in self._only] + list(rows)
+
+    def before(self, name: str) -> Any:
+        """What a figure found when it was measured before; None where all is measured anew."""
+        path = self._out / f"{name}.json"
+        return json.loads(path.read_text())["found"] if self._only and path.exists() else None
 
     def path(self, name: str) -> Path:
         """A public trace's file; where it has to be quick, of its first requests."""
@@ -80,13 +98,18 @@ def cell_calls(axes: Mapping[str, Any]) -> list[Callable[[], dict[str, Any]]]:
 
 def where() -> dict[str, str]:
     """Which commit was measured, and on what class of machine."""
-    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=ROOT)
+    commit = _git("describe", "--always", "--exclude=*") or "unknown"
+    changed = _git("status", "--porcelain", "--", "src", "bench")
     python = ".".join(platform.python_version_tuple()[:2])
     return {
-        "commit": done.stdout.strip() or "unknown",
+        "commit": f"{commit}, changed since" if changed else commit,
         "machine": f"{os.cpu_count()} cores, Python {python}",
     }
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT)
+    return done.stdout.strip()
 
 
 class Page:

@@ -1,8 +1,10 @@
 """The papers' figures on the public traces, and the table of policies: measured, tabulated, drawn.
 
     python -m bench.paper.make [FIGURE …] [--jobs N] [--traces DIR] [--out DIR] [--quick] [--draw]
+        [--only POLICY …]
 
 Each figure leaves NAME.json (what was measured), NAME.md (tables) and NAME.svg in docs/paper.
+--only measures some policies again for `policies` and `goodput`, and keeps the others' figures.
 --draw tabulates and draws anew what is measured already. --quick does everything on the first few
 hundred requests, to see that it runs.
 """
@@ -13,7 +15,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,25 +57,31 @@ def main() -> None:
     parser.add_argument("--format", choices=["svg", "png"], default="svg")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--only", nargs="+", metavar="POLICY", default=[])
     asked = parser.parse_args()
     unknown = [name for name in asked.figures if name not in FIGURES]
     if unknown:
         parser.error(f"{unknown[0]} is none of {', '.join(FIGURES)}")
     asked.out.mkdir(parents=True, exist_ok=True)
-    lab = Lab(asked.traces, asked.jobs, asked.quick, asked.out)
-    for name in asked.figures or FIGURES:
+    lab = Lab(asked.traces, asked.jobs, asked.quick, asked.out, asked.only)
+    for name in asked.figures or (["policies", "goodput"] if asked.only else FIGURES):
         if not asked.draw:
             print(f"{name}: {FIGURES[name].title}", flush=True)
-            measure(name, lab, asked.out)
+            measure(name, lab, asked.out, asked.only)
         show(name, asked.out, asked.format)
 
 
-def measure(name: str, lab: Lab, out: Path) -> None:
+def measure(name: str, lab: Lab, out: Path, only: Sequence[str]) -> None:
     """Run what a figure needs, and keep it."""
+    path = out / f"{name}.json"
     began_s = time.monotonic()
     found = FIGURES[name].measure(lab)
-    kept = {**where(), "took_s": round(time.monotonic() - began_s), "found": found}
-    (out / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    kept = {**where(), "took_s": round(time.monotonic() - began_s)}
+    if only and path.exists():
+        before = json.loads(path.read_text())
+        again = {**before.get("again", {}), **dict.fromkeys(only, kept["commit"])}
+        kept = {**{k: before[k] for k in kept}, "again": again}
+    path.write_text(json.dumps({**kept, "found": found}, indent=1) + "\n")
 
 
 def show(name: str, out: Path, form: str) -> None:
@@ -103,6 +111,7 @@ def show(name: str, out: Path, form: str) -> None:
     page.say(
         f"Written by `make paper ARGS={name}` in {kept['took_s']} s at commit "
         f"{kept['commit']} ({kept['machine']}); the raw figures are in [{name}.json]({name}.json)."
+        + "".join(f" {p} was measured again at {at}." for p, at in kept.get("again", {}).items())
     )
     page.say(f"![{figure.title}]({name}.{form})")
     figure.show(kept["found"], page)

@@ -9,7 +9,6 @@ from typing import Any
 
 from bench.paper.lab import Lab, Page
 
-from moonserve.core.policies import POLICIES
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.plan import (
@@ -60,7 +59,7 @@ def queue_speed(trace: Trace, setup: Setup, refuse: bool) -> float | None:
 
 
 def measure_speeds(lab: Lab) -> Any:
-    keys = [(t, r, p) for t in TRACES for r in REFUSE for p in lab.some(list(POLICIES))]
+    keys = [(t, r, p) for t in TRACES for r in REFUSE for p in lab.policies()]
     results = lab.run([partial(speeds_of, lab.path(t), p, r) for t, r, p in keys])
     setup = setup_of({})
     bounds = {}
@@ -76,7 +75,8 @@ def measure_speeds(lab: Lab) -> Any:
         {"trace": t, "refuse": r, "policy": p, **one}
         for (t, r, p), one in zip(keys, results, strict=True)
     ]
-    return {"rows": rows, "bounds": bounds}
+    before = lab.before("policies")
+    return {"rows": lab.with_others(before["rows"] if before else [], rows), "bounds": bounds}
 
 
 def show_speeds(found: Any, page: Page) -> None:
@@ -187,12 +187,13 @@ def goodput_of(cell: Cell) -> dict[str, Any]:
 
 def measure_goodput(lab: Lab) -> Any:
     found: dict[str, Any] = {}
+    before = lab.before("goodput")
     for name in TRACES:
         cells = grid(
             {
                 "trace": str(lab.path(name)),
                 "refuse": list(REFUSE),
-                "policy": lab.some(list(POLICIES)),
+                "policy": lab.policies(),
                 "speed": lab.some(LOADS),
             }
         )
@@ -203,7 +204,8 @@ def measure_goodput(lab: Lab) -> Any:
             for refuse in REFUSE
         }
         rows = lab.run([partial(goodput_of, cell) for cell in cells])
-        found[name] = {"loads": loads, "rows": rows, "ideal": ideal}
+        others = before[name]["rows"] if before else []
+        found[name] = {"loads": loads, "rows": lab.with_others(others, rows), "ideal": ideal}
     return found
 
 

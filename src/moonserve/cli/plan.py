@@ -86,7 +86,7 @@ def _rps(trace: Trace, split: Split) -> float | None:
 
 
 def _line(split: Split) -> str:
-    speed = "slower" if split.speed is None else f"{split.speed:.2f}x"
+    speed = "-" if split.speed is None else f"{split.speed:.2f}x"
     bounds = f"fluid bounds: prefill {split.prefill_bound:.2f}x, decode {split.decode_bound:.2f}x"
     return f"{split.prefill:>3} + {split.decode:<3} {speed:>7}  {split.binds} binds; {bounds}"
 
