@@ -31,12 +31,12 @@ from moonserve.core.view import Promised
 from tests.support.cluster import BLOCK, NAMESPACE, info
 
 NAMES = ["d0", "d1", "p0", "p1"]
-OBJECTIVES = st.builds(
+OBJECTIVES = st.just(Slo()) | st.builds(
     Slo,
-    ttft_us=st.sampled_from([None, None, 1_000, 100_000, 10_000_000]),
-    tbt_us=st.sampled_from([None, None, 1_000, 45_100, 60_000]),
+    ttft_us=st.sampled_from([None, 1_000, 100_000, 10_000_000]),
+    tbt_us=st.sampled_from([None, 1_000, 45_100, 60_000]),
 )
-"""Those that nobody can meet, those that only an idle instance can, and lax ones."""
+"""None, those that nobody can meet, those that only an idle instance can, and lax ones."""
 
 
 class ConductorMachine(RuleBasedStateMachine):
@@ -63,11 +63,17 @@ class ConductorMachine(RuleBasedStateMachine):
         refuse=st.sampled_from(["none", "ttft", "both"]),
         bind_ahead_us=st.sampled_from([0, 20_000]),
         max_waiting=st.sampled_from([2, 100]),
+        crowd=st.lists(st.integers(-1, 1), max_size=4),
     )
-    def begin(self, policy: str, slo: Slo, **more: object) -> None:
-        """Choose a tuning; late binding half of the time."""
+    def begin(self, policy: str, slo: Slo, crowd: list[int], **more: object) -> None:
+        """Choose a tuning, late binding half of the time; a crowd comes to one pair."""
         self.tuning = Tuning(policy=policy, slo=slo, **more)  # type: ignore[arg-type]
         self.conductor = Conductor(self.tuning, Random(1))
+        if crowd:
+            self.join("p0")
+            self.join("d0")
+        for priority in crowd:
+            self.arrive(20, Slo(), priority)
 
     def step(self, *facts: Fact) -> None:
         """Hand facts over and do as told."""
@@ -78,11 +84,19 @@ class ConductorMachine(RuleBasedStateMachine):
             self.do(action)
 
     def check_order(self, actions: list[Action]) -> None:
-        """No request is bound while one of higher priority goes on waiting."""
+        """No request is bound while one of higher priority goes on waiting.
+
+        As long as few have come, all are young, and nobody has an objective: late binding also
+        weighs who can still be in time, and owes a share to those that it put off.
+        """
         bound = {action.request for action in actions if isinstance(action, Prefill)}
         over = {action.request for action in actions if isinstance(action, Release)}
         left = self.idle - bound - over
-        if POLICIES[self.tuning.policy].late and len(left) == self.conductor.waiting:
+        if not POLICIES[self.tuning.policy].late or len(left) != self.conductor.waiting:
+            return
+        slos = [self.open[r][0].slo.over(self.tuning.slo) for r in [*left, *bound]]
+        young = all(self.now_us - self.open[r][1] < 20_000_000 for r in left)
+        if young and self.count <= 12 and all(slo == Slo() for slo in slos):
             last = max((self.open[r][0].priority for r in left), default=-9)
             assert all(self.open[r][0].priority >= last for r in bound)
 
