@@ -114,7 +114,7 @@ def draw_fig05(found: Any) -> Any:
 
 
 SPLITS = list(range(2, 15))
-FIG15_SPEEDS = [1.5, 2.0, 2.5]
+FIG15_SPEEDS = [1.0, 1.5, 2.0]
 
 
 def fastest(trace: Trace, setup: Setup) -> float | None:
@@ -156,7 +156,7 @@ def show_fig15(found: Any, page: Page) -> None:
         for speed in speeds:
             row = cells[int(prefill), speed]
             line += [f"{row['attainment']:.3f}", f"{row['ttft_mean_s']:.2f}"]
-            line += [f"{row['tbt_p90_ms']:.0f}"]
+            line += [f"{row['tbt_p90_ms']:,.0f}"]
         rows.append([*line, "none" if speed_99 is None else f"{speed_99:.2f}"])
     page.table([*heads, "fastest"], rows)
     page.say(
