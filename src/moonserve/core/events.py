@@ -32,7 +32,11 @@ class Event(msgspec.Struct, frozen=True):
 def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> list[Event]:
     """What one step of the Conductor means; facts in the order that it took them."""
     made: list[Event] = []
+    actions = list(actions)
+    over = {action.request for action in actions if isinstance(action, Release)}
     for fact in sorted(facts, key=lambda f: (f.rank, f.subject)):
+        if isinstance(fact, DecodeEnded) or (isinstance(fact, PrefillEnded) and fact.final):
+            over.discard(fact.request)  # a client who is gone after that changed nothing
         match fact:
             case Arrived(request):
                 made.append(Event(now_us, "arrived", request.id, str(len(request.prompt))))
@@ -42,7 +46,7 @@ def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> 
                 made.append(Event(now_us, "decoded", request, str(number)))
             case CallFailed(request, number):
                 made.append(Event(now_us, "failed", request, str(number)))
-            case ClientGone(request):
+            case ClientGone(request) if request in over:  # else it had ended before
                 made.append(Event(now_us, "gone", request))
             case _:
                 pass

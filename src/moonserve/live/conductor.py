@@ -64,6 +64,8 @@ class ConductorLoop:
         self.now_us = LoopClock().now_us
         self._release = release
         self._inboxes: dict[RequestId, asyncio.Queue[Any]] = {}
+        self.on_step: Callable[[Micros, list[Fact], list[Action]], None] | None = None
+        """Told of every step, for who keeps an account of the run (core.events)."""
         self._facts: list[Fact] = []
         self._timer: asyncio.TimerHandle | None = None
         self.records: OrderedDict[RequestId, Record] = OrderedDict()
@@ -122,6 +124,8 @@ class ConductorLoop:
             if actions is None:  # a bug, which the loop logs: nobody shall wait for ever
                 for request, inbox in self._inboxes.items():
                     inbox.put_nowait(GiveUp(request, "the Conductor failed"))
+        if self.on_step is not None:
+            self.on_step(now_us, facts, actions)
         for action in actions:
             self._act(action)
         self._wake_at(self.core.wake_us(now_us))

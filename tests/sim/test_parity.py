@@ -1,0 +1,92 @@
+"""One Conductor, two drivers: the heap and the live shell give the same account of a run."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from moonserve.core.conductor import Conductor
+from moonserve.core.policies import POLICIES, Tuning
+from moonserve.core.request import Slo
+from moonserve.core.view import Promised
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.setup import Setup
+from moonserve.sim.synthesize import synthesize
+from moonserve.sim.trace import Trace, head, read_trace, scale
+from tests.support.traces import public_trace
+from tests.support.virtual import LiveRun, run, tokens_of
+
+
+def setup_of(
+    policy: str, slo: Slo | None = None, refuse: str = "none", cache: int | None = None
+) -> Setup:
+    """Two and two, as both drivers can do it: no overlap, no calls that load ahead."""
+    return Setup(
+        prefill=2,
+        decode=2,
+        tuning=Tuning(policy=policy, slo=slo or Slo(), refuse=refuse),  # type: ignore[arg-type]
+        cache_blocks=cache,
+        ahead=0,
+        overlap=False,
+    )
+
+
+def both(trace: Trace, setup: Setup) -> tuple[Simulation, LiveRun]:
+    """The same trace through the heap and through the live shell on a virtual loop."""
+    heap = Simulation(trace, setup, keep_events=True)
+    heap.run()
+    cost = setup.profile.cost()
+    conductor = Conductor(setup.tuning, Random(setup.seed), lambda info: cost)
+    live = LiveRun(trace, setup, conductor, POLICIES[setup.tuning.policy].copies)
+    run(live.run())
+    return heap, live
+
+
+def check(heap: Simulation, live: LiveRun) -> None:
+    """Equal events, and both ledgers are zero."""
+    assert heap.events is not None
+    for ours, theirs in zip(heap.events, live.events, strict=False):
+        assert ours == theirs
+    assert len(heap.events) == len(live.events)
+    assert heap.digest.hex() == live.digest.hex()
+    assert heap.conductor.promised() == live.conductor.promised() == Promised(0, 0, 0, 0)
+
+
+def small(seed: int, requests: int = 40, rps: float = 2.0) -> Trace:
+    """Sessions short enough to be served token by token in a moment."""
+    made = synthesize(seed, requests, rps, block_size=512)
+    return scale(made, lengths=16)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_heap_and_live_shell_agree(policy: str) -> None:
+    """Every decision, call and outcome falls on the same microsecond in both."""
+    heap, live = both(small(3), setup_of(policy))
+    check(heap, live)
+
+
+def test_they_agree_when_caches_are_small_and_requests_are_refused() -> None:
+    """Evictions, objectives and refusals are the same in both."""
+    slo = Slo(ttft_us=300_000, tbt_us=None)
+    for policy in ("kvcache_centric", "late_binding"):
+        heap, live = both(small(5, rps=30.0), setup_of(policy, slo, "ttft", cache=12))
+        check(heap, live)
+        assert any(event.what == "refused" for event in live.events)
+
+
+def test_the_live_tokens_are_right() -> None:
+    """What the parity runs generate is what one process would have generated."""
+    trace = small(7, requests=12)
+    _, live = both(trace, setup_of("kvcache_centric"))
+    for number, row in enumerate(trace.rows):
+        expected = live.reference(tokens_of(row, trace.block_size), row.output_tokens)
+        assert live.tokens[f"r{number:06}"] == expected
+
+
+@pytest.mark.parametrize("policy", ["kvcache_centric", "late_binding"])
+def test_they_agree_on_the_conversation_trace(policy: str) -> None:
+    """The first 200 rows of the public trace, lengths divided by 16."""
+    trace = scale(head(read_trace(public_trace("conversation")), 200), speed=4.0, lengths=16)
+    heap, live = both(trace, setup_of(policy))
+    check(heap, live)

@@ -1,0 +1,314 @@
+"""The live shell in virtual time: a loop that moves its clock instead of sleeping, and workers
+without sockets, whose store is the simulator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+from moonserve.core.actions import Prefill
+from moonserve.core.conductor import Conductor
+from moonserve.core.errors import Overloaded
+from moonserve.core.events import Digest, Event, events
+from moonserve.core.facts import InstanceInfo, Joined
+from moonserve.core.pool import Found, Replica
+from moonserve.core.prefix import chain_keys
+from moonserve.core.request import Request, Sampling, Stopping
+from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId
+from moonserve.live.clock import LoopClock
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.dispatch import Cluster
+from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.instances.wire import Decoded, Prefilled
+from moonserve.live.worker.job import Limits
+from moonserve.live.worker.metrics import Metrics
+from moonserve.live.worker.serving import Runner
+from moonserve.live.worker.wire import make_job, parse_body
+from moonserve.sim.network import Network
+from moonserve.sim.segments import Segments
+from moonserve.sim.setup import MODEL, Setup
+from moonserve.sim.trace import Row, Trace
+
+
+class _Jump(selectors.SelectSelector):
+    """Instead of waiting, the loop's time moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(0)
+        if timeout is None and not ready:
+            raise RuntimeError("everybody waits and nothing is scheduled")
+        if timeout and not ready:
+            self.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Hundreds of virtual seconds in a real one."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.now
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """asyncio.run, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class _LoopTime:
+    """sim.clock.Clock's face over the running loop."""
+
+    @property
+    def now_us(self) -> Micros:
+        return LoopClock().now_us()
+
+    def at(self, time_us: Micros, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_at(time_us / 1e6, call)
+
+
+class _Named:
+    """What Segments wants of a node."""
+
+    def __init__(self, info: InstanceInfo) -> None:
+        self.info = info
+        self.name = str(info.id)
+
+
+class SharedStore:
+    """KV bytes in a dict; where they lie and how long they travel is the simulator's business."""
+
+    def __init__(self, setup: Setup, nodes: dict[str, _Named], copies: bool) -> None:
+        prefills = [node for node in nodes.values() if node.info.role != "decode"]
+        self.data: dict[BlockKey, bytes] = {}
+        self.segments = Segments(setup, prefills, [])  # type: ignore[arg-type]
+        self.network = Network(_LoopTime(), setup.profile.link_bytes_per_s)  # type: ignore[arg-type]
+        self.copies = copies
+        self.owners: dict[LeaseId, str] = {}
+        self.chains: dict[LeaseId, tuple[BlockKey, ...]] = {}
+        self.fetches: dict[RequestId, bool] = {}
+        """Whether the decision was to load what others hold."""
+        self.tell: Callable[..., None] = lambda *facts: None
+
+
+class WorkerStore:
+    """One worker's KVStore."""
+
+    def __init__(self, shared: SharedStore, node: _Named, block_bytes: int) -> None:
+        self._shared = shared
+        self._node = node
+        self._block_bytes = block_bytes
+        self._sources: dict[LeaseId, dict[str, int]] = {}
+
+    async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
+        shared = self._shared
+        if self._node.info.role == "decode":
+            sources = {shared.owners[lease]: len(keys)}
+            local = 0
+        else:
+            fetches = shared.fetches[RequestId(lease.rpartition("/")[0])]
+            local, sources = shared.segments.find(self._node, keys, fetches)  # type: ignore[arg-type]
+        self._sources[lease] = sources
+        count = local + sum(sources.values())
+        size = self._block_bytes
+        return [Found(key, size, 0, 1, (Replica(SegmentId(lease), 0),)) for key in keys[:count]]
+
+    async def read(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
+        shared, node = self._shared, self._node
+        keys = [item.key for item in found]
+        sources = self._sources.pop(LeaseId(found[0].replicas[0].segment))
+        await self._moved(sources, node.info.block_bytes)
+        if shared.copies and sources and node.info.role != "decode":
+            shared.tell(*shared.segments.store(node, keys, 0, len(keys)))  # type: ignore[arg-type]
+        for key, buffer in zip(keys, into, strict=True):
+            buffer[:] = shared.data[key]
+        return len(found)
+
+    async def _moved(self, remote: dict[str, int], size: int) -> None:
+        if not remote:
+            return
+        done = [asyncio.get_running_loop().create_future() for _ in remote]
+        for (source, count), future in zip(remote.items(), done, strict=True):
+            moved = lambda future=future: future.set_result(None)  # noqa: E731
+            self._shared.network.send(source, self._node.name, count * size, moved)
+        await asyncio.gather(*done)
+
+    async def put(
+        self,
+        items: Sequence[tuple[BlockKey, memoryview]],
+        lease: LeaseId | None,
+        parent: BlockKey | None = None,
+    ) -> int:
+        shared, node = self._shared, self._node
+        for key, view in items:
+            shared.data.setdefault(key, bytes(view))
+        assert lease is not None
+        shared.owners[lease] = node.name
+        chain = shared.chains[LeaseId(lease.rpartition("/")[0])]  # full blocks of its prompt
+        full = [key for key, _ in items if key in chain]
+        if full:
+            first = chain.index(full[0])
+            last = first + len(full)
+            if shared.copies or shared.segments.is_local(node, chain[:first]):  # type: ignore[arg-type]
+                first = 0
+            shared.tell(*shared.segments.store(node, chain, first, last))  # type: ignore[arg-type]
+        return len(items)
+
+    async def release(self, lease: LeaseId) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class LocalWire:
+    """The wire's calls, straight into runners."""
+
+    def __init__(self, runners: dict[str, Runner], engines: dict[str, FakeEngine]) -> None:
+        self._runners = runners
+        self._engines = engines
+        self._count = 0
+
+    def _job(self, to: InstanceInfo, request: Request, body: bytes) -> Any:
+        self._count += 1
+        return make_job(
+            parse_body(body),
+            request=RequestId(f"{request.id}-{self._count}"),
+            lease=LeaseId(f"{request.id}/x"),
+            model=to.model,
+            shape=self._engines[to.id].shape,
+            encode=None,
+        )
+
+    async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
+        job = self._job(to, request, body)
+        pieces = [piece async for piece in self._runners[to.id].generate(job)]
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "first_token_id": pieces[-1].token,
+            "lease": job.lease,
+        }
+        finish = pieces[-1].finish
+        return Prefilled(
+            tuple(piece.token for piece in pieces),
+            finish.reason if finish else None,
+            pieces[-1].cached_tokens,
+            params,
+        )
+
+    async def decode(
+        self, to: InstanceInfo, request: Request, body: bytes
+    ) -> AsyncIterator[Decoded]:
+        job = self._job(to, request, body)
+        async for piece in self._runners[to.id].generate(job):
+            yield Decoded((piece.token,), piece.finish.reason if piece.finish else None)
+
+
+def tokens_of(row: Row, block_size: int) -> tuple[int, ...]:
+    """Token ids that are equal where block ids are, and nowhere else."""
+    made = [block * 64 + at % 64 for block in row.blocks for at in range(block_size)]
+    return tuple(made[: row.input_tokens])
+
+
+class LiveRun:
+    """A trace through the live shell: gateway's Cluster, ConductorLoop, runners, fake engines."""
+
+    def __init__(self, trace: Trace, setup: Setup, conductor: Conductor, copies: bool) -> None:
+        self.trace = trace
+        self.setup = setup
+        self.conductor = conductor
+        self.copies = copies
+        self.digest = Digest()
+        self.events: list[Event] = []
+        self.tokens: dict[str, list[int]] = {}
+
+    async def run(self) -> None:
+        size = self.trace.block_size
+        infos = self.setup.instances(size)
+        nodes = {str(info.id): _Named(info) for info in infos}
+        store = SharedStore(self.setup, nodes, self.copies)
+        engines = {str(info.id): self._engine(info) for info in infos}
+        runners = {
+            name: Runner(
+                engines[name],
+                WorkerStore(store, node, engines[name].shape.block_bytes),
+                node.info.namespace,
+                Limits(
+                    chunk_tokens=node.info.chunk_tokens,
+                    max_seqs=node.info.max_seqs,
+                    max_waiting=100_000,
+                    pass_s=1e6,
+                    piece_s=1e6,
+                ),
+                Metrics(MODEL),
+                LoopClock(),
+            )
+            for name, node in nodes.items()
+        }
+        self.shared = store
+        loop = ConductorLoop(self.conductor, lambda lease: None)
+        loop.on_step = self._note
+        store.tell = lambda *facts: loop.tell(*facts) if facts else None
+        loop.tell(*[Joined(info) for info in infos])
+        cluster = Cluster(loop, LocalWire(runners, engines), {})  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as group:
+            for number, row in enumerate(self.trace.rows):
+                group.create_task(self._one(cluster, number, row))
+        await asyncio.gather(*[runner.close() for runner in runners.values()])
+
+    def _engine(self, info: InstanceInfo) -> FakeEngine:
+        return FakeEngine(
+            block_size=info.namespace.block_size,
+            num_blocks=info.kv_blocks,
+            max_len=1 << 30,
+            vocab_size=1 << 31,
+            cost=self.setup.profile.cost(),
+        )
+
+    def reference(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What a single engine would give."""
+        return self._engine(self.setup.instances(self.trace.block_size)[0]).reference(prompt, count)
+
+    def _note(self, now_us: Micros, facts: Any, actions: Any) -> None:
+        for action in actions:
+            if isinstance(action, Prefill):
+                decision = action.decision
+                fetches = decision.reused_tokens > decision.candidates[0].local_tokens
+                self.shared.fetches[action.request] = fetches
+        happened = events(now_us, facts, actions)
+        self.events += happened
+        self.digest.take(happened)
+
+    async def _one(self, cluster: Cluster, number: int, row: Row) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(row.at_us / 1e6 - loop.time())
+        prompt = tokens_of(row, self.trace.block_size)
+        request = Request(
+            RequestId(f"r{number:06}"),
+            MODEL,
+            prompt,
+            Sampling(temperature=0.0),
+            Stopping(max_tokens=row.output_tokens, ignore_eos=True),
+        )
+        keys = self._keys(prompt)
+        self.shared.chains[LeaseId(request.id)] = keys
+        tokens = self.tokens[request.id] = []
+        with contextlib.suppress(Overloaded):  # the digest has it
+            async for output in cluster.generate(request):
+                tokens += output.token_ids
+
+    def _keys(self, prompt: tuple[int, ...]) -> tuple[BlockKey, ...]:
+        namespace = self.setup.instances(self.trace.block_size)[0].namespace
+        return tuple(chain_keys(namespace.root(), prompt, self.trace.block_size))
