@@ -194,7 +194,7 @@ def draw_fig15(found: Any) -> Any:
 TBT_MS = [100, 200, 300]
 CLUSTERS: dict[str, dict[str, Any]] = {
     "disaggregated, 8 + 8": {"split": "8+8", "policy": "kvcache_centric"},
-    "coupled, 16, chunks of 512": {"split": "16", "policy": "cache_aware", "chunk_tokens": 512},
+    "disaggregated, 6 + 10": {"split": "6+10", "policy": "kvcache_centric"},
     "coupled, 16, chunks of 2,048": {"split": "16", "policy": "cache_aware", "chunk_tokens": 2048},
     "coupled, 16, whole prompts": {"split": "16", "policy": "cache_aware"},
 }
@@ -216,7 +216,7 @@ def attained(cell: Cell) -> dict[str, Any]:
 
 
 def measure_fig01(lab: Lab) -> Any:
-    arms = [(name, speed) for name in CLUSTERS for speed in lab.some([1.0, 1.5, 2.0])]
+    arms = [(name, speed) for name in CLUSTERS for speed in lab.some([1.0, 1.25, 1.5])]
     cells = [
         cell
         for name, speed in arms
@@ -260,8 +260,8 @@ def show_fig01(found: Any, page: Page) -> None:
         ],
     )
     shares = {(row["cluster"], row["speed"]): row["shares"] for row in found}
-    first, *coupled = CLUSTERS
-    page.say("Disaggregated over coupled, as the paper counts (fractions at one replay speed):")
+    first, _, *coupled = CLUSTERS
+    page.say("8 + 8 over coupled, as the paper counts (fractions at one replay speed):")
     page.table(
         ["against", "speed", *(f"TBT <= {limit} ms" for limit in TBT_MS)],
         [
@@ -279,15 +279,20 @@ def show_fig01(found: Any, page: Page) -> None:
         + [["paper: vLLM", "not given", *PAPER_GAIN.values()]],
     )
     page.say(
-        "The paper's range, 59% to 498%, is in its abstract; the value between, and which limit "
-        "has which, were not verified. What differs: the paper's baseline is one version of vLLM "
-        "with its own scheduler, here the same core serves both arms, so that only the coupling "
-        "differs."
+        "At real time the gains are the paper's in size, and fall as it says, from the tightest "
+        "limit to the loosest. (Its range, 59% to 498%, is in its abstract; the value between, "
+        "and which limit has which, were not verified.) Beyond 1.3 times real time eight decode "
+        "nodes are more than full, whoever places ([the bounds](policies.md)), and coupled nodes, "
+        "all of which decode, can be ahead; more decode nodes mend that. Whole prompts do better "
+        "here than chunks, since every pass with prefill has a fixed cost of 68 ms on these "
+        "nodes: chunks of 512, tried as well, do not keep up with the trace. What differs from "
+        "the paper: its baseline is one version of vLLM with a scheduler of its own; here the "
+        "same core serves every arm."
     )
 
 
 def _gain(ours: float, theirs: float) -> str:
-    return "from nothing" if theirs == 0 else f"{ours / theirs - 1:+.0%}"
+    return "from nothing" if theirs == 0 else f"{ours / theirs - 1:+,.0%}"
 
 
 def draw_fig01(found: Any) -> Any:
@@ -297,7 +302,7 @@ def draw_fig01(found: Any) -> Any:
     figure, panels = plt.subplots(
         1, len(speeds), figsize=(11, 3.8), sharey=True, layout="constrained", squeeze=False
     )
-    colors = [SHADES[2], "#fdd0a2", "#fd8d3c", "#d94801"]
+    colors = [SHADES[2], SHADES[1], "#fd8d3c", "#d94801"]
     for axes, speed in zip(panels[0], speeds, strict=True):
         for at, (name, color) in enumerate(zip(CLUSTERS, colors, strict=True)):
             row = next(r for r in found if r["cluster"] == name and r["speed"] == speed)
