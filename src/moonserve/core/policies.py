@@ -210,7 +210,7 @@ def decide(
         now_us,
     )
     made.scores = policy.score(made, memory)
-    row = min(range(len(prefills)), key=made.scores.__getitem__)
+    row = _best(made.scores, prefills)
     context = ask.length + ask.expected_tokens
     share = tuning.tbt_share if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
@@ -218,6 +218,16 @@ def decide(
     decision = _decision(made, row, decode, tuning, policy)
     late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
     return Verdict(decision, late, not meets)
+
+
+def _best(scores: Sequence[float], views: Sequence[InstanceView]) -> int:
+    """The lowest score; of equals, who decodes for fewest (where that is its task too), the first.
+
+    Queues of prefill say nothing of decode: without it a coupled cluster's first instances get all.
+    """
+    best = min(scores)
+    rows = [row for row, score in enumerate(scores) if score == best]
+    return rows[0] if len(rows) == 1 else min(rows, key=lambda row: views[row].decodes)
 
 
 def _decision(
