@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -80,8 +81,18 @@ class Up:
         return {_name(pid): pid for pid in children_of(self.process.pid)}
 
     def settle(self) -> None:
-        """Wait until every ledger of the cluster is at zero."""
-        self.until(lambda: not any(self.ledgers().values()), STOP_S)
+        """Wait until every ledger of the cluster is at zero.
+
+        An instance that was killed may be listed for some seconds more; it has no ledger then.
+        """
+
+        def settled() -> bool:
+            try:
+                return not any(self.ledgers().values())
+            except urllib.error.URLError:
+                return False
+
+        self.until(settled, STOP_S)
 
     def ledgers(self) -> dict[str, int]:
         """Every ledger of the cluster by name; all zero when idle."""
