@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from moonserve.cli import cli
 from moonserve.core.policies import Tuning
 from moonserve.core.request import Slo
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.metrics import measure
 from moonserve.sim.plan import (
     MOST,
     Trials,
@@ -25,7 +27,7 @@ from moonserve.sim.plan import (
 )
 from moonserve.sim.setup import Setup
 from moonserve.sim.synthesize import synthesize
-from moonserve.sim.trace import Row, Trace, write_trace
+from moonserve.sim.trace import Row, Trace, scale, write_trace
 
 GOAL = Slo(30_000_000, 200_000)
 SETUP = Setup(tuning=Tuning(slo=GOAL, refuse="none"), goal=GOAL, prefill=1, decode=1)
@@ -39,7 +41,7 @@ def stand_in(meets: Callable[[float], bool]) -> tuple[Callable[[float], Try], li
         if speed not in asked:
             asked.append(speed)
         share = 0.995 if meets(speed) else 0.9
-        return Try(speed, share, share, share)
+        return Try(speed, share, share, share, whole=True)
 
     return at, asked
 
@@ -77,14 +79,25 @@ def test_no_speed_and_every_speed_are_told() -> None:
     assert found.missed is None
 
 
-def test_a_hopeless_run_is_left_early_and_bounds_what_it_would_attain() -> None:
-    """A run that is left says at most what a whole one would have shown, and below the target."""
+@pytest.mark.parametrize("goal", [GOAL, Slo(30_000_000, 60_000), Slo(None, 60_000)])
+@pytest.mark.parametrize("speed", [0.1, 3.0, 40.0])
+def test_a_run_left_early_bounds_what_a_whole_one_attains(goal: Slo, speed: float) -> None:
+    """What is left early attains less than the target; what is not, exactly what is measured."""
     trace = synthesize(3, 400, 2.0)
-    early, whole = Trials(trace, SETUP, 0.99)(40.0), Trials(trace, SETUP, 0.0)(40.0)
-    assert early.attainment_tbt is None
-    assert whole.attainment_tbt is not None
-    assert whole.attainment_ttft <= early.attainment_ttft < 0.99
-    assert Trials(trace, SETUP, 0.99)(0.1) == Trials(trace, SETUP, 0.0)(0.1)
+    setup = msgspec.structs.replace(SETUP, goal=goal)
+    sim = Simulation(scale(trace, speed), setup)
+    sim.run()
+    truth = measure(sim, 0.0).summary
+    tried = Trials(trace, setup, 0.99)(speed)
+    if tried.whole:
+        assert tried.attainment == pytest.approx(truth["attainment"])
+        assert tried.attainment_ttft == pytest.approx(truth["attainment_ttft"])
+    else:
+        assert truth["attainment"] <= tried.attainment < 0.99
+        assert truth["attainment_ttft"] <= tried.attainment_ttft
+    whole = Trials(trace, setup, 0.0)(speed)
+    assert whole.whole
+    assert whole.attainment == pytest.approx(truth["attainment"])
 
 
 def rows(count: int, apart_s: float, length: int = 512, output: int = 1) -> Trace:

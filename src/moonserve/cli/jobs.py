@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -71,5 +72,5 @@ def _work(call: Callable[[], object], theirs: Connection) -> None:
         outcome = call()
     except MoonserveError as err:
         outcome = Failed(str(err))
-    theirs.send(outcome)
-    theirs.close()
+    with suppress(BrokenPipeError):  # nobody waits for it any more
+        theirs.send(outcome)

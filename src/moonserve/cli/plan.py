@@ -96,11 +96,10 @@ def _verdict(trace: Trace, best: Split) -> str:
     missed = best.missed
     if missed is None:
         why = "no speed is too high"
-    elif missed.attainment_tbt is None:
-        why = f"at {missed.speed:.2f}x too many miss their TTFT"
     else:
+        most = "" if missed.whole else "at most "
         ttft, tbt = missed.attainment_ttft, missed.attainment_tbt
-        why = f"at {missed.speed:.2f}x {ttft:.2%} meet their TTFT and {tbt:.2%} their TBT"
+        why = f"at {missed.speed:.2f}x {most}{ttft:.2%} meet their TTFT and {tbt:.2%} their TBT"
     if best.speed is None:
         return f"no speed meets the objectives; {name} is nearest: {why}"
     return (

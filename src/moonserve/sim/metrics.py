@@ -60,14 +60,14 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
     gaps: list[Times] = []
     ends: dict[Node, Times] = {}
     for served in sim.served:
-        own = _gaps_ms(served, ends, again=sim.setup.first_token == "decode")
+        own = gaps_ms(served, ends, again=sim.setup.first_token == "decode")
         gaps.append(own)
         rows.append(_row(served, own, sim.setup.goal))
     all_gaps = np.concatenate(gaps).astype(np.float32) if gaps else np.zeros(0, np.float32)
     return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps)
 
 
-def _gaps_ms(served: Served, ends: dict[Node, Times], again: bool) -> Times:
+def gaps_ms(served: Served, ends: dict[Node, Times], again: bool) -> Times:
     """Times between one token and the next, in order. `ends` is filled with each node's passes."""
     if served.first_us is None or served.outcome != "completed":
         return np.zeros(0)
@@ -81,7 +81,8 @@ def _gaps_ms(served: Served, ends: dict[Node, Times], again: bool) -> Times:
     return np.diff(np.concatenate(parts)) / 1e3
 
 
-def _paper_tbt_ms(gaps: Times) -> float | None:
+def paper_tbt_ms(gaps: Times) -> float | None:
+    """Mean of the longest tenth of the gaps, at least of one; None: there are none."""
     if not len(gaps):
         return None
     longest = max(1, len(gaps) // 10)
@@ -92,7 +93,7 @@ def _row(served: Served, gaps: Times, goal: Slo) -> RequestRow:
     decision = served.judged
     first_us = served.first_us
     ttft_s = None if first_us is None else (first_us - served.arrived_us) / 1e6
-    tbt_ms = _paper_tbt_ms(gaps)
+    tbt_ms = paper_tbt_ms(gaps)
     done = served.outcome == "completed"
     return RequestRow(
         id=served.id,

@@ -16,7 +16,8 @@ import msgspec
 from moonserve.core.units import Micros
 from moonserve.sim.cache import Cache
 from moonserve.sim.cluster import Simulation
-from moonserve.sim.metrics import measure
+from moonserve.sim.metrics import Times, gaps_ms, paper_tbt_ms
+from moonserve.sim.node import Node
 from moonserve.sim.served import Served
 from moonserve.sim.setup import Setup
 from moonserve.sim.trace import Trace, scale
@@ -33,17 +34,25 @@ class Try(msgspec.Struct, frozen=True):
     speed: float
     attainment: float
     attainment_ttft: float
-    attainment_tbt: float | None
-    """None: left early."""
+    attainment_tbt: float
+    """Those that missed their TTFT count as if they had met it."""
+    whole: bool
+    """Not left early."""
 
 
 class Trials:
-    """One setup and trace at any speed; each speed is simulated once."""
+    """One setup and trace at any speed; each speed is simulated once.
 
-    def __init__(self, trace: Trace, setup: Setup, target: float) -> None:
+    A run is left as soon as more than 1 - `target` have missed what `figure` counts.
+    """
+
+    def __init__(
+        self, trace: Trace, setup: Setup, target: float, figure: Figure = "attainment"
+    ) -> None:
         self.trace = trace
         self.setup = setup
         self.target = target
+        self.figure = figure
         self.tries: dict[float, Try] = {}
 
     def __call__(self, speed: float) -> Try:
@@ -54,39 +63,70 @@ class Trials:
 
     def _simulate(self, speed: float) -> Try:
         sim = Simulation(scale(self.trace, speed), self.setup)
-        misses = _Misses(sim)
+        misses = Misses(sim)
         count = len(self.trace.rows)
-        if not sim.run(lambda: misses.count() > (1 - self.target) * count):
-            share = 1 - misses.missed / count
-            return Try(speed, share, share, None)
-        found = measure(sim, 0.0).summary
-        return Try(speed, found["attainment"], found["attainment_ttft"], found["attainment_tbt"])
+
+        def hopeless() -> bool:
+            misses.look()
+            missed = misses.any if self.figure == "attainment" else misses.ttft
+            return missed > (1 - self.target) * count
+
+        whole = sim.run(lambda: hopeless() or misses.decided)
+        if whole:
+            misses.look()
+        return Try(
+            speed,
+            1 - misses.any / count,
+            1 - misses.ttft / count,
+            1 - misses.tbt / count,
+            whole=misses.decided,
+        )
 
 
-class _Misses:
-    """Requests that have missed their TTFT for certain, while a simulation goes on."""
+class Misses:
+    """Who has missed an objective for certain, while a simulation goes on.
+
+    `decided`: of no request it is still open, so that the rest of the run changes nothing.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self._seen = 0
         self._open: list[Served] = []
-        self.missed = 0
+        self.ttft = 0
+        """Too late with the first token, refused, or failed."""
+        self.tbt = 0
+        """In time with the first token, too slow with the others."""
 
-    def count(self) -> int:
-        served, goal_us = self._sim.served, self._sim.setup.goal.ttft_us
+    @property
+    def any(self) -> int:
+        """Requests that missed."""
+        return self.ttft + self.tbt
+
+    @property
+    def decided(self) -> bool:
+        """Whether all have come, and none is open."""
+        return not self._open and self._seen == len(self._sim.trace.rows)
+
+    def look(self) -> None:
+        """Take in what happened since."""
+        served, goal = self._sim.served, self._sim.setup.goal
         now_us = self._sim.clock.now_us
-        self._open += served[self._seen :]
-        self._seen = len(served)
+        again = self._sim.setup.first_token == "decode"
+        ends: dict[Node, Times] = {}
         still = []
-        for one in self._open:
+        for one in self._open + served[self._seen :]:
             first_us = now_us if one.first_us is None else one.first_us
-            late = goal_us is not None and first_us - one.arrived_us > goal_us
+            late = goal.ttft_us is not None and first_us - one.arrived_us > goal.ttft_us
             if late or one.outcome in ("refused", "failed"):
-                self.missed += 1
-            elif one.first_us is None:
+                self.ttft += 1
+            elif one.outcome == "running":
                 still.append(one)
+            elif goal.tbt_us is not None:
+                tbt_ms = paper_tbt_ms(gaps_ms(one, ends, again))
+                self.tbt += tbt_ms is not None and tbt_ms * 1e3 > goal.tbt_us
+        self._seen = len(served)
         self._open = still
-        return self.missed
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -275,7 +315,7 @@ def plan(
 
 
 def _binds(found: Found) -> Literal["prefill", "decode", "nothing"]:
-    if found.missed is None:
+    missed = found.missed
+    if missed is None:
         return "nothing"
-    tbt = found.missed.attainment_tbt
-    return "decode" if tbt is not None and tbt < found.missed.attainment_ttft else "prefill"
+    return "decode" if missed.attainment_tbt < missed.attainment_ttft else "prefill"
