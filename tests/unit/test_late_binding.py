@@ -173,6 +173,22 @@ def test_no_prefill_is_spent_while_decode_would_miss_its_objective() -> None:
     assert prefills(left) == [("b", "p0")]
 
 
+def test_a_stricter_goal_of_its_own_holds_nobody_else_up() -> None:
+    """Others pass a request that waits for an emptier decode instance than they need."""
+    conductor = cluster("p0", "p1", "d0")
+    conductor.step(1, [arrived("a", length=300)])
+    assert conductor.step(2, [arrived("b", Slo(tbt_us=300))]) == []
+    assert prefills(conductor.step(3, [arrived("c")])) == [("c", "p1")]
+    assert conductor.waiting == 1
+
+
+def test_alone_a_request_may_take_all_of_its_objective() -> None:
+    """An empty instance that meets the goal is not refused for the share kept for who joins."""
+    conductor = cluster("p0", "d0")
+    goal = Slo(tbt_us=160)  # alone 151, which is more than 55% of it
+    assert prefills(conductor.step(1, [arrived("a", goal)])) == [("a", "p0")]
+
+
 def test_an_instance_about_to_be_free_is_bound_ahead() -> None:
     """One request runs, one more may be bound when so much work is left; `wake_us` says when."""
     conductor = cluster("p0", "d0", bind_ahead_us=100)

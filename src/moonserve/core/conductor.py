@@ -348,11 +348,13 @@ class Conductor:
                 if not life.attempts:
                     backlog_us = room.work_us // max(1, len(prefills))
                     self._refuse(life, too_late(waiter, backlog_us, now_us), now_us)
+        held: set[RequestId] = set()
         while len(room):
             if prefills and decodes and not any(self._is_free(v, now_us) for v in prefills):
                 return
-            first = room.next(now_us, [now_us + view.queue_us(now_us) for view in prefills])
-            assert first is not None
+            first = room.next(now_us, [now_us + v.queue_us(now_us) for v in prefills], held)
+            if first is None:
+                return
             life, slo = self._lives[first.request], self._slo(self._lives[first.request])
             if not prefills or not decodes:
                 room.remove(first.request)
@@ -364,9 +366,13 @@ class Conductor:
                 return
             if verdict.misses_tbt and slo.tbt_us is not None:
                 if self.view.instances[verdict.decision.decode].decodes:
-                    return  # decode has no room: nothing is gained by a prefill now
+                    if life.request.slo.tbt_us is None:
+                        return  # decode has no room: nothing is gained by a prefill now
+                    held.add(first.request)  # its own goal is stricter: others may pass
+                    continue
                 refusal = unwanted(life.request, verdict, slo, self.tuning)
-                if refusal is not None and not life.attempts:  # nor would it ever have
+                never = verdict.decision.predicted_tbt_us > slo.tbt_us  # even alone
+                if refusal is not None and never and not life.attempts:
                     self._refuse(life, refusal, now_us)
                     continue
             room.went(first)

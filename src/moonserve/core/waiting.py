@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
 import msgspec
@@ -110,12 +110,21 @@ class WaitingRoom:
         due = (w.due_us for w in self._timely if w.due_us is not None and w.due_us >= now_us)
         return min(due, default=None)
 
-    def next(self, now_us: Micros, free_us: Sequence[Micros]) -> Waiter | None:
-        """Who goes next; it is not taken out. `free_us`: when each instance will be free."""
+    def next(
+        self, now_us: Micros, free_us: Sequence[Micros], held: Collection[RequestId] = ()
+    ) -> Waiter | None:
+        """Who goes next; it is not taken out. None: only those `held` back wait.
+
+        free_us: when each instance will be free.
+        """
         self._part(now_us)
         kept, deferred = self._defer(now_us, free_us)
+        if held:
+            kept = [waiter for waiter in kept if waiter.request not in held]
+            deferred = [waiter for waiter in deferred if waiter.request not in held]
         shortest = _shortest(kept, now_us, free_us)
-        behind = min([*self._late, *deferred], key=lambda w: w.arrived_us, default=None)
+        late = [w for w in self._late if w.request not in held] if held else self._late
+        behind = min([*late, *deferred], key=lambda w: w.arrived_us, default=None)
         self._repays = behind is not None and (shortest is None or self._owed_us >= behind.work_us)
         return behind if self._repays else shortest
 

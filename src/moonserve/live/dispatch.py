@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any, TypeAlias
 
@@ -151,7 +152,10 @@ class _Life:
                     self._outcome = "refused"
                     if wait_us is None:
                         raise NobodyAlive(why)
-                    raise Overloaded(why, reason, wait_us / MICROS_PER_SECOND)
+                    if reason == "kv_memory":  # no waiting helps
+                        raise BadRequest(why, "prompt", "context_length_exceeded")
+                    spread = random.uniform(1.0, 1.25)  # those refused together come back apart
+                    raise Overloaded(why, reason, spread * wait_us / MICROS_PER_SECOND)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)
