@@ -64,7 +64,7 @@ def table(sim: Simulation, result: Result) -> str:
         "{wasted_prefill_s:,.0f} s wasted; busiest {imbalance:.2f} times the mean",
         "decode     busy {busy_decode:.0%}; busiest {imbalance_decode:.2f} times the mean; "
         "{preemptions:,} preemptions",
-        "network    {transfers:,} transfers, {transfer_bytes:,} bytes; "
+        f"network    {{transfers:,}} transfers, {found['transfer_bytes'] / 1e9:,.1f} GB; "
         "{migrations:,} blocks copied",
         "hindsight  TTFT off by {ttft_error_mean_s:.2f} s; the best place was "
         "{regret_mean_s:.2f} s sooner (means)",
