@@ -23,6 +23,7 @@ _COMMANDS = {
     "sweep": "moonserve.cli.sweep:sweep",
     "plan": "moonserve.cli.plan:plan",
     "simulate": "moonserve.cli.simulate:simulate",
+    "replay": "moonserve.cli.replay:replay",
     "gateway": "moonserve.cli.roles:gateway",
     "worker": "moonserve.cli.roles:worker",
 }

@@ -51,6 +51,11 @@ class Client:
             found: dict[str, Any] = msgspec.json.decode(reply.read())
             return found
 
+    def text(self, path: str) -> str:
+        """The text at a path."""
+        with self._open("GET", path, None) as reply:
+            return reply.read().decode()
+
     @contextmanager
     def events(
         self, path: str, body: dict[str, Any]

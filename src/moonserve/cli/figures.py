@@ -33,10 +33,11 @@ def titles(sim: Simulation, speed: float) -> tuple[str, str]:
     return f"{sim.trace.name} at {speed:g}x", ", ".join(parts)
 
 
-class _Form(Formatter):
+class Form(Formatter):
     """Shows what there is none of as a dash."""
 
     def format_field(self, value: object, spec: str) -> str:
+        """See Formatter."""
         return "-" if value is None else str(super().format_field(value, spec))
 
 
@@ -70,7 +71,7 @@ def table(sim: Simulation, result: Result) -> str:
         "{regret_mean_s:.2f} s sooner (means)",
         "digest     {digest}, in {cpu_s:.1f} CPU s",
     ]
-    form = _Form()
+    form = Form()
     above = "\n".join(titles(sim, found["speed"]))
     return above + "\n\n" + "\n".join(form.vformat(line, (), found) for line in lines)
 

@@ -29,6 +29,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """KV that one decode instance holds."""
     load_base_us: float = 0.0
     """What a KV transfer takes beside its bytes."""
+    call_us: float = 0.0
+    """What a call takes on its way to an instance and back: HTTP, parsing, the gateway's work."""
+    hand_over_us: float = 0.0
+    """From the end of a prefill's last pass until its KV is in the store, and its token out."""
 
     def cost(self, *, learns: bool = False) -> Cost:
         """A cost model that starts from these coefficients."""
@@ -90,6 +94,8 @@ def profile_from_json(text: bytes, where: str) -> Profile:
         ("kv_tokens", profile.kv_tokens - 1),
         ("link_bytes_per_s", profile.link_bytes_per_s - 1),
         ("load_base_us", profile.load_base_us),
+        ("call_us", profile.call_us),
+        ("hand_over_us", profile.hand_over_us),
     ):
         if not value >= 0:
             raise ConfigError(f"{where}: {field} is too small", "profile")

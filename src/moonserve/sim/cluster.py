@@ -59,7 +59,8 @@ class Simulation:
         self.prefills = [node for node in self._in_order if node.info.role != "decode"]
         self.decodes = [node for node in self._in_order if node.info.role != "prefill"]
         wide = frozenset({POOL})
-        self.network = Network(self.clock, setup.profile.link_bytes_per_s, wide)
+        rate, base_us = setup.profile.link_bytes_per_s, round(setup.profile.load_base_us)
+        self.network = Network(self.clock, rate, wide, base_us)
         self.segments = Segments(setup, self.prefills, self.decodes)
         self.served: list[Served] = []
         self.samples: list[Sample] = []
@@ -71,6 +72,8 @@ class Simulation:
         self._facts: list[Fact] = [Joined(info) for info in infos]
         self._next_turns = next_turns(trace) if setup.keep_output else {}
         self._again = setup.first_token == "decode"
+        self._way_us = round(setup.profile.call_us / 2)
+        self._back_us = round(setup.profile.call_us / 2 + setup.profile.hand_over_us)
         self._awake = False
         self._wakes_us: Micros | None = None
         self._open = 0
@@ -101,6 +104,13 @@ class Simulation:
         return Node(info, cost, self.clock, self._progress, self._began, self.setup.ahead)
 
     # Time.
+
+    def _after(self, us: Micros, call: Callable[[], None]) -> None:
+        """Call so much later; at once where that is nothing."""
+        if us:
+            self.clock.at(self.clock.now_us + us, call)
+        else:
+            call()
 
     def _arrive(self) -> None:
         """All requests of this instant; the next arrival is scheduled."""
@@ -236,10 +246,11 @@ class Simulation:
                 done(blocks * size)
 
         if not remote:
-            one_came()
+            self._after(self._way_us, one_came)
         for source, count in remote.items():
             moved = self._stretched(source, node, count * node.info.block_bytes)
-            self.network.send(source, node.name, moved, one_came)
+            sent = partial(self.network.send, source, node.name, moved, one_came)
+            self._after(self._way_us, sent)
 
     def _began(self, node: Node, call: Call) -> None:
         """A call's first pass begins: with overlap, its KV begins to move on."""
@@ -273,10 +284,11 @@ class Simulation:
         if served.flow is None:
             source, target = self.nodes[decision.prefill], served.calls[-1][0]
             served.flow = self._flow(length, source, target)
+        here = partial(self._after, self._way_us, partial(done, length))
         if served.flow.there:
-            done(length)
+            here()
         else:
-            served.flow.then = partial(done, length)
+            served.flow.then = here
 
     # What nodes tell.
 
@@ -303,7 +315,7 @@ class Simulation:
         last = min(step.computed_after // size, len(served.keys))
         self._facts += self.segments.store(node, served.keys, first, last)
         if step.finish is not None:
-            self._prefilled(served, call)
+            self._after(self._back_us, partial(self._prefilled, served, node, call))
 
     def _keep_output(self, node: Node, served: Served) -> None:
         """What it generated is the beginning of the conversation's next turn, if there is one.
@@ -317,7 +329,10 @@ class Simulation:
         if last > len(served.keys):
             self._facts += self.segments.store(node, chain, len(served.keys), last)
 
-    def _prefilled(self, served: Served, call: Call) -> None:
+    def _prefilled(self, served: Served, node: Node, call: Call) -> None:
+        if node.dead:
+            self._failed(served, call.number)
+            return
         now_us = self.clock.now_us
         served.prefill_us += call.busy_us
         served.prefilled_us = now_us

@@ -82,6 +82,7 @@ def gaps_ms(served: Served, ends: dict[Node, Times], again: bool) -> Times:
 
 
 def paper_tbt_ms(gaps: Times) -> float | None:
+    """The paper's TBT of one request: the mean of its longest tenth of gaps, at least of one."""
     """Mean of the longest tenth of the gaps, at least of one; None: there are none."""
     if not len(gaps):
         return None
@@ -143,9 +144,9 @@ def _summary(
         "rejected": sum(row.outcome == "refused" for row in rows),
         "failed": sum(row.outcome == "failed" for row in rows),
         "span_s": span_s,
-        **_quantiles("ttft", ttfts, "s", mean=True),
-        **_quantiles("tbt", tbts, "ms"),
-        **_quantiles("gap", gaps, "ms"),
+        **quantiles("ttft", ttfts, "s", with_mean=True),
+        **quantiles("tbt", tbts, "ms"),
+        **quantiles("gap", gaps, "ms"),
         "attainment": len(good) / count,
         "attainment_ttft": sum(row.met_ttft for row in rows) / count,
         "attainment_tbt": sum(row.met_tbt for row in rows) / count,
@@ -155,14 +156,14 @@ def _summary(
         "hit_rate_tokens": sum(one.cached for one in served) / tokens,
         "hit_rate_blocks": sum(one.cached // size for one in served) / touches,
         "hit_rate_available": sum(one.available for one in served) / tokens,
-        "prefill_gpu_s_mean": _mean(prefill_s),
+        "prefill_gpu_s_mean": mean(prefill_s),
         "wasted_prefill_s": sum(one.wasted_us for one in served) / 1e6,
         "imbalance": _imbalance([node.busy_us for node in sim.prefills]),
         "imbalance_decode": _imbalance([node.busy_us for node in sim.decodes]),
         "busy_prefill": _share_busy([node.busy_us for node in sim.prefills], span_s),
         "busy_decode": _share_busy([node.busy_us for node in sim.decodes], span_s),
-        "ttft_error_mean_s": _mean(np.array(errors)),
-        "regret_mean_s": _mean(np.array([_regret_s(one) for one in served if one.first_us])),
+        "ttft_error_mean_s": mean(np.array(errors)),
+        "regret_mean_s": mean(np.array([_regret_s(one) for one in served if one.first_us])),
         "migrations": sim.copied_blocks,
         "transfers": sim.network.transfers,
         "transfer_bytes": sim.network.bytes,
@@ -177,14 +178,18 @@ def _meets(value: float | None, goal_us: int | None, in_us: float) -> bool:
     return goal_us is None or value is None or value * in_us <= goal_us
 
 
-def _quantiles(name: str, values: NDArray[Any], unit: str, mean: bool = False) -> dict[str, Any]:
-    found: dict[str, Any] = {f"{name}_mean_{unit}": _mean(values)} if mean else {}
+def quantiles(
+    name: str, values: NDArray[Any], unit: str, with_mean: bool = False
+) -> dict[str, Any]:
+    """Figures named after what they are of; None where there are no values."""
+    found: dict[str, Any] = {f"{name}_mean_{unit}": mean(values)} if with_mean else {}
     for q in (50, 90, 99):
         found[f"{name}_p{q}_{unit}"] = float(np.percentile(values, q)) if len(values) else None
     return found
 
 
-def _mean(values: NDArray[Any]) -> float | None:
+def mean(values: NDArray[Any]) -> float | None:
+    """None where there are no values."""
     return float(values.mean()) if len(values) else None
 
 

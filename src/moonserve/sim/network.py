@@ -8,6 +8,7 @@ the sender's and of the receiver's link, so a node that many fetch from is slow 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 
 from moonserve.core.units import Bytes, Micros
@@ -26,14 +27,22 @@ class _Flow:
 
 
 class Network:
-    """All flows under way. `bytes_per_s`: of each node's link, each way.
+    """All flows under way. `bytes_per_s`: of each node's link, each way; each flow begins to move
+    `base_us` after it was sent.
 
     `wide` names nodes without a limit of their own, such as a pool spread over all.
     """
 
-    def __init__(self, clock: Clock, bytes_per_s: float, wide: frozenset[str] = frozenset()):
+    def __init__(
+        self,
+        clock: Clock,
+        bytes_per_s: float,
+        wide: frozenset[str] = frozenset(),
+        base_us: Micros = 0,
+    ) -> None:
         self._clock = clock
         self._per_us = bytes_per_s / 1e6
+        self._base_us = base_us
         self._wide = wide
         self._flows: list[_Flow] = []
         self._out: dict[str, int] = {}
@@ -45,13 +54,19 @@ class Network:
 
     def send(self, source: str, target: str, size: Bytes, done: Callable[[], None]) -> None:
         """Move `size` bytes; `done` is called when the last one arrived."""
-        self._move()
-        flow = _Flow(source, target, size, done)
-        self._flows.append(flow)
-        self._out[source] = self._out.get(source, 0) + 1
-        self._in[target] = self._in.get(target, 0) + 1
         self.transfers += 1
         self.bytes += size
+        flow = _Flow(source, target, size, done)
+        if self._base_us:
+            self._clock.at(self._clock.now_us + self._base_us, partial(self._begin, flow))
+        else:
+            self._begin(flow)
+
+    def _begin(self, flow: _Flow) -> None:
+        self._move()
+        self._flows.append(flow)
+        self._out[flow.source] = self._out.get(flow.source, 0) + 1
+        self._in[flow.target] = self._in.get(flow.target, 0) + 1
         self._share()
 
     def _move(self) -> None:

@@ -60,8 +60,12 @@ class Segments:
         """Hold keys[first:last] of a chain in the node's segment."""
         name = self._own(node)
         cache, segment = self._caches[name], SegmentId(name)
-        wanted = keys[first:last]
-        fresh = [at for at in range(first, last) if keys[at] not in cache]
+        mine: Sequence[int] = range(first, last)
+        if self._setup.one_copy:
+            others = [it for it in self._caches.values() if it is not cache]
+            mine = [at for at in mine if not any(keys[at] in other for other in others)]
+        wanted = [keys[at] for at in mine]
+        fresh = [at for at in mine if keys[at] not in cache]
         evicted = cache.insert(wanted)
         facts: list[Fact] = []
         at = 0

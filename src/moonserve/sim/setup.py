@@ -47,6 +47,8 @@ class Setup(msgspec.Struct, frozen=True):
     eviction: str = "lru"
     pooled: bool = False
     """One global cache of all the instances' blocks, which everybody loads from."""
+    one_copy: bool = False
+    """Each block lies in one segment: what somebody holds is neither stored again nor copied."""
     keep_output: bool = False
     """Whether decode instances keep the KV of what they made, for the next turn."""
     prefill_seqs: int = 1

@@ -56,11 +56,18 @@ class Api:
                     "waiting": view.load.waiting,
                     "free_blocks": view.load.free_blocks,
                     "kv_blocks": info.kv_blocks,
+                    "block_bytes": info.block_bytes,
+                    "block_size": info.namespace.block_size,
+                    "max_seqs": info.max_seqs,
+                    "chunk_tokens": info.chunk_tokens,
+                    "segment": info.segment,
+                    "rack": info.rack,
                     "prefills_promised": view.prefills,
                     "queue_ms": view.queue_us(now_us) / 1_000,
                     "decodes_promised": view.decodes,
                     "prefill_1k_ms": view.cost.prefill_us(1_000, 0, info.chunk_tokens) / 1_000,
                     "tbt_ms": view.tbt_us(1_000) / 1_000,
+                    "cost": {"pass_us": view.cost.pass_us, "load_us": view.cost.load_us},
                 }
             )
         return json_response(rows)
@@ -81,6 +88,7 @@ class Api:
                 "decodes_promised": promised.decodes,
                 "index_blocks": len(self._conductor.core.index),
                 "store": self._store.lookup(),
+                "tuning": self._conductor.core.tuning,
             }
         )
 

@@ -81,6 +81,12 @@ class Metrics:
             "vllm:inter_token_latency_seconds", "Inter-token latency in seconds.", _ITL_S
         )
 
+        self._hand_over = self._histogram(
+            "moonserve:kv_hand_over_seconds",
+            "From a prefill's last pass until all its KV was in the shared store, in seconds.",
+            _TTFT_S,
+        )
+
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Register a gauge that asks `read` at every scrape."""
         made = Gauge(name, text, _LABELS, registry=self.registry)
@@ -103,6 +109,10 @@ class Metrics:
     def next_token(self, us: Micros) -> None:
         """A later token came `us` after the one before."""
         self._itl.observe(us / MICROS_PER_SECOND)
+
+    def handed_over(self, us: Micros) -> None:
+        """All KV of a prefill was in the store `us` after its last pass."""
+        self._hand_over.observe(us / MICROS_PER_SECOND)
 
     def finished(self, reason: str) -> None:
         """A request ended: one of FINISHED_REASONS."""

@@ -312,8 +312,10 @@ class Runner:
 
     async def _hand_over(self, live: Live, piece: Piece, kv: WorkerKV) -> None:
         """The last piece of a hand-over tells that all KV is in the store: wait until it is."""
+        ended_us = self._clock.now_us()
         await kv.flushed(live.job.request)
         if not live.ended:
+            self._metrics.handed_over(self._clock.now_us() - ended_us)
             kv.hand_over(live.job)
             self._emit(live, piece)
 

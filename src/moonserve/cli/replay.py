@@ -1,0 +1,254 @@
+"""`moonserve replay`: a trace against a running cluster, measured as its clients see it.
+
+A face over live/replay, and with --compare over sim; nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from moonserve.cli.client import URL, Client
+from moonserve.core.errors import EngineFailed
+
+if TYPE_CHECKING:
+    from moonserve.live.replay import Answered, Due
+    from moonserve.sim.trace import Row, Trace
+
+_SOME = click.IntRange(min=1)
+_IDS = range(1_000, 8_000)
+"""Token ids that prompts are made of: words, in every vocabulary that is served."""
+_COLUMNS = (
+    "id", "arrived_s", "input_tokens", "output_tokens", "outcome", "cached_tokens", "late_s",
+    "ttft_s", "tbt_ms", "ended_s", "error",
+)  # fmt: skip
+
+
+@click.command(short_help="Send a trace's requests to a running cluster; measure.")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--url", default=URL, show_default=True, help="The gateway.")
+@click.option("--model", metavar="NAME", help="Default: the first the gateway serves.")
+@click.option("--limit", type=_SOME, metavar="ROWS", help="Only the first requests of TRACE.")
+@click.option("--scale", type=_SOME, default=1, metavar="N", help="Divide lengths by this.")
+@click.option("--speed", default=1.0, metavar="X", help="Arrivals so many times as fast.")
+@click.option("--block-size", type=_SOME, default=512, metavar="N", help="Tokens of one block.")
+@click.option(
+    "--concurrency",
+    type=_SOME,
+    default=1024,
+    show_default=True,
+    metavar="N",
+    help="Most requests under way; more are sent late, which counts.",
+)
+@click.option("--seed", default=0, metavar="N", help="Another seed, other tokens: nothing cached.")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
+@click.option("--rows", type=click.File("w", atomic=True), help="Write a CSV of all requests.")
+@click.option(
+    "--profile-out",
+    type=click.File("w", atomic=True),
+    help="Write a profile for `moonserve simulate`, fitted from this run.",
+)
+@click.option("--compare", is_flag=True, help="Then simulate the same, and print both.")
+def replay(
+    trace: Path,
+    url: str,
+    model: str | None,
+    limit: int | None,
+    scale: int,
+    speed: float,
+    block_size: int,
+    concurrency: int,
+    seed: int,
+    as_json: bool,
+    rows: TextIO | None,
+    profile_out: TextIO | None,
+    compare: bool,
+) -> None:
+    """Send the requests of TRACE to a running cluster when they are due, and measure.
+
+    Equal block ids become equal tokens, so what shares a prefix in TRACE shares it here. --scale 16
+    makes blocks of 512 tokens into blocks of 32, the cluster's own size. Output has the trace's
+    length whatever the model says. --profile-out and --compare need a moonserve gateway.
+
+    \b
+    Examples:
+      moonserve replay conversation.jsonl --limit 200 --scale 16 --speed 0.4
+      moonserve replay conversation.jsonl --limit 200 --scale 16 --profile-out mine.json --compare
+    """
+    import msgspec
+
+    from moonserve.sim.trace import read_trace
+    from moonserve.sim.trace import scale as scaled
+
+    path = Path("/dev/stdin") if str(trace) == "-" else trace
+    read = scaled(read_trace(path, limit, block_size), speed, scale)
+    client = Client(url)
+    model = model or client.first_model()
+    watch = None
+    if profile_out or compare:
+        from moonserve.cli.mirror import Watch
+
+        watch = Watch(client, read.block_size)
+    answers = _run(url.rstrip("/"), model, read, concurrency, seed)
+    found: dict[str, Any] = {"trace": read.name, "speed": speed, "model": model}
+    found |= summary(read, answers)
+    if rows is not None:
+        _write_rows(read, answers, rows)
+    if watch is not None:
+        watch.end(read.name, answers)
+        if profile_out is not None:
+            profile_out.write(msgspec.json.format(msgspec.json.encode(watch.profile)).decode())
+        if compare:
+            found["simulated"] = watch.simulate(read)
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+        return
+    click.echo(_table(found))
+    failures = sorted({answer.error for answer in answers if answer.outcome == "failed"})
+    for error in failures[:3]:
+        click.echo(f"failed: {error}", err=True)
+
+
+def prompt_of(row: Row, block_size: int, seed: int) -> tuple[int, ...]:
+    """Token ids for a row: a block's are drawn with its id as the seed, so equal blocks are equal.
+
+    A last, partial block has the beginning of what the whole one would have.
+    """
+    tokens: list[int] = []
+    for block in row.blocks:
+        tokens += Random(f"{seed}/{block}").choices(_IDS, k=block_size)
+    return tuple(tokens[: row.input_tokens])
+
+
+def _run(url: str, model: str, trace: Trace, bound: int, seed: int) -> list[Answered]:
+    """Replay it; says on stderr how far it is."""
+    from moonserve.live.replay import Due
+    from moonserve.live.replay import replay as run
+
+    first_us = trace.rows[0].at_us
+    tag = f"replay-{Random().getrandbits(32):08x}"
+
+    def dues() -> Iterator[Due]:
+        for number, row in enumerate(trace.rows):
+            prompt = prompt_of(row, trace.block_size, seed)
+            yield Due(f"{tag}-{number:06}", row.at_us - first_us, prompt, row.output_tokens)
+
+    count = len(trace.rows)
+    ended = {"completed": 0, "refused": 0, "failed": 0}
+
+    def told(answer: Answered) -> None:
+        ended[answer.outcome] += 1
+        done = sum(ended.values())
+        if sys.stderr.isatty() or done % max(1, count // 10) == 0:
+            said = ", ".join(f"{n} {outcome}" for outcome, n in ended.items() if n)
+            line = f"{done} of {count} requests: {said}"
+            click.echo(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, nl=False, err=True)
+            click.echo(nl=not sys.stderr.isatty() or done == count, err=True)
+
+    answers = asyncio.run(run(url, model, dues(), bound, told))
+    if all(answer.outcome == "failed" for answer in answers):
+        raise EngineFailed(f"no request was answered; the first: {answers[0].error}")
+    return answers
+
+
+def gaps_ms(answer: Answered) -> list[float]:
+    """Milliseconds from each token to the next."""
+    times = answer.tokens_us
+    return [(after - before) / 1e3 for before, after in pairwise(times)]
+
+
+def summary(trace: Trace, answers: Sequence[Answered]) -> dict[str, Any]:
+    """The figures, named as those of `moonserve simulate` where they mean the same."""
+    import numpy as np
+
+    from moonserve.sim.metrics import mean, paper_tbt_ms, quantiles
+
+    done = [answer for answer in answers if answer.outcome == "completed" and answer.tokens_us]
+    gaps = [np.array(gaps_ms(answer)) for answer in done]
+    tbts = [tbt for own in gaps if (tbt := paper_tbt_ms(own)) is not None]
+    ends_us = [
+        row.at_us + answer.tokens_us[-1]
+        for row, answer in zip(trace.rows, answers, strict=True)
+        if answer.tokens_us
+    ]
+    span_s = max(1e-9, (max(ends_us, default=0) - trace.rows[0].at_us) / 1e6)
+    output = sum(len(answer.tokens_us) for answer in done)
+    lates = np.array([answer.late_us / 1e6 for answer in answers])
+    tokens = sum(row.input_tokens for row in trace.rows)
+    return {
+        "requests": len(answers),
+        "completed": len(done),
+        "rejected": sum(answer.outcome == "refused" for answer in answers),
+        "failed": sum(answer.outcome == "failed" for answer in answers),
+        "span_s": span_s,
+        **quantiles("ttft", np.array([a.tokens_us[0] / 1e6 for a in done]), "s", with_mean=True),
+        "tbt_mean_ms": mean(np.array(tbts)),
+        **quantiles("tbt", np.array(tbts), "ms"),
+        **quantiles("gap", np.concatenate(gaps) if gaps else np.zeros(0), "ms"),
+        "hit_rate_tokens": sum(answer.cached_tokens for answer in done) / tokens,
+        "output_tokens_per_s": output / span_s,
+        "late_p99_s": float(np.percentile(lates, 99)),
+    }
+
+
+def _table(found: dict[str, Any]) -> str:
+    from moonserve.cli.figures import Form
+
+    lines = [
+        "{trace} at {speed:g}x on {model}",
+        "",
+        "requests   {requests:,} in {span_s:,.0f} s: {completed:,} completed, "
+        "{rejected:,} refused, {failed:,} failed; sent {late_p99_s:.3f} s late (p99)",
+        "TTFT       mean {ttft_mean_s:.3f} s, p50 {ttft_p50_s:.3f}, p90 {ttft_p90_s:.3f}, "
+        "p99 {ttft_p99_s:.3f}",
+        "TBT        mean {tbt_mean_ms:,.0f} ms, p50 {tbt_p50_ms:,.0f}, p90 {tbt_p90_ms:,.0f}, "
+        "p99 {tbt_p99_ms:,.0f}",
+        "gaps       p50 {gap_p50_ms:,.0f} ms, p90 {gap_p90_ms:,.0f}, p99 {gap_p99_ms:,.0f}",
+        "reuse      {hit_rate_tokens:.1%} of input tokens",
+    ]
+    text = "\n".join(Form().vformat(line, (), found) for line in lines)
+    if "simulated" not in found:
+        return text
+    text += f"\n\n{'':<17}{'live':>10}{'simulated':>12}{'error':>9}"
+    for name, simulated in found["simulated"].items():
+        live = found[name]
+        if live is None or simulated is None:
+            continue
+        error = f"{simulated / live - 1:+.1%}" if live else "-"
+        text += f"\n{name:<17}{live:>10.3f}{simulated:>12.3f}{error:>9}"
+    return text
+
+
+def _write_rows(trace: Trace, answers: Sequence[Answered], out: TextIO) -> None:
+    import csv
+
+    import numpy as np
+
+    from moonserve.sim.metrics import paper_tbt_ms
+
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(_COLUMNS)
+    for row, answer in zip(trace.rows, answers, strict=True):
+        times = answer.tokens_us
+        table.writerow(
+            (
+                answer.id,
+                row.at_us / 1e6,
+                row.input_tokens,
+                row.output_tokens,
+                answer.outcome,
+                answer.cached_tokens,
+                answer.late_us / 1e6,
+                times[0] / 1e6 if times else None,
+                paper_tbt_ms(np.array(gaps_ms(answer))),
+                (row.at_us + times[-1]) / 1e6 if times else None,
+                answer.error,
+            )
+        )
