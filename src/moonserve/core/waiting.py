@@ -151,17 +151,17 @@ class WaitingRoom:
     ) -> tuple[list[Waiter], list[Waiter]]:
         """Those that can all begin in time, in order, and those that give way."""
         limit_us = self._arrivals.limit_us(len(free_us))
-        by_size: list[tuple[int, Micros, RequestId]] = []
+        by_size: list[tuple[int, Micros, int, RequestId]] = []
         works: dict[RequestId, Micros] = {}
         ahead_us = 0
-        for waiter in self._timely:
+        for at, waiter in enumerate(self._timely):
             if limit_us is not None and waiter.work_us >= limit_us and waiter.priority <= 0:
                 continue
             room_us = _capacity_us(now_us, waiter.safe_us(1.0), free_us)
             works[waiter.request] = waiter.work_us
-            heappush(by_size, (waiter.priority, -waiter.work_us, waiter.request))
+            heappush(by_size, (waiter.priority, -waiter.work_us, -at, waiter.request))
             while ahead_us > room_us:
-                _, _, largest = heappop(by_size)
+                largest = heappop(by_size)[-1]
                 work_us = works.pop(largest)
                 if largest == waiter.request:
                     break
