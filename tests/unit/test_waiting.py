@@ -66,7 +66,7 @@ def test_large_prompts_are_deferred_when_more_comes_than_can_be_done() -> None:
     urgent, small = waiter("urgent", 1.6, 119, goal_s=1.7), waiter("small", 0.5, 119)
     for large_s, first in ((0.1, "urgent"), (1.5, "small")):
         room = WaitingRoom()
-        for at_s in range(0, 119):  # beside the large ones 0.3 s of work a second
+        for at_s in range(119):  # beside the large ones 0.3 s of work a second
             for name, work_s in ((f"s{at_s}", 0.3), (f"l{at_s}", large_s)):
                 room.add(waiter(name, work_s, at_s))
                 room.remove(RequestId(name))
