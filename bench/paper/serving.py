@@ -278,15 +278,16 @@ def show_fig01(found: Any, page: Page) -> None:
         + [["paper: vLLM", "Mooncake", "not given", *PAPER_GAIN.values()]],
     )
     page.say(
-        "As in the paper the gain is largest at the tightest limit. How large it is depends on "
-        "the load and on the split: with 6 + 10, the better one for this trace, it is the paper's "
-        "size at 1.25 times real time. (The paper's range, 59% to 498%, is in its abstract; the "
-        "value between, and which limit has which, were not verified.) Beyond 1.3 times real time "
-        "eight decode nodes are more than full, whoever places, and coupled nodes, all of which "
-        "decode, can be ahead of 8 + 8. Whole prompts do better here than chunks, since every "
-        "pass with prefill has a fixed cost of 68 ms on these nodes: chunks of 512, tried as "
-        "well, do not keep up with the trace. What differs from the paper: its baseline is one "
-        "version of vLLM with a scheduler of its own; here the same core serves every arm."
+        "How large the gain is depends on the load and on the split. With 6 + 10, the better one "
+        "for this trace, it is largest at the tightest limit up to 1.25 times real time, as in "
+        "the paper, and there it is of the paper's size. (The paper's range, 59% to 498%, is in "
+        "its abstract; the value between, and which limit has which, were not verified.) Beyond "
+        "1.3 times real time eight decode nodes are more than full, whoever places, and coupled "
+        "nodes, all of which decode, can be ahead of 8 + 8. Whole prompts do better here than "
+        "chunks, since every pass with prefill has a fixed cost of 68 ms on these nodes: chunks "
+        "of 512, tried as well, do not keep up with the trace. What differs from the paper: its "
+        "baseline is one version of vLLM with a scheduler of its own; here the same core serves "
+        "every arm."
     )
 
 
