@@ -30,9 +30,14 @@ TARGET = 0.99
 LOADS = [1.0, 1.5, 2.0, 2.5, 3.0]
 IDEAL = "one FCFS queue, ideal shared pool"
 OURS = "late_binding"
-GOALS: dict[str, dict[str, Any]] = {"ttft": {"tbt_slo_ms": None}, "both": {}}
-"""Objectives a cluster is driven by: TTFT <= 30 s alone, and with TBT <= 200 ms."""
-COLORS = {"ttft": "#084594", "both": "#9ecae1"}
+GOALS: dict[str, dict[str, Any]] = {
+    "ttft": {"tbt_slo_ms": None},
+    "both": {},
+    "again": {"first_token": "decode"},
+}
+"""Objectives a cluster is driven by: TTFT <= 30 s alone; with TBT <= 200 ms; the same where decode
+streams the first token."""
+COLORS = {"ttft": "#084594", "both": "#9ecae1", "again": "#4292c6"}
 
 
 def speed_of(path: Path, policy: str, goal: str) -> dict[str, Any]:
@@ -81,9 +86,10 @@ def measure_speeds(lab: Lab) -> Any:
 def show_speeds(found: Any, page: Page) -> None:
     page.say(
         "The highest replay speed, in steps of 0.05, at which 99% of all requests meet the "
-        "objectives: TTFT <= 30 s alone, and TTFT <= 30 s with TBT <= 200 ms. 8 prefill + 8 "
-        "decode nodes, profile a800-loaded, nobody refused. A speed counts if the next two steps "
-        "miss."
+        "objectives: TTFT <= 30 s alone; TTFT <= 30 s with TBT <= 200 ms; and both where decode "
+        "streams the first token, as behind vLLM's connectors, so that nobody sees a joiner's wait "
+        "for the pass under way as a gap. 8 prefill + 8 decode nodes, profile a800-loaded, nobody "
+        "refused. A speed counts if the next two steps miss."
     )
     for name, bounds in found["bounds"].items():
         page.say(f"**{name}**")
@@ -94,12 +100,12 @@ def show_speeds(found: Any, page: Page) -> None:
             for p in ranked
         ]
         table += [
-            ["_one FCFS queue, ideal shared pool_", _speed(bounds["queue"]), ""],
-            ["_the same, refusing what would be late_", _speed(bounds["queue, refusing"]), ""],
-            ["_fluid bound of prefill_", _speed(bounds["prefill"]), _speed(bounds["prefill"])],
-            ["_fluid bound of decode_", "", _speed(bounds["decode"])],
+            ["_one FCFS queue, ideal shared pool_", _speed(bounds["queue"]), "", ""],
+            ["_the same, refusing what would be late_", _speed(bounds["queue, refusing"]), "", ""],
+            ["_fluid bound of prefill_", *[_speed(bounds["prefill"])] * 3],
+            ["_fluid bound of decode_", "", *[_speed(bounds["decode"])] * 2],
         ]
-        page.table(["policy", "TTFT alone", "TTFT and TBT"], table)
+        page.table(["policy", "TTFT alone", "TTFT and TBT", "both, decode streams all"], table)
     page.say(
         "The bounds. *Decode*: at a TBT of 200 ms and the trace's mean context, eight nodes give "
         "so many tokens a second, whoever places them. *Prefill*: eight nodes busy all the time, "
@@ -125,18 +131,19 @@ def _speed(value: float | None) -> str:
 def draw_speeds(found: Any) -> Any:
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 6), layout="constrained")
     for axes, (name, bounds) in zip(panels, found["bounds"].items(), strict=True):
         speeds = _speeds(found["rows"], name)
         names = sorted(speeds, key=lambda p: [speeds[p][goal] or 0.0 for goal in GOALS])
         for goal, shift, label in (
-            ("ttft", 0.2, "TTFT <= 30 s alone"),
-            ("both", -0.2, "TTFT and TBT <= 200 ms"),
+            ("ttft", 0.27, "TTFT <= 30 s alone"),
+            ("again", 0.0, "TTFT and TBT <= 200 ms, decode streams all"),
+            ("both", -0.27, "TTFT and TBT <= 200 ms"),
         ):
             places = [at + shift for at in range(len(names))]
             values = [speeds[p][goal] or 0 for p in names]
-            bars = axes.barh(places, values, 0.38, color=COLORS[goal], label=label)
-            labels = axes.bar_label(bars, fmt="{:.2f}", fontsize=8, padding=3)
+            bars = axes.barh(places, values, 0.26, color=COLORS[goal], label=label)
+            labels = axes.bar_label(bars, fmt="{:.2f}", fontsize=7, padding=3)
             for text in labels:  # bounds may cross them
                 text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})
         for key, style, label in (
@@ -160,7 +167,6 @@ def draw_speeds(found: Any) -> Any:
 ARMS: dict[str, dict[str, Any]] = {
     "TTFT alone, nobody refused": {"tbt_slo_ms": None, "refuse": "none"},
     "TTFT alone, refused what would miss it": {"tbt_slo_ms": None, "refuse": "ttft"},
-    "TTFT and TBT, refused what would miss either": {"refuse": "both"},
 }
 
 
@@ -196,7 +202,7 @@ def measure_goodput(lab: Lab) -> Any:
     ]
     for name in TRACES:
         trace, setup = lab.trace(name), setup_of({})
-        for arm, refuse in zip(ARMS, (False, True), strict=False):
+        for arm, refuse in zip(ARMS, (False, True), strict=True):
             for x in loads:
                 part, of_tokens = central_queue(trace, setup, x, refuse)
                 row = {"trace": name, "arm": arm, "policy": IDEAL, "speed": x}
@@ -208,8 +214,9 @@ def measure_goodput(lab: Lab) -> Any:
 
 def show_goodput(found: Any, page: Page) -> None:
     page.say(
-        "Shares of all requests, and of all their input tokens, that met their objectives: TTFT "
-        "<= 30 s, and TBT <= 200 ms where it counts. 8 prefill + 8 decode nodes, profile "
+        "Shares of all requests, and of all their input tokens, that met their objective: TTFT "
+        "<= 30 s. (TBT is left out: the conversation trace is beyond what eight decode nodes give from "
+        "1.3x on, whoever places; see [the bounds](policies.md).) 8 prefill + 8 decode nodes, profile "
         "a800-loaded. Each cell is requests / tokens, in percent. Refused requests have missed."
     )
     for name in TRACES:
@@ -223,10 +230,6 @@ def show_goodput(found: Any, page: Page) -> None:
                 for policy, rows in _by_policy(found, name, arm).items()
             ]
             page.table(["policy", *(f"{speed:g}x" for speed in found["loads"])], table)
-    page.say(
-        "Where TBT counts, the conversation trace is beyond what eight decode nodes give from "
-        "1.3x on (see [the bounds](policies.md)), whoever places; more decode nodes help there."
-    )
 
 
 def _by_policy(found: Any, trace: str, arm: str) -> dict[str, list[Any]]:

@@ -148,7 +148,7 @@ def _setup(
     """What is to be simulated, from the options' values. Raises ConfigError naming the option."""
     from moonserve.core.policies import Tuning
     from moonserve.core.request import Slo
-    from moonserve.sim.setup import Setup
+    from moonserve.sim.setup import ALONE, Setup
 
     for name, value in (("threshold", threshold), ("ttft-slo", ttft_slo), ("tbt-slo", tbt_slo)):
         if not 0 < value < float("inf"):
@@ -165,7 +165,11 @@ def _setup(
         mixed=mixed,
         profile=_profile(profile),
         tuning=Tuning(
-            policy=policy, kvcache_balancing_threshold=threshold, slo=goal, refuse=refuse
+            policy=policy,
+            kvcache_balancing_threshold=threshold,
+            slo=goal,
+            refuse=refuse,
+            tbt_share=ALONE if same["first_token"] == "decode" else Tuning().tbt_share,
         ),
         goal=goal,
         cache_blocks=None if cache_blocks == "infinite" else int(cache_blocks),

@@ -17,6 +17,9 @@ from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, SegmentI
 MODEL = "simulated"
 POOL = "pool"
 """The segment of a global pool."""
+ALONE = 0.95
+"""`tuning.tbt_share` where decode streams the first token: nobody sees a joiner's wait between two
+tokens."""
 _NO_LIMIT = 1 << 40
 
 
@@ -48,7 +51,8 @@ class Setup(msgspec.Struct, frozen=True):
     pooled: bool = False
     """One global cache of all the instances' blocks, which everybody loads from."""
     one_copy: bool = False
-    """Each block lies in one segment: what somebody holds is neither stored again nor copied."""
+    """Each block lies in one segment, as in the embedded store: what somebody holds is neither
+    stored again nor copied, and who loads a prefix finds it wherever it is."""
     keep_output: bool = False
     """Whether decode instances keep the KV of what they made, for the next turn."""
     prefill_seqs: int = 1

@@ -19,7 +19,7 @@ from moonserve.core.profiles import PROFILES, Profile, profile_from_json, profil
 from moonserve.core.request import Slo
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
-from moonserve.sim.setup import Setup
+from moonserve.sim.setup import ALONE, Setup
 from moonserve.sim.trace import read_trace, scale
 
 SPECIAL: Mapping[str, Any] = {
@@ -96,6 +96,8 @@ def _value(name: str, given: Any) -> Any:
 def setup_of(values: Mapping[str, Any]) -> Setup:
     """The setup that values of axes describe; `trace` and `speed` are no part of it."""
     values = {**_DEFAULTS, **values}
+    if values.get("first_token") == "decode":
+        values = {"tbt_share": ALONE, **values}
     ttft_s, tbt_ms = values["ttft_slo_s"], values["tbt_slo_ms"]
     goal = Slo(
         None if ttft_s is None else round(ttft_s * 1e6),
