@@ -2,6 +2,7 @@
 
 from random import Random
 
+import msgspec
 import pytest
 
 from moonserve.core.cost import Cost, LinearFit
@@ -95,3 +96,28 @@ def test_measuring_faults_are_ignored() -> None:
     before = cost.prefill_us(512, 0, 512)
     cost.observe([PassSample(512, 512 * 512, 0, 0, 0, 0)], [])
     assert cost.prefill_us(512, 0, 512) == before
+
+
+def test_the_lasting_fit_predicts_the_sum_of_all() -> None:
+    """A profile's coefficients give back the whole time that passes took, early or late, however
+    much they vary; the current ones follow what was last.
+    """
+    cost = Cost()
+    early = [msgspec.structs.replace(s, elapsed_us=2 * s.elapsed_us) for s in samples(400, 0.6)]
+    late = samples(400, 0.6)
+    cost.observe([*early, *late], [TransferSample(1_000, 50), TransferSample(1_000, 150)])
+    passes, loads = cost.lasting()
+    lasting = Cost(passes, loads, learns=False)
+    whole = sum(sample.elapsed_us for sample in early + late)
+    assert sum(lasting.pass_of_us(s) for s in early + late) == pytest.approx(whole, rel=0.001)
+    now = sum(cost.pass_of_us(sample) for sample in late)
+    assert now == pytest.approx(sum(sample.elapsed_us for sample in late), rel=0.25)
+    assert lasting.transfer_us(1_000) == 100
+
+
+def test_slow_samples_count_as_much_as_fast_ones() -> None:
+    """Passes of one kind that take now one time, now three times as long are predicted between."""
+    fit = LinearFit((1_000.0,), (1.0,), (10.0,))
+    for number in range(400):
+        fit.observe((1.0,), 3_000 if number % 2 else 1_000)
+    assert fit.predict((1.0,)) == pytest.approx(2_000, rel=0.1)

@@ -22,8 +22,10 @@ from moonserve.core.units import Bytes, Micros, Tokens
 class LinearFit:
     """Non-negative least squares, online: decayed normal equations, solved when asked.
 
-    Samples are weighted by 1/y^2, so that relative errors count: passes last from milliseconds to
-    seconds. A sample far from the prediction counts less (Huber): a pass may have been descheduled.
+    Errors count relative to the prediction: passes last from milliseconds to seconds. (Relative to
+    the sample, slow ones would count less than fast ones, and a noisy machine be taken for a faster
+    one.) A sample off by over `trust` times the usual counts less (Huber): a pass may have been
+    descheduled.
     The prior is Gaussian around `prior` with a standard deviation of `doubt` times each
     coefficient, against samples that err by NOISE: a few samples of one kind cannot blow up a term
     that they hardly show. A prior coefficient of zero says that the term is absent.
@@ -39,6 +41,7 @@ class LinearFit:
         doubt: Sequence[float],
         *,
         decay: float = 0.995,
+        trust: float = 3.0,
     ) -> None:
         assert len(prior) == len(scales) == len(doubt)
         self._scales = tuple(scales)
@@ -48,9 +51,12 @@ class LinearFit:
             for d, p in zip(doubt, self._prior, strict=True)
         )
         self._decay = decay
+        self._trust = trust
         size = len(prior)
         self._xx = [[0.0] * size for _ in range(size)]
         self._xy = [0.0] * size
+        self._sum_x = [0.0] * size
+        self._sum_y = 0.0
         self._weights = list(self._prior)
         self._stale = False
         self._spread = 0.5
@@ -68,24 +74,38 @@ class LinearFit:
             self._solve()
         return tuple(w / s for w, s in zip(self._weights, self._scales, strict=True))
 
+    def balanced(self) -> tuple[float, ...]:
+        """The coefficients, scaled so that they predict the sum of all samples as it was.
+
+        A weighted fit need not: where large samples err most, as on a busy machine, it falls short.
+        """
+        found = self.predict(self._sum_x)
+        ratio = self._sum_y / found if found else 1.0
+        return tuple(ratio * weight for weight in self.coefficients())
+
     def observe(self, features: Sequence[float], value: float) -> None:
         """Learn from one sample; values of zero or below are measuring faults and are ignored."""
         if value <= 0:
             return
         if self._stale and self.samples % _SOLVE_EVERY == 0:
             self._solve()
-        relative = abs(self._value(features) - value) / value
+        predicted = self._value(features)
+        unit = min(max(predicted, value / _FAR), value * _FAR)
+        relative = abs(predicted - value) / unit
         trusted = self.samples >= 2 * len(self._prior)
         weight = 1.0
-        if trusted and relative > 3 * self._spread:
-            weight = 3 * self._spread / relative
+        if trusted and relative > self._trust * self._spread:
+            weight = self._trust * self._spread / relative
         self._spread = max(0.02, 0.95 * self._spread + 0.05 * min(relative, 1.0))
-        row = [f / s / value for f, s in zip(features, self._scales, strict=True)]
+        row = [f / s / unit for f, s in zip(features, self._scales, strict=True)]
+        height = value / unit
         for i, x in enumerate(row):
             line = self._xx[i]
             for j, other in enumerate(row):
                 line[j] = self._decay * line[j] + weight * x * other
-            self._xy[i] = self._decay * self._xy[i] + weight * x
+            self._xy[i] = self._decay * self._xy[i] + weight * x * height
+        self._sum_x = [a + b for a, b in zip(self._sum_x, features, strict=True)]
+        self._sum_y += value
         self.samples += 1
         self._stale = True
 
@@ -119,6 +139,8 @@ _PASS_DOUBT = (10.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
 LAPTOP_TRANSFER = (2_000.0, 0.0005)
 _TRANSFER_SCALES = (1.0, 1e6)
 _TRANSFER_DOUBT = (10.0, 10.0)
+_FAR = 3.0
+"""A prediction off by more than this, as early ones are, does not say what a sample is worth."""
 _SWEEPS = 60
 _SOLVE_EVERY = 16
 """Samples between solves while only learning: a heartbeat may bring hundreds."""
@@ -139,6 +161,11 @@ class Cost:
     ) -> None:
         self._pass = LinearFit(pass_prior, _PASS_SCALES, _PASS_DOUBT)
         self._transfer = LinearFit(transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT)
+        lasting = {"decay": 1.0, "trust": math.inf}
+        self._all_passes = LinearFit(pass_prior, _PASS_SCALES, _PASS_DOUBT, **lasting)
+        self._all_transfers = LinearFit(
+            transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT, **lasting
+        )
         self._learns = learns
         self.version = 0
         """Grows whenever a prediction may have changed."""
@@ -177,10 +204,16 @@ class Cost:
         if not self._learns or not (passes or transfers):
             return
         for sample in passes:
-            self._pass.observe(_pass_features(sample), sample.elapsed_us)
+            for fit in (self._pass, self._all_passes):
+                fit.observe(_pass_features(sample), sample.elapsed_us)
         for load in transfers:
-            self._transfer.observe((1, load.size_bytes), load.elapsed_us)
+            for fit in (self._transfer, self._all_transfers):
+                fit.observe((1, load.size_bytes), load.elapsed_us)
         self._take()
+
+    def lasting(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """As (pass_us, load_us), but of all that was ever measured alike: for a profile."""
+        return self._all_passes.balanced(), self._all_transfers.balanced()
 
     def _take(self) -> None:
         self.pass_us = self._pass.coefficients()

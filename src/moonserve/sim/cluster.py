@@ -231,7 +231,7 @@ class Simulation:
         """What is reused comes from the node's own segment, the rest from whoever holds it."""
         size = self.trace.block_size
         keys = served.keys[: decision.reused_tokens // size]
-        fetch = decision.reused_tokens > decision.candidates[0].local_tokens
+        fetch = self.setup.one_copy or decision.reused_tokens > decision.candidates[0].local_tokens
         local, remote = self.segments.find(node, keys, fetch)
         blocks = local + sum(remote.values())
         left = len(remote)

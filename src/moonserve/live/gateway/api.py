@@ -67,7 +67,7 @@ class Api:
                     "decodes_promised": view.decodes,
                     "prefill_1k_ms": view.cost.prefill_us(1_000, 0, info.chunk_tokens) / 1_000,
                     "tbt_ms": view.tbt_us(1_000) / 1_000,
-                    "cost": {"pass_us": view.cost.pass_us, "load_us": view.cost.load_us},
+                    "cost": dict(zip(("pass_us", "load_us"), view.cost.lasting(), strict=True)),
                 }
             )
         return json_response(rows)
