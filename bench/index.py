@@ -293,8 +293,8 @@ SIDES = {"moonserve": Adapter, "dynamo": Dynamo}
 class Child:
     """One side in a process of its own."""
 
-    def __init__(self, python: str, side: str, args: Sequence[int]) -> None:
-        command = [python, __file__, "--serve", side, *map(str, args)]
+    def __init__(self, python: str, script: str, side: str, args: Sequence[object]) -> None:
+        command = [python, script, "--serve", side, *map(str, args)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -330,7 +330,7 @@ class Child:
 
 def bench(pythons: dict[str, str], args: tuple[int, int, int, int], rounds: int) -> None:
     """Print the lines of one size: both sides' figures, and how many times better ours are."""
-    sides = {side: Child(python, side, args) for side, python in pythons.items()}
+    sides = {side: Child(python, __file__, side, args) for side, python in pythons.items()}
     times: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
     for _ in range(rounds):
         for side, child in sides.items():

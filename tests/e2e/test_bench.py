@@ -14,7 +14,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 @pytest.mark.parametrize(
     ("script", "args", "word"),
     [
-        ("conductor.py", ["--quick"], "the chain"),
+        ("decide.py", ["--quick"], "moonserve: ledger empty at the end"),
         ("gateway.py", ["--requests", "64", "--rounds", "1"], "64-token stream"),
         ("store.py", ["--seconds-per-size", "0.02"], "shm get/memcpy"),
         ("index.py", ["--quick"], "answers that differ from a naive walk: 0"),

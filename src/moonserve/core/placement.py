@@ -9,10 +9,12 @@ condition backwards, this follows the algorithm.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from moonserve.core.cost import Cost
 from moonserve.core.index import Match
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 from moonserve.core.view import InstanceView
@@ -21,6 +23,7 @@ Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
 """When a prefix that others hold is loaded rather than computed: never; where it exceeds one's own
 by the balancing threshold (Algorithm 1); where that is predicted to be faster."""
 
+_TBT_THEN_DECODES = itemgetter(0, 1)
 _NEAR = 1.02
 """Predicted TBTs this near are a tie, which the shorter path wins."""
 
@@ -69,14 +72,16 @@ class Options:
     """
 
     __slots__ = (
-        "ask", "block_size", "compute_us", "local", "now_us", "queue_us", "reused", "scores",
-        "transfer_us", "views",
+        "ask", "block_size", "compute_us", "local", "longest", "now_us", "queue_us", "reused",
+        "scores", "transfer_us", "views",
     )  # fmt: skip
 
     def __init__(self, ask: Ask, views: Sequence[InstanceView], now_us: Micros) -> None:
         self.ask = ask
         self.views = views
         self.now_us = now_us
+        self.longest = source(ask.match, None)
+        """The segment with the longest run of its own."""
         self.block_size = views[0].info.namespace.block_size
         self.local: list[int] = []
         """Blocks of the prompt that it has itself."""
@@ -105,12 +110,15 @@ class Options:
             instance=own.id,
             local_tokens=self.local[row] * self.block_size,
             reused_tokens=self.reused[row] * self.block_size,
-            holder=source(self.ask.match, own.segment) if fetched else None,
+            holder=self._source(own.segment) if fetched else None,
             transfer_us=self.transfer_us[row],
             queue_us=self.queue_us[row],
             compute_us=self.compute_us[row],
             score=self.scores[row],
         )
+
+    def _source(self, own: SegmentId | None) -> SegmentId | None:
+        return self.longest if own != self.longest else source(self.ask.match, own)
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -153,25 +161,33 @@ def options(
     made = Options(ask, views, now_us)
     usable = (ask.length - 1) // made.block_size
     best = min(ask.match.pool, usable)
-    held, coming = ask.match.by_holder, ask.coming
-    home = _home(ask)
-    known: dict[tuple[int, int, bool], tuple[int, Micros, Micros]] = {}
-    for view in views:
-        info = view.info
-        local = 0
-        if info.segment is not None:
-            local = min(max(held.get(info.segment, 0), coming.get(info.segment, 0)), usable)
-        crosses = home != "" and info.rack not in ("", home)
-        key = (local, id(view.cost), crosses)  # most instances have nothing and cost the same
+    own = _own(ask)
+    segments = [view.info.segment for view in views]
+    made.local = [0 if segment is None else own.get(segment, 0) for segment in segments]
+    if max(own.values(), default=0) > usable:
+        made.local = [local if local < usable else usable for local in made.local]
+    home = "" if made.longest is None else ask.racks.get(made.longest, "")
+    known: dict[tuple[int, Cost, bool], tuple[int, Micros, Micros]] = {}
+    rows = []
+    for local, view in zip(made.local, views, strict=True):
+        crosses = home != "" and view.info.rack not in ("", home)
+        key = (local, view.cost, crosses)  # most instances have nothing, and may cost the same
         row = known.get(key)
         if row is None:
             factor = cross_rack if crosses else 1.0
             row = known[key] = _terms(ask.length, local, best, view, fetch, threshold, factor)
-        made.local.append(local)
-        made.reused.append(row[0])
-        made.transfer_us.append(row[1])
-        made.compute_us.append(row[2])
+        rows.append(row)
+    made.reused, made.transfer_us, made.compute_us = map(list, zip(*rows, strict=True))
     return made
+
+
+def _own(ask: Ask) -> dict[SegmentId, int]:
+    """Leading blocks that each segment has, or will have."""
+    own = ask.match.by_holder.copy() if ask.coming else ask.match.by_holder
+    for segment, blocks in ask.coming.items():
+        if blocks > own.get(segment, 0):
+            own[segment] = blocks
+    return own
 
 
 def _terms(
@@ -186,20 +202,15 @@ def _terms(
     """Blocks to start from, time to load those it lacks, time to compute the rest."""
     info, cost = view.info, view.cost
     size = info.namespace.block_size
-    alone_us = cost.prefill_us(length, local * size, info.chunk_tokens)
     if fetch == "never" or best <= local or (fetch == "threshold" and best <= local * threshold):
-        return local, 0, alone_us
+        return local, 0, cost.prefill_us(length, local * size, info.chunk_tokens)
     transfer_us = round(factor * cost.transfer_us((best - local) * info.block_bytes))
     compute_us = cost.prefill_us(length, best * size, info.chunk_tokens)
-    if fetch == "cheaper" and transfer_us + compute_us >= alone_us:
-        return local, 0, alone_us
+    if fetch == "cheaper":
+        alone_us = cost.prefill_us(length, local * size, info.chunk_tokens)
+        if transfer_us + compute_us >= alone_us:
+            return local, 0, alone_us
     return best, transfer_us, compute_us
-
-
-def _home(ask: Ask) -> str:
-    """The rack of the longest holder; empty where racks are unknown."""
-    holder = source(ask.match, None) if ask.racks else None
-    return ask.racks.get(holder, "") if holder is not None else ""
 
 
 def choose_decode(
@@ -214,24 +225,28 @@ def choose_decode(
     TBT after joining among those with a slot and KV room, if there are any, and with every goal
     met, if that can be. Ties go to the prefill's rack, to the fewest members, to the first.
     """
+    if near is not None and near.has_slot(context) and near in views:
+        return near, _meets(near, near.tbt_us(context), goal_us)
     free = [view for view in views if view.has_slot(context)] or views
-    if near is not None and near in free:
-        return near, _meets(near, context, goal_us)
-    meets = [view for view in free if _meets(view, context, goal_us)]
+    if near is not None and near in free:  # all are full
+        return near, _meets(near, near.tbt_us(context), goal_us)
+    rows = [(view.tbt_us(context), view.decodes, view) for view in free]
+    meets = [row for row in rows if _meets(row[2], row[0], goal_us)]
+    tbt_us, _, best = min(meets or rows, key=_TBT_THEN_DECODES)
     rack = near.info.rack if near is not None else ""
-    best = min(meets or free, key=lambda view: (view.tbt_us(context), view.decodes))
     if rack and best.info.rack != rack:
-        limit_us = best.tbt_us(context) * _NEAR
-        for view in meets or free:
-            if view.info.rack == rack and view.tbt_us(context) <= limit_us:
-                best = view
-                break
+        limit_us = tbt_us * _NEAR
+        same = [view for us, _, view in meets or rows if view.info.rack == rack and us <= limit_us]
+        best = same[0] if same else best
     return best, bool(meets)
 
 
-def _meets(view: InstanceView, context: Tokens, goal_us: Micros | None) -> bool:
-    goals = [goal for goal in (goal_us, view.strictest_us()) if goal is not None]
-    return not goals or view.tbt_us(context) <= min(goals)
+def _meets(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> bool:
+    """Whether that time between tokens is within the goals of all who decode there."""
+    strictest_us = view.strictest_us()
+    return (goal_us is None or tbt_us <= goal_us) and (
+        strictest_us is None or tbt_us <= strictest_us
+    )
 
 
 def preferred(views: list[InstanceView], avoid: Collection[InstanceId]) -> list[InstanceView]:
@@ -241,5 +256,8 @@ def preferred(views: list[InstanceView], avoid: Collection[InstanceId]) -> list[
 
 def source(match: Match, own: SegmentId | None) -> SegmentId | None:
     """The other segment with the longest run of its own, first by id among equals."""
-    runs = [(-length, holder) for holder, length in match.by_holder.items() if holder != own]
-    return min(runs)[1] if runs else None
+    runs = match.by_holder
+    if own in runs:
+        runs = {holder: length for holder, length in runs.items() if holder != own}
+    longest = max(runs.values(), default=0)
+    return min((holder for holder, length in runs.items() if length == longest), default=None)

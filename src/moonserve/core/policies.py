@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
@@ -31,7 +32,7 @@ from moonserve.core.view import InstanceView
 if TYPE_CHECKING:
     from random import Random  # noqa: TID251 - for its type only
 
-KEPT = 64
+KEPT = 16
 """Candidates that a decision keeps."""
 
 WINDOW_US = 180_000_000
@@ -233,12 +234,9 @@ def _best(scores: Sequence[float], views: Sequence[InstanceView]) -> int:
 def _decision(
     made: Options, row: int, decode: InstanceView, tuning: Tuning, policy: Policy
 ) -> Decision:
-    order = list(range(len(made.views)))
-    if len(order) > 1:
-        order.sort(key=made.scores.__getitem__)
-        order.remove(row)
-        order = [row, *order[: KEPT - 1]]
-    candidates = tuple(made.candidate(i) for i in order)
+    order = nsmallest(KEPT, range(len(made.views)), key=made.scores.__getitem__)
+    order = [row, *[other for other in order if other != row][: KEPT - 1]]
+    candidates = tuple([made.candidate(i) for i in order])
     chosen = candidates[0]
     return Decision(
         policy=tuning.policy,

@@ -23,7 +23,14 @@ class InstanceView:
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
         self._queue: dict[RequestId, tuple[Micros, Tokens, Tokens]] = {}
-        self._head_since_us = now_us
+        self.prefills = 0
+        """How many prefills are promised here."""
+        self.takes_prefill = True
+        """Whether it may be promised one more prefill."""
+        self._idle_us: Micros = 0
+        """When all that was promised would be done if the head took all its time, and no more."""
+        self._behind_us: Micros = 0
+        """Prefill time promised behind the head."""
         self.promised_us: Micros = 0
         """Prefill time promised here, spent or not."""
         self.promised_tokens: Tokens = 0
@@ -31,6 +38,10 @@ class InstanceView:
         self.prompt_tokens: Tokens = 0
         """All their prompt tokens, cached ones included."""
         self._decoding: dict[RequestId, Tokens] = {}
+        self.decodes = 0
+        """How many decodes are promised here, those still in prefill included."""
+        self.takes_decode = True
+        """Whether it may be promised one more decode."""
         self._tbt_goals: dict[RequestId, Micros] = {}
         self.context: Tokens = 0
         """Context lengths of all requests that decode here or will, summed."""
@@ -56,32 +67,45 @@ class InstanceView:
         tokens: those to compute; cached: those of the prompt before them.
         """
         assert request not in self._queue
-        if not self._queue:
-            self._head_since_us = now_us
+        if self._queue:
+            self._behind_us += work_us
+            self._idle_us += work_us
+        else:
+            self._idle_us = now_us + work_us
         self._queue[request] = (work_us, tokens, tokens + cached)
-        self.promised_us += work_us
-        self.promised_tokens += tokens
-        self.prompt_tokens += tokens + cached
+        self._promise(work_us, tokens, tokens + cached)
 
     def end_prefill(self, request: RequestId, now_us: Micros) -> None:
         """The promise is over, kept or not; unknown requests are no error."""
-        was_head = next(iter(self._queue), None) == request
-        work_us, tokens, prompt = self._queue.pop(request, (0, 0, 0))
-        self.promised_us -= work_us
-        self.promised_tokens -= tokens
-        self.prompt_tokens -= prompt
-        if was_head:
-            self._head_since_us = now_us
+        if request not in self._queue:
+            return
+        was_head = next(iter(self._queue)) == request
+        work_us, tokens, prompt = self._queue.pop(request)
+        self._promise(-work_us, -tokens, -prompt)
+        if not was_head:
+            self._behind_us -= work_us
+            self._idle_us -= work_us
+        elif self._queue:
+            self._behind_us -= next(iter(self._queue.values()))[0]
+            self._idle_us = now_us + self.promised_us
+        else:
+            self._behind_us = self._idle_us = 0
+
+    def _promise(self, work_us: Micros, tokens: Tokens, prompt: Tokens) -> None:
+        """Count more of it, or less."""
+        self.promised_us += work_us
+        self.promised_tokens += tokens
+        self.prompt_tokens += prompt
+        self.prefills = len(self._queue)
+        self.takes_prefill = self.prefills < self.info.max_requests
 
     def queue_us(self, now_us: Micros) -> Micros:
         """Prefill work promised and not yet done: T_queue of Algorithm 1.
 
         The head has been running since it became the head, so that much of it is spent.
         """
-        if not self._queue:
-            return 0
-        head_us = next(iter(self._queue.values()))[0]
-        return self.promised_us - min(head_us, max(0, now_us - self._head_since_us))
+        left_us = self._idle_us - now_us
+        return left_us if left_us > self._behind_us else self._behind_us
 
     def promise_decode(
         self, request: RequestId, context: Tokens, tbt_goal_us: Micros | None = None
@@ -92,6 +116,7 @@ class InstanceView:
         """
         self.context += context - self._decoding.get(request, 0)
         self._decoding[request] = context
+        self._count_decodes()
         if tbt_goal_us is not None:
             self._tbt_goals[request] = tbt_goal_us
 
@@ -99,41 +124,26 @@ class InstanceView:
         """The promise is over, kept or not; unknown requests are no error."""
         self.context -= self._decoding.pop(request, 0)
         self._tbt_goals.pop(request, None)
+        self._count_decodes()
 
-    @property
-    def takes_prefill(self) -> bool:
-        """Whether it may be promised one more prefill."""
-        return len(self._queue) < self.info.max_requests
-
-    @property
-    def takes_decode(self) -> bool:
-        """Whether it may be promised one more decode."""
-        return len(self._decoding) < self.info.max_requests
-
-    @property
-    def prefills(self) -> int:
-        """How many prefills are promised here."""
-        return len(self._queue)
-
-    @property
-    def decodes(self) -> int:
-        """How many decodes are promised here, those still in prefill included."""
-        return len(self._decoding)
+    def _count_decodes(self) -> None:
+        self.decodes = len(self._decoding)
+        self.takes_decode = self.decodes < self.info.max_requests
 
     def has_slot(self, context: Tokens) -> bool:
         """Whether one more decode of this context finds a place in the batch, and its KV room."""
-        return len(self._decoding) < self.info.max_seqs and self.context + context <= self.kv_tokens
+        return self.decodes < self.info.max_seqs and self.context + context <= self.kv_tokens
 
     def tbt_us(self, joining: Tokens) -> Micros:
         """Predicted time between tokens once a request of context `joining` has joined.
 
         All members share a pass, so it is the same for every one of them.
         """
-        return self.cost.decode_step_us(len(self._decoding) + 1, self.context + joining)
+        return self.cost.decode_step_us(self.decodes + 1, self.context + joining)
 
     def strictest_us(self) -> Micros | None:
         """The tightest TBT objective of those who decode here; None when nobody has one."""
-        return min(self._tbt_goals.values(), default=None)
+        return min(self._tbt_goals.values()) if self._tbt_goals else None
 
 
 class ClusterView:

@@ -1,0 +1,347 @@
+"""A whole decision, from a prompt's keys to the Prefill action, beside dynamo's SelectionService.
+
+    python bench/decide.py [--dynamo PYTHON] [--quick]
+
+Ours is Conductor.step with kvcache_centric: match, every candidate's terms, policy, decode choice,
+reservation and decision record. Theirs is `select`, which reserves nothing. PYTHON is an
+interpreter that has `ai-dynamo-runtime` (1.6.1 was measured), `pyzmq` and `msgpack`. The index is
+that of bench/index.py, and requests are in flight, two per instance.
+
+Three rows for each size:
+  keys    the keys are given (theirs: block and sequence hashes); the request's end is not timed
+  tokens  the same with token ids given: both hash them first
+  life    keys given, to the end: ours PrefillEnded and DecodeEnded, theirs select_and_reserve,
+          prefill_complete and free_reservation
+
+Each side is one process, pinned to one core (unpinned, theirs waits for a thread to wake), and they
+take turns round by round. Wall and CPU time (all threads) are medians of single calls; ratios are
+medians over rounds. All ledgers must be empty at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
+from statistics import median
+from typing import Any
+
+from common import machine_line
+from index import LENGTHS, Child, Work
+
+BLOCK = 16
+IN_FLIGHT = 2
+"""Requests per instance, of 512 blocks each."""
+SETUPS = {
+    "half": "half prefill and half decode, one cost model",
+    "both": "all prefill and decode, one cost model",
+    "own": "half prefill and half decode, each with a cost model of its own",
+}
+KINDS = ("keys", "tokens", "life")
+FIRST_PORT = 23_000
+
+
+def tokens_of(nodes: Sequence[int]) -> list[int]:
+    """16 token ids for each node, no two nodes alike."""
+    rest = tuple(range(BLOCK - 2))
+    return [token for node in nodes for token in (node & 0xFFFF, node >> 16, *rest)]
+
+
+class Moonserve:
+    """The Conductor, in one of SETUPS; live, each instance has a cost model fitted to it alone."""
+
+    def __init__(self, work: Work, instances: int, setup: str) -> None:
+        from moonserve.core import facts, prefix, request
+        from moonserve.core.conductor import Conductor
+        from moonserve.core.cost import Cost
+
+        self.facts, self.request, self.prefix = facts, request, prefix
+        self.space = prefix.Namespace("m", "r", "l", BLOCK)
+        one = Cost()
+        self.conductor = Conductor(cost_of=lambda info: Cost() if setup == "own" else one)
+        for at in range(instances):
+            role = "both" if setup == "both" else ("prefill", "decode")[at % 2]
+            self.step(facts.Joined(self.instance(at, role)))
+        self.keys: dict[int, bytes] = {-1: self.space.root()}
+        for worker, parent, nodes in work.events:
+            keys = self.chain(parent, nodes)
+            before = None if parent < 0 else self.keys[parent]
+            self.step(facts.BlocksStored(name(worker), keys, before, "dram", 1))
+        self.running: list[tuple[str, int]] = []
+
+    async def fill(self) -> None:
+        """Nothing is left to do."""
+
+    def instance(self, at: int, role: Any) -> Any:
+        """One with a segment of its own."""
+        return self.facts.InstanceInfo(
+            id=name(at),
+            epoch=1,
+            role=role,
+            url="",
+            model="m",
+            namespace=self.space,
+            kv_blocks=100_000,
+            block_bytes=1 << 20,
+            max_seqs=256,
+            chunk_tokens=8_192,
+            max_len=1 << 20,
+            segment=name(at),
+        )
+
+    def step(self, *facts: Any) -> Any:
+        """One step, always at the same instant."""
+        return self.conductor.step(0, facts)
+
+    def chain(self, parent: int, nodes: Sequence[int]) -> tuple[bytes, ...]:
+        """The keys of nodes, one after another."""
+        for node in nodes:
+            if node not in self.keys:
+                raw = self.prefix.token_bytes(tokens_of([node]))
+                self.keys[node] = sha256(self.keys[parent] + raw).digest()
+            parent = node
+        return tuple(self.keys[node] for node in nodes)
+
+    def ask(self, nodes: Sequence[int]) -> tuple[Any, Any, list[int]]:
+        """A query as it comes: prompt, keys, token ids."""
+        prompt = self.request.Counted(len(nodes) * BLOCK)
+        return prompt, self.chain(-1, nodes), tokens_of(nodes)
+
+    async def keys_given(self, name: str, ask: Any) -> int:
+        """One decision; the blocks that the chosen instance has itself."""
+        [action] = self.step(self.facts.Arrived(self.request.Request(name, "m", ask[0]), ask[1]))
+        self.running.append((name, action.number))
+        return action.decision.candidates[0].local_tokens // BLOCK
+
+    reserve = keys_given
+
+    async def tokens_given(self, name: str, ask: Any) -> None:
+        """The same, keys made first."""
+        keys = tuple(self.prefix.chain_keys(self.keys[-1], ask[2], BLOCK))
+        await self.keys_given(name, (ask[0], keys))
+
+    async def whole_life(self, name: str, ask: Any) -> None:
+        """A decision, and both ends."""
+        await self.keys_given(name, ask)
+        await self.end()
+
+    async def end(self) -> None:
+        """The last request that came ends."""
+        request, number = self.running.pop()
+        [decode] = self.step(self.facts.PrefillEnded(request, number, final=False))
+        self.step(self.facts.DecodeEnded(request, decode.number))
+
+    async def close(self) -> bool:
+        """Whether the ledger is empty when all have ended."""
+        while self.running:
+            await self.end()
+        told = self.conductor.promised()
+        return (told.requests, told.prefills, told.prefill_us, told.decodes) == (0, 0, 0, 0)
+
+
+class Dynamo:
+    """dynamo.llm.SelectionService in process, its index fed over ZMQ as engines do."""
+
+    def __init__(self, work: Work, instances: int, setup: str) -> None:
+        self.work, self.instances = work, instances
+        self.service: Any = None
+        self.hash: Any = None
+        self.running: list[str] = []
+
+    async def fill(self) -> None:
+        """Register workers, send their events and wait until they were taken."""
+        import msgpack
+        import zmq
+        from dynamo.llm import (  # type: ignore[import-not-found]
+            SelectionService,
+            compute_block_hash_for_seq,
+        )
+
+        self.hash = compute_block_hash_for_seq
+        self.service = SelectionService(indexer_threads=1)
+        context = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 8_192)
+        sockets = []
+        for worker in range(self.instances):
+            socket = context.socket(zmq.PUB)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.bind(f"tcp://127.0.0.1:{FIRST_PORT + worker}")
+            sockets.append(socket)
+            about = {
+                "worker_id": worker,
+                "model_name": "m",
+                "block_size": BLOCK,
+                "endpoint": f"http://127.0.0.1:{FIRST_PORT - 10_000 + worker}",
+                "kv_events_endpoint": f"tcp://127.0.0.1:{FIRST_PORT + worker}",
+                "total_kv_blocks": 100_000,
+                "max_num_batched_tokens": 8_192,
+            }
+            await self.service.upsert_worker(about)
+        await asyncio.sleep(3)  # subscriptions say nothing of when they hold
+        seq, sent = self.work.seq, [0] * self.instances
+        for worker, parent, nodes in self.work.events:
+            before = None if parent < 0 else seq[parent]
+            stored = ["BlockStored", [seq[n] for n in nodes], before, tokens_of(nodes), BLOCK]
+            batch = msgpack.packb([time.time(), [[*stored, None, "GPU", None]], 0])
+            sockets[worker].send_multipart([b"", sent[worker].to_bytes(8, "big"), batch])
+            sent[worker] += 1
+        spent, before_s = time.process_time(), -1.0
+        while spent - before_s > 0.02:
+            before_s = spent
+            await asyncio.sleep(0.5)
+            spent = time.process_time()
+
+    def ask(self, nodes: Sequence[int]) -> tuple[Any, Any]:
+        """Two queries as they come: hashes, token ids."""
+        tokens = tokens_of(nodes)
+        hashes = {
+            "block_hashes": [_signed(key) for key in self.hash(tokens, BLOCK)],
+            "sequence_hashes": [_signed(self.work.seq[n]) for n in nodes],
+            "isl_tokens": len(tokens),
+        }
+        return {"model_name": "m", **hashes}, {"model_name": "m", "token_ids": tokens}
+
+    async def keys_given(self, name: str, ask: Any) -> int:
+        """One choice; the blocks that the chosen worker has."""
+        chosen = await self.service.select(ask[0])
+        return int(chosen["overlap"]["longest_matched"]) // BLOCK
+
+    async def tokens_given(self, name: str, ask: Any) -> Any:
+        """One choice, hashes made first."""
+        return await self.service.select(ask[1])
+
+    async def reserve(self, name: str, ask: Any) -> None:
+        """One choice that counts as load."""
+        await self.service.select_and_reserve(ask[0] | {"selection_id": name})
+        self.running.append(name)
+
+    async def whole_life(self, name: str, ask: Any) -> None:
+        """A choice, and both ends."""
+        await self.reserve(name, ask)
+        await self.end()
+
+    async def end(self) -> None:
+        """The last request that came ends."""
+        name = self.running.pop()
+        await self.service.prefill_complete(name)
+        await self.service.free_reservation(name)
+
+    async def close(self) -> bool:
+        """Whether nothing is active when all have ended."""
+        while self.running:
+            await self.end()
+        loads = [load for model in self.service.loads() for load in model["loads"]]
+        self.service.shutdown()
+        return not any(load["active_requests"] for load in loads)
+
+
+def _signed(key: int) -> int:
+    """64 bits as its binding takes them."""
+    return key - (1 << 64) if key >> 63 else key
+
+
+def name(worker: int) -> Any:
+    """An instance's, and its segment's."""
+    return f"i{worker:04}"
+
+
+SIDES: dict[str, Any] = {"moonserve": Moonserve, "dynamo": Dynamo}
+
+
+async def timed(
+    call: Callable[[str, Any], Awaitable[object]], side: Any, asks: Sequence[Any]
+) -> tuple[float, float]:
+    """Median wall and CPU microseconds of a call; what it leaves running is ended, untimed."""
+    walls, spent, left = [], [], len(side.running)
+    for number, ask in enumerate(asks):
+        cpu_ns, began_ns = time.process_time_ns(), time.perf_counter_ns()
+        await call(f"q{number}", ask)
+        walls.append(time.perf_counter_ns() - began_ns)
+        spent.append(time.process_time_ns() - cpu_ns)
+        while len(side.running) > left:
+            await side.end()
+    return median(walls) / 1_000, median(spent) / 1_000
+
+
+async def serve(kind: str, args: Sequence[str]) -> None:
+    """A child: fill; one round per line of input; then end what runs. JSON lines out."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    instances, entries, queries = map(int, args[:3])
+    work = Work(instances, entries, 2 * queries, holes=False)
+    side = SIDES[kind](work, instances, args[3])
+    await side.fill()
+    busy = [side.ask(nodes) for nodes in work.queries[512][:queries]]
+    for number in range(IN_FLIGHT * instances):
+        await side.reserve(f"busy{number}", busy[number % queries])
+    asks = {n: [side.ask(nodes) for nodes in work.queries[n][queries:]] for n in LENGTHS}
+    gc.collect()
+    gc.freeze()
+    print("{}", flush=True)
+    calls = (side.keys_given, side.tokens_given, side.whole_life)
+    for _ in sys.stdin:
+        times = {}
+        for n, of in asks.items():
+            for what, call in zip(KINDS, calls, strict=True):
+                times[f"{n} {what}"] = await timed(call, side, of)
+        print(json.dumps(times), flush=True)
+    found = [await side.keys_given(f"f{number}", ask) for number, ask in enumerate(asks[512])]
+    print(json.dumps({"found": sum(found) / len(found), "empty": await side.close()}), flush=True)
+
+
+def bench(pythons: dict[str, str], args: tuple[int, int, int, str], rounds: int) -> None:
+    """Print the lines of one size: both sides' figures, and how many times faster ours are."""
+    sides = {side: Child(python, __file__, side, args) for side, python in pythons.items()}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {side: {} for side in sides}
+    for _ in range(rounds):
+        for side, child in sides.items():
+            for what, pair in child.round().items():
+                times[side].setdefault(what, []).append(pair)
+    print(f"{args[0]} instances, {SETUPS[args[3]]}, {args[1]} entries")
+    for what in times["moonserve"]:
+        cells = []
+        for side, of in times.items():
+            wall_us, cpu_us = (median(column) for column in zip(*of[what], strict=True))
+            cells.append(f"{side} wall {wall_us:7.1f} us, CPU {cpu_us:7.1f} us")
+        if len(sides) == 2:
+            pairs = list(zip(times["dynamo"][what], times["moonserve"][what], strict=True))
+            wall, cpu = (median(them[i] / us[i] for them, us in pairs) for i in (0, 1))
+            cells.append(f"{wall:5.2f}x faster, CPU {cpu:5.2f}x")
+        print(f"  blocks: {what:12}  {'  '.join(cells)}", flush=True)
+    for side, child in sides.items():
+        end = child.end()
+        print(
+            f"  {side}: ledger {'empty' if end['empty'] else 'NOT EMPTY'} at the end; the chosen "
+            f"instance itself has {end['found']:.0f} of 512 blocks on average"
+        )
+
+
+def main() -> None:
+    """Run all sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--dynamo", metavar="PYTHON", help="interpreter with ai-dynamo-runtime, pyzmq and msgpack"
+    )
+    parser.add_argument("--quick", action="store_true", help="small, few rounds")
+    options = parser.parse_args()
+    pythons = {"moonserve": sys.executable}
+    if options.dynamo:
+        pythons["dynamo"] = options.dynamo
+    entries, queries, rounds = (20_000, 10, 1) if options.quick else (1_000_000, 100, 5)
+    print(machine_line())
+    for instances in (8, 64) if options.quick else (8, 64, 1_024):
+        for setup in SETUPS:
+            bench(pythons, (instances, entries, queries, setup), rounds)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        asyncio.run(serve(sys.argv[2], sys.argv[3:]))
+    else:
+        main()
