@@ -214,7 +214,7 @@ def measure_goodput(lab: Lab) -> Any:
 
 def show_goodput(found: Any, page: Page) -> None:
     page.say(
-        "Shares of all requests, and of all their input tokens, whose first token came within 30 s. "
+        "Shares of all requests, and of all their input tokens, whose first token came in 30 s. "
         "(TBT is left out: the conversation trace is beyond what eight decode nodes give from 1.3x "
         "on, whoever places; see [the bounds](policies.md).) 8 prefill + 8 decode nodes, profile "
         "a800-loaded. Each cell is requests / tokens, in percent. Refused requests have missed."
