@@ -20,6 +20,7 @@ from moonserve.core.request import Slo
 from moonserve.core.view import Promised
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import counterfactual_s, measure
+from moonserve.sim.report import report
 from moonserve.sim.setup import Breakdown, Setup
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace
@@ -407,3 +408,17 @@ def test_what_makes_no_sense_is_named(changes: dict[str, Any], field: str) -> No
     """A wrong setup is told by its field before anything runs."""
     with pytest.raises(ConfigError, match=field):
         ran(**changes)
+
+
+def test_time_may_be_counted_from_anywhere_and_pause_for_years() -> None:
+    """A trace in epoch time, with a year between two requests, takes a few looks and no more."""
+    year_s = 365 * 86_400
+    trace = Trace(
+        "epoch",
+        512,
+        [Row(at_s * 1_000_000, 600, 5, (1, 2)) for at_s in (1_764_300_000, 1_764_300_000 + year_s)],
+    )
+    sim = ran(trace)
+    assert [served.outcome for served in sim.served] == ["completed"] * 2
+    assert len(sim.samples) < 10
+    assert "</html>" in report(sim, measure(sim, 0.0), "t", "s")

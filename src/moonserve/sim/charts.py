@@ -46,7 +46,8 @@ class _Scale:
     """Data to pixels along one axis."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False):
-        self.low, self.high, self.log = low, max(high, low + 1e-9), log
+        self.low, self.log = low, log
+        self.high = max(high, low + max(1e-9, abs(low) * 1e-9))  # a single value has a place
         self._start, self._end = start, end
 
     def __call__(self, value: float) -> float:

@@ -25,6 +25,11 @@ class Clock:
         """Calls that are still to be made."""
         return len(self._heap)
 
+    @property
+    def next_us(self) -> Micros:
+        """When the next call is to be made; now, if none is."""
+        return self._heap[0][0] if self._heap else self.now_us
+
     def at(self, time_us: Micros, call: Callable[[], None]) -> None:
         """Call at that time, or now where it has passed."""
         self._count += 1

@@ -77,6 +77,7 @@ class Simulation:
         self._awake = False
         self._wakes_us: Micros | None = None
         self._open = 0
+        self._sampling = False
         for breakdown in setup.breakdowns:
             self.clock.at(breakdown.at_us, partial(self._break, breakdown))
 
@@ -86,14 +87,13 @@ class Simulation:
         `stop` is asked from time to time; False when it said to leave the rest.
         """
         self.clock.at(0, self._arrive)
-        self.clock.at(0, self._sample)
         until_us = None if stop is None else self.setup.sample_us
         while self.clock.run(self._settle, until_us):
             assert stop is not None
             assert until_us is not None
             if stop():
                 return False
-            until_us += self.setup.sample_us
+            until_us = max(until_us, self.clock.next_us) + self.setup.sample_us
         for served in self.served:
             if served.outcome == "running":
                 served.outcome = "failed"
@@ -128,12 +128,17 @@ class Simulation:
             self._coming = next(self._rows, None)
         if self._coming is not None:
             self.clock.at(self._coming.at_us, self._arrive)
+        if self._open and not self._sampling:
+            self._sampling = True
+            self._sample()
 
     def _sample(self) -> None:
+        """Look, and look again while somebody is served: a trace may pause for years."""
         now_us = self.clock.now_us
         self.samples.append(Sample(now_us, self.conductor.waiting, self._in_order))
         goes_on = self._facts or self.clock.pending or any(n.stirred for n in self._in_order)
-        if goes_on and (self._open or self._coming is not None):
+        self._sampling = bool(goes_on and self._open)
+        if self._sampling:
             self.clock.at(now_us + self.setup.sample_us, self._sample)
 
     def _settle(self) -> bool:
