@@ -422,3 +422,18 @@ def test_time_may_be_counted_from_anywhere_and_pause_for_years() -> None:
     assert [served.outcome for served in sim.served] == ["completed"] * 2
     assert len(sim.samples) < 10
     assert "</html>" in report(sim, measure(sim, 0.0), "t", "s")
+
+
+def test_prefill_time_is_counted_beside_decodes_and_when_it_is_lost() -> None:
+    """Decodes in the same pass do not take a prompt's time; a death loses what was computed."""
+    rows = [(0, 600, 400, (n, n + 10)) for n in range(4)] + [(5_000, 20_480, 2, range(100, 140))]
+    apart, mixed = trace_of(*rows), trace_of(*rows)
+    alone_us = ran(apart, prefill=1, decode=1).served[-1].prefill_us
+    beside_us = ran(mixed, prefill=0, decode=0, mixed=1).served[-1].prefill_us
+    assert beside_us == pytest.approx(alone_us, rel=0.1)
+    long = trace_of((0, 102_400, 2, range(200)))
+    faults = (Breakdown("kill", "p000", 15_000_000), Breakdown("join", "p000", 15_100_000))
+    lost = measure(ran(long, prefill=1, decode=1, breakdowns=faults), 0.0).summary
+    assert lost["wasted_prefill_s"] == pytest.approx(15, abs=0.1)
+    killed = measure(ran(long, prefill=1, decode=1, breakdowns=faults[:1]), 0.0).summary
+    assert killed["busy_prefill"] <= 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import cast
 
 import msgspec
 
@@ -31,14 +30,14 @@ from moonserve.core.facts import (
 )
 from moonserve.core.placement import Decision
 from moonserve.core.request import Counted, Request, Stopping
-from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
+from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.sim.clock import Clock
 from moonserve.sim.network import Network
 from moonserve.sim.node import Call, Node
-from moonserve.sim.segments import Segments
+from moonserve.sim.segments import Segments, full_keys, next_turns
 from moonserve.sim.served import Flow, Sample, Served
 from moonserve.sim.setup import MODEL, POOL, Breakdown, Setup
-from moonserve.sim.trace import Row, Trace
+from moonserve.sim.trace import Trace
 
 
 class Simulation:
@@ -117,7 +116,7 @@ class Simulation:
         size = self.trace.block_size
         while self._coming is not None and self._coming.at_us <= self.clock.now_us:
             row = self._coming
-            served = Served(len(self.served), row, _full(row, size))
+            served = Served(len(self.served), row, full_keys(row, size))
             self.served.append(served)
             self._by_id[served.id] = served
             self._open += 1
@@ -370,7 +369,10 @@ class Simulation:
             self._facts.append(cleared)
             self.segments.clear(node)
             for call in node.kill():
-                self._failed(self._by_id[call.request], call.number)
+                served = self._by_id[call.request]
+                if call.number == served.number:  # of prefill: what it computed is lost
+                    served.prefill_us += call.busy_us
+                self._failed(served, call.number)
         elif breakdown.what == "join" and node.dead:
             self._revive(node)
 
@@ -384,21 +386,3 @@ class Simulation:
             if old in nodes:
                 nodes[nodes.index(old)] = node
         self._facts.append(Joined(info))
-
-
-def _full(row: Row, size: Tokens) -> tuple[BlockKey, ...]:
-    """The keys of a row's full blocks: block ids stand for keys, which may be any hashable."""
-    return cast("tuple[BlockKey, ...]", row.blocks[: row.input_tokens // size])
-
-
-def next_turns(trace: Trace) -> dict[BlockKey, tuple[BlockKey, ...]]:
-    """Last full block of a request -> the longest chain that goes on from it."""
-    size = trace.block_size
-    lasts = {keys[-1] for row in trace.rows if (keys := _full(row, size))}
-    longest: dict[BlockKey, tuple[BlockKey, ...]] = {}
-    for row in trace.rows:
-        keys = _full(row, size)
-        for key in keys[:-1]:
-            if key in lasts and len(keys) > len(longest.get(key, ())):
-                longest[key] = keys
-    return longest

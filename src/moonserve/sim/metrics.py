@@ -122,14 +122,16 @@ def _summary(
     setup, served = sim.setup, sim.served
     ends_us = [one.ended_us for one in served if one.ended_us is not None]
     first_s = rows[0].arrived_s if rows else 0.0
-    span_s = max(1e-9, max(ends_us, default=0) / 1e6 - first_s)
+    span_s = max(1e-6, max(ends_us, default=sim.clock.now_us) / 1e6 - first_s)
     done = [row for row in rows if row.outcome == "completed"]
     ttfts = np.array([row.ttft_s for row in done], float)
     tbts = np.array([row.tbt_ms for row in done if row.tbt_ms is not None], float)
     good = [row for row in done if row.met_ttft and row.met_tbt]
     count = max(1, len(rows))
     tokens = max(1, sum(row.input_tokens for row in rows))
-    touches = max(1, sum(len(one.row.blocks) for one in served))
+    begun = [one for one in served if one.prefilled_us is not None]
+    looked_up = max(1, sum(one.row.input_tokens for one in begun))
+    touches = max(1, sum(len(one.row.blocks) for one in begun))
     size = sim.trace.block_size
     prefill_s = np.array([one.prefill_us for one in served if one.prefilled_us], float) / 1e6
     errors = [abs(r.predicted_ttft_s - r.ttft_s) for r in done if r.predicted_ttft_s and r.ttft_s]
@@ -153,9 +155,9 @@ def _summary(
         "goodput_rps": len(good) / span_s,
         "goodput_tokens_per_s": sum(r.input_tokens + r.output_tokens for r in good) / span_s,
         "goodput_token_share": sum(r.input_tokens for r in good) / tokens,
-        "hit_rate_tokens": sum(one.cached for one in served) / tokens,
-        "hit_rate_blocks": sum(one.cached // size for one in served) / touches,
-        "hit_rate_available": sum(one.available for one in served) / tokens,
+        "hit_rate_tokens": sum(one.cached for one in begun) / looked_up,
+        "hit_rate_blocks": sum(one.cached // size for one in begun) / touches,
+        "hit_rate_available": sum(one.available for one in begun) / looked_up,
         "prefill_gpu_s_mean": mean(prefill_s),
         "wasted_prefill_s": sum(one.wasted_us for one in served) / 1e6,
         "imbalance": _imbalance([node.busy_us for node in sim.prefills]),

@@ -149,6 +149,8 @@ class Node:
         """Die: nothing is told any more. Gives the calls that were here."""
         self._break_run()  # the tokens given so far were given
         self.busy_us = self.busy_by_us()
+        if self._pass is not None:
+            self._charge(self._pass[0], self._clock.now_us - self._turn_us)
         self._pass = None
         self.dead = True
         self._plan += 1
@@ -250,17 +252,24 @@ class Node:
         self.busy_us += elapsed_us
         number = len(self.ends)
         self.ends.append(self._clock.now_us)
-        share_us = elapsed_us // len(work.chunks)
+        self._charge(work, elapsed_us)
         sampled = {c.request: 0 for c in work.chunks if c.sampling is not None}
         for step in self._batch.apply(work, PassResult(sampled, elapsed_us)):
             call = self._calls[step.request]
-            call.busy_us += share_us
             if step.token is not None:
                 self._gave(call, number, 1)
             if step.finish is not None:
                 del self._calls[step.request]
                 self._full = False
             self._tell(self, call, step)
+
+    def _charge(self, work: Pass, elapsed_us: Micros) -> None:
+        """Share a pass's time among its calls by what each had computed."""
+        tokens = sum(len(chunk.tokens) for chunk in work.chunks)
+        for chunk in work.chunks:
+            call = self._calls.get(chunk.request)
+            if call is not None:  # else it was cancelled meanwhile
+                call.busy_us += elapsed_us * len(chunk.tokens) // tokens
 
     def _gave(self, call: Call, first: int, count: int) -> None:
         """The passes from `first` on gave it a token each."""
