@@ -7,12 +7,14 @@ all. Says what came and what was evicted as facts, which the Conductor's index f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from moonserve.core.facts import BlocksRemoved, BlocksStored, Fact
-from moonserve.core.units import BlockKey, SegmentId
+from moonserve.core.units import BlockKey, SegmentId, Tokens
 from moonserve.sim.cache import Cache
 from moonserve.sim.node import Node
 from moonserve.sim.setup import POOL, Setup
+from moonserve.sim.trace import Row, Trace
 
 
 class Segments:
@@ -90,3 +92,21 @@ class Segments:
         """The node lost its memory."""
         if not self._pooled and node.name in self._caches:
             self._caches[node.name] = Cache(self._setup.cache_blocks, self._setup.eviction)
+
+
+def full_keys(row: Row, size: Tokens) -> tuple[BlockKey, ...]:
+    """The keys of a row's full blocks: block ids stand for keys, which may be any hashable."""
+    return cast("tuple[BlockKey, ...]", row.blocks[: row.input_tokens // size])
+
+
+def next_turns(trace: Trace) -> dict[BlockKey, tuple[BlockKey, ...]]:
+    """Last full block of a request -> the longest chain that goes on from it."""
+    size = trace.block_size
+    lasts = {keys[-1] for row in trace.rows if (keys := full_keys(row, size))}
+    longest: dict[BlockKey, tuple[BlockKey, ...]] = {}
+    for row in trace.rows:
+        keys = full_keys(row, size)
+        for key in keys[:-1]:
+            if key in lasts and len(keys) > len(longest.get(key, ())):
+                longest[key] = keys
+    return longest
