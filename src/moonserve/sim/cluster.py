@@ -369,7 +369,10 @@ class Simulation:
             self._facts.append(cleared)
             self.segments.clear(node)
             for call in node.kill():
-                self._failed(self._by_id[call.request], call.number)
+                served = self._by_id[call.request]
+                if call.number == served.number:  # of prefill: what it computed is lost
+                    served.prefill_us += call.busy_us
+                self._failed(served, call.number)
         elif breakdown.what == "join" and node.dead:
             self._revive(node)
 
