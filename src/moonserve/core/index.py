@@ -138,7 +138,8 @@ class PrefixIndex:
             if piece is None:
                 piece = self._new(keys[at : at + room], parent if at == 0 else keys[at - 1])
             else:
-                piece = self._cut(piece, *span(piece.keys, keys[at : at + room]))
+                ahead = keys[at : at + min(room, len(piece.keys))]
+                piece = self._cut(piece, *span(piece.keys, ahead))
             at += len(piece.keys)
             if known:
                 piece.counts[it] += one
@@ -166,7 +167,7 @@ class PrefixIndex:
             if piece is None or not count // one & _FIELD:
                 at += 1
                 continue
-            start, stop = span(piece.keys, keys[at:] if at else keys)
+            start, stop = span(piece.keys, keys[at : at + len(piece.keys)])
             at += stop - start
             if count == one and len(piece.counts) == 1 and start > 0 and stop == len(piece.keys):
                 self._shorten(piece, start)

@@ -183,9 +183,9 @@ class Simulation:
             case Abort(number=number):
                 decision = served.decision
                 assert decision is not None
-                for name in (decision.prefill, decision.decode):
-                    self.nodes[name].cancel(served.id)
-                self._failed(served, number)
+                nodes = (self.nodes[decision.prefill], self.nodes[decision.decode])
+                if any(node.cancel(served.id) for node in nodes):  # else it has failed already
+                    self._failed(served, number)
             case Refuse(why=why, decision=decision):
                 served.outcome, served.why, served.decision = "refused", why, decision
             case GiveUp(why=why):
@@ -244,7 +244,7 @@ class Simulation:
             nonlocal left
             left -= 1
             if left <= 0:
-                if decision.copies and remote:
+                if decision.copies and remote and not node.dead:
                     self.copied_blocks += blocks - local
                     self._facts += self.segments.store(node, served.keys, 0, blocks)
                 done(blocks * size)

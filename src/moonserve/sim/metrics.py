@@ -82,8 +82,10 @@ def gaps_ms(served: Served, ends: dict[Node, Times], again: bool) -> Times:
 
 
 def paper_tbt_ms(gaps: Times) -> float | None:
-    """The paper's TBT of one request: the mean of its longest tenth of gaps, at least of one."""
-    """Mean of the longest tenth of the gaps, at least of one; None: there are none."""
+    """The paper's TBT of one request: the mean of its longest tenth of gaps, at least of one.
+
+    None: there are none.
+    """
     if not len(gaps):
         return None
     longest = max(1, len(gaps) // 10)

@@ -127,11 +127,11 @@ class Node:
         self._intake.append(call)
         self.stirred = True
 
-    def cancel(self, request: RequestId) -> None:
-        """Drop a call, wherever it is; unknown ones are no error."""
+    def cancel(self, request: RequestId) -> bool:
+        """Drop a call, wherever it is. Whether there was one."""
         call = self._calls.pop(request, None)
         if call is None:
-            return
+            return False
         self._break_run()
         self._full = False
         self.stirred = True
@@ -139,6 +139,7 @@ class Node:
         if call in self._intake:
             self._intake.remove(call)
         self._batch.cancel(request)
+        return True
 
     def slow_down(self, factor: float) -> None:
         """From the next pass on, passes take `factor` times as long as on a sound machine."""
@@ -171,6 +172,8 @@ class Node:
 
     def _admit(self) -> bool:
         did = False
+        if self._intake and not self._full:
+            self._break_run()  # room is what is left after the passes that went by
         while self._intake and not self._full:
             if not self._has_room(self._intake[0]):
                 self._full = True
