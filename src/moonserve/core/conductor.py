@@ -178,7 +178,7 @@ class Conductor:
         life = self._lives.get(fact.request)
         if life is None:
             return
-        absent = _unreachable(life, fact)
+        absent = life.absent(fact)
         match life.step(fact):
             case Wait():
                 pass
@@ -244,9 +244,10 @@ class Conductor:
         tokens = life.length - chosen.reused_tokens
         prefill.promise_prefill(request.id, work_us, tokens, now_us, chosen.reused_tokens)
         self._memory.assigned(decision.prefill, now_us, work_us)
-        if prefill.info.segment is not None:
-            self._coming.stored(prefill.info.segment, life.keys, None)
-            self._coming_of[request.id] = (prefill.info.segment, life.keys)
+        segment, kept = prefill.info.segment, decision.reused_tokens <= chosen.local_tokens
+        if segment is not None and (kept or decision.copies):
+            self._coming.stored(segment, life.keys, None)
+            self._coming_of[request.id] = (segment, life.keys)
         decode = self.view.instances[decision.decode]
         decode.promise_decode(request.id, self._context(life), self._slo(life).tbt_us)
         self._actions.append(Prefill(request.id, number, prefill.info, decision))
@@ -334,9 +335,11 @@ class Conductor:
         size = info.namespace.block_size
         cached = min(self.index.match(life.keys).pool, (life.length - 1) // size) * size
         work_us = cost.prefill_us(life.length, cached, info.chunk_tokens)
-        ttft_us = self._slo(life).ttft_us
-        due_us = None if ttft_us is None else life.arrived_us + ttft_us - work_us
-        room.add(Waiter(life.request.id, life.request.priority, life.arrived_us, work_us, due_us))
+        request, ttft_us = life.request, self._slo(life).ttft_us
+        resumed = life.attempts > 0  # its client may have tokens already: no TTFT to meet
+        due_us = None if ttft_us is None or resumed else life.arrived_us + ttft_us - work_us
+        came_us = now_us if resumed else life.arrived_us
+        room.add(Waiter(request.id, request.priority, came_us, work_us, due_us, resumed))
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""
@@ -348,50 +351,48 @@ class Conductor:
                 if not life.attempts:
                     backlog_us = room.work_us // max(1, len(prefills))
                     self._refuse(life, too_late(waiter, backlog_us, now_us), now_us)
-        held: set[RequestId] = set()
+        if not prefills or not decodes:
+            for waiter in room.everybody():
+                self._parked[waiter.request] = now_us
+            self._rooms.pop(model, None)
+            return
+        held, ahead_us = set[RequestId](), self.tuning.bind_ahead_us
         while len(room):
-            if prefills and decodes and not any(self._is_free(v, now_us) for v in prefills):
+            if not any(v.is_free(now_us, ahead_us) for v in prefills):
                 return
             first = room.next(now_us, [now_us + v.queue_us(now_us) for v in prefills], held)
             if first is None:
                 return
-            life, slo = self._lives[first.request], self._slo(self._lives[first.request])
-            if not prefills or not decodes:
-                room.remove(first.request)
-                self._parked[first.request] = now_us
+            life = self._lives[first.request]
+            slo = self._slo(life)
+            if not (fits(prefills, life.length) and fits(decodes, life.length)):
+                room.remove(first.request)  # whom it waited for is gone
+                self._place(life, now_us)
                 continue
-            free = [v for v in preferred(prefills, life.failed) if self._is_free(v, now_us)]
-            verdict = self._decide(life, free, decodes, now_us) if free else None
+            fitting = [v for v in prefills if v.kv_tokens >= life.length]
+            free = [v for v in preferred(fitting, life.failed) if v.is_free(now_us, ahead_us)]
+            if not free:
+                held.add(first.request)  # those that can take it are busy: others may pass
+                continue
+            verdict = self._decide(life, free, decodes, now_us)
             if verdict is None:
                 return
             if verdict.misses_tbt and slo.tbt_us is not None:
                 if self.view.instances[verdict.decision.decode].decodes:
                     if life.request.slo.tbt_us is None:
                         return  # decode has no room: nothing is gained by a prefill now
-                    held.add(first.request)  # its own goal is stricter: others may pass
-                    continue
-                refusal = unwanted(life.request, verdict, slo, self.tuning)
-                never = verdict.decision.predicted_tbt_us > slo.tbt_us  # even alone
-                if refusal is not None and never and not life.attempts:
-                    self._refuse(life, refusal, now_us)
-                    continue
+                    if now_us <= first.begin_us:  # its own goal is stricter: others may pass
+                        held.add(first.request)
+                        continue
+                if verdict.decision.predicted_tbt_us > slo.tbt_us and not life.attempts:
+                    refusal = unwanted(life.request, verdict, slo, self.tuning)
+                    if refusal is not None:
+                        self._refuse(life, refusal, now_us)
+                        continue
             room.went(first)
             self._bound(life, verdict.decision, now_us)
         self._rooms.pop(model, None)
 
-    def _is_free(self, view: InstanceView, now_us: Micros) -> bool:
-        if not view.prefills:
-            return True
-        ahead_us = self.tuning.bind_ahead_us
-        return view.prefills == 1 and ahead_us > 0 and view.queue_us(now_us) <= ahead_us
-
     def _refuse(self, life: Handoff, refusal: Refuse, now_us: Micros) -> None:
         self._actions.append(refusal)
         self._end(life, None, now_us)
-
-
-def _unreachable(life: Handoff, fact: LifeFact) -> InstanceId | None:
-    """The instance that this fact, about the call now out, says nobody listens at."""
-    if isinstance(fact, CallFailed) and fact.unreachable and fact.number == life.number:
-        return life.instance
-    return None

@@ -119,6 +119,12 @@ class Handoff:
             return None
         return self.decision.prefill if self.phase is Phase.PREFILL else self.decision.decode
 
+    def absent(self, fact: LifeFact) -> InstanceId | None:
+        """The instance that this fact, about the call now out, says nobody listens at."""
+        if isinstance(fact, CallFailed) and fact.unreachable and fact.number == self.number:
+            return self.instance
+        return None
+
     def step(self, fact: LifeFact) -> Next:
         """What follows from a fact; changes the phase accordingly."""
         if self.phase is Phase.ENDED:

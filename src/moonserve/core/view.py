@@ -107,6 +107,12 @@ class InstanceView:
         left_us = self._idle_us - now_us
         return left_us if left_us > self._behind_us else self._behind_us
 
+    def is_free(self, now_us: Micros, ahead_us: Micros) -> bool:
+        """Whether it prefills nothing, or one prompt of which at most `ahead_us` are left."""
+        if not self.prefills:
+            return True
+        return self.prefills == 1 and 0 < ahead_us >= self.queue_us(now_us)
+
     def promise_decode(
         self, request: RequestId, context: Tokens, tbt_goal_us: Micros | None = None
     ) -> None:

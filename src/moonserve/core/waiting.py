@@ -47,6 +47,8 @@ class Waiter(msgspec.Struct, frozen=True):
     """Prefill time it will take, as predicted when it came."""
     due_us: Micros | None
     """Its prefill must begin by then to meet its TTFT objective; None: it has none."""
+    resumed: bool = False
+    """It was bound before and its instance failed: it goes before all others of its priority."""
 
     @property
     def begin_us(self) -> Micros:
@@ -61,9 +63,9 @@ class Waiter(msgspec.Struct, frozen=True):
         return self.begin_us - round(margins * _MARGIN * max(0, allowed_us))
 
     @property
-    def order(self) -> tuple[int, Micros, Micros, RequestId]:
-        """Priority first, then who must begin first."""
-        return (-self.priority, self.begin_us, self.arrived_us, self.request)
+    def order(self) -> tuple[int, bool, Micros, Micros, RequestId]:
+        """Priority first, then the resumed, then who must begin first."""
+        return (-self.priority, not self.resumed, self.begin_us, self.arrived_us, self.request)
 
 
 class WaitingRoom:
@@ -89,7 +91,12 @@ class WaitingRoom:
         """Let one in."""
         insort(self._timely, waiter, key=lambda w: w.order)
         self.work_us += waiter.work_us
-        self._arrivals.add(waiter)
+        if not waiter.resumed:
+            self._arrivals.add(waiter)
+
+    def everybody(self) -> list[Waiter]:
+        """All that wait, those past their time first."""
+        return [*self._late, *self._timely]
 
     def remove(self, request: RequestId) -> Waiter | None:
         """Take one out; None if it does not wait here."""
@@ -123,6 +130,9 @@ class WaitingRoom:
             kept = [waiter for waiter in kept if waiter.request not in held]
             deferred = [waiter for waiter in deferred if waiter.request not in held]
         shortest = _shortest(kept, now_us, free_us)
+        if kept and kept[0].resumed:
+            self._repays = False
+            return kept[0]
         late = [w for w in self._late if w.request not in held] if held else self._late
         behind = min([*late, *deferred], key=lambda w: w.arrived_us, default=None)
         self._repays = behind is not None and (shortest is None or self._owed_us >= behind.work_us)
@@ -139,10 +149,10 @@ class WaitingRoom:
             self._owed_us = 0.0
 
     def _part(self, now_us: Micros) -> None:
-        """Those who should have begun by now are late."""
-        late = [waiter for waiter in self._timely if waiter.begin_us < now_us]
+        """Those who should have begun by now are late, but for the resumed."""
+        late = [w for w in self._timely if w.begin_us < now_us and not w.resumed]
         if late:
-            self._timely = [waiter for waiter in self._timely if waiter.begin_us >= now_us]
+            self._timely = [w for w in self._timely if w.begin_us >= now_us or w.resumed]
             for waiter in late:
                 insort(self._late, waiter, key=lambda w: (w.arrived_us, w.request))
 
@@ -155,12 +165,17 @@ class WaitingRoom:
         works: dict[RequestId, Micros] = {}
         ahead_us = 0
         for at, waiter in enumerate(self._timely):
-            if limit_us is not None and waiter.work_us >= limit_us and waiter.priority <= 0:
+            if (
+                limit_us is not None
+                and waiter.work_us >= limit_us
+                and waiter.priority <= 0
+                and not waiter.resumed
+            ):
                 continue
             room_us = _capacity_us(now_us, waiter.safe_us(1.0), free_us)
             works[waiter.request] = waiter.work_us
             heappush(by_size, (waiter.priority, -waiter.work_us, -at, waiter.request))
-            while ahead_us > room_us:
+            while ahead_us > room_us and not waiter.resumed:
                 largest = heappop(by_size)[-1]
                 work_us = works.pop(largest)
                 if largest == waiter.request:
