@@ -276,3 +276,67 @@ def test_the_output_to_expect_is_learnt() -> None:
         conductor.step(now_us + 900, [DecodeEnded(RequestId(name), decode.number, tokens=640)])
     conductor.step(9_000, [arrived("x")])
     assert conductor.view.instances[InstanceId("d0")].context > 41 + 10
+
+
+def test_one_too_long_for_the_free_instance_holds_nobody_up() -> None:
+    """A waiter that only the busy, larger instance can hold does not idle the small one."""
+    c = Conductor(Tuning(policy="late_binding"), cost_of=exact)
+    small = msgspec.structs.replace(info("p0", "prefill"), kv_blocks=4)
+    c.step(0, [Joined(small), Joined(info("p1", "prefill")), Joined(info("d0", "decode"))])
+    first = prefills(c.step(1, [arrived("a", length=4 * BLOCK + 1)]))
+    assert first == [("a", "p1")]
+    c.step(2, [arrived("b", length=4 * BLOCK + 2, priority=1)])  # waits for p1
+    got = prefills(c.step(3, [arrived("c", length=5)]))
+    assert got == [("c", "p0")], got
+
+
+def test_a_retry_that_avoids_the_free_instance_holds_nobody_up() -> None:
+    """Who failed on the one that is free waits for another, and others pass."""
+    c = cluster("p0", "p1", "d0")
+    assert prefills(c.step(1, [arrived("a")])) == [("a", "p0")]
+    assert prefills(c.step(2, [arrived("b", length=400)])) == [("b", "p1")]
+    c.step(3, [failed("a")])  # p0 is free, p1 busy: a waits for p1
+    got = prefills(c.step(4, [arrived("c")]))
+    assert got == [("c", "p0")], got
+
+
+def test_a_resumed_stream_does_not_wait_behind_new_ones() -> None:
+    """Somebody whose stream broke goes before those who have seen nothing yet."""
+    c = cluster("p0", "d0", "d1")
+    fact = arrived("a", length=400)
+    c.step(1, [fact])
+    c.step(5_000, [ended("a", final=False)])
+    t = 40_000_000
+    c.step(t, [arrived("b", length=40)])
+    c.step(t, [CallFailed(RequestId("a"), 2, "reset", True, 400, fact.keys)])
+    running, went = "b", []
+    for i in range(60):
+        t += 400
+        new = arrived(chr(ord("c") + i), length=40)
+        got = prefills(c.step(t, [ended(running), new]))
+        went += [g[0] for g in got]
+        running = got[0][0]
+        if running == "a":
+            break
+    assert "a" in went[:3], f"{len(went)} went first"
+
+
+def test_a_strict_goal_of_its_own_does_not_let_others_pass_for_ever() -> None:
+    """It is bound or refused in bounded time though others keep decode busy."""
+    c = cluster("p0", "d0")
+    c.step(1, [arrived("a")])
+    now_us = 1_000
+    c.step(now_us, [ended("a", final=False)])
+    alone_us = c.view.instances[InstanceId("d0")].cost.decode_step_us(1, 41)
+    c.step(now_us + 1, [arrived("s", Slo(tbt_us=2 * alone_us))])
+    before = "a"
+    for number in range(1_200):
+        now_us += 1_000_000
+        name = f"n{number}"
+        actions = c.step(now_us, [arrived(name)])
+        actions += c.step(now_us + 1_000, [ended(name, final=False)])
+        actions += c.step(now_us + 2_000, [DecodeEnded(RequestId(before), 2, 5)])
+        if any(action.request == "s" for action in actions):
+            return
+        before = name
+    pytest.fail("passed by 1,200 requests in 1,200 s")

@@ -167,11 +167,12 @@ def options(
     if max(own.values(), default=0) > usable:
         made.local = [local if local < usable else usable for local in made.local]
     home = "" if made.longest is None else ask.racks.get(made.longest, "")
-    known: dict[tuple[int, Cost, bool], tuple[int, Micros, Micros]] = {}
+    known: dict[tuple[int, Cost, bool, Tokens], tuple[int, Micros, Micros]] = {}
     rows = []
     for local, view in zip(made.local, views, strict=True):
         crosses = home != "" and view.info.rack not in ("", home)
-        key = (local, view.cost, crosses)  # most instances have nothing, and may cost the same
+        # Most instances have nothing, and may cost the same.
+        key = (local, view.cost, crosses, view.info.chunk_tokens)
         row = known.get(key)
         if row is None:
             factor = cross_rack if crosses else 1.0
