@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
+import msgspec
 import pytest
 
+from moonserve.core.policies import Tuning
+from moonserve.core.request import Slo
 from moonserve.sim.charts import Band, Goal, Line, columns, heatmap, line_chart
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
@@ -93,6 +97,40 @@ def test_the_same_run_is_the_same_page() -> None:
         sim.run()
         pages.append(report(sim, measure(sim, 0.0), "t", ""))
     assert pages[0] == pages[1]
+
+
+def heights(page: str, title: str) -> list[list[tuple[float, float]]]:
+    """The lines of one chart, as (x in pixels, y from 0 to 1)."""
+    chart = page.split(f"aria-label='{title}'")[1].split("</svg>")[0]
+    paths = re.findall(r"<path d='([^']*)' class='line", chart)
+    lines = [re.findall(r"[ML]([\d.]+) ([\d.]+)", path) for path in paths]
+    return [[(float(x), 1 - (float(y) - 10) / 192) for x, y in line] for line in lines]
+
+
+@pytest.mark.parametrize(("refuse", "goal"), [("ttft", Slo(600_000, 60_000)), ("none", Slo(1, 1))])
+def test_curves_meet_the_goals_where_the_headline_does(
+    refuse: Literal["ttft", "none"], goal: Slo
+) -> None:
+    """A curve's height at its goal is the share of all requests that met it, refused included."""
+    rows = [*synthesize(3, 80, 4.0).rows]
+    rows[0] = msgspec.structs.replace(rows[0], output_tokens=1)
+    tuning = Tuning(slo=goal, refuse=refuse)
+    sim = Simulation(Trace("t", 512, rows), Setup(2, 2, tuning=tuning, goal=goal))
+    sim.run()
+    result = measure(sim, 0.0)
+    page = report(sim, result, "t", "")
+    assert (result.summary["rejected"] > 5) == (refuse == "ttft")
+    for title, share in (
+        ("Time to first token", result.summary["attainment_ttft"]),
+        ("Time between tokens", result.summary["attainment_tbt"]),
+    ):
+        chart = page.split(f"aria-label='{title}'")[1].split("</svg>")[0]
+        (at,) = re.findall(r"<path d='M([\d.]+) 10V202' class='goal'", chart)
+        line = heights(page, title)[0]
+        assert share in [pytest.approx(y, abs=0.002) for x, y in line if abs(x - float(at)) < 0.2]
+        assert line[-1][1] == pytest.approx(result.summary["completed"] / 80, abs=0.002)
+        assert line == sorted(line)
+    assert "share of all requests" in page
 
 
 def test_why_a_request_was_slow() -> None:

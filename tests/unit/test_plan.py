@@ -164,15 +164,28 @@ def test_the_plan_beats_its_neighbours(chat: Trace) -> None:
     assert best.missed.attainment < 0.99
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--tbt-slo", "-1"), ("--ttft-slo", "0"), ("--cache-blocks", "lots")]
+)
+def test_what_is_wrong_is_named(flag: str, value: str) -> None:
+    """A wrong value ends with 2 and one line that names it, before the trace is read."""
+    done = CliRunner().invoke(cli, ["plan", "--trace", "not-read.jsonl", flag, value])
+    assert done.exit_code == 2
+    assert flag.strip("-") in done.stderr.replace("_", "-")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_program_plans(chat: Trace, tmp_path: Path) -> None:
     """`moonserve plan` prints the split as JSON, and in one sentence."""
     path = tmp_path / "t.jsonl"
     with path.open("w") as file:
         write_trace(chat, file)
     argv = ["plan", "--trace", str(path), "--nodes", "3", "--tolerance", "0.5"]
+    argv += ["--cache-blocks", "infinite"]
     done = CliRunner().invoke(cli, [*argv, "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
+    assert found["cache_blocks"] is None
     best = found["best"]
     assert best["prefill"] + best["decode"] == 3
     span_s = (chat.rows[-1].at_us - chat.rows[0].at_us) / 1e6

@@ -165,6 +165,8 @@ def test_the_figures_count_what_came() -> None:
     [
         (["--scale", "7"], "error: lengths: 7 must divide the block size of 512 tokens"),
         (["--speed", "0"], "error: speed: 0.0 must be above 0"),
+        (["--rows", "no/such.csv"], "error: --rows: cannot write no/such.csv: "),
+        (["--profile-out", "no/such.json"], "error: --profile-out: cannot write no/such.json: "),
         (["--url", "http://127.0.0.1:9"], "error: nothing listens at http://127.0.0.1:9"),
         (["--url", "127.0.0.1:x"], "error: url: "),
     ],

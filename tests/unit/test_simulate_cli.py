@@ -180,7 +180,9 @@ def test_a_request_is_explained(path: Path) -> None:
 
 
 def test_a_refusal_is_explained(path: Path) -> None:
-    """Who was refused is told why, though nobody served it."""
+    """Who was refused is told why, though nobody served it; no time is rounded away."""
+    said = run(path, "--explain", "r000000", "--refuse", "ttft", "--ttft-slo", "1e-6").stdout
+    assert "misses the objective of 0.001 ms" in said
     said = run(path, "--explain", "r000000", "--refuse", "ttft", "--ttft-slo", "0.01").stdout
     assert "request r000000: refused" in said
     assert "10 ms" in said
@@ -222,10 +224,22 @@ def test_what_is_wrong_is_named(path: Path, argv: tuple[str, ...], named: str) -
 
 
 def test_a_file_that_cannot_be_written_is_told_at_once(path: Path) -> None:
-    """Nothing is simulated for a report that has no place."""
-    done = run(path, "--report", "no/such/folder.html", code=1)
-    assert "no/such/folder.html" in done.stderr
-    assert done.stdout == ""
+    """What has no place ends with one line before the trace is even read; nothing is left."""
+    for option in ("--report", "--rows", "--cprofile"):
+        for place in ("no/such/folder.html", str(path.parent), "/dev/null"):
+            done = run("not-read.jsonl", option, place, code=2)
+            assert done.stderr.startswith(f"error: {option}: cannot write {place}: ")
+            assert done.stderr.count("\n") == 1
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_was_simulated_says_what_is_off(path: Path) -> None:
+    """A slow instance shows by how much, and a profile that nothing confirms shows that."""
+    faults = ("--fault", "slow:d001@20x3", "--fault", "kill:p000@9")
+    table = run(path, "--profile", "h800", *faults).stdout
+    assert "h800 (not validated), " in table
+    assert "slow d001 x3 at 20 s, kill p000 at 9 s" in table
+    assert "not validated" not in run(path).stdout
 
 
 def test_a_mixed_cluster_is_nothing_else(path: Path) -> None:

@@ -57,7 +57,7 @@ def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
     [cell] = grid(
         {
             "trace": "t",
-            "cache_blocks": None,
+            "cache_blocks": "infinite",
             "kvcache_balancing_threshold": "2.5",
             "pooled": "true",
             "ttft_slo_s": "5",
@@ -83,6 +83,11 @@ def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
         ({"trace": "t", "seed": []}, "seed"),
         ({"trace": "t", "refuse": "all"}, "refuse"),
         ({"trace": "t", "profile": "b900"}, "profile"),
+        ({"trace": "t", "cache_blocks": "-1"}, "cache_blocks"),
+        ({"trace": "t", "cache_blocks": "lots"}, "cache_blocks"),
+        ({"trace": "t", "ttft_slo_s": "-1"}, "ttft_slo_s"),
+        ({"trace": "t", "tbt_slo_ms": 0}, "tbt_slo_ms"),
+        ({"trace": "t", "tbt_slo_ms": "inf"}, "tbt_slo_ms"),
     ],
 )
 def test_a_wrong_axis_is_named(axes: dict[str, Any], field: str) -> None:
@@ -153,9 +158,13 @@ def test_an_interrupted_sweep_keeps_what_is_done(trace: str, tmp_path: Path) -> 
     assert time.monotonic() - began_s < 20
 
 
-@pytest.mark.parametrize("argv", [["--set", "seed"], ["-o", "x.txt"], ["--seed", "x"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["--set", "seed"], ["-o", "x.txt"], ["--seed", "x"], ["-o", "no/such/x.csv"]],
+)
 def test_bad_flags_are_one_line(trace: str, argv: list[str]) -> None:
     """What cannot be understood ends with 2 and one line."""
     done = run("--trace", trace, *argv)
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""

@@ -22,13 +22,18 @@ def titles(sim: Simulation, speed: float) -> tuple[str, str]:
     nodes = f"{setup.mixed} mixed" if setup.mixed else nodes
     count = "infinite" if setup.cache_blocks is None else f"{setup.cache_blocks:,} blocks"
     cache = f"one cache of {len(sim.prefills)} x {count}" if setup.pooled else f"caches of {count}"
+    unsure = "not validated" in setup.profile.source.lower()
     parts = [
         nodes,
         setup.tuning.policy,
-        setup.profile.name,
+        setup.profile.name + (" (not validated)" if unsure else ""),
         f"{cache} ({setup.eviction})",
         f"refusing {setup.tuning.refuse}",
-        *(f"{it.what} {it.instance} at {it.at_us / 1e6:g} s" for it in setup.breakdowns),
+        *(
+            f"{it.what} {it.instance}{f' x{it.factor:g}' if it.what == 'slow' else ''} "
+            f"at {it.at_us / 1e6:g} s"
+            for it in setup.breakdowns
+        ),
     ]
     return f"{sim.trace.name} at {speed:g}x", ", ".join(parts)
 

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 @click.option("--policy", default="late_binding", show_default=True, help="Who is placed where.")
 @click.option("--refuse", default="none", show_default=True, help="none, ttft or both.")
 @click.option("--profile", default="a800-loaded", show_default=True, help="Or a file of one.")
-@click.option("--cache-blocks", default=5859, show_default=True, help="Per prefill instance.")
+@click.option(
+    "--cache-blocks",
+    default="5859",
+    show_default=True,
+    metavar="INTEGER",
+    help="Per prefill instance.",
+)
 @click.option(
     "--attainment",
     default=0.99,
@@ -47,7 +53,7 @@ def plan(
     attainment: float,
     tolerance: float,
     as_json: bool,
-    **settings: str | int,
+    **settings: str | int | None,
 ) -> None:
     """Search how to divide --nodes between prefill and decode, and how fast the trace may come.
 
@@ -59,10 +65,11 @@ def plan(
     import msgspec
 
     from moonserve.sim.plan import plan as search
-    from moonserve.sim.sweep import setup_of
+    from moonserve.sim.sweep import setup_of, value_of
     from moonserve.sim.trace import read_trace
 
     goals = {"ttft_slo_s": ttft_slo, "tbt_slo_ms": tbt_slo}
+    settings["cache_blocks"] = value_of("cache_blocks", settings["cache_blocks"])
     setup = setup_of({**settings, **goals})
     read = read_trace(trace)
 

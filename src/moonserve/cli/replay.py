@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from moonserve.cli.client import URL, Client
+from moonserve.cli.output import Output
 from moonserve.core.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -49,10 +50,10 @@ _COLUMNS = (
 )
 @click.option("--seed", default=0, metavar="N", help="Another seed, other tokens: nothing cached.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--rows", type=click.File("w", atomic=True), help="Write a CSV of all requests.")
+@click.option("--rows", type=Output(), help="Write a CSV of all requests.")
 @click.option(
     "--profile-out",
-    type=click.File("w", atomic=True),
+    type=Output(),
     help="Write a profile for `moonserve simulate`, fitted from this run.",
 )
 @click.option("--compare", is_flag=True, help="Then simulate the same, and print both.")

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 
 from moonserve.cli.figures import explanation_of, story, table, titles
+from moonserve.cli.output import Output
 from moonserve.core.errors import ConfigError
 from moonserve.core.evict import EVICTIONS
 from moonserve.core.policies import POLICIES
@@ -189,12 +190,10 @@ def _setup(
 @_option("--limit", type=_SOME, metavar="ROWS", help="Only the first requests of TRACE.")
 @_option("--block-size", type=_SOME, default=512, metavar="N", help="Tokens of one block in TRACE.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--report", type=click.File("w", atomic=True), help="Write a page with plots.")
-@click.option("--rows", type=click.File("w", atomic=True), help="Write a CSV of all requests.")
+@click.option("--report", type=Output(), help="Write a page with plots.")
+@click.option("--rows", type=Output(), help="Write a CSV of all requests.")
 @click.option("--explain", metavar="REQUEST", help="Say why it went where it went; r000042.")
-@click.option(
-    "--cprofile", type=click.File("wb", atomic=True), help="Write where CPU time went (pstats)."
-)
+@click.option("--cprofile", type=Output("wb"), help="Write where CPU time went (pstats).")
 def simulate(
     trace: Path,
     speed: float,

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import click
 
+from moonserve.cli.output import check_writable
 from moonserve.core.errors import ConfigError
 
 _SHOWN = {
@@ -64,8 +65,10 @@ def sweep(
     """
     from moonserve.sim.sweep import grid as make
 
-    if output is not None and output.suffix not in (".csv", ".json"):
-        raise ConfigError(f"{output} must end in .csv or .json", "output")
+    if output is not None:
+        if output.suffix not in (".csv", ".json"):
+            raise ConfigError(f"{output} must end in .csv or .json", "output")
+        check_writable(output, "--output")
     axes = _read(grid) if grid else {}
     axes |= {name: text.split(",") for name, text in flags.items() if text is not None}
     axes |= dict(_axis(text) for text in more)
@@ -76,12 +79,14 @@ def sweep(
         _run(cells, jobs or os.cpu_count() or 1, varied, done)
     finally:  # also where it is interrupted
         rows = [done[at] for at in sorted(done)]
-        if output is not None:
-            _write(rows, output)
-        if as_json:
-            click.echo(json.dumps(rows))
-        else:
-            _print(rows, varied)
+        try:
+            if as_json:
+                click.echo(json.dumps(rows))
+            else:
+                _print(rows, varied)
+        finally:  # also where nobody reads what is printed
+            if output is not None:
+                _write(rows, output)
     if any("error" in row for row in rows):
         click.get_current_context().exit(1)
 

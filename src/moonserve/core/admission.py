@@ -30,8 +30,8 @@ def unwanted(request: Request, verdict: Verdict, slo: Slo, tuning: Tuning) -> Re
         what, predicted_us, goal_us = "TBT", decision.predicted_tbt_us, slo.tbt_us
     else:
         return None
-    why = f"predicted {what} of {predicted_us / 1e3:.0f} ms misses the objective of "
-    why += f"{goal_us / 1e3:.0f} ms"
+    why = f"predicted {what} of {predicted_us / 1e3:.10g} ms misses the objective of "
+    why += f"{goal_us / 1e3:.10g} ms"
     wait_us = max(MICROS_PER_SECOND, predicted_us - goal_us)
     return Refuse(request.id, why, f"{what.lower()}_slo", wait_us, decision)
 
@@ -41,7 +41,7 @@ def too_late(waiter: Waiter, backlog_us: Micros, now_us: Micros) -> Refuse:
     waited_us = now_us - waiter.arrived_us
     why = f"a prefill of {waiter.work_us / 1e6:.3g} s"
     if waited_us:
-        why += f" after {waited_us / 1e6:.1f} s of waiting"
+        why += f" after {waited_us / 1e6:.3g} s of waiting"
     why += " misses the TTFT objective"
     return Refuse(waiter.request, why, "ttft_slo", max(MICROS_PER_SECOND, backlog_us))
 

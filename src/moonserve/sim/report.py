@@ -118,16 +118,19 @@ def _curves(sim: Simulation, result: Result) -> list[str]:
         ttft_goal = Goal(goal.ttft_us / 1e6, f"goal {goal.ttft_us / 1e6:g} s")
     if goal.tbt_us is not None:
         tbt_goal = Goal(goal.tbt_us / 1e3, f"goal {goal.tbt_us / 1e3:g} ms")
+    every = len(result.rows)  # one that is refused or fails never gets there
+    at_once = len(done) - len(tbt)  # one token has no gap that could be too long
+    each_gap = np.asarray(result.gaps_ms, float)
     gaps = [
-        _cdf("requests (mean of the longest tenth of gaps)", "c1", tbt),
-        _cdf("gaps", "quiet", np.asarray(result.gaps_ms, float)),
+        _cdf("requests (mean of the longest tenth of gaps)", "c1", tbt, every, tbt_goal, at_once),
+        _cdf("gaps of completed requests", "quiet", each_gap, len(each_gap), tbt_goal),
     ]
     return [
         line_chart(
             "Time to first token",
-            [_cdf("requests", "c1", ttft)],
+            [_cdf("requests", "c1", ttft, every, ttft_goal)],
             "seconds (log)",
-            "share within:",
+            "share of all requests within:",
             shares=True,
             log_x=True,
             goal=ttft_goal,
@@ -136,7 +139,7 @@ def _curves(sim: Simulation, result: Result) -> list[str]:
             "Time between tokens",
             gaps,
             "milliseconds (log)",
-            "share within:",
+            "share of all requests within, or of gaps:",
             shares=True,
             log_x=True,
             goal=tbt_goal,
@@ -144,12 +147,24 @@ def _curves(sim: Simulation, result: Result) -> list[str]:
     ]
 
 
-def _cdf(name: str, tone: str, values: Numbers) -> Line:
-    """At most _POINTS points; the lowest half percent is left out, since a log axis would grow."""
+def _cdf(
+    name: str, tone: str, values: Numbers, every: int, goal: Goal | None, below: int = 0
+) -> Line:
+    """The share of `every` one that is within x; `below` are within any. Exact at the goal.
+
+    At most _POINTS points; the lowest half percent is left out, since a log axis would grow.
+    """
     if not len(values):
         return Line(name, tone, (), ())
-    shares = np.linspace(0.005, 1.0, _POINTS)
-    return Line(name, tone, np.quantile(values, shares).tolist(), shares.tolist())
+    ordered = np.sort(values)
+    lowest = len(ordered) // 200
+    chosen = np.unique(np.linspace(lowest, len(ordered) - 1, _POINTS).astype(int))
+    xs, counts = ordered[chosen], chosen + 1
+    if goal is not None:
+        met = int(np.searchsorted(ordered, goal.at, side="right"))
+        place = int(np.searchsorted(xs, goal.at, side="right"))
+        xs, counts = np.insert(xs, place, goal.at), np.insert(counts, place, met)
+    return Line(name, tone, xs.tolist(), ((counts + below) / every).tolist())
 
 
 # Over time.

@@ -6,6 +6,7 @@ the few that stand for several (see SPECIAL). Running many cells at a time is th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.policies import Tuning
 from moonserve.core.profiles import PROFILES, Profile, profile_from_json, profile_of
 from moonserve.core.request import Slo
+from moonserve.core.units import Micros
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.setup import ALONE, Setup
@@ -76,7 +78,7 @@ def grid(axes: Mapping[str, Any]) -> list[Cell]:
         if name not in AXES:
             raise ConfigError(f"is none of {', '.join(AXES)}", name)
         several = isinstance(given, Sequence) and not isinstance(given, str)
-        lists[name] = [_value(name, one) for one in (given if several else [given])]
+        lists[name] = [value_of(name, one) for one in (given if several else [given])]
         if not lists[name]:
             raise ConfigError("needs one value or more", name)
     return [
@@ -86,7 +88,10 @@ def grid(axes: Mapping[str, Any]) -> list[Cell]:
     ]
 
 
-def _value(name: str, given: Any) -> Any:
+def value_of(name: str, given: Any) -> Any:
+    """What an axis takes from text or YAML. Raises ConfigError naming the axis."""
+    if name == "cache_blocks" and given == "infinite":
+        return None
     try:
         return msgspec.convert(given, AXES[name], strict=False)
     except msgspec.ValidationError as err:
@@ -98,11 +103,7 @@ def setup_of(values: Mapping[str, Any]) -> Setup:
     values = {**_DEFAULTS, **values}
     if values.get("first_token") == "decode":
         values = {"tbt_share": ALONE, **values}
-    ttft_s, tbt_ms = values["ttft_slo_s"], values["tbt_slo_ms"]
-    goal = Slo(
-        None if ttft_s is None else round(ttft_s * 1e6),
-        None if tbt_ms is None else round(tbt_ms * 1e3),
-    )
+    goal = Slo(_objective(values, "ttft_slo_s", 1e6), _objective(values, "tbt_slo_ms", 1e3))
     prefill, decode, mixed = _split(values["split"])
     setup = Setup(
         prefill=prefill,
@@ -115,6 +116,13 @@ def setup_of(values: Mapping[str, Any]) -> Setup:
     )
     setup.check()
     return setup
+
+
+def _objective(values: Mapping[str, Any], name: str, unit_us: float) -> Micros | None:
+    value = values[name]
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"{value} is no time", name)
+    return None if value is None else round(value * unit_us)
 
 
 def _split(text: str) -> tuple[int, int, int]:

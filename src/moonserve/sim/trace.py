@@ -23,6 +23,7 @@ from moonserve.core.units import Micros, Tokens
 BLOCK_SIZE: Tokens = 512
 """Tokens of one block in the public traces."""
 _MOST_TOKENS: Tokens = 1 << 24  # longer than any context; bounds the blocks made for one row
+_TOO_LATE_MS = 10**15  # 30,000 years, so no time in ms, even where it counts from 1970
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -182,7 +183,7 @@ def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[R
             continue
         n = len(row.blocks)
         if not (
-            before_us <= row.at_us
+            before_us <= row.at_us < _TOO_LATE_MS * 1000
             and 0 < row.input_tokens <= _MOST_TOKENS
             and 0 < row.output_tokens <= _MOST_TOKENS
             and size * (n - 1) < row.input_tokens <= size * n
@@ -201,6 +202,8 @@ def _why(row: Row, line: int, form: _Format, size: Tokens, before_us: Micros) ->
     if row.at_us < before_us:
         back_ms = (before_us - row.at_us) / 1000
         return Fault(line, form.at, f"goes back by {back_ms:g} ms; sort the rows by time")
+    if row.at_us >= _TOO_LATE_MS * 1000:
+        return Fault(line, form.at, "is too large to be a time in ms; correct or drop the row")
     for name, tokens in ((form.input, row.input_tokens), (form.output, row.output_tokens)):
         if not 0 < tokens <= _MOST_TOKENS:
             what = f"{tokens} must be between 1 and {_MOST_TOKENS} tokens; correct or drop the row"
@@ -227,7 +230,8 @@ def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
             field = named[1] if named else "row"
             yield line, Fault(line, field, f"{err}; one JSON object with four fields a line")
             continue
-        yield line, Row(round(it.timestamp * 1000), it.input_length, it.output_length, it.hash_ids)
+        at_ms = max(-_TOO_LATE_MS, min(it.timestamp, _TOO_LATE_MS))  # a product stays finite
+        yield line, Row(round(at_ms * 1000), it.input_length, it.output_length, it.hash_ids)
 
 
 def _csv_rows(
