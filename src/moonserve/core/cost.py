@@ -167,8 +167,6 @@ class Cost:
             transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT, **lasting
         )
         self._learns = learns
-        self.version = 0
-        """Grows whenever a prediction may have changed."""
         self._take()
 
     def prefill_us(self, length: Tokens, cached: Tokens, chunk: Tokens) -> Micros:
@@ -220,7 +218,6 @@ class Cost:
         """Microseconds per (prefill base, new, square, past, decode base, sequence, context)."""
         self.load_us = self._transfer.coefficients()
         """Microseconds per (load, byte)."""
-        self.version += 1
 
 
 def pass_sample(work: Pass, elapsed_us: Micros) -> PassSample:
