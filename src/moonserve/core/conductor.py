@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.admission import fits, nobody, refuses_ttft, too_late, too_many, unwanted
+from moonserve.core.coming import Coming
 from moonserve.core.cost import Cost
 from moonserve.core.facts import (
     Arrived,
@@ -60,8 +61,7 @@ class Conductor:
         self._cost_of = cost_of
         self.view = ClusterView()
         self.index = PrefixIndex()
-        self._coming = PrefixIndex()
-        """What instances will hold once they have done what they were promised."""
+        self._coming = Coming()
         self._coming_of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
         self._lives: dict[RequestId, Handoff] = {}
         self._rooms: dict[str, WaitingRoom] = {}
@@ -224,7 +224,7 @@ class Conductor:
         ask = Ask(
             length=life.length,
             match=self.index.match(life.keys),
-            coming=self._coming.match(life.keys).by_holder if len(self._coming) else {},
+            coming=self._coming.match(life.keys),
             racks=self.view.racks,
             waited_us=now_us - life.arrived_us,
             expected_tokens=round(self._outputs),
@@ -246,7 +246,7 @@ class Conductor:
         self._memory.assigned(decision.prefill, now_us, work_us)
         segment, kept = prefill.info.segment, decision.reused_tokens <= chosen.local_tokens
         if segment is not None and (kept or decision.copies):
-            self._coming.stored(segment, life.keys, None)
+            self._coming.add(segment, life.keys)
             self._coming_of[request.id] = (segment, life.keys)
         decode = self.view.instances[decision.decode]
         decode.promise_decode(request.id, self._context(life), self._slo(life).tbt_us)
@@ -312,7 +312,7 @@ class Conductor:
             view.end_prefill(life.request.id, now_us)
         segment, keys = self._coming_of.pop(life.request.id, (None, ()))
         if segment is not None:
-            self._coming.removed(segment, keys)
+            self._coming.remove(segment, keys)
 
     def _unreserve(self, life: Handoff, now_us: Micros) -> None:
         self._end_prefill(life, now_us)

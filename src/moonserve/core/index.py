@@ -231,7 +231,8 @@ class PrefixIndex:
             if stop <= end and keys[stop - 1] == own[-1]:
                 at = stop
             else:
-                at += parting(own, own.index(keys[at]), keys, at)
+                start = own.index(keys[at])
+                at += parting(own, start, keys, at, len(own) - start)
         if at and mask:
             ended.append((at, mask))
         return Match(at, None, ended, self._names)

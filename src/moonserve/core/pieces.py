@@ -60,16 +60,18 @@ def _common(one: list[Hashable], other: list[Hashable]) -> int:
     return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
-def parting(own: Sequence[Hashable], start: int, keys: Sequence[Hashable], at: int) -> int:
-    """How many keys of a piece, from `start` on, are those of a chain from `at` on: at least one.
+def parting(
+    own: Sequence[Hashable], start: int, keys: Sequence[Hashable], at: int, most: int
+) -> int:
+    """How many keys of a chain, from `start` on, are those of another from `at` on, up to `most`.
 
-    By bisection: what comes before equal keys is equal.
+    At least the first is. By bisection: what comes before equal keys is equal.
     """
-    low, high = 1, min(len(own) - start, len(keys) - at) + 1
-    while high - low > 1:
-        middle = (low + high) >> 1
+    low, high = 1, min(most, len(keys) - at)
+    while low < high:
+        middle = (low + high + 1) >> 1
         if own[start + middle - 1] == keys[at + middle - 1]:
             low = middle
         else:
-            high = middle
+            high = middle - 1
     return low
