@@ -257,6 +257,18 @@ def test_objectives_are_held_against_the_prediction(slo: Slo, misses: tuple[bool
     assert (made.misses_ttft, made.misses_tbt) == misses
 
 
+def test_a_verdict_says_whose_objective_breaks() -> None:
+    """That of one that decodes there, where it is tighter than the prediction."""
+    strict = decode("d0")
+    strict.promise_decode(RequestId("strict"), 1, 155)
+    made = verdict("kvcache_centric", decodes=[strict], slo=Slo(None, 300))
+    assert made is not None
+    assert (made.misses_tbt, made.tbt_us, made.breaks_us) == (True, 162, 155)
+    made = verdict("kvcache_centric", decodes=[decode("d0")], slo=Slo(None, 100))
+    assert made is not None
+    assert (made.misses_tbt, made.tbt_us, made.breaks_us) == (True, 151, None)
+
+
 @pytest.mark.parametrize(
     ("views", "winner"),
     [
@@ -297,6 +309,19 @@ def test_kv_that_is_there_already_is_decoded_there() -> None:
     assert choose_decode(41, [idle, both], near=both)[0] is both
     full = decode("d1", 1, max_seqs=1)
     assert choose_decode(41, [idle, full], near=full)[0] is idle
+    filled = decode("d2", 50, max_seqs=1)
+    assert choose_decode(41, [full, filled], near=filled) == (filled, True)
+
+
+def test_late_binding_leaves_the_kv_where_a_goal_would_break() -> None:
+    """Another instance that meets every goal decodes; if none does, the least TBT."""
+    idle, crowded = decode("d0"), decode("d1", 100)  # 151 after joining, 261 with the other
+    assert choose_decode(41, [idle, crowded], 200, crowded) == (crowded, False)
+    assert choose_decode(41, [idle, crowded], 200, crowded, leaves=True) == (idle, True)
+    assert choose_decode(41, [idle, crowded], 300, crowded, leaves=True) == (crowded, True)
+    assert choose_decode(41, [idle, crowded], 100, crowded, leaves=True) == (idle, False)
+    same = decode("d2", 100)
+    assert choose_decode(41, [crowded, same], 100, same, leaves=True) == (same, False)
 
 
 def test_the_same_rack_wins_near_ties_of_tbt() -> None:

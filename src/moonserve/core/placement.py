@@ -42,7 +42,9 @@ class Candidate(msgspec.Struct, frozen=True):
     queue_us: Micros
     compute_us: Micros
     score: float
-    """What the policy chose by: the lowest wins, the first of equals."""
+    """What the policy chose by: the lowest wins; of equals the fewest decodes, then the first."""
+    decodes: int = 0
+    """How many requests decode there, or will."""
 
     @property
     def ttft_us(self) -> Micros:
@@ -115,6 +117,7 @@ class Options:
             queue_us=self.queue_us[row],
             compute_us=self.compute_us[row],
             score=self.scores[row],
+            decodes=self.views[row].decodes,
         )
 
     def _source(self, own: SegmentId | None) -> SegmentId | None:
@@ -219,18 +222,22 @@ def choose_decode(
     views: Sequence[InstanceView],
     goal_us: Micros | None = None,
     near: InstanceView | None = None,
+    leaves: bool = False,
 ) -> tuple[InstanceView, bool]:
     """Who decodes a request of this context, and whether every member then meets its TBT goal.
 
-    KV already there (`near`, the prefill instance, decodes too): there. Else the lowest predicted
-    TBT after joining among those with a slot and KV room, if there are any, and with every goal
-    met, if that can be. Ties go to the prefill's rack, to the fewest members, to the first.
+    KV already there (`near`, the prefill instance, decodes too): there; where it `leaves`, only
+    with every goal met. Else the lowest predicted TBT after joining among those with a slot and KV
+    room, if there are any, and with every goal met, if that can be. Ties go to the instance that
+    has the KV, to the prefill's rack, to the fewest members, to the first.
     """
-    if near is not None and near.has_slot(context) and near in views:
-        return near, _meets(near, near.tbt_us(context), goal_us)
+    home = near if near is not None and near in views else None
+    if home is not None and (home.has_slot(context) or not any(v.has_slot(context) for v in views)):
+        meets_here = _meets(home, home.tbt_us(context), goal_us)
+        if meets_here or not leaves:
+            return home, meets_here
+        views = [home, *views]
     free = [view for view in views if view.has_slot(context)] or views
-    if near is not None and near in free:  # all are full
-        return near, _meets(near, near.tbt_us(context), goal_us)
     rows = [(view.tbt_us(context), view.decodes, view) for view in free]
     meets = [row for row in rows if _meets(row[2], row[0], goal_us)]
     tbt_us, _, best = min(meets or rows, key=_TBT_THEN_DECODES)

@@ -179,6 +179,11 @@ class Verdict(msgspec.Struct, frozen=True):
     decision: Decision
     misses_ttft: bool
     misses_tbt: bool
+    """Its own, or that of one that decodes there."""
+    tbt_us: Micros
+    """Predicted once it has joined, with the output to be expected."""
+    breaks_us: Micros | None
+    """The tightest TBT objective that this breaks for one that decodes there."""
 
 
 def decide(
@@ -215,10 +220,12 @@ def decide(
     context = ask.length + ask.expected_tokens
     share = tuning.tbt_share if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
-    decode, meets = choose_decode(context, decodes, goal_us, prefills[row])
+    decode, meets = choose_decode(context, decodes, goal_us, prefills[row], leaves=policy.late)
     decision = _decision(made, row, decode, tuning, policy)
     late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
-    return Verdict(decision, late, not meets)
+    tbt_us, strictest_us = decode.tbt_us(context), decode.strictest_us()
+    breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
+    return Verdict(decision, late, not meets, tbt_us, breaks_us)
 
 
 def _best(scores: Sequence[float], views: Sequence[InstanceView]) -> int:
