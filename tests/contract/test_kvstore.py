@@ -411,7 +411,7 @@ def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
         ("steal", b""),
         ("find", b""),
         ("find", b"\xff\x00"),
-        ("find", msgspec.msgpack.encode([[b"short"], "lease"])),
+        ("find", msgspec.msgpack.encode([[b""], "lease"])),
         ("find", msgspec.msgpack.encode([[bytes(32)] * (wire.MAX_BATCH + 1), "lease"])),
         ("find", msgspec.msgpack.encode([[bytes(32)], ""])),
         ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 0]], None])),

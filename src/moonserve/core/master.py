@@ -30,6 +30,7 @@ from moonserve.core.pool import (
     Exists,
     Found,
     Full,
+    Key,
     MasterStats,
     Mount,
     Outcome,
@@ -49,10 +50,10 @@ class _Segment:
     mount: Mount
     extents: Extents
     heard_us: Micros
-    lru: Lru[BlockKey] = field(default_factory=Lru)
+    lru: Lru[Key] = field(default_factory=Lru)
     """What no lease holds."""
     evictable_bytes: Bytes = 0
-    objects: dict[BlockKey, None] = field(default_factory=dict)
+    objects: dict[Key, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -67,8 +68,8 @@ class _Object:
 
 @dataclass(slots=True)
 class _Put:
-    key: BlockKey
-    parent: BlockKey | None
+    key: Key
+    parent: Key | None
     size: Bytes
     owner: SegmentId
     segment: SegmentId
@@ -79,7 +80,7 @@ class _Put:
 @dataclass(slots=True)
 class _Lease:
     expires_us: Micros
-    held: dict[BlockKey, int] = field(default_factory=dict)
+    held: dict[Key, int] = field(default_factory=dict)
     """Key -> version, in the order taken. Grows only by what its holder asks for, until it ends."""
 
 
@@ -96,7 +97,7 @@ class Master:
         self.terms = terms
         self._next_id = first_id
         self._segments: dict[SegmentId, _Segment] = {}
-        self._objects: dict[BlockKey, _Object] = {}
+        self._objects: dict[Key, _Object] = {}
         self._puts: dict[int, _Put] = {}
         self._leases: dict[LeaseId, _Lease] = {}
         self._dead: OrderedDict[LeaseId, Micros] = OrderedDict()
@@ -143,10 +144,10 @@ class Master:
     def put_start(
         self,
         now_us: Micros,
-        owner: SegmentId,
-        items: Sequence[tuple[BlockKey, Bytes]],
+        owner: SegmentId | None,
+        items: Sequence[tuple[Key, Bytes]],
         lease: LeaseId | None,
-        parent: BlockKey | None = None,
+        parent: Key | None = None,
     ) -> list[Outcome]:
         """Start one put per (key, size > 0), onto the owner's own segment where there is room.
 
@@ -155,7 +156,7 @@ class Master:
         used objects, else of another's. Objects that exist are leased, unless the lease is dead.
         UnknownSegment: the owner is not mounted.
         """
-        if owner not in self._segments:
+        if owner is None or owner not in self._segments:
             raise UnknownSegment(f"put by {owner!r}, which is not mounted")
         outcomes: list[Outcome] = []
         for key, size in items:
@@ -169,7 +170,8 @@ class Master:
                 deadline_us = now_us + self.terms.put_ttl_us
                 put = _Put(key, parent, size, owner, place.segment, place.offset, deadline_us)
                 self._puts[self._next_id] = put
-                outcomes.append(Ticket(self._next_id, place.segment, place.offset))
+                epoch = self._segments[place.segment].mount.epoch
+                outcomes.append(Ticket(self._next_id, place.segment, place.offset, epoch))
                 self._next_id += 1
             parent = key
         return outcomes
@@ -193,7 +195,7 @@ class Master:
 
     # Reads
 
-    def find(self, now_us: Micros, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
+    def find(self, now_us: Micros, keys: Sequence[Key], lease: LeaseId) -> list[Found]:
         """The leading run of `keys` that exist, each leased; the whole lease lasts anew.
 
         Under a dead lease they are told all the same, but not held: they may be gone, or another's
@@ -208,7 +210,7 @@ class Master:
             found.append(existing.found)
         return found
 
-    def locate(self, key: BlockKey) -> Found | None:
+    def locate(self, key: Key) -> Found | None:
         """Look an object up without using it."""
         existing = self._objects.get(key)
         return None if existing is None else existing.found
@@ -225,7 +227,7 @@ class Master:
             self._dead.popitem(last=False)
         self._let_go(lease)
 
-    def discard(self, key: BlockKey, version: int) -> None:
+    def discard(self, key: Key, version: int) -> None:
         """Remove an object whose bytes a reader found corrupt; a newer version is left alone."""
         existing = self._objects.get(key)
         if existing is not None and existing.found.version == version:
@@ -264,17 +266,26 @@ class Master:
                     id=name,
                     epoch=held.mount.epoch,
                     address=held.mount.address,
+                    node=held.mount.node or name,
+                    tier=held.mount.tier,
                     capacity_bytes=held.extents.capacity_bytes,
                     used_bytes=held.extents.used_bytes,
                     evictable_bytes=held.evictable_bytes,
                     objects=len(held.objects),
+                    draining=False,
                 )
                 for name, held in self._segments.items()
             ),
             objects=len(self._objects),
             leases=len(self._leases),
             pending_puts=len(self._puts),
+            pending_copies=0,
+            waiting=0,
+            tenants={},
             evicted=self._evicted,
+            demoted=0,
+            promoted=0,
+            recovering=False,
         )
 
     # Inside
@@ -294,7 +305,13 @@ class Master:
         held = self._segments[put.segment]
         held.objects[put.key] = None
         self._events.append(
-            BlocksStored(put.segment, (put.key,), put.parent, "dram", held.mount.epoch)
+            BlocksStored(
+                put.segment,
+                (BlockKey(put.key),),
+                None if put.parent is None else BlockKey(put.parent),
+                "dram",
+                held.mount.epoch,
+            )
         )
         self._use(now_us, stored, lease)
         return True
@@ -378,7 +395,7 @@ class Master:
         del held.objects[key]
         self._keep(existing)
         held.extents.free(at.offset)
-        self._events.append(BlocksRemoved(at.segment, (key,), "dram", held.mount.epoch))
+        self._events.append(BlocksRemoved(at.segment, (BlockKey(key),), "dram", held.mount.epoch))
 
     def _drop_segment(self, name: SegmentId) -> None:
         """Forget a segment, its objects, and every put that is onto it or by its owner."""

@@ -1,15 +1,20 @@
-"""The pool's vocabulary: what the store's master, its clients and transfer tell each other.
+"""The pool's vocabulary: what the store's master, segment owners, clients and transfer tell.
 
 Frozen structs and nothing else; they travel as msgpack on the control plane.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.units import BlockKey, Bytes, Micros, SegmentId
+from moonserve.core.units import Bytes, Micros, SegmentId
+
+Key: TypeAlias = bytes
+"""Names an object: 1..256 bytes; that of a KV block is its BlockKey."""
+Medium: TypeAlias = Literal["dram", "disk"]
+"""What a segment is made of: G2 or G3 of KV events."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -34,16 +39,44 @@ class Mount(msgspec.Struct, frozen=True):
     """Grows at every start of the owner: an older one is a late message."""
     capacity_bytes: Bytes
     address: Address
+    node: str = ""
+    """What fails together: replicas of one object avoid a common node. Empty: `id`."""
+    tier: Medium = "dram"
+    rack: str = ""
+    """Nodes of one rack reach each other faster; empty: not said."""
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """How long the master waits before it takes something back."""
+    """How the master keeps the pool: what it waits for, what it evicts, who may have how much."""
 
     lease_ttl_us: Micros = 120_000_000
     """For holders that crashed: every other lease is released. Longer than a decode may queue."""
     put_ttl_us: Micros = 20_000_000
+    """A put or a copy that lasts longer is given up; its extent is used again."""
     segment_ttl_us: Micros = 10_000_000
-    """A segment not heard of for so long is unmounted."""
+    """A segment not heard of for so long is dropped."""
+    eviction: str = "lru"
+    """One of core.evict.EVICTIONS, for every segment."""
+    high: float = 0.95
+    """The share of a segment in use above which `reap` makes room ahead of need."""
+    low: float = 0.90
+    """The share in use that it then stops at."""
+    quotas: dict[str, Bytes] = {}
+    """The most bytes, all replicas counted, that a tenant may have; others have no bound."""
+
+
+class PutOptions(msgspec.Struct, frozen=True):
+    """What holds for every object of one put."""
+
+    replicas: int = 1
+    """Copies wanted, the primary one included; the others are made after the put has ended."""
+    preferred: SegmentId | None = None
+    """Where the primary should lie; None: on the owner's own segment."""
+    tenant: str = ""
+    pin: bool = False
+    """Never evicted, until unpinned."""
+    blocks: bool = True
+    """The keys are BlockKeys along one chain, told of by KV events; False: any bytes."""
 
 
 class Replica(msgspec.Struct, frozen=True):
@@ -56,12 +89,14 @@ class Replica(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True):
     """One object that exists: complete, readable, leased to the finder."""
 
-    key: BlockKey
+    key: Key
     size: Bytes
     checksum: int
     """XXH3-64 of its bytes."""
     version: int
+    """The id of the put that made it; never used again, also by a later put of the same key."""
     replicas: tuple[Replica, ...]
+    """Those in memory first."""
 
 
 class Ticket(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +105,8 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     id: int
     segment: SegmentId
     offset: Bytes
+    epoch: int
+    """The segment's, for claims."""
 
 
 class Exists(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +117,86 @@ class Full(msgspec.Struct, frozen=True, tag=True):
     """No segment has room, and what could be evicted does not make room."""
 
 
-Outcome: TypeAlias = Ticket | Exists | Full
+class OverQuota(msgspec.Struct, frozen=True, tag=True):
+    """The tenant has no room left, and nothing of its own could be evicted for it."""
+
+    tenant: str
+    quota_bytes: Bytes
+
+
+Outcome: TypeAlias = Ticket | Exists | Full | OverQuota
+
+
+class Removal(msgspec.Struct, frozen=True):
+    """What became of one key that was to be removed."""
+
+    outcome: Literal["removed", "missing", "leased"]
+    version: int | None = None
+    """Of the removed object: the remover claims it towards a master that restarts."""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True, tag="h"):
+    """One object on one segment, as its owner must know it to tell a restarted master."""
+
+    key: Key
+    size: Bytes
+    checksum: int
+    version: int
+    id: int
+    """Of the put or the copy that wrote this replica. Never repeats: of two that overlap, the
+    larger is the later."""
+    offset: Bytes
+    parent: Key | None
+    options: PutOptions
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag="g"):
+    """The segment no longer holds this key, unless by a put or copy later than `id`."""
+
+    key: Key
+    id: int
+
+
+Change: TypeAlias = Held | Gone
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A task for the owner of `target.segment`: pull the object's bytes from `source`, verify the
+    checksum, answer whether they are there. The one way of replication, repair, drain, demotion
+    and promotion.
+    """
+
+    id: int
+    key: Key
+    size: Bytes
+    checksum: int
+    version: int
+    source: Replica
+    target: Replica
+    left_us: Micros
+    """To be ended within this time of asking for it, or left: the extent may be another's then."""
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """The master's answer to a beat."""
+
+    changes: tuple[Change, ...]
+    """What changed on the segment after the change last seen, oldest first."""
+    seen: int
+    """To be told at the next beat, once `changes` are applied."""
+    more: bool
+    """There are more changes: beat again at once."""
+    copies: tuple[Copy, ...]
+    """All that are to be made now, those told before and not yet answered included."""
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True):
+    """An object, or with `writing` a put under way, that a client knows on another's segment."""
+
+    segment: SegmentId
+    epoch: int
+    held: Held
+    writing: bool
 
 
 class SegmentStats(msgspec.Struct, frozen=True):
@@ -89,10 +205,13 @@ class SegmentStats(msgspec.Struct, frozen=True):
     id: SegmentId
     epoch: int
     address: Address
+    node: str
+    tier: Medium
     capacity_bytes: Bytes
     used_bytes: Bytes
     evictable_bytes: Bytes
     objects: int
+    draining: bool
 
 
 class MasterStats(msgspec.Struct, frozen=True):
@@ -102,5 +221,13 @@ class MasterStats(msgspec.Struct, frozen=True):
     objects: int
     leases: int
     pending_puts: int
+    pending_copies: int
+    waiting: int
+    """Objects with fewer replicas than wanted since a segment left, or to leave a draining one."""
+    tenants: dict[str, Bytes]
+    """Bytes in use by tenant, all replicas and what is being written."""
     evicted: int
-    """Objects evicted since the start."""
+    """Replicas evicted since the start; so are the next two counted."""
+    demoted: int
+    promoted: int
+    recovering: bool

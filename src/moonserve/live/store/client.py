@@ -233,7 +233,7 @@ class StoreClient:
                 missing = [i for i in missing if i not in fetched.good]
                 corrupt.update(dict.fromkeys(fetched.corrupt))
         if corrupt:
-            objects = [(found[i].key, found[i].version) for i in corrupt]
+            objects = [(found[i].key, found[i].version, None) for i in corrupt]
             await self._tell("discard", wire.DiscardCall(objects[: wire.MAX_BATCH]))
         return missing[0] if missing else len(found)
 

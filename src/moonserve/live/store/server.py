@@ -118,9 +118,9 @@ class MasterService:
         return wire.Done()
 
     def _discard(self, call: wire.DiscardCall) -> wire.Done:
-        for key, version in call.objects:
+        for key, version, _ in call.objects:
             log.warning("object %s is corrupt and removed", key.hex())
-            self.master.discard(key, version)
+            self.master.discard(BlockKey(key), version)
         return wire.Done()
 
     def _addresses(self, segments: Iterable[SegmentId]) -> dict[SegmentId, Address]:

@@ -1,63 +1,121 @@
-"""What travels between store clients and the master: one request and one reply struct per op.
+"""What travels between the store's master and its clients: one request and one reply per op.
 
-msgpack, fields by position. Refusals that a client must act on are fields of the replies, not
-errors: an error means that the call itself failed.
+msgpack, fields by position; what is added comes last, with a default. Refusals that a client must
+act on are fields of the replies, not errors: an error means that the call itself failed. A reply
+of nil, to any op, says that the master is recovering: try again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
 
-from moonserve.core.pool import Address, Found, Mount, Outcome, Terms
-from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
+from moonserve.core import pool
+from moonserve.core.pool import Address, Claim, Found, Held, Mount, Orders, Outcome, Removal, Terms
+from moonserve.core.units import Bytes, LeaseId, SegmentId
 
 MAX_BATCH = 4096
 """The most items one call may name."""
 MAX_OBJECT_BYTES: Bytes = 1 << 30
+MAX_REPLICAS = 8
 
-Key: TypeAlias = Annotated[BlockKey, msgspec.Meta(min_length=32, max_length=32)]
+Key: TypeAlias = Annotated[pool.Key, msgspec.Meta(min_length=1, max_length=256)]
 Size: TypeAlias = Annotated[Bytes, msgspec.Meta(gt=0, le=MAX_OBJECT_BYTES)]
 Name: TypeAlias = Annotated[LeaseId, msgspec.Meta(min_length=1, max_length=256)]
 Segment: TypeAlias = Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=256)]
 _BATCH = msgspec.Meta(max_length=MAX_BATCH)
+Keys: TypeAlias = Annotated[Sequence[Key], _BATCH]
 
 
 class MountCall(msgspec.Struct, frozen=True, array_like=True):
-    """Offer a segment."""
+    """Offer a segment: empty, or with one page of what lies on it, pages from 0 on."""
 
     mount: Mount
+    held: Annotated[Sequence[Held], _BATCH] = ()
+    page: int = 0
+    last: bool = True
 
 
 class Mounted(msgspec.Struct, frozen=True, array_like=True):
-    """Whether it was taken (not: a newer epoch is mounted), and the master's terms."""
+    """Whether it was taken, and the master's terms.
+
+    Not: a newer epoch is mounted or, after page 0, pages are missing: start again with page 0.
+    """
 
     accepted: bool
     terms: Terms
 
 
 class SegmentCall(msgspec.Struct, frozen=True, array_like=True):
-    """A beat, or a goodbye."""
+    """A goodbye."""
 
     segment: Segment
     epoch: int
 
 
+class BeatCall(msgspec.Struct, frozen=True, array_like=True):
+    """The owner lives, and knows all changes of its segment up to `seen`."""
+
+    segment: Segment
+    epoch: int
+    seen: int = 0
+
+
 class Beaten(msgspec.Struct, frozen=True, array_like=True):
-    """Whether the segment is mounted (not: mount again), and where all mounted ones are."""
+    """Whether the segment is mounted (not: mount again), where all mounted ones are, and what the
+    owner must know and do; None where it is not mounted."""
 
     mounted: bool
     addresses: dict[SegmentId, Address]
+    orders: Orders | None = None
+
+
+class CopiedCall(msgspec.Struct, frozen=True, array_like=True):
+    """Copies that ended: (id, whether the bytes are there and verified)."""
+
+    segment: Segment
+    epoch: int
+    results: Annotated[Sequence[tuple[int, bool]], _BATCH]
+
+
+class Copied(msgspec.Struct, frozen=True, array_like=True):
+    """Per copy, the replica that it became; None: it did not, the extent is not its any more."""
+
+    held: list[Held | None]
+
+
+class ClaimCall(msgspec.Struct, frozen=True, array_like=True):
+    """What a client knows that a restarted master may not: puts, and removals as (key, version)."""
+
+    claims: Annotated[Sequence[Claim], _BATCH]
+    removed: Annotated[Sequence[tuple[Key, int]], _BATCH]
+
+
+class DrainCall(msgspec.Struct, frozen=True, array_like=True):
+    """Move everything off a segment and put nothing more onto it."""
+
+    segment: Segment
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Yes or no to each thing asked."""
+
+    yes: list[bool]
 
 
 class PutStartCall(msgspec.Struct, frozen=True, array_like=True):
-    """Start one put per item; `parent` is the key before the first one's."""
+    """Start one put per item; `parent` is the key before the first one's.
 
-    owner: Segment
-    items: Annotated[list[tuple[Key, Size]], _BATCH]
+    `owner` is the segment of the client that will write, None where it has none.
+    """
+
+    owner: Segment | None
+    items: Annotated[Sequence[tuple[Key, Size]], _BATCH]
     lease: Name | None
     parent: Key | None = None
+    options: pool.PutOptions = pool.PutOptions()
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +131,7 @@ class PutStarted(msgspec.Struct, frozen=True, array_like=True):
 class PutEndCall(msgspec.Struct, frozen=True, array_like=True):
     """End puts: (ticket id, XXH3-64 of the bytes)."""
 
-    ends: Annotated[list[tuple[int, int]], _BATCH]
+    ends: Annotated[Sequence[tuple[int, int]], _BATCH]
     lease: Name | None
 
 
@@ -86,14 +144,18 @@ class PutEnded(msgspec.Struct, frozen=True, array_like=True):
 class PutAbortCall(msgspec.Struct, frozen=True, array_like=True):
     """Give up puts by ticket id."""
 
-    tickets: Annotated[list[int], _BATCH]
+    tickets: Annotated[Sequence[int], _BATCH]
 
 
 class FindCall(msgspec.Struct, frozen=True, array_like=True):
-    """Find and lease the leading run of keys."""
+    """Find and lease the leading run of keys (op find) or all there are (op get).
 
-    keys: Annotated[list[Key], _BATCH]
+    What is found on disk only may be promoted to `reader`, the asker's own segment.
+    """
+
+    keys: Keys
     lease: Name
+    reader: Segment | None = None
 
 
 class FoundReply(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +165,60 @@ class FoundReply(msgspec.Struct, frozen=True, array_like=True):
     addresses: dict[SegmentId, Address]
 
 
+class GotReply(msgspec.Struct, frozen=True, array_like=True):
+    """What each key names, None where nothing, and the addresses of the segments it lies on."""
+
+    found: list[Found | None]
+    addresses: dict[SegmentId, Address]
+
+
+class KeysCall(msgspec.Struct, frozen=True, array_like=True):
+    """Ask whether each key exists."""
+
+    keys: Keys
+
+
+class ScanCall(msgspec.Struct, frozen=True, array_like=True):
+    """List up to `limit` objects whose keys start with `prefix` and come after `after`."""
+
+    prefix: Annotated[bytes, msgspec.Meta(max_length=256)]
+    after: Key | None
+    limit: Annotated[int, msgspec.Meta(gt=0, le=MAX_BATCH)]
+
+
+class RemoveCall(msgspec.Struct, frozen=True, array_like=True):
+    """Remove objects; leased ones too with `force`."""
+
+    keys: Keys
+    force: bool = False
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True):
+    """What became of each key."""
+
+    removals: list[Removal]
+
+
+class PinCall(msgspec.Struct, frozen=True, array_like=True):
+    """Pin objects, or unpin them. Answer: whether each exists."""
+
+    keys: Keys
+    pinned: bool
+
+
+class EvictCall(msgspec.Struct, frozen=True, array_like=True):
+    """Evict until `size` bytes more of the segment are free."""
+
+    segment: Segment
+    size: Annotated[Bytes, msgspec.Meta(gt=0)]
+
+
+class Freed(msgspec.Struct, frozen=True, array_like=True):
+    """How many bytes an eviction freed."""
+
+    size: Bytes
+
+
 class ReleaseCall(msgspec.Struct, frozen=True, array_like=True):
     """End a lease."""
 
@@ -110,9 +226,9 @@ class ReleaseCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DiscardCall(msgspec.Struct, frozen=True, array_like=True):
-    """Remove objects whose bytes were found corrupt: (key, version)."""
+    """Drop replicas whose bytes were found corrupt: (key, version, segment; None: all)."""
 
-    objects: Annotated[list[tuple[Key, int]], _BATCH]
+    objects: Annotated[Sequence[tuple[Key, int, Segment | None]], _BATCH]
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
