@@ -12,7 +12,12 @@ from moonserve.show.explain import lines
 
 
 def candidate(
-    name: str, queue: int, compute: int, transfer: int = 0, score: float | None = None
+    name: str,
+    queue: int,
+    compute: int,
+    transfer: int = 0,
+    score: float | None = None,
+    decodes: int = 0,
 ) -> Candidate:
     """One that has 96 tokens; times in milliseconds, the score its TTFT if not given."""
     ttft_us = (queue + compute + transfer) * 1_000
@@ -25,6 +30,7 @@ def candidate(
         queue_us=queue * 1_000,
         compute_us=compute * 1_000,
         score=ttft_us if score is None else score,
+        decodes=decodes,
     )
 
 
@@ -72,7 +78,12 @@ def decision(
         (
             decision(candidate("p0", 0, 2), candidate("p1", 0, 2)),
             "kvcache_centric chose p0 of 2: 2 ms to the first token, reusing its own 96 of 1,000 "
-            "prompt tokens; p1 would have taken as long, and comes after it.",
+            "prompt tokens; p1 would have taken as long, but comes after it.",
+        ),
+        (
+            decision(candidate("p5", 0, 2, decodes=2), candidate("p1", 0, 2, decodes=3)),
+            "kvcache_centric chose p5 of 2: 2 ms to the first token, reusing its own 96 of 1,000 "
+            "prompt tokens; p1 would have taken as long, but has 3 to decode, not 2.",
         ),
         (
             decision(candidate("p0", 0, 40), waited_us=1_200_000),
@@ -91,7 +102,16 @@ def decision(
         (
             decision(candidate("p0", 9, 40, score=0), candidate("p1", 0, 40, score=0), policy="x"),
             "x chose p0 of 2: 49 ms to the first token, reusing its own 96 of 1,000 prompt tokens; "
-            "its score equals that of p1, and it comes first.",
+            "its score equals that of p1, which comes after it.",
+        ),
+        (
+            decision(
+                candidate("p5", 9, 40, score=0),
+                candidate("p1", 0, 4, score=0, decodes=1),
+                policy="x",
+            ),
+            "x chose p5 of 2: 49 ms to the first token, reusing its own 96 of 1,000 prompt tokens; "
+            "its score equals that of p1, which has 1 to decode, not 0.",
         ),
         (
             decision(

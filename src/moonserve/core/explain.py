@@ -134,16 +134,23 @@ def _against(best: Candidate, other: Candidate, policy: str) -> str:
     name = other.instance
     if (best.score, other.score) != (best.ttft_us, other.ttft_us):
         if best.score == other.score:
-            return f"its score equals that of {name}, and it comes first"
+            return f"its score equals that of {name}, which {_tie(best, other)}"
         return f"its score of {best.score:,.4g} was the lowest, {name} had {other.score:,.4g}"
     if best.ttft_us == other.ttft_us:
-        return f"{name} would have taken as long, and comes after it"
+        return f"{name} would have taken as long, but {_tie(best, other)}"
     terms = [
         (other.queue_us - best.queue_us, f"{_ms(other.queue_us)} of it in its queue"),
         (other.compute_us - best.compute_us, f"{_ms(other.compute_us)} of it computing"),
         (other.transfer_us - best.transfer_us, f"{_ms(other.transfer_us)} of it loading KV"),
     ]
     return f"{name} would have taken {_ms(other.ttft_us)}, {max(terms)[1]}"
+
+
+def _tie(best: Candidate, other: Candidate) -> str:
+    """What told equals apart: core.policies prefers who decodes for fewest, then the first."""
+    if other.decodes > best.decodes:
+        return f"has {other.decodes} to decode, not {best.decodes}"
+    return "comes after it"
 
 
 def _ms(us: Micros) -> str:
