@@ -87,7 +87,8 @@ class ConductorMachine(RuleBasedStateMachine):
         """No request is bound while one of higher priority goes on waiting.
 
         As long as few have come, all are young, and nobody has an objective: late binding also
-        weighs who can still be in time, and owes a share to those that it put off.
+        weighs who can still be in time, and owes a share to those that it put off. A retry may wait
+        for an instance that has not failed it.
         """
         bound = {action.request for action in actions if isinstance(action, Prefill)}
         over = {action.request for action in actions if isinstance(action, Release)}
@@ -97,7 +98,8 @@ class ConductorMachine(RuleBasedStateMachine):
         slos = [self.open[r][0].slo.over(self.tuning.slo) for r in [*left, *bound]]
         young = all(self.now_us - self.open[r][1] < 20_000_000 for r in left)
         if young and self.count <= 12 and all(slo == Slo() for slo in slos):
-            last = max((self.open[r][0].priority for r in left), default=-9)
+            fresh = [r for r in left if not self.attempts[r]]
+            last = max((self.open[r][0].priority for r in fresh), default=-9)
             assert all(self.open[r][0].priority >= last for r in bound)
 
     def do(self, action: Action) -> None:
