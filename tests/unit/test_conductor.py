@@ -19,10 +19,10 @@ from moonserve.core.facts import (
 )
 from moonserve.core.handoff import MAX_ATTEMPTS
 from moonserve.core.prefix import chain_keys
-from moonserve.core.request import Request
+from moonserve.core.request import Request, Slo
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 from moonserve.core.view import Promised
-from tests.support.cluster import BLOCK, NAMESPACE, info
+from tests.support.cluster import BLOCK, NAMESPACE, exact, info
 
 PROMPT = tuple(range(41))
 KEYS = tuple(chain_keys(NAMESPACE.root(), PROMPT, BLOCK))
@@ -75,6 +75,22 @@ def test_nobody_alive_is_refused_at_once() -> None:
     assert refuse == Refuse(R, "no decode instance for model m is alive")
     assert release == Release(R, ())
     assert conductor.promised() == NOTHING
+
+
+def test_a_refusal_names_the_objective_that_would_break() -> None:
+    """Its own, or that of one that decodes there, with the prediction that exceeds it."""
+    conductor = Conductor(cost_of=exact)
+    conductor.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+    conductor.step(1, [Arrived(Request(R, "m", PROMPT, slo=Slo(tbt_us=160)), KEYS)])
+    for own, rest in (
+        (Slo(tbt_us=150), "misses the objective of 0.15 ms"),
+        (Slo(), "would break the objective of 0.16 ms of a request that decodes on d0"),
+        (Slo(tbt_us=9_000), "would break the objective of 0.16 ms of a request that decodes on d0"),
+    ):
+        request = Request(RequestId("s"), "m", PROMPT, slo=own)
+        refuse, _ = conductor.step(2, [Arrived(request, KEYS)])
+        assert isinstance(refuse, Refuse)
+        assert (refuse.reason, refuse.why) == ("tbt_slo", f"predicted TBT of 0.202 ms {rest}")
 
 
 def test_the_client_may_leave_at_any_time() -> None:

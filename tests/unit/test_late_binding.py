@@ -9,8 +9,10 @@ import pytest
 
 from moonserve.core.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.conductor import Conductor
+from moonserve.core.cost import Cost
 from moonserve.core.facts import (
     Arrived,
+    BlocksStored,
     CallFailed,
     ClientGone,
     DecodeEnded,
@@ -22,7 +24,7 @@ from moonserve.core.facts import (
 from moonserve.core.policies import Tuning
 from moonserve.core.prefix import chain_keys
 from moonserve.core.request import Request, Slo
-from moonserve.core.units import InstanceId, Micros, RequestId
+from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
 from moonserve.core.view import Promised
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info
 
@@ -32,9 +34,10 @@ WORK_US = 410
 
 
 def cluster(*names: str, **tuning: object) -> Conductor:
-    """A Conductor that binds late, with p… and d… instances."""
+    """A Conductor that binds late, with p… and d… instances, and m… that do both."""
     conductor = Conductor(Tuning(policy="late_binding", **tuning), cost_of=exact)  # type: ignore[arg-type]
-    joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
+    roles = {"p": "prefill", "d": "decode", "m": "both"}
+    joins = [Joined(info(n, roles[n[0]])) for n in names]  # type: ignore[arg-type]
     assert conductor.step(0, joins) == []
     return conductor
 
@@ -340,3 +343,88 @@ def test_a_strict_goal_of_its_own_does_not_let_others_pass_for_ever() -> None:
             return
         before = name
     pytest.fail("passed by 1,200 requests in 1,200 s")
+
+
+def test_a_full_mixed_instance_does_not_hold_up_the_others() -> None:
+    """The one that has the prefix is full of decodes, another is idle: it decodes there."""
+    c = cluster("m0", "m1", slo=Slo(tbt_us=500), refuse="none")
+    fact = arrived("a")
+    c.step(1, [BlocksStored(SegmentId("m0"), fact.keys, None, "dram", 1)])
+    full, number = c.view.instances[InstanceId("m0")], 0
+    while full.tbt_us(41) <= 275:
+        full.promise_decode(RequestId(f"x{number}"), 41)
+        number += 1
+    assert full.has_slot(41)
+    [prefill] = [a for a in c.step(2, [fact]) if isinstance(a, Prefill)]
+    assert prefill.decision.decode == "m1"
+
+
+def test_a_cluster_objective_holds_up_nobody_whose_own_is_looser() -> None:
+    """For all others nothing is gained by a prefill while decode has no room."""
+    loose = Slo(tbt_us=10_000)
+    c = cluster("p0", "p1", "d0", slo=Slo(tbt_us=300), refuse="none")
+    c.step(1, [arrived("a", loose, length=300)])
+    assert c.step(2, [arrived("b"), arrived("c")]) == []
+    assert prefills(c.step(3, [arrived("e", loose)])) == [("e", "p1")]
+    assert c.waiting == 2
+
+
+def test_without_an_objective_nobody_breaks_those_of_others() -> None:
+    """It waits until the strict one has left decode, as the others would."""
+    c = cluster("p0", "p1", "d0")
+    assert prefills(c.step(1, [arrived("a", Slo(tbt_us=160))])) == [("a", "p0")]
+    assert c.step(2, [arrived("b")]) == []
+    [decode] = c.step(500, [ended("a", final=False)])
+    assert isinstance(decode, Decode)
+    left = c.step(900, [DecodeEnded(RequestId("a"), decode.number, tokens=0)])
+    assert prefills(left) == [("b", "p0")]
+
+
+@pytest.mark.parametrize("policy", ["late_binding", "kvcache_centric"])
+def test_an_objective_missed_from_the_start_binds_nobody_else(policy: str) -> None:
+    """Bound all the same, where that does not refuse, it keeps nobody from joining it."""
+    c = Conductor(Tuning(policy=policy, refuse="none"), cost_of=exact)
+    joins = [Joined(info(n, "prefill")) for n in ("p0", "p1")] + [Joined(info("d0", "decode"))]
+    c.step(0, joins)
+    assert prefills(c.step(1, [arrived("a", Slo(tbt_us=5))])) == [("a", "p0")]
+    c.step(2, [ended("a", final=False)])
+    assert c.view.instances[InstanceId("d0")].strictest_us() is None
+    assert len(prefills(c.step(3, [arrived("b", Slo(tbt_us=5)), arrived("c")]))) == 2
+
+
+def test_an_impossible_objective_is_refused_at_once_though_decode_is_busy() -> None:
+    """No instance that empties would help it; one that could be met alone waits."""
+    c = cluster("p0", "p1", "d0")
+    c.step(1, [arrived("a")])
+    refuse, _ = c.step(2, [arrived("b", Slo(tbt_us=150)), arrived("c", Slo(tbt_us=151))])
+    assert isinstance(refuse, Refuse)
+    assert (refuse.request, refuse.reason) == ("b", "tbt_slo")
+    assert c.waiting == 1
+
+
+def test_who_waited_for_decode_is_refused_for_it() -> None:
+    """TTFT can no longer be met, since decode had no room: that is what the refusal says."""
+    c = cluster("p0", "p1", "d0", slo=Slo(10_000, 300), refuse="ttft")
+    c.step(1, [arrived("a", length=300)])
+    assert c.step(2, [arrived("b")]) == []
+    refuse, _ = c.step(20_000, [])
+    assert isinstance(refuse, Refuse)
+    assert (refuse.request, refuse.reason) == ("b", "tbt_slo")
+    assert refuse.why.endswith("decode had no room for it within the TBT objectives")
+
+
+@pytest.mark.parametrize(("leaves", "next_one"), [(False, "c"), (True, "b")])
+def test_what_came_lately_is_known_though_nobody_waited_since(leaves: bool, next_one: str) -> None:
+    """The largest give way when more came than can be done; who left knows nothing any more."""
+    slow = Cost((0, 100_000, 0, 0, 100, 10, 1), (5, 0.005), learns=False)  # 0.1 s a token
+    c = Conductor(Tuning(policy="late_binding", refuse="none"), cost_of=lambda _: slow)
+    c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+    c.step(1, [arrived("a", length=380)])
+    c.step(38_000_000, [ended("a")])
+    if leaves:
+        c.step(38_000_001, [Left(InstanceId("p0"), 1), Left(InstanceId("d0"), 1)])
+        c.step(38_000_002, [Joined(info("p0", "prefill", 2)), Joined(info("d0", "decode", 2))])
+    c.step(39_000_000, [arrived("z", length=10)])
+    urgent = arrived("b", Slo(ttft_us=44_000_000), length=390)  # must begin by 44 s
+    c.step(39_000_001, [urgent, arrived("c", Slo(ttft_us=90_000_000), length=50)])
+    assert prefills(c.step(40_000_000, [ended("z")])) == [(next_one, "p0")]

@@ -150,3 +150,20 @@ def test_one_server_meets_all_that_can_be_met_by_deferring_the_fewest(sizes: lis
             ahead += size
             best += 1
     assert in_time >= best - 1
+
+
+def test_one_who_came_long_ago_does_not_bend_the_load_window() -> None:
+    """It counts from when it was let in: the others are not too much for that."""
+    before = [waiter(f"r{at}", 0.5, at) for at in range(110)]
+    room = room_of(*before)
+    for one in before:
+        room.remove(one.request)
+    room.add(waiter("new", 1, 109))
+    room.add(waiter("old", 8, 10, goal_s=108))  # 64 s of work in 110 s; must begin by 110
+    assert order_of(room, 109) == ["old", "new"]
+
+
+def test_of_those_put_off_together_one_that_can_be_in_time_goes_first() -> None:
+    """The shortest of them; one that is late already has nothing to lose."""
+    room = room_of(waiter("late", 31), *[waiter(f"w{i}", 13) for i in range(5)], waiter("s", 12))
+    assert order_of(room)[:2] == ["s", "w0"]

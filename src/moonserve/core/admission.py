@@ -13,7 +13,7 @@ from moonserve.core.policies import Tuning, Verdict
 from moonserve.core.request import Request, Slo
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.core.view import InstanceView
-from moonserve.core.waiting import Waiter
+from moonserve.core.waiting import Waiter, WaitingRoom
 
 
 def refuses_ttft(tuning: Tuning) -> bool:
@@ -23,38 +23,84 @@ def refuses_ttft(tuning: Tuning) -> bool:
 
 def unwanted(request: Request, verdict: Verdict, slo: Slo, tuning: Tuning) -> Refuse | None:
     """What is predicted to miss an objective that refuses."""
-    decision = verdict.decision
+    decision, predicted_us = verdict.decision, verdict.decision.predicted_ttft_us
     if verdict.misses_ttft and refuses_ttft(tuning) and slo.ttft_us is not None:
-        what, predicted_us, goal_us = "TTFT", decision.predicted_ttft_us, slo.ttft_us
-    elif verdict.misses_tbt and tuning.refuse == "both" and slo.tbt_us is not None:
-        what, predicted_us, goal_us = "TBT", decision.predicted_tbt_us, slo.tbt_us
+        why = _misses("TTFT", predicted_us, slo.ttft_us)
+        wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
+        return Refuse(request.id, why, "ttft_slo", wait_us, decision)
+    return unwanted_in_decode(request, verdict, slo, tuning)
+
+
+def unwanted_in_decode(
+    request: Request, verdict: Verdict, slo: Slo, tuning: Tuning
+) -> Refuse | None:
+    """What is predicted to miss its own TBT objective or to break another's, where that refuses."""
+    if tuning.refuse != "both":
+        return None
+    if slo.tbt_us is not None and verdict.tbt_us > slo.tbt_us:
+        goal_us, why = slo.tbt_us, _misses("TBT", verdict.tbt_us, slo.tbt_us)
+    elif verdict.breaks_us is not None:
+        goal_us = verdict.breaks_us
+        why = f"predicted TBT of {verdict.tbt_us / 1e3:.10g} ms would break the objective of "
+        why += f"{goal_us / 1e3:.10g} ms of a request that decodes on {verdict.decision.decode}"
     else:
         return None
-    why = f"predicted {what} of {predicted_us / 1e3:.10g} ms misses the objective of "
-    why += f"{goal_us / 1e3:.10g} ms"
-    wait_us = max(MICROS_PER_SECOND, predicted_us - goal_us)
-    return Refuse(request.id, why, f"{what.lower()}_slo", wait_us, decision)
+    wait_us = max(MICROS_PER_SECOND, verdict.tbt_us - goal_us)
+    return Refuse(request.id, why, "tbt_slo", wait_us, verdict.decision)
 
 
-def too_late(waiter: Waiter, backlog_us: Micros, now_us: Micros) -> Refuse:
-    """One that waited until its objective could not be met any more."""
+def _misses(what: str, predicted_us: Micros, goal_us: Micros) -> str:
+    predicted_ms, goal_ms = predicted_us / 1e3, goal_us / 1e3
+    return f"predicted {what} of {predicted_ms:.10g} ms misses the objective of {goal_ms:.10g} ms"
+
+
+def yields(
+    request: Request, verdict: Verdict, slo: Slo, decodes: Sequence[InstanceView], is_late: bool
+) -> bool:
+    """Whether a waiter whose binding would miss a TBT objective is to wait for room in decode.
+
+    Where nobody else decodes nothing is gained by waiting. An objective that could not be met even
+    there is given up, and so is one of its own (not the cluster's) where it `is_late`: past the
+    time by which it should have begun. Those of the members never are.
+    """
+    chosen = verdict.decision.decode
+    if not verdict.misses_tbt or not any(v.decodes for v in decodes if v.info.id == chosen):
+        return False
+    if verdict.breaks_us is not None or slo.tbt_us is None:
+        return True
+    context = verdict.decision.prompt_tokens
+    alone_us = min(view.cost.decode_step_us(1, context) for view in decodes)
+    return alone_us <= slo.tbt_us and not (is_late and request.slo.tbt_us is not None)
+
+
+def too_late(waiter: Waiter, room: WaitingRoom, servers: int, now_us: Micros) -> Refuse:
+    """One that waited until its TTFT objective could not be met any more, and for what."""
     waited_us = now_us - waiter.arrived_us
     why = f"a prefill of {waiter.work_us / 1e6:.3g} s"
     if waited_us:
         why += f" after {waited_us / 1e6:.3g} s of waiting"
     why += " misses the TTFT objective"
-    return Refuse(waiter.request, why, "ttft_slo", max(MICROS_PER_SECOND, backlog_us))
+    reason = "ttft_slo"
+    if waiter.request in room.crowded:
+        why += ": decode had no room for it within the TBT objectives"
+        reason = "tbt_slo"
+    return Refuse(waiter.request, why, reason, _backlog_us(room, servers))
 
 
-def too_many(request: Request, waiting: int, backlog_us: Micros) -> Refuse:
+def too_many(request: Request, room: WaitingRoom, servers: int) -> Refuse:
     """One more would not fit where requests wait."""
-    why = f"{waiting} requests for model {request.model} wait already"
-    return Refuse(request.id, why, "queue_full", max(MICROS_PER_SECOND, backlog_us))
+    why = f"{len(room)} requests for model {request.model} wait already"
+    return Refuse(request.id, why, "queue_full", _backlog_us(room, servers))
 
 
-def fits(views: Sequence[InstanceView], tokens: Tokens) -> bool:
-    """Whether some instance, when idle, has KV memory for so much context."""
-    return any(view.kv_tokens >= tokens for view in views)
+def _backlog_us(room: WaitingRoom, servers: int) -> Micros:
+    """How long those who wait will take the prefill instances, at least a second."""
+    return max(MICROS_PER_SECOND, room.work_us // max(1, servers))
+
+
+def fits(tokens: Tokens, *roles: Sequence[InstanceView]) -> bool:
+    """Whether some instance of each role, when idle, has KV memory for so much context."""
+    return all(any(view.kv_tokens >= tokens for view in views) for views in roles)
 
 
 def nobody(
@@ -68,7 +114,7 @@ def nobody(
         role = "decode" if prefills else "prefill"
         return Refuse(request.id, f"no {role} instance for model {request.model} is alive")
     for role, views in (("prefill", prefills), ("decode", decodes)):
-        if not fits(views, len(request.prompt)):
+        if not fits(len(request.prompt), views):
             why = f"no {role} instance of model {request.model} has KV memory for "
             why += f"{len(request.prompt)} tokens"
             return Refuse(request.id, why, "kv_memory", MICROS_PER_SECOND)

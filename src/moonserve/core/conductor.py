@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from moonserve.core import admission
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.admission import fits, nobody, refuses_ttft, too_late, too_many, unwanted
 from moonserve.core.coming import Coming
 from moonserve.core.cost import Cost
 from moonserve.core.facts import (
@@ -65,7 +65,7 @@ class Conductor:
         self._coming_of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
         self._lives: dict[RequestId, Handoff] = {}
         self._rooms: dict[str, WaitingRoom] = {}
-        """Lives that wait for an instance to be free, by model; with late binding."""
+        """Lives that wait for an instance to be free, by model served; with late binding."""
         self._parked: dict[RequestId, Micros] = {}
         """Lives that wait for an instance to join, and since when."""
         self._outputs = 0.0
@@ -103,7 +103,7 @@ class Conductor:
                     self._place(life, now_us)
                 case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
                     self._life(fact, now_us)
-        for model in [model for model, room in self._rooms.items() if len(room)]:
+        for model in list(self._rooms):
             self._bind(model, now_us)
         actions, self._actions = self._actions, []
         return actions
@@ -114,7 +114,7 @@ class Conductor:
         for model, room in self._rooms.items():
             if not len(room):
                 continue
-            due_us = room.first_due_us(now_us) if refuses_ttft(self.tuning) else None
+            due_us = room.first_due_us(now_us) if admission.refuses_ttft(self.tuning) else None
             if due_us is not None:
                 times.append(due_us + 1)
             if self.tuning.bind_ahead_us:
@@ -199,16 +199,16 @@ class Conductor:
         """Bind the request to its instances, now or when one is about to be free."""
         model = life.request.model
         prefills, decodes = self.view.prefills(model), self.view.decodes(model)
-        if self._policy.late and fits(prefills, life.length) and fits(decodes, life.length):
+        if self._policy.late and admission.fits(life.length, prefills, decodes):
             self._wait(life, prefills, now_us)
             return
         verdict = self._decide(life, prefills, decodes, now_us) if prefills and decodes else None
         if verdict is None and (life.attempts or life.request.id in self._parked):
             self._parked.setdefault(life.request.id, now_us)
         elif verdict is None:
-            self._refuse(life, nobody(life.request, prefills, decodes, now_us), now_us)
+            self._refuse(life, admission.nobody(life.request, prefills, decodes, now_us), now_us)
         else:
-            refusal = unwanted(life.request, verdict, self._slo(life), self.tuning)
+            refusal = admission.unwanted(life.request, verdict, self._slo(life), self.tuning)
             if refusal is not None and not life.attempts:
                 self._refuse(life, refusal, now_us)
             else:
@@ -249,8 +249,14 @@ class Conductor:
             self._coming.add(segment, life.keys)
             self._coming_of[request.id] = (segment, life.keys)
         decode = self.view.instances[decision.decode]
-        decode.promise_decode(request.id, self._context(life), self._slo(life).tbt_us)
+        self._promise_decode(life, decode)
         self._actions.append(Prefill(request.id, number, prefill.info, decision))
+
+    def _promise_decode(self, life: Handoff, view: InstanceView) -> None:
+        """Count it there; an objective that is missed from the start binds nobody else."""
+        context, goal_us = self._context(life), self._slo(life).tbt_us
+        missed = goal_us is not None and view.tbt_us(context) > goal_us
+        view.promise_decode(life.request.id, context, None if missed else goal_us)
 
     def _context(self, life: Handoff) -> Tokens:
         return life.length + round(self._outputs)
@@ -285,7 +291,7 @@ class Conductor:
             goal_us = self._slo(life).tbt_us
             view, _ = choose_decode(self._context(life), preferred(alive, life.failed), goal_us)
         # Again, if the instance restarted meanwhile.
-        view.promise_decode(request.id, self._context(life), self._slo(life).tbt_us)
+        self._promise_decode(life, view)
         number = life.decoding(view.info.id)
         self._actions.append(Decode(request.id, number, view.info))
 
@@ -295,11 +301,8 @@ class Conductor:
         request = life.request
         del self._lives[request.id]
         self._parked.pop(request.id, None)
-        room = self._rooms.get(request.model)
-        if room is not None:
-            room.remove(request.id)
-            if not len(room):
-                del self._rooms[request.model]
+        if request.model in self._rooms:
+            self._rooms[request.model].remove(request.id)
         if failure is not None:
             self._actions.append(GiveUp(request.id, failure))
         self._actions.append(Release(request.id, tuple(life.leases)))
@@ -328,44 +331,46 @@ class Conductor:
         self._parked.pop(life.request.id, None)
         room = self._rooms.setdefault(life.request.model, WaitingRoom())
         if len(room) >= self.tuning.max_waiting and not life.attempts:
-            backlog_us = room.work_us // len(prefills)
-            self._refuse(life, too_many(life.request, len(room), backlog_us), now_us)
+            self._refuse(life, admission.too_many(life.request, room, len(prefills)), now_us)
             return
         info, cost = prefills[0].info, prefills[0].cost
         size = info.namespace.block_size
         cached = min(self.index.match(life.keys).pool, (life.length - 1) // size) * size
         work_us = cost.prefill_us(life.length, cached, info.chunk_tokens)
-        request, ttft_us = life.request, self._slo(life).ttft_us
+        request, slo = life.request, self._slo(life)
         resumed = life.attempts > 0  # its client may have tokens already: no TTFT to meet
-        due_us = None if ttft_us is None or resumed else life.arrived_us + ttft_us - work_us
         came_us = now_us if resumed else life.arrived_us
-        room.add(Waiter(request.id, request.priority, came_us, work_us, due_us, resumed))
+        due_us = None if slo.ttft_us is None or resumed else came_us + slo.ttft_us - work_us
+        room.add(
+            Waiter(request.id, request.priority, came_us, work_us, due_us, resumed, slo.tbt_us)
+        )
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""
         room = self._rooms[model]
         prefills, decodes = self.view.prefills(model), self.view.decodes(model)
-        if refuses_ttft(self.tuning):
+        if admission.refuses_ttft(self.tuning):
             for waiter in room.hopeless(now_us):
                 life = self._lives[waiter.request]
                 if not life.attempts:
-                    backlog_us = room.work_us // max(1, len(prefills))
-                    self._refuse(life, too_late(waiter, backlog_us, now_us), now_us)
+                    refusal = admission.too_late(waiter, room, len(prefills), now_us)
+                    self._refuse(life, refusal, now_us)
         if not prefills or not decodes:
             for waiter in room.everybody():
                 self._parked[waiter.request] = now_us
-            self._rooms.pop(model, None)
+            del self._rooms[model]
             return
         held, ahead_us = set[RequestId](), self.tuning.bind_ahead_us
+        room.crowded = set()
         while len(room):
             if not any(v.is_free(now_us, ahead_us) for v in prefills):
                 return
-            first = room.next(now_us, [now_us + v.queue_us(now_us) for v in prefills], held)
+            free_us = [now_us + view.queue_us(now_us) for view in prefills]
+            first = room.next(now_us, free_us, held | room.crowded)
             if first is None:
                 return
             life = self._lives[first.request]
-            slo = self._slo(life)
-            if not (fits(prefills, life.length) and fits(decodes, life.length)):
+            if not admission.fits(life.length, prefills, decodes):
                 room.remove(first.request)  # whom it waited for is gone
                 self._place(life, now_us)
                 continue
@@ -377,21 +382,16 @@ class Conductor:
             verdict = self._decide(life, free, decodes, now_us)
             if verdict is None:
                 return
-            if verdict.misses_tbt and slo.tbt_us is not None:
-                if self.view.instances[verdict.decision.decode].decodes:
-                    if life.request.slo.tbt_us is None:
-                        return  # decode has no room: nothing is gained by a prefill now
-                    if now_us <= first.begin_us:  # its own goal is stricter: others may pass
-                        held.add(first.request)
-                        continue
-                if verdict.decision.predicted_tbt_us > slo.tbt_us and not life.attempts:
-                    refusal = unwanted(life.request, verdict, slo, self.tuning)
-                    if refusal is not None:
-                        self._refuse(life, refusal, now_us)
-                        continue
+            slo, is_late = self._slo(life), now_us > first.begin_us
+            if admission.yields(life.request, verdict, slo, decodes, is_late):
+                room.crowd(first, is_late)  # nothing is gained by a prefill now
+                continue
+            unwanted = admission.unwanted_in_decode(life.request, verdict, slo, self.tuning)
+            if unwanted is not None and not life.attempts:
+                self._refuse(life, unwanted, now_us)
+                continue
             room.went(first)
             self._bound(life, verdict.decision, now_us)
-        self._rooms.pop(model, None)
 
     def _refuse(self, life: Handoff, refusal: Refuse, now_us: Micros) -> None:
         self._actions.append(refusal)

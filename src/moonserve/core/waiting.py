@@ -49,6 +49,8 @@ class Waiter(msgspec.Struct, frozen=True):
     """Its prefill must begin by then to meet its TTFT objective; None: it has none."""
     resumed: bool = False
     """It was bound before and its instance failed: it goes before all others of its priority."""
+    tbt_us: Micros | None = None
+    """Its TBT objective."""
 
     @property
     def begin_us(self) -> Micros:
@@ -62,6 +64,10 @@ class Waiter(msgspec.Struct, frozen=True):
         allowed_us = self.begin_us + self.work_us - self.arrived_us
         return self.begin_us - round(margins * _MARGIN * max(0, allowed_us))
 
+    def turn(self, now_us: Micros) -> tuple[Micros, bool, Micros]:
+        """First come first served; of one instant those that can be in time, the shortest first."""
+        return (self.arrived_us, self.begin_us < now_us, self.work_us)
+
     @property
     def order(self) -> tuple[int, bool, Micros, Micros, RequestId]:
         """Priority first, then the resumed, then who must begin first."""
@@ -69,7 +75,10 @@ class Waiter(msgspec.Struct, frozen=True):
 
 
 class WaitingRoom:
-    """The requests of one model that wait for a prefill instance."""
+    """The requests of one model that wait for a prefill instance.
+
+    It stays when nobody waits: what came lately tells how much is too much.
+    """
 
     def __init__(self) -> None:
         self._timely: list[Waiter] = []
@@ -83,6 +92,8 @@ class WaitingRoom:
         """Whether the one that `next` named last is a deferred one."""
         self.work_us: Micros = 0
         """Prefill time of all that wait."""
+        self.crowded: set[RequestId] = set()
+        """Those who could have gone, when that was last tried, but for want of room in decode."""
 
     def __len__(self) -> int:
         return len(self._timely) + len(self._late)
@@ -97,6 +108,17 @@ class WaitingRoom:
     def everybody(self) -> list[Waiter]:
         """All that wait, those past their time first."""
         return [*self._late, *self._timely]
+
+    def crowd(self, waiter: Waiter, is_late: bool) -> None:
+        """Decode has no room for this one, nor for anybody whose TBT objective is no looser.
+
+        A shorter one might fit, but would take the room that this one waits for. Nobody passes one
+        that should have begun by now.
+        """
+        goal_us = None if is_late else waiter.tbt_us
+        for other in self.everybody():
+            if goal_us is None or (other.tbt_us is not None and other.tbt_us <= goal_us):
+                self.crowded.add(other.request)
 
     def remove(self, request: RequestId) -> Waiter | None:
         """Take one out; None if it does not wait here."""
@@ -124,6 +146,8 @@ class WaitingRoom:
 
         free_us: when each instance will be free.
         """
+        if held and len(held) == len(self):
+            return None
         self._part(now_us)
         kept, deferred = self._defer(now_us, free_us)
         if held:
@@ -134,7 +158,7 @@ class WaitingRoom:
             self._repays = False
             return kept[0]
         late = [w for w in self._late if w.request not in held] if held else self._late
-        behind = min([*late, *deferred], key=lambda w: w.arrived_us, default=None)
+        behind = min([*late, *deferred], key=lambda w: w.turn(now_us), default=None)
         self._repays = behind is not None and (shortest is None or self._owed_us >= behind.work_us)
         return behind if self._repays else shortest
 
@@ -222,10 +246,11 @@ class _Arrivals:
 
     def add(self, waiter: Waiter) -> None:
         """One more; what is older than the window is forgotten."""
-        self._recent.append((waiter.arrived_us, waiter.work_us))
+        at_us = max(waiter.arrived_us, self._recent[-1][0] if self._recent else 0)
+        self._recent.append((at_us, waiter.work_us))
         insort(self._sizes, waiter.work_us)
         self._sum_us += waiter.work_us
-        while self._recent[0][0] < waiter.arrived_us - WINDOW_US:
+        while self._recent[0][0] < at_us - WINDOW_US:
             _, work_us = self._recent.popleft()
             self._sum_us -= work_us
             del self._sizes[bisect_left(self._sizes, work_us)]
