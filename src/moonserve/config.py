@@ -51,6 +51,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block_size: Annotated[Tokens, msgspec.Meta(ge=1, le=1024)] = 32
     segment_bytes: _Size = 512 << 20
     """Each worker's share of the KV store."""
+    store: Literal["embedded", "mooncake"] = "embedded"
+    """Whose KV store; mooncake: the real one, by its wheel."""
+    mooncake_master: str = ""
+    """host:port of its master; empty: `up` starts one."""
     kv_memory_bytes: _Size = 1 << 30
     """Each torch worker's own pool for the KV of running requests."""
     max_body_bytes: _Size = 8 << 20
@@ -173,6 +177,7 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     except msgspec.ValidationError as err:
         raise _named(err, merged, origin) from err
     _check_policy(settings.policy, origin)
+    _check_master(settings.mooncake_master, origin)
     return settings
 
 
@@ -184,6 +189,14 @@ def _check_policy(name: str, origin: Mapping[str, str]) -> None:
         hint = f"did you mean {close[0]}? " if close else ""
         known = f"{hint}must be one of {', '.join(POLICIES)}"
         raise ConfigError(f"{known} ({name!r} from {origin['policy']})", "policy")
+
+
+def _check_master(address: str, origin: Mapping[str, str]) -> None:
+    if address and not re.fullmatch(r"[^\s:]+:\d{1,5}", address):
+        raise ConfigError(
+            f"write it like 127.0.0.1:50051 ({address!r} from {origin['mooncake_master']})",
+            "mooncake_master",
+        )
 
 
 def _named(
@@ -201,6 +214,7 @@ def _named(
         "engine": "torch or fake",
         "dtype": "auto, float32 or bfloat16",
         "refuse": "none, ttft or both",
+        "store": "embedded or mooncake",
     }
     remedy = choices.get(field, text[:1].lower() + text[1:])
     if top == "logging" and "enum" in text:

@@ -35,7 +35,7 @@ def doctor(as_json: bool) -> None:
 
     Ends with 1 if something must be mended first.
     """
-    checks = (_python, _torch, _cpu, _cores, _memory, _shared_memory, _models, _port)
+    checks = (_python, _torch, _cpu, _cores, _memory, _shared_memory, _mooncake, _models, _port)
     findings = [finding for check in checks for finding in check()]
     if as_json:
         click.echo(msgspec.json.encode(findings).decode())
@@ -111,6 +111,18 @@ def _shared_memory() -> Iterator[Finding]:
     else:
         remedy = "give --segment-bytes less, or the container more (docker run --shm-size=2g)"
         yield Finding("shared memory", "bad", detail, remedy)
+
+
+def _mooncake() -> Iterator[Finding]:
+    """Whether --store mooncake would work; nothing else needs it."""
+    from moonserve.live.store.mooncake_master import require
+
+    try:
+        require()
+    except MoonserveError as error:
+        yield Finding("mooncake", "warn", "--store mooncake would not work", str(error))
+    else:
+        yield Finding("mooncake", "ok", "--store mooncake would work")
 
 
 def _models() -> Iterator[Finding]:

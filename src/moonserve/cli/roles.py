@@ -68,8 +68,9 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     help="Where others reach it, if not at --host; needed with 0.0.0.0.",
 )
 @settings_options(
-    "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "kv_memory_bytes"
-)
+    "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "store",
+    "mooncake_master", "kv_memory_bytes",
+)  # fmt: skip
 def worker(
     config: Path | None,
     role: Literal["prefill", "decode", "both"],
@@ -104,6 +105,8 @@ def worker(
                 dtype=settings.dtype,
                 block_size=settings.block_size,
                 segment_bytes=settings.segment_bytes,
+                store=settings.store,
+                mooncake_master=settings.mooncake_master,
                 kv_memory_bytes=settings.kv_memory_bytes,
             )
         )

@@ -28,6 +28,8 @@ _HELP: dict[str, tuple[str, str]] = {
     "dtype": ("TYPE", "float32, bfloat16, or auto: bfloat16 where the CPU multiplies it"),
     "block_size": ("TOKENS", "tokens in one KV block"),
     "segment_bytes": ("SIZE", "each worker's share of the KV store"),
+    "store": ("NAME", "whose KV store: embedded, or mooncake (needs its wheel)"),
+    "mooncake_master": ("ADDRESS", "host:port of Mooncake's master; none: up starts one"),
     "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
     "max_body_bytes": ("SIZE", "largest request body"),
     "threshold": ("RATIO", "fetch a prefix this much longer than one's own, rather than compute"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from moonserve.cli.settings import TOKEN, child_env, read_settings, settings_options
 from moonserve.core.errors import ConfigError, DeadlineExceeded
@@ -38,6 +39,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "dtype",
     "block_size",
     "segment_bytes",
+    "store",
+    "mooncake_master",
     "kv_memory_bytes",
     "policy",
     "ttft_slo_ms",
@@ -122,13 +125,31 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
     return children
 
 
+def _mooncake(settings: Settings, environ: dict[str, str]) -> tuple[Settings, list[Child]]:
+    """Where Mooncake's master is, and the process to start where none was named."""
+    from moonserve.live.store import mooncake_master
+    from moonserve.live.supervise import Child
+
+    mooncake_master.require()
+    if settings.mooncake_master:
+        return settings, []
+    port = _free_port("127.0.0.1", 0)
+    argv = mooncake_master.command("127.0.0.1", port)
+    settings = msgspec.structs.replace(settings, mooncake_master=f"127.0.0.1:{port}")
+    return settings, [Child("mooncake", argv, environ, 2, _KILL_AFTER_S)]
+
+
 async def _serve(settings: Settings, port: int) -> None:
     from moonserve.live.supervise import Supervisor
     from moonserve.live.transfer.region import clean_stale
 
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
     environ = child_env(settings, **{TOKEN: token})
-    children = cluster(settings, port, environ)
+    master: list[Child] = []
+    if settings.store == "mooncake":
+        settings, master = _mooncake(settings, environ)
+        environ = child_env(settings, **{TOKEN: token})
+    children = master + cluster(settings, port, environ)
     boss = Supervisor(children, _tell)
     _tell("up", f"starting {', '.join(child.name for child in children)}")
     running = asyncio.create_task(boss.run())

@@ -1,4 +1,5 @@
-"""The control plane that workers speak to: join, beat, leave, and the store's operations.
+"""The control plane that workers speak to: join, beat, leave, the store's operations, and what they
+saw of a pool that has a master of its own.
 
 msgpack bodies, guarded by the cluster token. Translates to facts for the Conductor and calls on the
 master; decides only whether an instance may join.
@@ -13,12 +14,22 @@ from urllib.parse import urlsplit
 import msgspec
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left
+from moonserve.core.facts import (
+    Beat,
+    BlocksRemoved,
+    BlocksStored,
+    InstanceInfo,
+    InstanceLoad,
+    Joined,
+    Left,
+)
+from moonserve.core.reported import Reported
 from moonserve.core.units import InstanceId
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
+from moonserve.live.store.reports import POOL
 from moonserve.live.store.server import MasterService
 
 T = TypeVar("T")
@@ -40,6 +51,12 @@ class LeaveBody(msgspec.Struct, frozen=True):
 
     id: InstanceId
     epoch: int
+
+
+class BlocksBody(msgspec.Struct, frozen=True):
+    """What a worker put into the foreign pool, and what it missed there, in order."""
+
+    events: list[BlocksStored | BlocksRemoved]
 
 
 class UnknownInstance(BadRequest):
@@ -71,6 +88,7 @@ class Internal:
         self._after_store = after_store
         self._token = token
         self._models = models
+        self._reported = Reported(POOL)
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -78,6 +96,7 @@ class Internal:
             ("POST", "/internal/join"): self._guarded(self._join),
             ("POST", "/internal/beat"): self._guarded(self._beat),
             ("POST", "/internal/leave"): self._guarded(self._leave),
+            ("POST", "/internal/blocks"): self._guarded(self._blocks),
         }
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
@@ -120,6 +139,16 @@ class Internal:
     async def _leave(self, request: HttpRequest) -> Response:
         leave = _decode(await request.body(), LeaveBody)
         self._conductor.tell(Left(leave.id, leave.epoch))
+        return _reply({})
+
+    async def _blocks(self, request: HttpRequest) -> Response:
+        for event in _decode(await request.body(), BlocksBody).events:
+            if event.segment != POOL:
+                raise BadRequest(f"blocks of {event.segment} are told by the master", "segment")
+            if isinstance(event, BlocksStored):
+                self._conductor.tell(*self._reported.stored(event.keys, event.parent))
+            else:
+                self._conductor.tell(*self._reported.removed(event.keys))
         return _reply({})
 
     async def _store_op(self, request: HttpRequest) -> Response:

@@ -1,13 +1,14 @@
 """The pool of KV blocks on the real Mooncake Store: KVStore over its MooncakeDistributedStore.
 
-Used from one event loop. Blocks are kept under the hex of their keys, with an XXH3-64 of the bytes
+Used from one event loop. An object lies under the hex of its key, with an XXH3-64 of its bytes
 behind them: Mooncake does not verify what it brings. It calls into C++ that may wait for long, so
 every call runs in a daemon thread, with a deadline, and on memory of its own (a lane); bytes are
-copied between lanes and callers on the loop. A call that hangs costs its lane, never a caller's
-buffer; with all lanes hung, the pool is one that has nothing.
+copied between lanes and callers on the loop, object by object. A call that hangs costs its lane,
+never a caller's buffer; with all lanes hung, this is a pool that has nothing.
 
-What Mooncake's API does not have: leases that one can end. What is found, and what is put under a
-lease, is kept from eviction for the time its master is set to (`--default_kv_lease_ttl`).
+Mooncake has no leases that one can end: what is found, and what is put under a lease, is kept from
+eviction for as long as its master is set to (--default_kv_lease_ttl), and what is put under a lease
+is also pinned softly (evicted after the rest). What was evicted all the same, `read` says.
 """
 
 from __future__ import annotations
@@ -27,22 +28,20 @@ import xxhash
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.facts import BlocksRemoved, BlocksStored
 from moonserve.core.pool import Found
-from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
+from moonserve.core.units import BlockKey, Bytes, LeaseId
 from moonserve.live.store.mooncake_master import require
-from moonserve.live.store.reports import Reports, Tell
+from moonserve.live.store.reports import POOL, Reports, Tell
 
 log = logging.getLogger(__name__)
 
-POOL = SegmentId("mooncake")
-"""The holder's name under which all that lies in this pool is reported."""
-
 _SUM_BYTES = 8
-_LANE_BYTES = 16 << 20  # fewer calls gain nothing more from here on
+_LANE_BYTES = 16 << 20
 _MIN_SEGMENT_BYTES = 16 << 20
 _NO_SPACE = -200
-_EVICTION_S = 0.02  # the master evicts in the background once a put found no room
+_EVICTION_S = 0.02  # the master evicts in the background, once a put has found no room
 _EVICTION_TRIES = 10
-_PIN_MS = 120_000  # evicted after others, until decode has surely fetched it
+_PIN_MS = 120_000
+_ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR"}
 
 
 class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,46 +62,334 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Lane:
-    """Memory that Mooncake reads and writes, for one call at a time."""
+    """Memory that Mooncake may read and write, for one call at a time."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
         self.call: asyncio.Future[Any] | None = None
-        self._take(_LANE_BYTES)
+        self._allocate(_LANE_BYTES)
 
-    def _take(self, size: Bytes) -> None:
+    def _allocate(self, size: Bytes) -> None:
         self._array = np.empty(size, np.uint8)
-        self.memory = memoryview(self._array)
+        self.memory = self._array.data
         self._store.register_buffer(self._array.ctypes.data, size)
 
-    def places(self, sizes: Sequence[Bytes]) -> list[int]:
-        """Addresses for values of these sizes, one after another; grows where they need it."""
+    def places(self, sizes: Sequence[Bytes]) -> tuple[list[int], list[int]]:
+        """Offsets and addresses for values of these sizes; grows where they need it."""
         if sum(sizes) > len(self.memory):
             self._store.unregister_buffer(self._array.ctypes.data)
-            self._take(sum(sizes))
-        ends = np.cumsum([0, *sizes[:-1]])
-        return [int(end) + self._array.ctypes.data for end in ends]
+            self._allocate(sum(sizes))
+        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
+        return offsets, [self._array.ctypes.data + offset for offset in offsets]
 
 
 class MooncakeStore:
     """A KVStore that lends a segment to a Mooncake pool. Made by `open`, ended by `close`.
 
     The master out of reach is a pool that has nothing, and a warning is logged. A caller that is
-    cancelled leaves at once: what Mooncake still does, it does on a lane.
+    cancelled leaves at once; what Mooncake still does then, it does on a lane.
     """
 
-    def __init__(self, store: Any, config: Callable[[], Any], reports: Reports) -> None:
-        """`open` does this, with a store that is set up and makers of what it needs."""
+    def __init__(self, module: Any, store: Any, settings: MooncakeSettings, tell: Tell) -> None:
+        """`store` is set up already; `open` does that."""
+        self.settings = settings
         self.store = store
-        self._config = config
-        self._reports = reports
-        self._lanes: asyncio.Queue[_Lane] = asyncio.Queue()
-        self.settings = MooncakeSettings(master="", segment_bytes=0)
+        self._module = module
+        self._reports = Reports(tell)
+        self._lanes: asyncio.LifoQueue[_Lane] = asyncio.LifoQueue()  # the one still in the cache
+        for _ in range(settings.lanes):
+            self._lanes.put_nowait(_Lane(store))
 
     @classmethod
     async def open(cls, settings: MooncakeSettings, tell: Tell) -> MooncakeStore:
-        """Join the pool; `tell` gets what is put, found and missed there.
+        """Join the pool; `tell` brings the gateway what is put, found and missed there.
 
-        Raises ConfigError where Mooncake is not installed, StoreError where its master is away.
+        Raises ConfigError where Mooncake cannot work here, StoreError where its master is away.
         """
-        raise NotImplementedError
+        require()
+        if not settings.master:
+            raise ConfigError("mooncake needs its master's host:port", "mooncake_master")
+        if settings.segment_bytes < _MIN_SEGMENT_BYTES:
+            raise ConfigError("Mooncake takes segments of 16MiB and more", "segment_bytes")
+        for name, value in {**_ENVIRONMENT, "MC_TCP_BIND_ADDRESS": settings.host}.items():
+            os.environ.setdefault(name, value)
+        module = await asyncio.to_thread(_load)
+        store = module.MooncakeDistributedStore()
+        joining = _start(
+            store.setup, settings.host, "P2PHANDSHAKE", settings.segment_bytes, 0, "tcp", "",
+            settings.master,
+        )  # fmt: skip
+        code = await _end(joining, settings.call_s, "setup")
+        if code:
+            raise StoreError(f"no Mooncake master at {settings.master} (setup gave {code})")
+        return cls(module, store, settings, tell)
+
+    async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
+        """See KVStore.find. The lease's name means nothing to Mooncake; see the module."""
+        if not keys:
+            return []
+        try:
+            exist = await self._exist(keys)
+            count = exist.index(0) if 0 in exist else len(keys)
+            sizes = await self._sizes(keys[:count]) if count else []
+        except StoreError as error:
+            log.warning("find: %s", error)
+            return []
+        if len(sizes) < len(keys):
+            self._missed(keys[len(sizes)])
+        return [Found(key, size, 0, 0, ()) for key, size in zip(keys, sizes, strict=False)]
+
+    async def read(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
+        """See KVStore.read. What arrives corrupt is removed."""
+        assert [it.size for it in found] == [len(memory) for memory in into]
+        parts = _parts([it.size for it in found])
+        jobs = [self._get(found[part], into[part]) for part in parts]
+        good = 0
+        for part, count in zip(parts, await asyncio.gather(*jobs), strict=True):
+            good += count
+            if good < part.stop:
+                self._missed(BlockKey(found[good].key))
+                break
+        return good
+
+    async def put(
+        self,
+        items: Sequence[tuple[BlockKey, memoryview]],
+        lease: LeaseId | None,
+        parent: BlockKey | None = None,
+    ) -> int:
+        """See KVStore.put."""
+        if not items:
+            return 0
+        keys = [key for key, _ in items]
+        try:
+            exist = await self._exist(keys)
+            new = [item for item, there in zip(items, exist, strict=True) if not there]
+            parts = _parts([len(memory) for _, memory in new])
+            done = await asyncio.gather(*(self._set(new[part], lease) for part in parts))
+            stored = {key for part in done for key in part}
+            if stored and lease is not None:
+                await self._exist(list(stored))  # which leases them
+        except StoreError as error:
+            log.warning("put: %s", error)
+            return 0
+        there = [bool(had) or key in stored for key, had in zip(keys, exist, strict=True)]
+        self._tell_stored(keys, there, parent)
+        return sum(there)
+
+    async def release(self, lease: LeaseId) -> None:
+        """Nothing: Mooncake's leases end by time alone."""
+
+    async def close(self) -> None:
+        """Leave the pool: what lies on this segment is gone. Skipped while a call hangs."""
+        await self._reports.close()
+        try:
+            async with asyncio.timeout(self.settings.call_s):
+                for _ in range(self.settings.lanes):
+                    await self._lanes.get()
+            await _end(_start(self.store.close), self.settings.call_s, "close")
+        except (TimeoutError, StoreError):
+            log.warning("Mooncake does not let go: left without goodbye")
+
+    # Calls, each on a lane
+
+    @contextlib.asynccontextmanager
+    async def _lane(self) -> AsyncIterator[_Lane]:
+        """A lane, given back when nothing runs on it any more."""
+        try:
+            async with asyncio.timeout(self.settings.call_s):
+                lane = await self._lanes.get()
+        except TimeoutError:
+            raise StoreError("Mooncake does not answer: all calls under way hang") from None
+        try:
+            yield lane
+        finally:
+            if lane.call is None or lane.call.done():
+                self._lanes.put_nowait(lane)
+            else:
+                lane.call.add_done_callback(lambda _: self._lanes.put_nowait(lane))
+
+    async def _call(
+        self, lane: _Lane, within_s: float, call: Callable[..., Any], *args: Any
+    ) -> Any:
+        lane.call = _start(call, *args)
+        return await _end(lane.call, within_s, call.__name__)
+
+    async def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
+        """1 or 0 for each; those that exist are leased."""
+        names = [key.hex() for key in keys]
+        async with self._lane() as lane:
+            codes: list[int] = await self._call(
+                lane, self.settings.call_s, self.store.batch_is_exist, names
+            )
+        if min(codes) < 0:
+            raise StoreError(f"Mooncake's master does not answer (code {min(codes)})")
+        return codes
+
+    async def _sizes(self, keys: Sequence[BlockKey]) -> list[Bytes]:
+        """Of the leading objects that are still there."""
+        names = [key.hex() for key in keys]
+        async with self._lane() as lane:
+            replicas = await self._call(
+                lane, self.settings.call_s, self.store.batch_get_replica_desc, names
+            )
+        sizes: list[Bytes] = []
+        for name in names:
+            held = [it for it in replicas.get(name, ()) if it.is_memory_replica()]
+            if not held:
+                break
+            sizes.append(held[0].get_memory_descriptor().buffer_descriptor.size - _SUM_BYTES)
+        return sizes
+
+    async def _get(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
+        """How many leading objects are now in their buffers."""
+        names = [it.key.hex() for it in found]
+        sizes = [it.size + _SUM_BYTES for it in found]
+        try:
+            async with self._lane() as lane:
+                offsets, places = lane.places(sizes)
+                lengths = await self._call(
+                    lane, self.settings.transfer_s, self.store.batch_get_into, names, places, sizes
+                )
+                for at, offset in enumerate(offsets):
+                    if lengths[at] != sizes[at]:
+                        return at
+                    end = offset + found[at].size
+                    if _sum(lane.memory[offset:end]) != lane.memory[end : end + _SUM_BYTES]:
+                        log.warning("object %s is corrupt and removed", names[at])
+                        call = self.store.remove
+                        await self._call(lane, self.settings.call_s, call, names[at], True)
+                        return at
+                    into[at][:] = lane.memory[offset:end]
+                    await asyncio.sleep(0)
+        except StoreError as error:
+            log.warning("read: %s", error)
+            return 0
+        return len(found)
+
+    async def _set(
+        self, items: Sequence[tuple[BlockKey, memoryview]], lease: LeaseId | None
+    ) -> list[BlockKey]:
+        """The keys of those that exist now."""
+        sizes = [len(memory) + _SUM_BYTES for _, memory in items]
+        try:
+            async with self._lane() as lane:
+                offsets, places = lane.places(sizes)
+                for (_, memory), offset in zip(items, offsets, strict=True):
+                    end = offset + len(memory)
+                    lane.memory[offset:end] = memory
+                    lane.memory[end : end + _SUM_BYTES] = _sum(lane.memory[offset:end])
+                    await asyncio.sleep(0)
+                names = [key.hex() for key, _ in items]
+                codes = await self._write(lane, names, places, sizes, self._config(lease))
+        except StoreError as error:
+            log.warning("put: %s", error)
+            return []
+        return [key for (key, _), code in zip(items, codes, strict=True) if code == 0]
+
+    async def _write(
+        self,
+        lane: _Lane,
+        names: Sequence[str],
+        places: Sequence[int],
+        sizes: Sequence[Bytes],
+        config: Any,
+    ) -> list[int]:
+        """Mooncake's code for each; waits a little for the master to make room."""
+        codes = [_NO_SPACE] * len(names)
+        for turn in range(_EVICTION_TRIES):
+            left = [at for at, code in enumerate(codes) if code == _NO_SPACE]
+            if not left:
+                break
+            if turn:
+                await asyncio.sleep(_EVICTION_S)
+            columns = [[column[at] for at in left] for column in (names, places, sizes)]
+            put = self.store.batch_put_from
+            got = await self._call(lane, self.settings.transfer_s, put, *columns, config)
+            for at, code in zip(left, got, strict=True):
+                codes[at] = code
+        return codes
+
+    def _config(self, lease: LeaseId | None) -> Any:
+        """Own memory first."""
+        config = self._module.ReplicateConfig()
+        config.preferred_segment = self.store.get_hostname()
+        if lease is not None:
+            config.soft_pin_action = self._module.SoftPinAction.ENABLE
+            config.soft_pin_ttl_ms = _PIN_MS
+        return config
+
+    def _tell_stored(
+        self, keys: Sequence[BlockKey], there: Sequence[bool], parent: BlockKey | None
+    ) -> None:
+        run: list[BlockKey] = []
+        for key, is_there in zip(keys, there, strict=True):
+            if is_there:
+                run.append(key)
+                continue
+            self._stored(run, parent)
+            run, parent = [], key
+        self._stored(run, parent)
+
+    def _stored(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
+        if keys:
+            self._reports.add(BlocksStored(POOL, tuple(keys), parent, "dram", 0))
+
+    def _missed(self, key: BlockKey) -> None:
+        self._reports.add(BlocksRemoved(POOL, (key,), "dram", 0))
+
+
+def _load() -> Any:
+    """Mooncake's library; after `require`, which knows what is most often missing."""
+    try:
+        from mooncake import store
+    except ImportError as error:
+        raise ConfigError(f"Mooncake's library does not load here: {error}", "store") from None
+    return store
+
+
+def _sum(memory: memoryview) -> bytes:
+    return xxhash.xxh3_64_digest(memory)
+
+
+def _parts(sizes: Sequence[Bytes]) -> list[slice]:
+    """Runs of objects that fit into a lane together; a larger one is a part of its own."""
+    parts: list[slice] = []
+    start = filled = 0
+    for at, size in enumerate(sizes):
+        if filled and filled + size + _SUM_BYTES > _LANE_BYTES:
+            parts.append(slice(start, at))
+            start, filled = at, 0
+        filled += size + _SUM_BYTES
+    return [*parts, slice(start, len(sizes))] if sizes else []
+
+
+def _start(call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    """Run a blocking call in a thread of its own, which nobody waits for when the process ends."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def done(results: list[Any]) -> None:
+        if results:
+            future.set_result(results[0])
+        else:
+            future.set_exception(StoreError(f"{call.__name__} failed; its thread said how"))
+
+    def run() -> None:
+        results: list[Any] = []
+        try:
+            results.append(call(*args))
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(done, results)
+
+    threading.Thread(target=run, name="mooncake", daemon=True).start()
+    return future
+
+
+async def _end(future: asyncio.Future[Any], within_s: float, name: str) -> Any:
+    """Its result, or StoreError; the call itself cannot be ended."""
+    done, _ = await asyncio.wait({future}, timeout=within_s)
+    if not done:
+        raise StoreError(f"Mooncake's {name} did not end within {within_s:g} s")
+    return future.result()

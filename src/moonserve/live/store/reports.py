@@ -13,8 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.facts import BlockEvent, merged
+from moonserve.core.units import SegmentId
 
 log = logging.getLogger(__name__)
+
+POOL = SegmentId("mooncake")
+"""The one such pool there is, as the holder of all that lies in it."""
 
 Tell = Callable[[Sequence[BlockEvent]], Awaitable[None]]
 """Brings events to the gateway. May raise MoonserveError."""

@@ -36,6 +36,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_bytes: Bytes | None = None
     segment_bytes: Bytes = 512 << 20
     """Its share of the KV store."""
+    store: Literal["embedded", "mooncake"] = "embedded"
+    mooncake_master: str = ""
+    """host:port; for mooncake."""
     max_seqs: int = 16
     """Requests in one pass."""
     chunk_tokens: Tokens = 512

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from moonserve.core.errors import ConfigError, MoonserveError, StoreError
-from moonserve.core.facts import InstanceInfo, InstanceLoad
+from moonserve.core.facts import BlockEvent, InstanceInfo, InstanceLoad
 from moonserve.live.http.client import ClientResponse, HttpClient
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,12 @@ class Control:
         if reply.status != 200:
             raise StoreError(f"{op}: {_message(reply)}")
         return reply.body
+
+    async def blocks(self, events: Sequence[BlockEvent]) -> None:
+        """What this worker saw of a pool whose master does not tell. Raises StoreError too."""
+        reply = await self.call("blocks", _encode({"events": events}))
+        if reply.status != 200:
+            raise StoreError(f"blocks: {_message(reply)}")
 
 
 class Membership:

@@ -91,7 +91,7 @@ class Worker:
             chunk_tokens=config.chunk_tokens,
             max_len=min(shape.max_len, pool_len),  # a longer request has no room to run in
             max_requests=limits.max_seqs + limits.max_waiting,
-            segment=None if store is None else SegmentId(config.name),
+            segment=SegmentId(config.name) if isinstance(store, StoreClient) else None,
             rack=config.rack,
         )
         app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
@@ -138,7 +138,6 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             store = await _mount(control, config, epoch, stop)
             if store is not None:
                 stack.push_async_callback(store.close)
-                store.start_beats()
                 worker = await Worker.start(
                     config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
                 )
@@ -197,30 +196,48 @@ async def _belong(worker: Worker, control: Control, stop: asyncio.Event, say: Sa
 
 async def _mount(
     control: Control, config: WorkerConfig, epoch: int, stop: asyncio.Event
-) -> StoreClient | None:
-    """Mount this worker's segment, waiting for the gateway to be there; None: stopped before."""
-    settings = StoreSettings(
-        segment=SegmentId(config.name),
-        epoch=epoch,
-        capacity_bytes=config.segment_bytes,
-        token=config.token.encode(),
-        host=config.host,
-        advertise_host=config.advertise_host,
-    )
+) -> KVStore | None:
+    """Mount this worker's segment, waiting for the masters to be there; None: stopped before."""
     deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
     while not stop.is_set():
         try:
             await control.ping()  # a segment reserves its memory before it mounts
-            return await StoreClient.open(control.store, settings)
+            return await _open_store(control, config, epoch)
         except ConfigError:
             raise
         except MoonserveError as error:
             if time.monotonic() > deadline_s:
                 raise
-            log.info("waiting for the gateway: %s", error)
+            log.info("waiting to mount: %s", error)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _MOUNT_PAUSE_S)
     return None
+
+
+async def _open_store(control: Control, config: WorkerConfig, epoch: int) -> KVStore:
+    """One attempt. Raises ConfigError where another is in vain, else MoonserveError."""
+    if config.store == "mooncake":
+        from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
+
+        settings = MooncakeSettings(
+            master=config.mooncake_master,
+            segment_bytes=config.segment_bytes,
+            host=config.advertise_host or config.host,
+        )
+        return await MooncakeStore.open(settings, control.blocks)
+    client = await StoreClient.open(
+        control.store,
+        StoreSettings(
+            segment=SegmentId(config.name),
+            epoch=epoch,
+            capacity_bytes=config.segment_bytes,
+            token=config.token.encode(),
+            host=config.host,
+            advertise_host=config.advertise_host,
+        ),
+    )
+    client.start_beats()
+    return client
 
 
 def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:

@@ -1,0 +1,66 @@
+"""Mooncake's own parts: whether they are installed, and its master as a process of ours.
+
+Run as a script by the supervisor, this becomes the master. Nothing here loads Mooncake's library
+into the process that asks: that starts threads and takes over signals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+from moonserve.core.errors import ConfigError
+
+_LEASE_MS = 20_000
+"""How long what was found stays, since nobody can end a lease: as long as a worker's load may
+take. Longer fills the pool with what nobody needs any more."""
+_PR_SET_PDEATHSIG = 1
+
+
+def require() -> Path:
+    """The folder of the installed package. Raises ConfigError with the remedy if it cannot work."""
+    spec = importlib.util.find_spec("mooncake")
+    folder = Path((spec.submodule_search_locations or [""])[0]) if spec is not None else Path()
+    if spec is None or not (folder / "mooncake_master").is_file():
+        raise ConfigError(
+            "mooncake needs Mooncake's wheel; install it with: pip install 'moonserve[mooncake]'",
+            "store",
+        )
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        raise ConfigError(
+            "mooncake needs libibverbs.so.1, without RDMA too; on Debian and Ubuntu:"
+            " apt-get install libibverbs1",
+            "store",
+        ) from None
+    return folder
+
+
+def command(host: str, port: int) -> tuple[str, ...]:
+    """What to run for a master that listens there and ends with its parent."""
+    return (sys.executable, "-m", __name__, host, str(port))
+
+
+def main(host: str, port: str) -> None:
+    """Become the master; killed with the process that started it."""
+    folder = require()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([0], [], [], 0)[0]:  # end of file: it was gone before
+        return
+    flags = (
+        f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}",
+        "--metrics_port=0", f"--default_kv_lease_ttl={_LEASE_MS}", "--logtostderr",
+        "--minloglevel=2",
+    )  # fmt: skip
+    program = str(folder / "mooncake_master")
+    os.execv(program, (program, *flags))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
