@@ -6,9 +6,13 @@ import msgspec
 import pytest
 
 from moonserve.core.explain import Explanation, explanation, why
-from moonserve.core.placement import Candidate, Decision
-from moonserve.core.units import InstanceId, SegmentId
+from moonserve.core.index import Match
+from moonserve.core.placement import Ask, Candidate, Decision
+from moonserve.core.policies import Memory, Tuning, decide
+from moonserve.core.request import Slo
+from moonserve.core.units import InstanceId, RequestId, SegmentId
 from moonserve.show.explain import lines
+from tests.support.cluster import view
 
 
 def candidate(
@@ -125,6 +129,17 @@ def decision(
 def test_why_the_winner_won(made: Decision, sentence: str) -> None:
     """One sentence names the winner, its plan, and what told it from the next one."""
     assert why(made) == sentence
+
+
+def test_the_reason_for_a_tie_is_as_it_was_when_it_was_decided() -> None:
+    """Who has the fewest to decode wins among equals, whatever is promised afterwards."""
+    first, second = view("m0", "both"), view("m1", "both")
+    first.promise_decode(RequestId("r0"), 1)
+    ask, views = Ask(41, Match(0, {})), [first, second]
+    made = decide(ask, views, views, Slo(), Tuning(), Memory(), 0)
+    assert made is not None
+    first.promise_decode(RequestId("r1"), 1)
+    assert why(made.decision).endswith("m0 would have taken as long, but has 1 to decode, not 0.")
 
 
 def test_nothing_reused_is_said() -> None:
