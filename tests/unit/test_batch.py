@@ -169,3 +169,17 @@ def test_reasons_to_stop(
 ) -> None:
     """EOS unless ignored, then stop tokens, then length."""
     assert finish_of(token, generated, stopping, (2,)) == expected
+
+
+def test_room_is_what_those_before_do_not_still_need() -> None:
+    """Alone anybody may come; beside others a prompt needs blocks that nobody was promised."""
+    batch = make(blocks=10, seqs=2)
+    assert batch.has_room(400, entering=0, promised=0)
+    assert batch.has_room(40, entering=1, promised=0)
+    assert not batch.has_room(41, entering=1, promised=0)
+    assert not batch.has_room(37, entering=1, promised=1)
+    assert not batch.has_room(1, entering=2, promised=0)
+    assert batch.has_room(1, entering=2, promised=0, most_seqs=3)
+    add(batch, "a", 9)
+    assert batch.has_room(28, entering=0, promised=0)
+    assert not batch.has_room(29, entering=0, promised=0), "three blocks are spoken for"

@@ -160,6 +160,21 @@ class Batch:
             for seq in chain(self._running, self._waiting)
         )
 
+    def has_room(
+        self, known: Tokens, entering: int, promised: int, most_seqs: int | None = None
+    ) -> bool:
+        """Whether a prompt of `known` tokens fits beside what those before it still need.
+
+        entering: requests whose KV is being loaded, and who will take `promised` more blocks. Alone
+        a request always may come. most_seqs: how many there may be; max_seqs, if not given.
+        """
+        before = self.running + self.waiting + entering
+        if before == 0:
+            return True
+        if before >= (self.max_seqs if most_seqs is None else most_seqs):
+            return False
+        return self.blocks_for(known) <= self.pool.free_count - self.demand() - promised
+
     def check_fits(self, prompt_len: Tokens, max_tokens: Tokens) -> None:
         """Raise BadRequest if such a request could not run even alone in the pool."""
         need = self.blocks_for(prompt_len + max_tokens - 1)  # the last token needs no KV
@@ -336,6 +351,8 @@ class Batch:
         False if even that is not enough now: others outside the batch hold the rest.
         """
         need = max(0, self.blocks_for(tokens) - len(seq.blocks))
+        if need == 0:
+            return True
         while self.pool.free_count < need:
             victim = self._newest_holder_behind(seq)
             if victim is None:

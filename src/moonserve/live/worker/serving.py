@@ -208,14 +208,8 @@ class Runner:
                 self._enter(live, 0)
 
     def _has_room(self, live: Live) -> bool:
-        """Whether its prompt fits beside what those before it still need for theirs."""
-        before = self._batch.running + self._batch.waiting + len(self._loading)
-        if before == 0:
-            return True
         short = sum(self._batch.blocks_for(len(x.known)) - len(x.blocks) for x in self._loading)
-        free = self._pool.free_count - self._batch.demand() - short
-        need = self._batch.blocks_for(len(live.known))
-        return before < self._limits.max_seqs and need <= free
+        return self._batch.has_room(len(live.known), len(self._loading), short)
 
     async def _load(self, live: Live, kv: WorkerKV) -> None:
         computed = await kv.load(live.job, live.wanted, live.blocks)
