@@ -19,8 +19,9 @@ from moonserve.core.profiles import PROFILES
 from moonserve.core.request import Slo
 from moonserve.core.view import Promised
 from moonserve.sim.cluster import Simulation
-from moonserve.sim.metrics import counterfactual_s, measure
+from moonserve.sim.metrics import counterfactual_s, measure, queues
 from moonserve.sim.report import report
+from moonserve.sim.segments import full_keys
 from moonserve.sim.setup import Breakdown, Setup
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace
@@ -158,6 +159,18 @@ def test_decode_may_make_the_first_token_again() -> None:
     assert alone.first_us == A800.prefill_us(1_000, 0, WHOLE), "of one token there is no decode"
 
 
+def test_the_last_token_may_come_of_a_second_prefill() -> None:
+    """A decode instance dies one token before the end: TTFT is decode's, and all gaps count."""
+    trace = trace_of((0, 5_000, 3, range(10)))
+    whole = ran(trace, first_token="decode").served[0]
+    died_us = whole.calls[0][0].ends[1] + 10
+    sim = ran(trace, first_token="decode", breakdowns=(Breakdown("kill", "d000", died_us),))
+    complete(sim)
+    assert sim.served[0].attempts == 2
+    assert sim.served[0].first_us == whole.first_us
+    assert len(gaps_ms(sim)) == 2
+
+
 @pytest.mark.parametrize("at_us", [650_000, 679_500, 2_000_000])
 def test_a_token_made_again_is_counted_once(at_us: int) -> None:
     """Whenever the decode instance dies, the output is whole, and each token but one has a gap."""
@@ -262,6 +275,10 @@ def test_a_resumed_request_keeps_the_tokens_it_had() -> None:
     assert served.decision.prompt_tokens == 5_000 + had
     rest = sum(last - first for first, last in served.calls[1][1].spans)
     assert had + 1 + rest == 200
+    gaps = gaps_ms(sim)
+    assert len(gaps) == 199, "the token that the second prefill gave is one of 200"
+    again_ms = (served.prefilled_us - 2_000_000) / 1e3
+    assert again_ms <= max(gaps) < again_ms + 100, "the wait is a gap, with what ran before it"
 
 
 def test_what_joins_again_is_empty_and_its_past_counts() -> None:
@@ -310,6 +327,18 @@ def test_a_cluster_that_is_gone_fails_its_requests() -> None:
     assert found["failed"] > 0
     assert found["completed"] + found["rejected"] + found["failed"] == len(CHAT.rows)
     assert all(one.why for one in sim.served if one.outcome != "completed")
+
+
+def test_what_could_never_fit_fails_alone() -> None:
+    """More tokens than an instance's KV: decode refuses it for good, and the others go on."""
+    profile = msgspec.structs.replace(PROFILES["a800"], kv_tokens=4_096)
+    trace = trace_of((0, 3_000, 2_000, range(6)), (100, 1_000, 9, (7, 8)))
+    sim = ran(trace, profile=profile)
+    assert [one.outcome for one in sim.served] == ["failed", "completed"]
+    assert "answered 400" in sim.served[0].why
+    assert sim.served[0].attempts == 1, "nobody else would do better"
+    balanced(sim)
+    assert measure(sim, 0.0).summary["failed"] == 1
 
 
 # Refusing.
@@ -368,6 +397,21 @@ def test_fetched_prefixes_are_counted_and_kept() -> None:
     assert found["transfer_bytes"] > sum(r.input_tokens for r in CHAT.rows) * 327_680
 
 
+def test_what_a_node_has_itself_never_moves() -> None:
+    """After a hole in its own chain, which others fill, its own blocks are local again."""
+    segments = Simulation(CHAT, SMALL).segments
+    near, far = ran().prefills
+    keys = full_keys(Row(0, 5 * 512, 1, (1, 2, 3, 4, 5)), 512)
+    for node, first, last in ((near, 0, 1), (near, 2, 4), (far, 0, 5)):
+        segments.store(node, keys, first, last)
+    assert segments.find(near, keys, fetch=True) == (3, {"p001": 2})
+    assert segments.find(near, keys, fetch=False) == (1, {})
+    pooled = Simulation(CHAT, msgspec.structs.replace(SMALL, pooled=True)).segments
+    pooled.store(near, keys, 0, 3)
+    for fetch in (True, False):
+        assert pooled.find(near, keys, fetch) == (0, {"pool": 3}), "a pool is loaded from, always"
+
+
 # Mixed.
 
 
@@ -381,6 +425,25 @@ def test_mixed_instances_do_both() -> None:
 
 
 # Figures.
+
+
+def test_queues_over_time_say_where_requests_stood() -> None:
+    """Few looks out of many, the last included; a request stands in one place at a time."""
+    for policy, cluster in (("late_binding", {}), ("cache_aware", {"prefill": 0, "decode": 0})):
+        mixed = {} if not cluster else {**cluster, "mixed": 3}
+        sim = ran(tuning=tuned(policy), sample_us=50_000, **mixed)
+        found = queues(sim, 100)
+        assert [len(values) for values in found.values()] == [100] * 5
+        assert found["times_s"] == sorted(found["times_s"])
+        assert found["times_s"][-1] == sim.samples[-1].at_us / 1e6
+        assert max(found["decoding"]) > 0
+        standing = [sum(found[name][at] for name in list(found)[1:]) for at in range(100)]
+        assert max(standing) <= len(CHAT.rows)
+        assert bool(max(found["waiting"])) == (policy == "late_binding")
+    many = [(0, 20_000, 1, range(k * 40, k * 40 + 40)) for k in range(9)]
+    stuck = queues(ran(trace_of(*many), prefill=1, decode=1, sample_us=100_000))
+    assert stuck["prefill_queued"][1] == 8
+    assert stuck["decode_queued"][1] == stuck["decoding"][1] == 0
 
 
 def test_the_papers_tbt_is_the_mean_of_the_longest_tenth() -> None:

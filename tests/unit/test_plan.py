@@ -17,6 +17,7 @@ from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.plan import (
     MOST,
+    Misses,
     Trials,
     Try,
     central_queue,
@@ -79,7 +80,9 @@ def test_no_speed_and_every_speed_are_told() -> None:
     assert found.missed is None
 
 
-@pytest.mark.parametrize("goal", [GOAL, Slo(30_000_000, 60_000), Slo(None, 60_000)])
+@pytest.mark.parametrize(
+    "goal", [GOAL, Slo(30_000_000, 60_000), Slo(None, 60_000), Slo(900_000, None)]
+)
 @pytest.mark.parametrize("speed", [0.1, 3.0, 40.0])
 def test_a_run_left_early_bounds_what_a_whole_one_attains(goal: Slo, speed: float) -> None:
     """What is left early attains less than the target; what is not, exactly what is measured."""
@@ -98,6 +101,36 @@ def test_a_run_left_early_bounds_what_a_whole_one_attains(goal: Slo, speed: floa
     whole = Trials(trace, setup, 0.0)(speed)
     assert whole.whole
     assert whole.attainment == pytest.approx(truth["attainment"])
+
+
+def test_without_tbt_a_first_token_decides_and_tokens_are_counted() -> None:
+    """The run is left when the last first token is there; the shares are those of a whole run."""
+    goal = Slo(900_000, None)
+    setup = msgspec.structs.replace(SETUP, goal=goal, sample_us=100_000)
+    trace = synthesize(3, 100, 2.0)
+    whole, left = Simulation(trace, setup), Simulation(trace, setup)
+    whole.run()
+    misses = Misses(left)
+
+    def decided() -> bool:
+        misses.look()
+        return misses.decided
+
+    assert not left.run(decided)
+    assert left.clock.now_us < whole.clock.now_us
+    truth = measure(whole, 0.0).summary
+    tokens = sum(row.input_tokens for row in trace.rows)
+    assert 0 < misses.any < 100
+    assert 1 - misses.any / 100 == pytest.approx(truth["attainment"])
+    assert 1 - misses.tokens / tokens == pytest.approx(truth["goodput_token_share"])
+
+
+def test_who_fails_after_its_first_token_has_missed() -> None:
+    """The first token decides nothing of a request that may not fit a decode instance."""
+    profile = msgspec.structs.replace(SETUP.profile, kv_tokens=4_096)
+    setup = msgspec.structs.replace(SETUP, goal=Slo(9_000_000, None), profile=profile)
+    trace = rows(3, 1.0, output=4_000)
+    assert Trials(trace, setup, 0.99)(1.0).attainment == 0
 
 
 def rows(count: int, apart_s: float, length: int = 512, output: int = 1) -> Trace:
@@ -165,7 +198,11 @@ def test_the_plan_beats_its_neighbours(chat: Trace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--tbt-slo", "-1"), ("--ttft-slo", "0"), ("--cache-blocks", "lots")]
+    ("flag", "value"),
+    [
+        *(("--tbt-slo", "-1"), ("--ttft-slo", "0"), ("--cache-blocks", "lots")),
+        *(("--attainment", "nan"), ("--tolerance", "nan")),
+    ],
 )
 def test_what_is_wrong_is_named(flag: str, value: str) -> None:
     """A wrong value ends with 2 and one line that names it, before the trace is read."""

@@ -54,6 +54,12 @@ def test_json_has_the_stable_names(path: Path) -> None:
     assert found.keys() >= STABLE
     assert not [name for name in STABLE if found[name] is None]
     assert (found["trace"], found["requests"], found["completed"]) == ("chat", 40, 40)
+    queues = found["queues"]
+    assert isinstance(queues, dict)
+    names = ["times_s", "waiting", "prefill_queued", "decode_queued", "decoding"]
+    assert list(queues) == names
+    assert 10 < len(queues["times_s"]) <= 200
+    assert figures(path, "--limit", str(10**30))["digest"] == found["digest"]
 
 
 def test_the_table_says_the_same(path: Path) -> None:
@@ -204,12 +210,16 @@ def test_the_profiler_says_where_time_went(path: Path, tmp_path: Path) -> None:
         (("--fault", "kill:p000"), "--fault: kill:p000 is not kill:INSTANCE@SECONDS"),
         (("--fault", "slow:p000@3"), "--fault"),
         (("--fault", "slow:p000@3x0"), "--fault"),
+        (("--fault", "slow:p000@3x" + "9" * 400), "--fault"),
+        (("--fault", "kill:p000@" + "9" * 400), "--fault"),
         (("--fault", "kill:p009@3"), "fault: p009 is none of d000, d001, p000, p001"),
         (("--cache-blocks", "lots"), "--cache-blocks: lots is neither"),
         (("--ttft-slo", "nan"), "--ttft-slo"),
         (("--tbt-slo", "0"), "--tbt-slo"),
         (("--threshold", "-1"), "--threshold"),
         (("--speed", "0"), "speed"),
+        (("--speed", "1e-300"), "speed: 1e-300 is too slow for chat: must be above "),
+        (("--prefill", "9" * 20), "prefill, decode or mixed"),
         (("--profile", "b200"), "profile: b200 is neither"),
         (("--explain", "r000040"), "--explain: r000040 is none of r000000 to r000039"),
         (("--policy", "best"), "--policy"),

@@ -146,11 +146,14 @@ def test_scaling_keeps_order_and_blocks() -> None:
         assert after.input_tokens == len(after.blocks)
 
 
-@pytest.mark.parametrize(("speed", "lengths"), [(0.0, 1), (float("nan"), 1), (1.0, 0), (1.0, 3)])
+@pytest.mark.parametrize(
+    ("speed", "lengths"),
+    [(0.0, 1), (float("nan"), 1), (1e-300, 1), (1e-13, 1), (1.0, 0), (1.0, 3)],
+)
 def test_scales_that_make_no_trace_are_refused(speed: float, lengths: int) -> None:
-    """A speed must be positive, and lengths' divisor must divide the block size."""
+    """A speed must be positive and end this age; lengths' divisor must divide the block size."""
     with pytest.raises(ConfigError, match=r"^(speed|lengths): "):
-        scale(synthesize(3, 1, 1.0), speed, lengths)
+        scale(synthesize(3, 2, 1.0), speed, lengths)
 
 
 def test_synthetic_traces_are_sound(path: Path) -> None:
@@ -178,11 +181,18 @@ def test_synthetic_shape_follows_its_numbers() -> None:
     assert hits(many, None).block_hits > 0.5 * stats(many).block_touches
 
 
-@pytest.mark.parametrize("field", ["turns", "open_sessions", "system_prompts", "user_tokens"])
-def test_shapes_out_of_range_are_refused(field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, 0) for field in ("turns", "open_sessions", "system_prompts", "user_tokens")),
+        *((field, 1e300) for field in ("turns", "zipf", "sigma")),
+        *((field, 10**30) for field in ("system_prompts", "user_tokens", "most_tokens")),
+    ],
+)
+def test_shapes_out_of_range_are_refused(field: str, value: float) -> None:
     """A number that makes no trace is named."""
-    with pytest.raises(ConfigError, match=f"{field}: 0 must be at least 1"):
-        synthesize(0, 1, 1.0, Shape(**{field: 0}))
+    with pytest.raises(ConfigError, match=f"{field}: .* must be between"):
+        synthesize(0, 1, 1.0, Shape(**{field: value}))
 
 
 def test_hits_by_hand() -> None:

@@ -5,44 +5,65 @@ A face over sim/plan; nothing else imports it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from moonserve.core.errors import ConfigError
+from moonserve.core.profiles import PROFILES
+
 if TYPE_CHECKING:
     from moonserve.sim.plan import Split
     from moonserve.sim.trace import Trace
 
+_option = partial(click.option, show_default=True)
+
 
 @click.command(short_help="Search the best split of instances, and its highest speed.")
 @click.option("--trace", required=True, type=click.Path(path_type=Path), help="Requests.")
-@click.option("--ttft-slo", default=30.0, show_default=True, help="Seconds to the first token.")
-@click.option("--tbt-slo", default=200.0, show_default=True, help="ms between tokens.")
-@click.option("--nodes", default=16, show_default=True, type=click.IntRange(min=2))
-@click.option("--policy", default="late_binding", show_default=True, help="Who is placed where.")
-@click.option("--refuse", default="none", show_default=True, help="none, ttft or both.")
-@click.option("--profile", default="a800-loaded", show_default=True, help="Or a file of one.")
-@click.option(
+@_option("--ttft-slo", default=30.0, metavar="S", help="Objective for the first token.")
+@_option("--tbt-slo", default=200.0, metavar="MS", help="Objective between tokens.")
+@_option(
+    "--nodes",
+    default=16,
+    type=click.IntRange(2, 10_000),
+    metavar="N",
+    help="Instances to divide between prefill and decode.",
+)
+@_option("--policy", default="late_binding", metavar="NAME", help="Who prefills.")
+@_option(
+    "--refuse",
+    type=click.Choice(["none", "ttft", "both"]),
+    default="none",
+    help="Which objectives, predicted to be missed, refuse a request.",
+)
+@_option(
+    "--profile",
+    default="a800-loaded",
+    metavar="NAME",
+    help=f"What instances cost and hold: {', '.join(PROFILES)}, or a file.",
+)
+@_option(
     "--cache-blocks",
     default="5859",
-    show_default=True,
-    metavar="INTEGER",
-    help="Per prefill instance.",
+    metavar="N",
+    help="KV blocks that each prefill instance's cache holds, or infinite.",
 )
-@click.option(
+@_option(
     "--attainment",
     default=0.99,
-    show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of all requests that must meet both objectives.",
+    metavar="SHARE",
+    help="Of all requests, how many must meet both objectives.",
 )
-@click.option(
+@_option(
     "--tolerance",
     default=0.05,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Steps of speed.",
+    type=click.FloatRange(0.001, 10),
+    metavar="X",
+    help="Speeds are tried in steps of this.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
@@ -60,7 +81,9 @@ def plan(
     A speed is met if --attainment of all requests meet both objectives. The search begins with the
     split that the costs alone suggest, and goes on to a neighbour while that is faster; runs that
     missed too many are not seen to their end. Each split says what binds it: prefill, where first
-    tokens come too late above its speed, or decode, where tokens come too slowly.
+    tokens come too late above its speed, or decode, where tokens come too slowly. Beside it
+    stands what an endless load is bounded by. A trace may be faster, above all a short one: what
+    waits when its last request has come still has until its objective.
     """
     import msgspec
 
@@ -68,6 +91,9 @@ def plan(
     from moonserve.sim.sweep import setup_of, value_of
     from moonserve.sim.trace import read_trace
 
+    for name, value in (("attainment", attainment), ("tolerance", tolerance)):
+        if value != value:  # which no range of click's refuses
+            raise ConfigError(f"{value} is no number", f"--{name}")
     goals = {"ttft_slo_s": ttft_slo, "tbt_slo_ms": tbt_slo}
     settings["cache_blocks"] = value_of("cache_blocks", settings["cache_blocks"])
     setup = setup_of({**settings, **goals})
@@ -87,15 +113,16 @@ def plan(
 
 
 def _rps(trace: Trace, split: Split) -> float | None:
-    """Requests a second at the split's speed."""
-    span_s = max(1, trace.rows[-1].at_us - trace.rows[0].at_us) / 1e6
-    return None if split.speed is None else split.speed * len(trace.rows) / span_s
+    """Requests a second at the split's speed; None where none is met, or all come at once."""
+    span_s = (trace.rows[-1].at_us - trace.rows[0].at_us) / 1e6
+    return split.speed * len(trace.rows) / span_s if split.speed and span_s else None
 
 
 def _line(split: Split) -> str:
     speed = "-" if split.speed is None else f"{split.speed:.2f}x"
-    bounds = f"fluid bounds: prefill {split.prefill_bound:.2f}x, decode {split.decode_bound:.2f}x"
-    return f"{split.prefill:>3} + {split.decode:<3} {speed:>7}  {split.binds} binds; {bounds}"
+    bounds = f"prefill {split.prefill_bound:.2f}x, decode {split.decode_bound:.2f}x"
+    name = f"{split.prefill:>3} + {split.decode:<3}"
+    return f"{name} {speed:>7}  {split.binds} binds; endless load: {bounds}"
 
 
 def _verdict(trace: Trace, best: Split) -> str:
@@ -109,6 +136,6 @@ def _verdict(trace: Trace, best: Split) -> str:
         why = f"at {missed.speed:.2f}x {most}{ttft:.2%} meet their TTFT and {tbt:.2%} their TBT"
     if best.speed is None:
         return f"no speed meets the objectives; {name} is nearest: {why}"
-    return (
-        f"{name}: {best.speed:.2f}x, {_rps(trace, best):.2f} requests/s; {best.binds} binds: {why}"
-    )
+    rps = _rps(trace, best)
+    rate = "" if rps is None else f", {rps:.2f} requests/s"
+    return f"{name}: {best.speed:.2f}x{rate}; {best.binds} binds: {why}"

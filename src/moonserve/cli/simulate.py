@@ -35,6 +35,7 @@ _COUNT = click.IntRange(min=0)
 _SOME = click.IntRange(min=1)
 _FAULT = re.compile(r"(kill|join|slow):([\w-]+)@(\d+(?:\.\d+)?)(?:x(\d+(?:\.\d+)?))?")
 _SAMPLES = 200
+_LATEST_S = 1e12
 
 _option = partial(click.option, show_default=True)
 
@@ -222,7 +223,7 @@ def simulate(
     import msgspec
 
     from moonserve.sim.cluster import Simulation
-    from moonserve.sim.metrics import measure
+    from moonserve.sim.metrics import measure, queues
     from moonserve.sim.trace import read_trace, scale
 
     setup = _setup(**cluster)
@@ -242,7 +243,7 @@ def simulate(
     asked = [one for one in sim.served if one.id == explain]
     if as_json:
         told = {"explanation": explanation_of(asked[0])} if asked else {}
-        click.echo(msgspec.json.encode(result.summary | told))
+        click.echo(msgspec.json.encode(result.summary | {"queues": queues(sim)} | told))
         return
     click.echo(table(sim, result))
     for one in asked:
@@ -269,10 +270,12 @@ def _breakdown(text: str) -> Breakdown:
     if found is None or (found[1] == "slow") != (found[4] is not None):
         form = "kill:INSTANCE@SECONDS, join:INSTANCE@SECONDS or slow:INSTANCE@SECONDSxTIMES"
         raise ConfigError(f"{text} is not {form}", "--fault")
-    factor = float(found[4] or 1)
-    if not factor:
-        raise ConfigError(f"{text}: nothing is 0 times as slow", "--fault")
-    return Breakdown(found[1], found[2], round(float(found[3]) * 1e6), factor)
+    at_s, factor = float(found[3]), float(found[4] or 1)
+    if not 0.001 <= factor <= 1_000:
+        raise ConfigError(f"{text}: from 0.001 to 1000 times as slow is possible", "--fault")
+    if at_s > _LATEST_S:
+        raise ConfigError(f"{text}: no trace lasts {_LATEST_S:.0e} seconds", "--fault")
+    return Breakdown(found[1], found[2], round(at_s * 1e6), factor)
 
 
 # Running.

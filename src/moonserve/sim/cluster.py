@@ -16,6 +16,7 @@ from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refus
 from moonserve.core.batch import Progress
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
+from moonserve.core.errors import BadRequest
 from moonserve.core.events import Digest, Event, events
 from moonserve.core.facts import (
     Arrived,
@@ -35,7 +36,7 @@ from moonserve.sim.clock import Clock
 from moonserve.sim.network import Network
 from moonserve.sim.node import Call, Node
 from moonserve.sim.segments import Segments, full_keys, next_turns
-from moonserve.sim.served import Flow, Sample, Served
+from moonserve.sim.served import Flow, Sample, Served, first_of_decode_us
 from moonserve.sim.setup import MODEL, POOL, Breakdown, Setup
 from moonserve.sim.trace import Trace
 
@@ -195,6 +196,8 @@ class Simulation:
                 served.ended_us = self.clock.now_us
                 if served.outcome == "running":
                     served.outcome = "completed"
+                    if self._again:
+                        served.first_us = first_of_decode_us(served) or served.first_us
                 else:
                     served.wasted_us = served.prefill_us
 
@@ -211,7 +214,7 @@ class Simulation:
         self._tails[node.name] = served
         length = decision.prompt_tokens
         load = partial(self._load_prefix, served, node, decision)
-        node.accept(Call(served.id, action.number, length, length, 1, load))
+        self._send(node, Call(served.id, action.number, length, length, 1, load))
 
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
@@ -225,7 +228,17 @@ class Simulation:
         load = partial(self._load_all, served, length)
         call = Call(served.id, action.number, known, length, most, load)
         served.calls.append((node, call))
-        node.accept(call)
+        self._send(node, call)
+
+    def _send(self, node: Node, call: Call) -> None:
+        """Give a call to a node; one that could never run there has failed for good."""
+        try:
+            node.accept(call)
+        except BadRequest as err:
+            served = self._by_id[call.request]
+            why = f"instance {node.name} answered 400: {err}"
+            failed = CallFailed(served.id, call.number, why, False, call.known, served.keys)
+            self._facts.append(failed)
 
     # KV.
 
@@ -304,10 +317,6 @@ class Simulation:
             if step.finish is not None:
                 tokens = served.row.output_tokens
                 served.generated = tokens
-                if self._again:
-                    served.first_us = next(
-                        n.ends[c.spans[0][0]] for n, c in served.calls if c.spans
-                    )
                 if self.setup.keep_output:
                     self._keep_output(node, served)
                 self._facts.append(DecodeEnded(served.id, call.number, tokens))
@@ -348,6 +357,7 @@ class Simulation:
         final = served.generated + 1 >= served.row.output_tokens
         if final or not self._again:
             served.generated += 1
+            served.prefilled_tokens_us.append(now_us)
         self._facts.append(PrefillEnded(served.id, call.number, final))
 
     def _failed(self, served: Served, number: int) -> None:

@@ -60,25 +60,47 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
     gaps: list[Times] = []
     ends: dict[Node, Times] = {}
     for served in sim.served:
-        own = gaps_ms(served, ends, again=sim.setup.first_token == "decode")
+        own = gaps_ms(served, ends)
         gaps.append(own)
         rows.append(_row(served, own, sim.setup.goal))
     all_gaps = np.concatenate(gaps).astype(np.float32) if gaps else np.zeros(0, np.float32)
     return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps)
 
 
-def gaps_ms(served: Served, ends: dict[Node, Times], again: bool) -> Times:
+def queues(sim: Simulation, most: int = 200) -> dict[str, list[float]]:
+    """Requests by where they stood, at up to `most` of the looks that were taken, evenly chosen.
+
+    times_s: on the trace's clock. waiting: at the Conductor. prefill_queued: on instances that
+    prefill, not begun. decode_queued: the same on those that only decode. decoding: taking part in
+    passes of instances that decode; of mixed ones, also those that prefill.
+    """
+    count = len(sim.samples)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+    samples = [sim.samples[at] for at in chosen]
+    roles = [node.info.role for node in sim.nodes.values()]
+
+    def on(found: Sequence[int], *wanted: str) -> int:
+        return sum(n for n, role in zip(found, roles, strict=True) if role in wanted)
+
+    return {
+        "times_s": [sample.at_us / 1e6 for sample in samples],
+        "waiting": [sample.conductor for sample in samples],
+        "prefill_queued": [on(sample.waiting, "prefill", "both") for sample in samples],
+        "decode_queued": [on(sample.waiting, "decode") for sample in samples],
+        "decoding": [on(sample.running, "decode", "both") for sample in samples],
+    }
+
+
+def gaps_ms(served: Served, ends: dict[Node, Times]) -> Times:
     """Times between one token and the next, in order. `ends` is filled with each node's passes."""
-    if served.first_us is None or served.outcome != "completed":
+    if served.outcome != "completed":
         return np.zeros(0)
-    parts: list[Times] = []
-    if not again or not served.calls:  # else the first token is among those of decode
-        parts.append(np.array([served.first_us], np.float64))
+    parts = [np.array(served.prefilled_tokens_us, np.float64)]
     for node, call in served.calls:
         if node not in ends:  # by node, not by name: it may have died and joined again
             ends[node] = np.asarray(node.ends, np.float64)
         parts += [ends[node][first:last] for first, last in call.spans]
-    return np.diff(np.concatenate(parts)) / 1e3
+    return np.diff(np.sort(np.concatenate(parts))) / 1e3
 
 
 def paper_tbt_ms(gaps: Times) -> float | None:

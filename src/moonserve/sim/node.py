@@ -122,7 +122,11 @@ class Node:
         return self.busy_us + self._clock.now_us - self._turn_us
 
     def accept(self, call: Call) -> None:
-        """Take a call in; it begins when `settle` finds room."""
+        """Take a call in; it begins when `settle` finds room.
+
+        Raises BadRequest, taking nothing, if its tokens could never fit here, as a worker does.
+        """
+        self._batch.check_fits(call.prompt, call.most)
         self._calls[call.request] = call
         self._intake.append(call)
         self.stirred = True
@@ -186,14 +190,9 @@ class Node:
         return did
 
     def _has_room(self, call: Call) -> bool:
-        """Whether its prompt fits beside what those before it still need for theirs."""
-        before = self._batch.running + self._batch.waiting + len(self._loading)
-        if before == 0:
-            return True
-        if before >= self.info.max_seqs + self._ahead:
-            return False
-        promised = self._batch.demand() + sum(self._loading.values())
-        return self._batch.blocks_for(call.known) <= self._pool.free_count - promised
+        promised = sum(self._loading.values())
+        most = self.info.max_seqs + self._ahead
+        return self._batch.has_room(call.known, len(self._loading), promised, most)
 
     def _loaded(self, call: Call, cached: Tokens) -> None:
         if self._calls.get(call.request) is not call:
@@ -257,7 +256,10 @@ class Node:
         self.ends.append(self._clock.now_us)
         self._charge(work, elapsed_us)
         sampled = {c.request: 0 for c in work.chunks if c.sampling is not None}
-        for step in self._batch.apply(work, PassResult(sampled, elapsed_us)):
+        steps = self._batch.apply(work, PassResult(sampled, elapsed_us))
+        if len(steps) < len(work.chunks):  # who was cancelled meanwhile leaves only now
+            self._full = False
+        for step in steps:
             call = self._calls[step.request]
             if step.token is not None:
                 self._gave(call, number, 1)

@@ -86,13 +86,20 @@ class Trials:
 class Misses:
     """Who has missed an objective for certain, while a simulation goes on.
 
-    `decided`: of no request it is still open, so that the rest of the run changes nothing.
+    `decided`: of no request it is still open, so that the rest of the run changes nothing. Without
+    an objective for TBT that is so when it has its first token, if nothing can fail after that.
     """
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self._seen = 0
         self._open: list[Served] = []
+        setup = sim.setup
+        lasts = setup.breakdowns or setup.first_token == "decode" or setup.goal.tbt_us is not None
+        self._safe_tokens = 0 if lasts else setup.profile.kv_tokens
+        """Requests of up to so many tokens in all are decided by their first."""
+        self.tokens = 0
+        """Input tokens of the requests that missed."""
         self.ttft = 0
         """Too late with the first token, refused, or failed."""
         self.tbt = 0
@@ -112,19 +119,23 @@ class Misses:
         """Take in what happened since."""
         served, goal = self._sim.served, self._sim.setup.goal
         now_us = self._sim.clock.now_us
-        again = self._sim.setup.first_token == "decode"
         ends: dict[Node, Times] = {}
         still = []
         for one in self._open + served[self._seen :]:
             first_us = now_us if one.first_us is None else one.first_us
             late = goal.ttft_us is not None and first_us - one.arrived_us > goal.ttft_us
+            tokens = one.row.input_tokens + one.row.output_tokens
             if late or one.outcome in ("refused", "failed"):
                 self.ttft += 1
+                self.tokens += one.row.input_tokens
             elif one.outcome == "running":
-                still.append(one)
+                if one.first_us is None or tokens > self._safe_tokens:
+                    still.append(one)
             elif goal.tbt_us is not None:
-                tbt_ms = paper_tbt_ms(gaps_ms(one, ends, again))
-                self.tbt += tbt_ms is not None and tbt_ms * 1e3 > goal.tbt_us
+                tbt_ms = paper_tbt_ms(gaps_ms(one, ends))
+                if tbt_ms is not None and tbt_ms * 1e3 > goal.tbt_us:
+                    self.tbt += 1
+                    self.tokens += one.row.input_tokens
         self._seen = len(served)
         self._open = still
 
@@ -147,7 +158,8 @@ def max_speed(
 ) -> Found:
     """The highest multiple of `tolerance` at which the share `figure` is `target` or more.
 
-    Gallops from `guess` to a bracket, then bisects. Attainment need not fall steadily with speed
+    Gallops from `guess` to a bracket, by steps that double, so that a good guess needs few
+    simulations; then bisects. Attainment need not fall steadily with speed
     (a burst may fall differently), so what bisection ends with counts only if the next two steps
     miss as well; where one attains, the search walks on from there. A dip wider than that is not
     seen through: the answer is where misses begin, not the last speed that happens to attain.
@@ -159,14 +171,15 @@ def max_speed(
         return share >= target
 
     low = high = max(1, round(guess / tolerance))
+    stride = 1
     while attains(high):
-        low, high = high, max(high + 1, high * 5 // 4)
+        low, high, stride = high, high + stride, 2 * stride
         if high * tolerance > MOST:
             return Found(round(low * tolerance, 9), None)
     while not attains(low):
-        low, high = min(low - 1, low * 4 // 5), low
-        if low < 1:
-            return Found(None, at(round(high * tolerance, 9)))
+        if low == 1:
+            return Found(None, at(round(tolerance, 9)))
+        low, high, stride = max(1, low - stride), low, 2 * stride
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if attains(middle) else (low, middle)

@@ -38,25 +38,30 @@ class Segments:
     def find(self, node: Node, keys: Sequence[BlockKey], fetch: bool) -> tuple[int, dict[str, int]]:
         """The leading run of `keys` that exist: how many are local, how many come from whom.
 
-        Without `fetch`, only those in its own segment. All of them are used, so that eviction
-        takes others first. A global pool is everybody's own, but never local.
+        What it has itself never moves, also where somebody else's blocks come before it. Without
+        `fetch`, only its own leading run counts. All of them are used, so that eviction takes
+        others first. A global pool is everybody's own, but never local.
         """
         own = self._own(node)
-        local = 0 if self._pooled else self._caches[own].run(keys)
-        taken: dict[str, list[BlockKey]] = {}
+        mine = self._caches[own]
+        run = mine.run(keys)
+        taken: dict[str, list[BlockKey]] = {own: list(keys[:run])}
         source = own
-        for key in keys[local:] if fetch or self._pooled else ():
+        for key in keys[run:] if fetch else ():
+            if key in mine:
+                taken[own].append(key)
+                continue
             if key not in self._caches[source]:
                 found = next((n for n, cache in self._caches.items() if key in cache), None)
                 if found is None:
                     break
                 source = found
             taken.setdefault(source, []).append(key)
-        if local:
-            self._caches[own].touch(keys[:local])
         for name, used in taken.items():
             self._caches[name].touch(used)
-        return local, {name: len(used) for name, used in taken.items()}
+        counts = {name: len(used) for name, used in taken.items() if used}
+        local = 0 if self._pooled else counts.pop(own, 0)
+        return local, counts
 
     def store(self, node: Node, keys: Sequence[BlockKey], first: int, last: int) -> list[Fact]:
         """Hold keys[first:last] of a chain in the node's segment."""

@@ -16,8 +16,7 @@ class Served:
     __slots__ = (
         "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
         "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed", "prefill_us",
-        "prefilled_us", "row", "tails", "wasted_us",
-        "why",
+        "prefilled_tokens_us", "prefilled_us", "row", "tails", "wasted_us", "why",
     )  # fmt: skip
 
     def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
@@ -29,6 +28,8 @@ class Served:
         self.ended_us: Micros | None = None
         self.prefilled_us: Micros | None = None
         """When its last prefill ended."""
+        self.prefilled_tokens_us: list[Micros] = []
+        """When each token came that prefill streamed: one, and one more for each resumption."""
         self.outcome = "running"
         """completed, refused or failed."""
         self.why = ""
@@ -60,6 +61,11 @@ class Served:
     def judged(self) -> Decision | None:
         """The decision that what came is held against."""
         return self.placed or self.decision
+
+
+def first_of_decode_us(served: Served) -> Micros | None:
+    """When decode gave its first token; None where it gave none."""
+    return next((node.ends[call.spans[0][0]] for node, call in served.calls if call.spans), None)
 
 
 class Flow:

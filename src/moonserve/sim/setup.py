@@ -20,6 +20,7 @@ POOL = "pool"
 ALONE = 0.95
 """`tuning.tbt_share` where decode streams the first token: nobody sees a joiner's wait between two
 tokens."""
+MOST_INSTANCES = 10_000
 _NO_LIMIT = 1 << 40
 
 
@@ -84,6 +85,10 @@ class Setup(msgspec.Struct, frozen=True):
         ):  # fmt: skip
             if getattr(self, field) < least:
                 raise ConfigError(f"must be {least} or more", field)
+        if self.prefill + self.decode + self.mixed > MOST_INSTANCES:
+            raise ConfigError(f"at most {MOST_INSTANCES} instances", "prefill, decode or mixed")
+        if not 0 < self.tuning.cross_rack <= 1_000:
+            raise ConfigError(f"{self.tuning.cross_rack} must be above 0, up to 1000", "cross_rack")
         if self.cache_blocks is not None and self.cache_blocks < 0:
             raise ConfigError("must be 0 or more, or infinite", "cache_blocks")
         for slo in (self.goal, self.tuning.slo):

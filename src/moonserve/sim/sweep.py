@@ -35,7 +35,9 @@ SPECIAL: Mapping[str, Any] = {
 """split: "8+8" is 8 prefill and 8 decode instances, "16" is 16 that do both. The objectives are
 what the Conductor works for and what attainment is measured by; null is none."""
 
-_NOT_ALONE = {"prefill", "decode", "mixed", "profile", "tuning", "goal", "breakdowns"}
+_NOT_ALONE = {
+    *("prefill", "decode", "mixed", "profile", "tuning", "goal", "breakdowns", "sample_us"),
+}
 _TUNING = {f.name: f.type for f in msgspec.structs.fields(Tuning) if f.name != "slo"}
 _SETUP = {f.name: f.type for f in msgspec.structs.fields(Setup) if f.name not in _NOT_ALONE}
 AXES: Mapping[str, Any] = {**SPECIAL, **_TUNING, **_SETUP}

@@ -14,7 +14,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import MICROS_PER_SECOND, Tokens
-from moonserve.sim.trace import BLOCK_SIZE, Row, Trace
+from moonserve.sim.trace import BLOCK_SIZE, MOST_TOKENS, Row, Trace
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -40,6 +40,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 CHAT = Shape()
+_MOST = 1_000_000
 
 
 class _Session:
@@ -97,21 +98,20 @@ def synthesize(
 
 def _check(requests: int, rps: float, shape: Shape, block_size: Tokens) -> None:
     """ConfigError for the first argument that is out of its range."""
-    lowest = {
-        "requests": (requests, 1),
-        "block_size": (block_size, 1),
-        "turns": (shape.turns, 1),
-        "open_sessions": (shape.open_sessions, 1),
-        "system_prompts": (shape.system_prompts, 1),
-        "system_tokens": (shape.system_tokens, 1),
-        "user_tokens": (shape.user_tokens, 1),
-        "output_tokens": (shape.output_tokens, 1),
-        "zipf": (shape.zipf, 0),
-        "sigma": (shape.sigma, 0),
-        "most_tokens": (shape.most_tokens, 2),
+    ranges: dict[str, tuple[float, float, float]] = {
+        "requests": (requests, 1, math.inf),
+        "block_size": (block_size, 1, MOST_TOKENS),
+        "turns": (shape.turns, 1, _MOST),
+        "open_sessions": (shape.open_sessions, 1, _MOST),
+        "system_prompts": (shape.system_prompts, 1, _MOST),
+        "system_tokens": (shape.system_tokens, 1, MOST_TOKENS),
+        "user_tokens": (shape.user_tokens, 1, MOST_TOKENS),
+        "output_tokens": (shape.output_tokens, 1, MOST_TOKENS),
+        "zipf": (shape.zipf, 0, 10),
+        "sigma": (shape.sigma, 0, 10),
+        "most_tokens": (shape.most_tokens, 2, MOST_TOKENS),
+        "rps": (rps, 1e-6, 1e6),
     }
-    for field, (value, least) in lowest.items():
-        if not least <= value < math.inf:
-            raise ConfigError(f"{value} must be at least {least}", field)
-    if not 0 < rps < math.inf:
-        raise ConfigError(f"{rps} must be above 0 requests a second", "rps")
+    for field, (value, least, most) in ranges.items():
+        if not least <= value <= most:
+            raise ConfigError(f"{value} must be between {least} and {most}", field)

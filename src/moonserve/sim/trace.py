@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import chain, count, islice
@@ -22,8 +23,9 @@ from moonserve.core.units import Micros, Tokens
 
 BLOCK_SIZE: Tokens = 512
 """Tokens of one block in the public traces."""
-_MOST_TOKENS: Tokens = 1 << 24  # longer than any context; bounds the blocks made for one row
+MOST_TOKENS: Tokens = 1 << 24  # longer than any context; bounds the blocks made for one row
 _TOO_LATE_MS = 10**15  # 30,000 years, so no time in ms, even where it counts from 1970
+_TOO_LATE_US = _TOO_LATE_MS * 1000
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +63,8 @@ def read_trace(path: Path, limit: int | None = None, block_size: Tokens = BLOCK_
     ConfigError names the file, line and field of the first fault, unsorted rows included.
     """
     rows: list[Row] = []
-    for row in islice(_read(path, block_size), limit):
+    most = None if limit is None else min(limit, sys.maxsize)
+    for row in islice(_read(path, block_size), most):
         if isinstance(row, Fault):
             raise ConfigError(row.message, f"{path}:{row.line}: {row.field}")
         rows.append(row)
@@ -102,10 +105,16 @@ def scale(trace: Trace, speed: float = 1.0, lengths: int = 1) -> Trace:
 
     Lengths are rounded up, so they stay >= 1, and a divided length still ends in the same block:
     512 (n-1) < x <= 512 n gives 32 (n-1) < ceil(x / 16) <= 32 n. Hence ids and hits stay as they
-    are. ConfigError: `speed` is not positive, or `lengths` does not divide the block size.
+    are. ConfigError: `speed` is not positive, or so low that the last request would come in 30,000
+    years, or `lengths` does not divide the block size.
     """
     if not 0 < speed < float("inf"):
         raise ConfigError(f"{speed} must be above 0, as 1.5 for half as fast again", "speed")
+    least = trace.rows[-1].at_us / _TOO_LATE_US if trace.rows else 0.0
+    if speed <= least:
+        raise ConfigError(
+            f"{speed} is too slow for {trace.name}: must be above {least:.3g}", "speed"
+        )
     if lengths < 1 or trace.block_size % lengths:
         raise ConfigError(
             f"{lengths} must divide the block size of {trace.block_size} tokens", "lengths"
@@ -183,9 +192,9 @@ def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[R
             continue
         n = len(row.blocks)
         if not (
-            before_us <= row.at_us < _TOO_LATE_MS * 1000
-            and 0 < row.input_tokens <= _MOST_TOKENS
-            and 0 < row.output_tokens <= _MOST_TOKENS
+            before_us <= row.at_us < _TOO_LATE_US
+            and 0 < row.input_tokens <= MOST_TOKENS
+            and 0 < row.output_tokens <= MOST_TOKENS
             and size * (n - 1) < row.input_tokens <= size * n
             and len(set(row.blocks)) == n
         ):
@@ -202,11 +211,11 @@ def _why(row: Row, line: int, form: _Format, size: Tokens, before_us: Micros) ->
     if row.at_us < before_us:
         back_ms = (before_us - row.at_us) / 1000
         return Fault(line, form.at, f"goes back by {back_ms:g} ms; sort the rows by time")
-    if row.at_us >= _TOO_LATE_MS * 1000:
+    if row.at_us >= _TOO_LATE_US:
         return Fault(line, form.at, "is too large to be a time in ms; correct or drop the row")
     for name, tokens in ((form.input, row.input_tokens), (form.output, row.output_tokens)):
-        if not 0 < tokens <= _MOST_TOKENS:
-            what = f"{tokens} must be between 1 and {_MOST_TOKENS} tokens; correct or drop the row"
+        if not 0 < tokens <= MOST_TOKENS:
+            what = f"{tokens} must be between 1 and {MOST_TOKENS} tokens; correct or drop the row"
             return Fault(line, name, what)
     n, need = len(row.blocks), -(-row.input_tokens // size)
     if n != need:
@@ -263,7 +272,7 @@ def _csv_rows(
             if width > 3 and form.blocks:
                 blocks = tuple(map(int, cells[3].split()))
             else:
-                blocks = tuple(islice(fresh, -(-min(inputs, _MOST_TOKENS) // block_size)))
+                blocks = tuple(islice(fresh, -(-min(inputs, MOST_TOKENS) // block_size)))
         except (ValueError, OverflowError):
             kind = "a time" if field == form.at else "a whole number"
             yield line, Fault(line, field, f"is not {kind}; correct or drop the row")
