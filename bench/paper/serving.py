@@ -10,7 +10,7 @@ from bench.paper.lab import POLICY_NAMES, Lab, Page
 
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
-from moonserve.sim.plan import Trials, max_speed, prefill_bound
+from moonserve.sim.plan import Trials, decode_bound, max_speed, prefill_bound
 from moonserve.sim.setup import Setup
 from moonserve.sim.sweep import Cell, grid
 from moonserve.sim.trace import Trace, read_trace, scale
@@ -120,7 +120,8 @@ FIG15_SPEEDS = [1.0, 1.5, 2.0]
 def fastest(trace: Trace, setup: Setup) -> float | None:
     """The highest speed that 99% meet."""
     trials = Trials(trace, setup, 0.99)
-    return max_speed(trials, 0.99, prefill_bound(trace, setup) * 0.8).speed
+    guess = 0.8 * min(prefill_bound(trace, setup), decode_bound(trace, setup))
+    return max_speed(trials, 0.99, guess).speed
 
 
 def measure_fig15(lab: Lab) -> Any:
