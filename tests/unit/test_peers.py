@@ -9,11 +9,11 @@ import pytest
 
 from moonserve.core import peers
 from moonserve.core.index import Match
-from moonserve.core.placement import Ask, Options, options
-from moonserve.core.policies import POLICIES, WINDOW_US, Memory
+from moonserve.core.placement import Ask, Estimate, Options
+from moonserve.core.policies import POLICIES, Memory
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 from moonserve.core.view import InstanceView
-from tests.support.cluster import view
+from tests.support.cluster import BLOCK, view
 
 SECOND = 1_000_000
 NAMES = ("p0", "p1", "p2")
@@ -23,7 +23,7 @@ def holding(length: int, blocks: tuple[int, ...], views: list[InstanceView]) -> 
     """A prompt of which each instance holds so many blocks, decided at 1,000 s."""
     held = {SegmentId(v.info.id): n for v, n in zip(views, blocks, strict=True) if n}
     ask = Ask(length, Match(max(blocks), held))
-    return options(ask, views, "never", 1.0, 1.0, 1_000 * SECOND)
+    return Estimate(ask, BLOCK, "never", 1.0, 1.0).options(views, 1_000 * SECOND)
 
 
 def busy(
@@ -178,7 +178,7 @@ def test_preble_spares_the_most_loaded(work, requests, winner) -> None:  # type:
 
 def test_preble_looks_back_three_minutes() -> None:
     """Work given more than 180 s ago is no load any more, and the memory reaches that far."""
-    assert WINDOW_US >= peers.PREBLE_WINDOW_US
+    assert peers.PREBLE_WINDOW_US >= peers.PREBLE_WINDOW_US
     made = holding(40, (0, 0), [busy("p0"), busy("p1")])
     assert peers.preble_e2(made, worked(70, 0, at_us=820 * SECOND)) == [470, 400]
     assert peers.preble_e2(made, worked(70, 0, at_us=820 * SECOND - 1)) == [400, 400]

@@ -7,9 +7,10 @@ from random import Random
 import msgspec
 import pytest
 
+from moonserve.core.cost import Cost
 from moonserve.core.errors import ConfigError
 from moonserve.core.index import Match
-from moonserve.core.placement import Ask, Fetch, Options, choose_decode, options
+from moonserve.core.placement import Ask, Estimate, Fetch, Options, choose_decode
 from moonserve.core.policies import POLICIES, Memory, Tuning, Verdict, decide, policy_of
 from moonserve.core.request import Slo
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
@@ -23,7 +24,7 @@ NOTHING = Match(0, {})
 def prefill(name: str, work_us: Micros = 0, rack: str = "", **more: object) -> InstanceView:
     """A prefill instance with work promised at time 0."""
     made = view(name, "prefill")
-    made.info = msgspec.structs.replace(made.info, rack=rack, **more)
+    made = InstanceView(msgspec.structs.replace(made.info, rack=rack, **more), 0, made.cost)
     if work_us:
         made.promise_prefill(RequestId("other"), work_us, 0, 0)
     return made
@@ -47,7 +48,8 @@ def terms(
     **ask: object,
 ) -> Options:
     """The options of one prompt at time 0; a transfer between racks takes twice as long."""
-    return options(Ask(length, match, **ask), views, fetch, threshold, 2.0, 0)  # type: ignore[arg-type]
+    wanted = Ask(length, match, **ask)  # type: ignore[arg-type]
+    return Estimate(wanted, BLOCK, fetch, threshold, 2.0).options(views, 0)
 
 
 # 41 tokens = 10 full blocks of 4 and one token; a new token costs 10 us, a fetched block 5 us + 5.
@@ -88,8 +90,8 @@ def test_the_terms_of_algorithm_1(
 
 def test_what_costs_more_to_load_than_to_compute_is_computed() -> None:
     """`cheaper` loads nothing over a slow link; `threshold` does as Algorithm 1 says."""
-    slow = prefill("p0")
-    slow.cost = type(slow.cost)(pass_prior=(0, 10, 0, 0, 100, 10, 1), transfer_prior=(5, 1.0))
+    cost = Cost(pass_prior=(0, 10, 0, 0, 100, 10, 1), transfer_prior=(5, 1.0))
+    slow = InstanceView(prefill("p0").info, 0, cost)
     match = Match(2, {P1: 2})
     assert terms(match, [slow], "cheaper").transfer_us == [0]
     assert terms(match, [slow], "threshold").transfer_us == [8_005 - 6_000]

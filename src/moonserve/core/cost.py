@@ -185,7 +185,7 @@ class Cost:
 
     def decode_step_us(self, seqs: int, context: Tokens) -> Micros:
         """One token for each of `seqs` requests whose context lengths sum to `context`."""
-        _, _, _, _, base, per_seq, per_context = self.pass_us
+        base, per_seq, per_context = self.step_us
         return round(base + per_seq * seqs + per_context * context)
 
     def pass_of_us(self, sample: PassSample) -> Micros:
@@ -216,6 +216,7 @@ class Cost:
     def _take(self) -> None:
         self.pass_us = self._pass.coefficients()
         """Microseconds per (prefill base, new, square, past, decode base, sequence, context)."""
+        self.step_us = self.pass_us[4:]
         self.load_us = self._transfer.coefficients()
         """Microseconds per (load, byte)."""
 

@@ -9,21 +9,22 @@ condition backwards, this follows the algorithm.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from operator import itemgetter
-from typing import Literal, TypeAlias
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
-from moonserve.core.cost import Cost
 from moonserve.core.index import Match
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
-from moonserve.core.view import InstanceView
+from moonserve.core.view import InstanceView, Kind, tbts_us
 
 Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
 """When a prefix that others hold is loaded rather than computed: never; where it exceeds one's own
 by the balancing threshold (Algorithm 1); where that is predicted to be faster."""
 
-_TBT_THEN_DECODES = itemgetter(0, 1)
+_DECODES = attrgetter("decodes")
+_MANY = 32
+"""Kinds of instances, times prefixes, of which all are not worth looking at."""
 _NEAR = 1.02
 """Predicted TBTs this near are a tie, which the shorter path wins."""
 
@@ -74,24 +75,31 @@ class Options:
     """
 
     __slots__ = (
-        "ask", "block_size", "compute_us", "local", "longest", "now_us", "queue_us", "reused",
+        "ask", "block_size", "compute_us", "local", "now_us", "queue_us", "reused",
         "scores", "transfer_us", "views",
     )  # fmt: skip
 
-    def __init__(self, ask: Ask, views: Sequence[InstanceView], now_us: Micros) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        block_size: Tokens,
+        views: Sequence[InstanceView],
+        local: Sequence[int],
+        terms: Sequence[tuple[int, Micros, Micros]],
+        now_us: Micros,
+    ) -> None:
         self.ask = ask
+        self.block_size = block_size
         self.views = views
         self.now_us = now_us
-        self.longest = source(ask.match, None)
-        """The segment with the longest run of its own."""
-        self.block_size = views[0].info.namespace.block_size
-        self.local: list[int] = []
+        self.local = local
         """Blocks of the prompt that it has itself."""
-        self.reused: list[int] = []
-        """Blocks it would start from."""
-        self.transfer_us: list[Micros] = []
-        self.compute_us: list[Micros] = []
-        self.queue_us = [view.queue_us(now_us) for view in views]
+        self.reused, self.transfer_us, self.compute_us = map(list, zip(*terms, strict=True))
+        """Blocks that each would start from; time to load those it lacks, to compute the rest."""
+        self.queue_us = [
+            left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
+            for view in views
+        ]
         self.scores: Sequence[float] = ()
 
     @property
@@ -106,22 +114,48 @@ class Options:
 
     def candidate(self, row: int) -> Candidate:
         """One row, for people."""
-        own = self.views[row].info
-        fetched = self.reused[row] > self.local[row]
+        own, size = self.views[row].info, self.block_size
+        local, reused = self.local[row], self.reused[row]
         return Candidate(
-            instance=own.id,
-            local_tokens=self.local[row] * self.block_size,
-            reused_tokens=self.reused[row] * self.block_size,
-            holder=self._source(own.segment) if fetched else None,
-            transfer_us=self.transfer_us[row],
-            queue_us=self.queue_us[row],
-            compute_us=self.compute_us[row],
-            score=self.scores[row],
-            decodes=self.views[row].decodes,
+            own.id,
+            local * size,
+            reused * size,
+            source(self.ask.match, own.segment) if reused > local else None,
+            self.transfer_us[row],
+            self.queue_us[row],
+            self.compute_us[row],
+            self.scores[row],
         )
 
-    def _source(self, own: SegmentId | None) -> SegmentId | None:
-        return self.longest if own != self.longest else source(self.ask.match, own)
+
+class Candidates(Sequence[Candidate]):
+    """The chosen row, then those it won against, best first, `most` in all.
+
+    Made when looked at: of most decisions nobody reads more than the first.
+    """
+
+    __slots__ = ("_all", "_chosen", "_made", "_most", "_row")
+
+    def __init__(self, made: Options, row: int, most: int) -> None:
+        self._made, self._row, self._most = made, row, most
+        self._chosen = made.candidate(row)
+        self._all: list[Candidate] | None = None
+
+    def __len__(self) -> int:
+        return min(self._most, len(self._made.views))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __getitem__(self, at: Any) -> Any:
+        if at == 0:
+            return self._chosen
+        if self._all is None:
+            made, row = self._made, self._row
+            order = sorted(range(len(made.views)), key=made.scores.__getitem__)[: self._most]
+            others = [other for other in order if other != row][: self._most - 1]
+            self._all = [self._chosen, *map(made.candidate, others)]
+        return self._all[at]
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -141,80 +175,74 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_tbt_us: Micros
     pool_tokens: Tokens
     """Prefix that the pool as a whole holds: the most that any plan could reuse."""
-    candidates: tuple[Candidate, ...]
+    candidates: Sequence[Candidate]
     """The chosen one first, then those it won against, best first; the best KEPT of many."""
     considered: int
     """How many there were."""
 
 
-def options(
-    ask: Ask,
-    views: Sequence[InstanceView],
-    fetch: Fetch,
-    threshold: float,
-    cross_rack: float,
-    now_us: Micros,
-) -> Options:
-    """Algorithm 1's estimate for each instance: T = T_transfer + T_queue + T_prefill.
+class Estimate:
+    """Algorithm 1's estimate of one request for any instance: T_transfer, T_queue and T_prefill.
 
     best = the longest prefix the pool can give. Where an instance fetches, only length - best is
     computed; else it computes from its own prefix. At least one token is always computed: its
     logits are the first token's. `cross_rack`: how many times longer a transfer between racks is.
     """
-    made = Options(ask, views, now_us)
-    usable = (ask.length - 1) // made.block_size
-    best = min(ask.match.pool, usable)
-    own = _own(ask)
-    segments = [view.info.segment for view in views]
-    made.local = [0 if segment is None else own.get(segment, 0) for segment in segments]
-    if max(own.values(), default=0) > usable:
-        made.local = [local if local < usable else usable for local in made.local]
-    home = "" if made.longest is None else ask.racks.get(made.longest, "")
-    known: dict[tuple[int, Cost, bool, Tokens], tuple[int, Micros, Micros]] = {}
-    rows = []
-    for local, view in zip(made.local, views, strict=True):
-        crosses = home != "" and view.info.rack not in ("", home)
-        # Most instances have nothing, and may cost the same.
-        key = (local, view.cost, crosses, view.info.chunk_tokens)
-        row = known.get(key)
-        if row is None:
-            factor = cross_rack if crosses else 1.0
-            row = known[key] = _terms(ask.length, local, best, view, fetch, threshold, factor)
-        rows.append(row)
-    made.reused, made.transfer_us, made.compute_us = map(list, zip(*rows, strict=True))
-    return made
 
+    def __init__(
+        self, ask: Ask, block_size: Tokens, fetch: Fetch, threshold: float, cross_rack: float
+    ) -> None:
+        self._ask, self._block_size = ask, block_size
+        self._fetch, self._threshold, self._cross_rack = fetch, threshold, cross_rack
+        self._usable = (ask.length - 1) // block_size
+        self._best = min(ask.match.pool, self._usable)
+        held = ask.match.by_holder.copy() if ask.coming else ask.match.by_holder
+        for segment, blocks in ask.coming.items():
+            if blocks > held.get(segment, 0):
+                held[segment] = blocks
+        self._own = cast("dict[SegmentId | None, int]", held)
+        """Leading blocks that each segment has, or will have."""
+        longest = source(ask.match, None) if ask.racks else None
+        self._home = ask.racks.get(longest, "") if longest is not None else ""
+        self._known: dict[tuple[int, Kind], tuple[int, Micros, Micros]] = {}
 
-def _own(ask: Ask) -> dict[SegmentId, int]:
-    """Leading blocks that each segment has, or will have."""
-    own = ask.match.by_holder.copy() if ask.coming else ask.match.by_holder
-    for segment, blocks in ask.coming.items():
-        if blocks > own.get(segment, 0):
-            own[segment] = blocks
-    return own
+    def options(self, views: Sequence[InstanceView], now_us: Micros) -> Options:
+        """The terms of these instances."""
+        own, known, usable = self._own, self._known, self._usable
+        local = [own.get(view.info.segment, 0) for view in views]
+        if max(local) > usable:
+            local = [blocks if blocks < usable else usable for blocks in local]
+        # Most have nothing, and may be of one kind.
+        pairs = zip(local, [view.kind for view in views], strict=True)
+        rows = [known.get(pair) or self._terms(*pair) for pair in pairs]
+        return Options(self._ask, self._block_size, views, local, rows, now_us)
 
+    def least_us(self, kinds: Collection[Kind]) -> Micros:
+        """What transfer and compute take at least on instances of these kinds; 0 where many."""
+        local = dict.fromkeys(min(blocks, self._usable) for blocks in (0, *self._own.values()))
+        if len(local) * len(kinds) > _MANY:
+            return 0
+        terms = [self._terms(blocks, kind) for blocks in local for kind in kinds]
+        return min(transfer_us + compute_us for _, transfer_us, compute_us in terms)
 
-def _terms(
-    length: Tokens,
-    local: int,
-    best: int,
-    view: InstanceView,
-    fetch: Fetch,
-    threshold: float,
-    factor: float,
-) -> tuple[int, Micros, Micros]:
-    """Blocks to start from, time to load those it lacks, time to compute the rest."""
-    info, cost = view.info, view.cost
-    size = info.namespace.block_size
-    if fetch == "never" or best <= local or (fetch == "threshold" and best <= local * threshold):
-        return local, 0, cost.prefill_us(length, local * size, info.chunk_tokens)
-    transfer_us = round(factor * cost.transfer_us((best - local) * info.block_bytes))
-    compute_us = cost.prefill_us(length, best * size, info.chunk_tokens)
-    if fetch == "cheaper":
-        alone_us = cost.prefill_us(length, local * size, info.chunk_tokens)
-        if transfer_us + compute_us >= alone_us:
-            return local, 0, alone_us
-    return best, transfer_us, compute_us
+    def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:
+        """Blocks to start from, time to load those it lacks, time to compute the rest."""
+        length, size, best, fetch = self._ask.length, self._block_size, self._best, self._fetch
+        cost, chunk = kind.cost, kind.chunk_tokens
+        reused, transfer_us = local, 0
+        if best > local and (
+            fetch == "cheaper" or (fetch == "threshold" and best > local * self._threshold)
+        ):
+            crosses = self._home and kind.rack not in ("", self._home)
+            load_us = cost.transfer_us((best - local) * kind.block_bytes)
+            reused, transfer_us = best, round(self._cross_rack * load_us) if crosses else load_us
+        compute_us = cost.prefill_us(length, reused * size, chunk)
+        if fetch == "cheaper" and reused > local:
+            alone_us = cost.prefill_us(length, local * size, chunk)
+            if transfer_us + compute_us >= alone_us:
+                reused, transfer_us, compute_us = local, 0, alone_us
+        row = self._known[local, kind] = reused, transfer_us, compute_us
+        return row
 
 
 def choose_decode(
@@ -237,16 +265,25 @@ def choose_decode(
         if meets_here or not leaves:
             return home, meets_here
         views = [home, *views]
-    free = [view for view in views if view.has_slot(context)] or views
-    rows = [(view.tbt_us(context), view.decodes, view) for view in free]
-    meets = [row for row in rows if _meets(row[2], row[0], goal_us)]
-    tbt_us, _, best = min(meets or rows, key=_TBT_THEN_DECODES)
+    free = [view for view in views if view.room_tokens >= context] or views
+    rows = list(zip(tbts_us(free, context), free, strict=True))
+    tbt_us, best = _lowest(rows)
+    meets = _meets(best, tbt_us, goal_us)
     rack = near.info.rack if near is not None else ""
-    if rack and best.info.rack != rack:
-        limit_us = tbt_us * _NEAR
-        same = [view for us, _, view in meets or rows if view.info.rack == rack and us <= limit_us]
-        best = same[0] if same else best
-    return best, bool(meets)
+    if not meets or (rack and best.info.rack != rack):  # then all must be looked at
+        met = [(us, view) for us, view in rows if _meets(view, us, goal_us)]
+        meets, rows = bool(met), met or rows
+        tbt_us, best = _lowest(rows)
+        same = [view for us, view in rows if view.info.rack == rack and us <= tbt_us * _NEAR]
+        if rack and best.info.rack != rack and same:
+            best = same[0]
+    return best, meets
+
+
+def _lowest(rows: list[tuple[Micros, InstanceView]]) -> tuple[Micros, InstanceView]:
+    """The lowest predicted TBT; of equals, the fewest members, the first."""
+    lowest = min([tbt_us for tbt_us, _ in rows])
+    return lowest, min([view for us, view in rows if us == lowest], key=_DECODES)
 
 
 def _meets(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> bool:

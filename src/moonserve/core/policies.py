@@ -9,20 +9,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from heapq import nsmallest
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.peers import dynamo_overlap, llmd_scorers, preble_e2, sglang_cache_aware
+from moonserve.core.peers import (
+    PREBLE_WINDOW_US,
+    dynamo_overlap,
+    llmd_scorers,
+    preble_e2,
+    sglang_cache_aware,
+)
 from moonserve.core.placement import (
     Ask,
+    Candidates,
     Decision,
+    Estimate,
     Fetch,
     Options,
     choose_decode,
-    options,
     preferred,
 )
 from moonserve.core.request import Slo
@@ -34,9 +40,6 @@ if TYPE_CHECKING:
 
 KEPT = 16
 """Candidates that a decision keeps."""
-
-WINDOW_US = 180_000_000
-"""How far back rules that look back do."""
 
 OVERLOADED = 0.9
 """alpha_beta: an instance this loaded takes nothing while another is less so."""
@@ -84,7 +87,7 @@ class Memory:
         """Note an assignment; those older than the window are forgotten."""
         past = self.history.setdefault(instance, deque())
         past.append((now_us, work_us))
-        while past[0][0] < now_us - WINDOW_US:
+        while past[0][0] < now_us - PREBLE_WINDOW_US:
             past.popleft()
 
 
@@ -207,25 +210,38 @@ def decide(
     decodes = preferred([v for v in decodes if v.takes_decode and v.kv_tokens >= need], avoid)
     if not prefills or not decodes:
         return None
-    made = options(
-        ask,
-        prefills,
-        policy.fetch,
-        tuning.kvcache_balancing_threshold,
-        tuning.cross_rack,
-        now_us,
-    )
+    size, threshold = prefills[0].info.namespace.block_size, tuning.kvcache_balancing_threshold
+    estimate = Estimate(ask, size, policy.fetch, threshold, tuning.cross_rack)
+    likely = _likely(estimate, prefills, now_us) if policy.score is kvcache_centric else prefills
+    made = estimate.options(likely, now_us)
     made.scores = policy.score(made, memory)
-    row = _best(made.scores, prefills)
+    row = _best(made.scores, likely)
     context = ask.length + ask.expected_tokens
     share = tuning.tbt_share if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
-    decode, meets = choose_decode(context, decodes, goal_us, prefills[row], leaves=policy.late)
-    decision = _decision(made, row, decode, tuning, policy)
+    decode, meets = choose_decode(context, decodes, goal_us, likely[row], leaves=policy.late)
+    decision = _decision(made, row, len(prefills), decode, tuning, policy)
     late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
     tbt_us, strictest_us = decode.tbt_us(context), decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
     return Verdict(decision, late, not meets, tbt_us, breaks_us)
+
+
+def _likely(
+    estimate: Estimate, views: list[InstanceView], now_us: Micros
+) -> Sequence[InstanceView]:
+    """Those that may be among the KEPT with the lowest TTFT; of the others, none is, for certain.
+
+    An instance's TTFT is at least what is left of its queue and the least of transfer and compute:
+    who exceeds with these what KEPT others need is out.
+    """
+    if len(views) <= 2 * KEPT:
+        return views
+    last_us = sorted([view.idle_us for view in views])[KEPT - 1]
+    soonest = estimate.options([view for view in views if view.idle_us <= last_us][:KEPT], now_us)
+    least_us = estimate.least_us(dict.fromkeys([view.kind for view in views]))
+    limit_us = now_us + sorted(soonest.ttft_us())[KEPT - 1] - least_us
+    return [view for view in views if view.idle_us <= limit_us]
 
 
 def _best(scores: Sequence[float], views: Sequence[InstanceView]) -> int:
@@ -239,11 +255,14 @@ def _best(scores: Sequence[float], views: Sequence[InstanceView]) -> int:
 
 
 def _decision(
-    made: Options, row: int, decode: InstanceView, tuning: Tuning, policy: Policy
+    made: Options,
+    row: int,
+    considered: int,
+    decode: InstanceView,
+    tuning: Tuning,
+    policy: Policy,
 ) -> Decision:
-    order = nsmallest(KEPT, range(len(made.views)), key=made.scores.__getitem__)
-    order = [row, *[other for other in order if other != row][: KEPT - 1]]
-    candidates = tuple([made.candidate(i) for i in order])
+    candidates = Candidates(made, row, KEPT)
     chosen = candidates[0]
     return Decision(
         policy=tuning.policy,
@@ -257,6 +276,6 @@ def _decision(
         predicted_ttft_us=made.ask.waited_us + chosen.ttft_us,
         predicted_tbt_us=decode.tbt_us(made.ask.length),
         pool_tokens=made.ask.match.pool * made.block_size,
-        candidates=candidates,
-        considered=len(made.views),
+        candidates=candidates if len(made.views) <= 2 * KEPT else tuple(candidates),
+        considered=considered,
     )

@@ -7,11 +7,28 @@ a decision looks at every instance.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moonserve.core.cost import Cost
 from moonserve.core.facts import InstanceInfo, InstanceLoad
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
+
+
+class Kind:
+    """What the time for a prefill depends on, beside the work: instances of one kind are alike.
+
+    Compared by identity: ClusterView lets alike instances share one.
+    """
+
+    __slots__ = ("block_bytes", "chunk_tokens", "cost", "rack")
+
+    def __init__(self, info: InstanceInfo, cost: Cost) -> None:
+        self.cost = cost
+        self.chunk_tokens = info.chunk_tokens
+        self.block_bytes = info.block_bytes
+        self.rack = info.rack
 
 
 class InstanceView:
@@ -20,6 +37,7 @@ class InstanceView:
     def __init__(self, info: InstanceInfo, now_us: Micros, cost: Cost | None = None) -> None:
         self.info = info
         self.cost = cost or Cost()
+        self.kind = Kind(info, self.cost)
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
         self._queue: dict[RequestId, tuple[Micros, Tokens, Tokens]] = {}
@@ -27,9 +45,9 @@ class InstanceView:
         """How many prefills are promised here."""
         self.takes_prefill = True
         """Whether it may be promised one more prefill."""
-        self._idle_us: Micros = 0
+        self.idle_us: Micros = 0
         """When all that was promised would be done if the head took all its time, and no more."""
-        self._behind_us: Micros = 0
+        self.behind_us: Micros = 0
         """Prefill time promised behind the head."""
         self.promised_us: Micros = 0
         """Prefill time promised here, spent or not."""
@@ -43,10 +61,14 @@ class InstanceView:
         self.takes_decode = True
         """Whether it may be promised one more decode."""
         self._tbt_goals: dict[RequestId, Micros] = {}
+        self._strictest_us: Micros | None = None
         self.context: Tokens = 0
         """Context lengths of all requests that decode here or will, summed."""
         self.kv_tokens = info.kv_blocks * info.namespace.block_size
         """The most context that fits here."""
+        self.room_tokens: Tokens = 0
+        """The most context that one more decode may have; below zero without a free slot."""
+        self._count_decodes()
 
     def heard(self, load: InstanceLoad, now_us: Micros) -> None:
         """Take in a heartbeat: load, and measured samples for the cost fit."""
@@ -68,10 +90,10 @@ class InstanceView:
         """
         assert request not in self._queue
         if self._queue:
-            self._behind_us += work_us
-            self._idle_us += work_us
+            self.behind_us += work_us
+            self.idle_us += work_us
         else:
-            self._idle_us = now_us + work_us
+            self.idle_us = now_us + work_us
         self._queue[request] = (work_us, tokens, tokens + cached)
         self._promise(work_us, tokens, tokens + cached)
 
@@ -83,13 +105,13 @@ class InstanceView:
         work_us, tokens, prompt = self._queue.pop(request)
         self._promise(-work_us, -tokens, -prompt)
         if not was_head:
-            self._behind_us -= work_us
-            self._idle_us -= work_us
+            self.behind_us -= work_us
+            self.idle_us -= work_us
         elif self._queue:
-            self._behind_us -= next(iter(self._queue.values()))[0]
-            self._idle_us = now_us + self.promised_us
+            self.behind_us -= next(iter(self._queue.values()))[0]
+            self.idle_us = now_us + self.promised_us
         else:
-            self._behind_us = self._idle_us = 0
+            self.behind_us = self.idle_us = 0
 
     def _promise(self, work_us: Micros, tokens: Tokens, prompt: Tokens) -> None:
         """Count more of it, or less."""
@@ -104,8 +126,8 @@ class InstanceView:
 
         The head has been running since it became the head, so that much of it is spent.
         """
-        left_us = self._idle_us - now_us
-        return left_us if left_us > self._behind_us else self._behind_us
+        left_us = self.idle_us - now_us
+        return left_us if left_us > self.behind_us else self.behind_us
 
     def is_free(self, now_us: Micros, ahead_us: Micros) -> bool:
         """Whether it prefills nothing, or one prompt of which at most `ahead_us` are left."""
@@ -125,20 +147,24 @@ class InstanceView:
         self._count_decodes()
         if tbt_goal_us is not None:
             self._tbt_goals[request] = tbt_goal_us
+            self._strictest_us = min(self._tbt_goals.values())
 
     def end_decode(self, request: RequestId) -> None:
         """The promise is over, kept or not; unknown requests are no error."""
         self.context -= self._decoding.pop(request, 0)
-        self._tbt_goals.pop(request, None)
+        if self._tbt_goals.pop(request, None) == self._strictest_us:
+            self._strictest_us = min(self._tbt_goals.values(), default=None)
         self._count_decodes()
 
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
         self.takes_decode = self.decodes < self.info.max_requests
+        has_slot = self.decodes < self.info.max_seqs
+        self.room_tokens = self.kv_tokens - self.context if has_slot else -1
 
     def has_slot(self, context: Tokens) -> bool:
         """Whether one more decode of this context finds a place in the batch, and its KV room."""
-        return self.decodes < self.info.max_seqs and self.context + context <= self.kv_tokens
+        return context <= self.room_tokens
 
     def tbt_us(self, joining: Tokens) -> Micros:
         """Predicted time between tokens once a request of context `joining` has joined.
@@ -149,7 +175,16 @@ class InstanceView:
 
     def strictest_us(self) -> Micros | None:
         """The tightest TBT objective of those who decode here; None when nobody has one."""
-        return min(self._tbt_goals.values()) if self._tbt_goals else None
+        return self._strictest_us
+
+
+def tbts_us(views: Sequence[InstanceView], joining: Tokens) -> list[Micros]:
+    """`tbt_us` of each: one loop without calls, since a decision looks at every instance."""
+    return [
+        round(base + per_seq * (view.decodes + 1) + per_context * (view.context + joining))
+        for view in views
+        for base, per_seq, per_context in (view.cost.step_us,)
+    ]
 
 
 class ClusterView:
@@ -163,6 +198,11 @@ class ClusterView:
 
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
+        like = view.kind
+        for other in self.instances.values():
+            if all(getattr(like, of) == getattr(other.kind, of) for of in Kind.__slots__):
+                view.kind = other.kind
+                break
         self.instances[view.info.id] = view
         self.instances = dict(sorted(self.instances.items()))
         self._changed()
