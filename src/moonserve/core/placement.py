@@ -266,24 +266,25 @@ def choose_decode(
             return home, meets_here
         views = [home, *views]
     free = [view for view in views if view.room_tokens >= context] or views
-    rows = list(zip(tbts_us(free, context), free, strict=True))
-    tbt_us, best = _lowest(rows)
+    tbts = tbts_us(free, context)
+    tbt_us, best = _lowest(tbts, free)
     meets = _meets(best, tbt_us, goal_us)
     rack = near.info.rack if near is not None else ""
     if not meets or (rack and best.info.rack != rack):  # then all must be looked at
+        rows = list(zip(tbts, free, strict=True))
         met = [(us, view) for us, view in rows if _meets(view, us, goal_us)]
         meets, rows = bool(met), met or rows
-        tbt_us, best = _lowest(rows)
+        tbt_us, best = _lowest([us for us, _ in rows], [view for _, view in rows])
         same = [view for us, view in rows if view.info.rack == rack and us <= tbt_us * _NEAR]
         if rack and best.info.rack != rack and same:
             best = same[0]
     return best, meets
 
 
-def _lowest(rows: list[tuple[Micros, InstanceView]]) -> tuple[Micros, InstanceView]:
+def _lowest(tbts: Sequence[Micros], views: Sequence[InstanceView]) -> tuple[Micros, InstanceView]:
     """The lowest predicted TBT; of equals, the fewest members, the first."""
-    lowest = min([tbt_us for tbt_us, _ in rows])
-    return lowest, min([view for us, view in rows if us == lowest], key=_DECODES)
+    lowest = min(tbts)
+    return lowest, min([v for v, us in zip(views, tbts, strict=True) if us == lowest], key=_DECODES)
 
 
 def _meets(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> bool:
