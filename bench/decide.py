@@ -20,7 +20,6 @@ medians over rounds. All ledgers must be empty at the end.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -32,8 +31,7 @@ from hashlib import sha256
 from statistics import median
 from typing import Any
 
-from common import machine_line
-from index import LENGTHS, Child, Work
+from index import LENGTHS, Child, Work, asked
 
 BLOCK = 16
 IN_FLIGHT = 2
@@ -324,18 +322,9 @@ def bench(pythons: dict[str, str], args: tuple[int, int, int, str], rounds: int)
 
 def main() -> None:
     """Run all sizes."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--dynamo", metavar="PYTHON", help="interpreter with ai-dynamo-runtime, pyzmq and msgpack"
-    )
-    parser.add_argument("--quick", action="store_true", help="small, few rounds")
-    options = parser.parse_args()
-    pythons = {"moonserve": sys.executable}
-    if options.dynamo:
-        pythons["dynamo"] = options.dynamo
-    entries, queries, rounds = (20_000, 10, 1) if options.quick else (1_000_000, 100, 5)
-    print(machine_line())
-    for instances in (8, 64) if options.quick else (8, 64, 1_024):
+    pythons, quick = asked(str(__doc__), "ai-dynamo-runtime, pyzmq and msgpack")
+    entries, queries, rounds = (20_000, 10, 1) if quick else (1_000_000, 100, 5)
+    for instances in (8, 64) if quick else (8, 64, 1_024):
         for setup in SETUPS:
             bench(pythons, (instances, entries, queries, setup), rounds)
 

@@ -360,17 +360,21 @@ def bench(pythons: dict[str, str], args: tuple[int, int, int, int], rounds: int)
         print(f"  answers are {'the same' if same else 'DIFFERENT'}")
 
 
-def main() -> None:
-    """Run all sizes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dynamo", metavar="PYTHON", help="interpreter with ai-dynamo-runtime")
+def asked(about: str, needs: str) -> tuple[dict[str, str], bool]:
+    """The command line: each side's interpreter, and whether to be quick; names the machine."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--dynamo", metavar="PYTHON", help=f"interpreter with {needs}")
     parser.add_argument("--quick", action="store_true", help="small, few rounds")
     options = parser.parse_args()
-    pythons = {"moonserve": sys.executable}
-    if options.dynamo:
-        pythons["dynamo"] = options.dynamo
-    entries, queries, rounds = (30_000, 50, 2) if options.quick else (1_000_000, 1_000, 7)
     print(machine_line())
+    theirs = {"dynamo": options.dynamo} if options.dynamo else {}
+    return {"moonserve": sys.executable, **theirs}, options.quick
+
+
+def main() -> None:
+    """Run all sizes."""
+    pythons, quick = asked(str(__doc__), "ai-dynamo-runtime")
+    entries, queries, rounds = (30_000, 50, 2) if quick else (1_000_000, 1_000, 7)
     for workers in (64, 1_024):
         for holes in (0, 1):
             bench(pythons, (workers, entries, queries, holes), rounds)
