@@ -6,29 +6,37 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
+from moonserve.live.store.mooncake_master import require
 
 _NO_MODEL = f"{DEFAULT_MODEL} is not in the model cache; fetch it with: make model"
 
 
-def _model_is_here() -> bool:
+def _absent() -> dict[str, str]:
+    """Marker -> why its tests cannot run here."""
+    absent: dict[str, str] = {}
     try:
         resolve(DEFAULT_MODEL)
     except ConfigError:
-        return False
-    return True
+        absent["model"] = _NO_MODEL
+    try:
+        require()
+    except ConfigError as error:
+        absent["mooncake"] = str(error)
+    return absent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `model` where the model was not pulled."""
-    if not _model_is_here():
+    """Skip tests marked by what this machine has not got."""
+    for marker, why in _absent().items():
         for item in items:
-            if item.get_closest_marker("model"):
-                item.add_marker(pytest.mark.skip(reason=_NO_MODEL))
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count aloud what the absent model kept from running."""
+    """Count aloud what that kept from running."""
     skipped = terminalreporter.stats.get("skipped", [])
-    lost = sum(_NO_MODEL in str(report.longrepr) for report in skipped)
-    if lost:
-        terminalreporter.write_line(f"{lost} tests did not run: {_NO_MODEL}", red=True, bold=True)
+    for why in _absent().values():
+        lost = sum(why in str(report.longrepr) for report in skipped)
+        if lost:
+            terminalreporter.write_line(f"{lost} tests did not run: {why}", red=True, bold=True)

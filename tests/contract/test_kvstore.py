@@ -1,124 +1,39 @@
-"""The KVStore contract, over every way its bytes and calls can go.
+"""The KVStore contract: the same tests over every pool there is (tests/support/pools.py)."""
 
-embedded: one client beside its master. shm and tcp: two clients, one putting and one reading,
-calls to the master in-process but through the wire's bytes.
-"""
+from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
-import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
-import msgspec
 import pytest
 
-from moonserve.core.errors import BadRequest, ConfigError, StoreError
-from moonserve.core.facts import BlocksCleared, BlocksStored
-from moonserve.core.master import Master
-from moonserve.core.pool import Terms
-from moonserve.core.units import BlockKey, LeaseId, SegmentId
-from moonserve.live.store import wire
-from moonserve.live.store.client import StoreClient, StoreSettings
-from moonserve.live.store.server import MasterService
+from moonserve.core.units import BlockKey, LeaseId
 from moonserve.live.transfer import region
+from tests.support.pools import EMBEDDED, LEASE, AnyPool, Pools, blocks, key, read_all
 
-ROOM = 1 << 20
-LEASE = LeaseId("reader")
-KINDS = ["embedded", "shm", "tcp"]
-_epochs = itertools.count(1)
-
-
-class Pool:
-    """A master and two hands on it: `writer` puts, `reader` finds and reads."""
-
-    def __init__(self, kind: str, terms: Terms = Terms()) -> None:  # noqa: B008 - frozen
-        self.kind = kind
-        self.terms = terms
-        self.now_us = 0
-        self.service = self._new_service()
-        self.down = False
-        self.hold: asyncio.Event | None = None
-
-    def _new_service(self) -> MasterService:
-        return MasterService(Master(self.terms, next(_epochs) * 1000), lambda: self.now_us)
-
-    def restart_master(self) -> None:
-        """A new master that knows nothing."""
-        self.service = self._new_service()
-
-    async def rpc(self, op: str, body: bytes) -> bytes:
-        """The way to the master; `down` breaks it, `hold` delays puts at their end."""
-        if self.down:
-            raise ConnectionRefusedError("master is down")
-        if self.hold is not None and op == "put_end":
-            await self.hold.wait()
-        return self.service.handle(op, body)
-
-    async def client(self, name: str, room: int = ROOM, **more: object) -> StoreClient:
-        """Another client."""
-        fields: dict[str, object] = {
-            "segment": SegmentId(name),
-            "epoch": next(_epochs),
-            "capacity_bytes": room,
-            "token": b"secret",
-            "shared_memory": self.kind != "tcp",
-            "transfer_s": 2.0,
-        }
-        return await StoreClient.open(self.rpc, StoreSettings(**(fields | more)))  # type: ignore[arg-type]
-
-    async def start(self) -> None:
-        """Open both hands."""
-        self.writer = await self.client("w")
-        self.reader = self.writer if self.kind == "embedded" else await self.client("r", room=4096)
-
-    async def stop(self) -> None:
-        """Close both hands."""
-        await self.writer.close()
-        if self.reader is not self.writer:
-            await self.reader.close()
+KINDS = [*EMBEDDED, pytest.param("mooncake", marks=pytest.mark.mooncake)]
+every_pool = pytest.mark.parametrize("kind", KINDS)
 
 
-@asynccontextmanager
-async def pool(kind: str, terms: Terms) -> AsyncIterator[Pool]:
-    """A running pool."""
-    made = Pool(kind, terms)
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
+def names(items: list[tuple[BlockKey, memoryview]]) -> list[BlockKey]:
+    """Their keys."""
+    return [name for name, _ in items]
 
 
-def run(kind: str, test: Callable[[Pool], Awaitable[None]], terms: Terms = Terms()) -> None:  # noqa: B008
-    """Run a test against a pool of this kind."""
-
-    async def body() -> None:
-        async with pool(kind, terms) as made:
-            await test(made)
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+def contents(items: list[tuple[BlockKey, memoryview]]) -> list[bytes]:
+    """Their bytes."""
+    return [bytes(memory) for _, memory in items]
 
 
-def key(number: int) -> BlockKey:
-    """A key named by a number."""
-    return BlockKey(number.to_bytes(32, "big"))
-
-
-def blocks(*sizes: int) -> list[tuple[BlockKey, memoryview]]:
-    """Random objects, keys 0, 1, 2, ..."""
-    return [(key(n), memoryview(os.urandom(size))) for n, size in enumerate(sizes)]
-
-
-async def read_all(client: StoreClient, keys: list[BlockKey]) -> list[bytes]:
-    """Find and read: the leading objects that arrived."""
-    found = await client.find(keys, LEASE)
-    into = [memoryview(bytearray(it.size)) for it in found]
-    count = await client.read(found, into)
-    return [bytes(it) for it in into[:count]]
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """Where the tests run."""
+    made = Pools()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)
@@ -131,327 +46,173 @@ def nothing_is_left() -> Iterator[None]:
     assert not [path for path in region._ours() if f"-{os.getpid()}-" in path.name]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_put_is_read(kind: str) -> None:
+@every_pool
+def test_what_was_put_is_read(kind: str, pools: Pools) -> None:
     """Objects of all sizes come back equal, in order; a repeated put changes nothing."""
 
-    async def test(it: Pool) -> None:
+    async def test(it: AnyPool) -> None:
         items = blocks(1, 64, 4096, 100_000, 400_000)
         assert await it.writer.put(items, None) == 5
         assert await it.writer.put(items, None) == 5
-        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(m) for _, m in items]
+        assert await read_all(it.reader, names(items)) == contents(items)
+        assert await it.writer.put([], None) == 0
 
-    run(kind, test)
+    pools.run(kind, test)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_find_gives_the_leading_run(kind: str) -> None:
+@every_pool
+def test_find_gives_the_leading_run(kind: str, pools: Pools) -> None:
     """What lies behind the first missing key is not named."""
 
-    async def test(it: Pool) -> None:
+    async def test(it: AnyPool) -> None:
         items = blocks(100, 100, 100)
         await it.writer.put([items[0], items[2]], None)
-        assert [f.key for f in await it.reader.find([k for k, _ in items], LEASE)] == [key(0)]
+        found = await it.reader.find(names(items), LEASE)
+        assert [(f.key, f.size) for f in found] == [(key(0), 100)]
         assert await it.reader.find([], LEASE) == []
         assert await it.reader.read([], []) == 0
 
-    run(kind, test)
+    pools.run(kind, test)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_leased_stays_and_the_rest_makes_room(kind: str) -> None:
+@every_pool
+def test_what_is_leased_stays_and_the_rest_makes_room(kind: str, pools: Pools) -> None:
     """A full pool evicts what nobody holds; held objects survive, and too much is put short."""
 
-    async def test(it: Pool) -> None:
-        items = blocks(*[ROOM // 4] * 6)
+    async def test(it: AnyPool) -> None:
+        size = it.room * 3 // 16 - 64  # five have room
+        items = blocks(*[size] * 7)
         assert await it.writer.put(items[:4], None) == 4
-        found = await it.reader.find([key(0), key(1)], LEASE)
-        assert len(found) == 2
-        assert await it.writer.put(items[4:6], LeaseId("w")) == 2
-        assert await read_all(it.reader, [key(0), key(1)]) == [bytes(m) for _, m in items[:2]]
+        assert len(await it.reader.find([key(0), key(1)], LEASE)) == 2
+        assert await it.writer.put(items[4:], LeaseId("w")) == 3
+        assert await read_all(it.reader, [key(0), key(1)]) == contents(items[:2])
         assert await it.reader.find([key(2)], LEASE) == []
-        more = [(key(n), memoryview(bytes(ROOM // 4))) for n in (7, 8)]
+        more = blocks(size, size, first=7)
         assert await it.writer.put(more, None) == 0
-        await it.reader.release(LEASE)
+        await it.leases_end()
         await it.reader.release(LeaseId("never heard of"))
         assert await it.writer.put(more, None) == 2
 
-    run(kind, test)
+    pools.run(kind, test)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_corrupt_bytes_are_never_returned(kind: str) -> None:
+@every_pool
+def test_corrupt_bytes_are_never_returned(kind: str, pools: Pools) -> None:
     """One flipped bit: the read ends before that object, which is then gone and can be put anew."""
 
-    async def test(it: Pool) -> None:
+    async def test(it: AnyPool) -> None:
         items = blocks(5000, 5000, 5000)
         await it.writer.put(items, None)
-        found = it.service.master.locate(key(1))
-        assert found is not None
-        it.writer._region.view[found.replicas[0].offset + 4999] ^= 1
-        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(items[0][1])]
-        assert it.service.master.locate(key(1)) is None
+        await it.corrupt(key(1))
+        assert await read_all(it.reader, names(items)) == contents(items[:1])
+        assert len(await it.reader.find(names(items), LEASE)) == 1
         assert await it.writer.put(items, None) == 3
-        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(m) for _, m in items]
+        assert await read_all(it.reader, names(items)) == contents(items)
 
-    run(kind, test)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_extent_reused_under_a_reader_is_noticed(kind: str) -> None:
-    """After its lease ran out, an object may be overwritten; its late reader gets nothing."""
-
-    async def test(it: Pool) -> None:
-        await it.writer.put(blocks(ROOM), None)
-        found = await it.reader.find([key(0)], LEASE)
-        it.now_us += Terms().lease_ttl_us
-        it.service.master.beat(it.now_us, SegmentId("w"), it.writer.settings.epoch)
-        it.service.reap()
-        assert await it.writer.put([(key(1), memoryview(bytes(ROOM)))], None) == 1
-        assert await it.reader.read(found, [memoryview(bytearray(ROOM))]) == 0
-        assert it.service.master.locate(key(1)) is not None
-
-    run(kind, test)
+    pools.run(kind, test)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_written_objects_are_never_seen(kind: str) -> None:
-    """Until the put ended, others find nothing; its caller being cancelled leaves no ticket."""
+@every_pool
+def test_what_is_lost_after_it_was_found_is_a_short_read(kind: str, pools: Pools) -> None:
+    """A reader whose object vanished, or was written over, gets what comes before it."""
 
-    async def test(it: Pool) -> None:
-        it.hold = asyncio.Event()
-        putting = asyncio.create_task(it.writer.put(blocks(5000), None))
-        while it.service.master.stats().pending_puts == 0:
-            await asyncio.sleep(0)
-        assert await it.reader.find([key(0)], LEASE) == []
+    async def test(it: AnyPool) -> None:
+        items = blocks(5000, 5000)
+        await it.writer.put(items, None)
+        found = await it.reader.find(names(items), LEASE)
+        await it.lose(key(1))
+        assert await it.writer.put(blocks(5000, first=9), None) == 1
+        into = [memoryview(bytearray(5000)) for _ in found]
+        assert await it.reader.read(found, into) == 1
+        assert into[0] == items[0][1]
+
+    pools.run(kind, test)
+
+
+@every_pool
+def test_half_written_objects_are_never_seen(kind: str, pools: Pools) -> None:
+    """Beside a put, others find all of an object or nothing; a cancelled put can be done again."""
+
+    async def test(it: AnyPool) -> None:
+        for number in range(5):
+            items = blocks(it.room // 16, first=number)
+            putting = asyncio.create_task(it.writer.put(items, None))
+            while not putting.done():
+                assert await read_all(it.reader, names(items)) in ([], contents(items))
+                await asyncio.sleep(0)
+            assert await read_all(it.reader, names(items)) == contents(items)
+        items = blocks(it.room // 16, first=9)
+        putting = asyncio.create_task(it.writer.put(items, None))
+        await asyncio.sleep(0)
         putting.cancel()
-        it.hold.set()
         with pytest.raises(asyncio.CancelledError):
             await putting
-        assert it.service.master.stats().pending_puts == 0
+        assert await it.writer.put(items, None) == 1
+        assert await read_all(it.reader, names(items)) == contents(items)
 
-    run(kind, test)
+    pools.run(kind, test)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_master_out_of_reach_is_an_empty_pool(kind: str) -> None:
-    """No call raises; when a new master comes, the segment is mounted again and works."""
+@every_pool
+def test_many_at_once(kind: str, pools: Pools) -> None:
+    """Concurrent puts and reads of the same and of other objects all get what they asked for."""
 
-    async def test(it: Pool) -> None:
+    async def test(it: AnyPool) -> None:
+        items = blocks(*[3000] * 12)
+
+        async def one(number: int) -> None:
+            mine = items[: number % 12 + 1]
+            hand = it.writer if number % 2 else it.reader
+            lease = LeaseId(f"r{number}")
+            assert await it.writer.put(mine, lease) == len(mine)
+            found = await hand.find(names(mine), lease)
+            into = [memoryview(bytearray(f.size)) for f in found]
+            assert await hand.read(found, into) == len(mine)
+            assert [bytes(memory) for memory in into] == contents(mine)
+            await hand.release(lease)
+
+        await it.writer.put(items, None)
+        await asyncio.gather(*(one(number) for number in range(30)))
+
+    pools.run(kind, test)
+
+
+@every_pool
+def test_a_master_out_of_reach_is_an_empty_pool(kind: str, pools: Pools) -> None:
+    """No call raises; when a new master comes, the pool works again, without what was there."""
+
+    async def test(it: AnyPool) -> None:
         items = blocks(5000)
         await it.writer.put(items, None)
-        it.down = True
+        await it.go_down()
         assert await it.reader.find([key(0)], LEASE) == []
         assert await it.writer.put(items, None) == 0
         await it.reader.release(LEASE)
-        it.down = False
-        it.restart_master()
-        assert await it.reader.find([key(0)], LEASE) == []
-        assert await it.writer.put(items, None) == 1
-        assert await read_all(it.reader, [key(0)]) == [bytes(items[0][1])]
+        await it.come_back()
+        while await it.writer.put(items, None) == 0:
+            await asyncio.sleep(0.1)
+        while not await it.reader.find([key(0)], LEASE):
+            await asyncio.sleep(0.1)
+        assert await read_all(it.reader, [key(0)]) == contents(items)
 
-    run(kind, test)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ledgers_return_to_zero(kind: str) -> None:
-    """After concurrent puts and reads and their releases: no lease, no pending put, equal bytes."""
-
-    async def test(it: Pool) -> None:
-        async def one(number: int) -> None:
-            lease = LeaseId(f"r{number}")
-            items = blocks(*[3000] * (number % 7 + 1))
-            hand = it.writer if number % 2 else it.reader
-            await hand.put([(k, m) for k, m in items if k != key(number % 3)], lease)
-            await it.reader.find([k for k, _ in items], lease)
-            await hand.release(lease)
-
-        await asyncio.gather(*(one(number) for number in range(30)))
-        stats = it.service.master.stats()
-        assert (stats.leases, stats.pending_puts) == (0, 0)
-        for segment in stats.segments:
-            assert segment.used_bytes == segment.evictable_bytes == segment.objects * 3008
-
-    run(kind, test)
+    pools.run(kind, test)
 
 
-def test_puts_spill_onto_other_segments_over_tcp() -> None:
-    """With its own segment full of leased objects, a worker writes onto another's."""
+@every_pool
+def test_the_index_is_told(kind: str, pools: Pools) -> None:
+    """What is put is told to the Conductor as pieces of its chain, once; what is missed, too."""
 
-    async def test(it: Pool) -> None:
-        items = blocks(3000, 3000, 3000)
-        assert await it.reader.put(items, LEASE) == 3
-        homes = [it.service.master.locate(k) for k, _ in items]
-        assert [h.replicas[0].segment for h in homes if h] == ["r", "w", "w"]
-        assert await read_all(it.writer, [k for k, _ in items]) == [bytes(m) for _, m in items]
-        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(m) for _, m in items]
+    async def test(it: AnyPool) -> None:
+        items = blocks(100, 100, 100, 100)
+        await it.writer.put(items[:2], None)
+        await it.writer.put(items[2:], None, parent=key(1))
+        await it.writer.put(items, None)
+        index = await it.told()
+        assert (index.match(names(items)).pool, index.entries) == (4, 4)
+        await it.lose(key(2))
+        await it.reader.find(names(items), LEASE)
+        assert (await it.told()).match(names(items)).pool == 2
+        await it.writer.put(items, None)
+        assert (await it.told()).match(names(items)).pool == 4
 
-    run("tcp", test)
-
-
-def test_a_dead_owner_is_a_short_read_within_the_deadline() -> None:
-    """The peer's server is gone: the read is short, soon, and raises nothing."""
-
-    async def test(it: Pool) -> None:
-        await it.writer.put(blocks(5000), None)
-        found = await it.reader.find([key(0)], LEASE)
-        it.writer._server.close()
-        started = time.monotonic()
-        assert await it.reader.read(found, [memoryview(bytearray(5000))]) == 0
-        assert time.monotonic() - started < 2 * it.reader.settings.transfer_s + 5
-
-    run("tcp", test)
-
-
-def test_beats_keep_a_segment_and_mount_it_again() -> None:
-    """Beats renew the master's patience, and bring back a segment that it forgot."""
-
-    async def test(it: Pool) -> None:
-        it.writer.start_beats()
-        it.writer.start_beats()
-        it.restart_master()
-        while not it.service.master.addresses():
-            await asyncio.sleep(0.001)
-        it.now_us += it.terms.segment_ttl_us
-        for _ in range(20):
-            await asyncio.sleep(0.002)
-        it.service.reap()
-        assert list(it.service.master.addresses()) == ["w"]
-
-    run("embedded", test, Terms(segment_ttl_us=4000))
-
-
-def test_beats_go_on_after_a_bug(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An unexpected error in a beat is logged, and the next beat comes all the same."""
-
-    async def test(it: Pool) -> None:
-        calls = 0
-
-        def buggy(addresses: object) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                raise KeyError("bug")
-
-        monkeypatch.setattr(it.writer._transfer, "retain", buggy)
-        it.writer.start_beats()
-        while calls < 3:
-            await asyncio.sleep(0.001)
-        assert [record.getMessage() for record in caplog.records] == ["the store's beats broke off"]
-
-    run("embedded", test, Terms(segment_ttl_us=4000))
-
-
-def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A master that hangs in a beat is asked again within the beat's own deadline."""
-    monkeypatch.setattr("moonserve.live.store.client._BEAT_CALL_S", 0.01)
-
-    async def test(it: Pool) -> None:
-        beats = 0
-        answer = it.writer._rpc
-
-        async def slow(op: str, body: bytes) -> bytes:
-            nonlocal beats
-            if op == "beat":
-                beats += 1
-                await asyncio.sleep(60)
-            return await answer(op, body)
-
-        it.writer._rpc = slow
-        it.writer.start_beats()
-        async with asyncio.timeout(it.writer.settings.call_s - 1):
-            while beats < 3:
-                await asyncio.sleep(0.001)
-
-    run("embedded", test, Terms(segment_ttl_us=4000))
-
-
-def test_closing_leaves_the_pool() -> None:
-    """After close, the segment is unmounted and its objects' removal was told."""
-
-    async def test(it: Pool) -> None:
-        other = await it.client("o")
-        await other.put(blocks(10), None)
-        await other.close()
-        assert list(it.service.master.addresses()) == ["w"]
-        o, epoch = SegmentId("o"), other.settings.epoch
-        stored = BlocksStored(o, (key(0),), None, "dram", epoch)
-        assert it.service.master.drain_events() == [stored, BlocksCleared(o, "dram", epoch)]
-
-    run("embedded", test)
-
-
-def test_a_second_start_takes_the_segment_over() -> None:
-    """The older of two starts of one segment is refused, and leaves no memory behind."""
-
-    async def test(it: Pool) -> None:
-        newer = await it.client("w", epoch=10**9)
-        with pytest.raises(StoreError, match="later start"):
-            await it.client("w", epoch=10**9 - 1)
-        await newer.close()
-
-    run("embedded", test)
-
-
-def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
-    """A port in use names the setting, and leaves no memory behind."""
-
-    async def test(it: Pool) -> None:
-        with pytest.raises(ConfigError, match="cannot listen on"):
-            await it.client("o", port=it.writer.address.port)
-
-    run("embedded", test)
-
-
-@pytest.mark.parametrize(
-    ("op", "body"),
-    [
-        ("steal", b""),
-        ("find", b""),
-        ("find", b"\xff\x00"),
-        ("find", msgspec.msgpack.encode([[b""], "lease"])),
-        ("find", msgspec.msgpack.encode([[bytes(32)] * (wire.MAX_BATCH + 1), "lease"])),
-        ("find", msgspec.msgpack.encode([[bytes(32)], ""])),
-        ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 0]], None])),
-        ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 1 << 40]], None])),
-        ("mount", msgspec.msgpack.encode([{"id": "w"}])),
-        (
-            "mount",
-            msgspec.msgpack.encode(
-                [["w", 1, 0, {"host": "h", "port": 1, "region": "", "identity": b""}]]
-            ),
-        ),
-    ],
-)
-def test_malformed_calls_are_bad_requests(op: str, body: bytes) -> None:
-    """Unknown operations and bodies of the wrong shape are refused at once, changing nothing."""
-    service = Pool("embedded").service
-    with pytest.raises(BadRequest):
-        service.handle(op, body)
-    assert service.lookup()["segments"] == []
-
-
-def test_lookup_tells_where_a_key_lies() -> None:
-    """GET /api/segments: the ledgers without a key, one object's place with it, 400 for no key."""
-
-    async def test(it: Pool) -> None:
-        await it.writer.put(blocks(10), LEASE)
-        everything = it.service.lookup()
-        assert everything["segments"][0]["id"] == "w"
-        assert (everything["objects"], everything["leases"]) == (1, 1)
-        one = it.service.lookup(key(0).hex())
-        assert one["exists"]
-        assert one["replicas"] == [{"segment": "w", "offset": 0}]
-        assert it.service.lookup(key(1).hex()) == {
-            "key": key(1).hex(),
-            "exists": False,
-            "replicas": [],
-        }
-        assert msgspec.json.encode([everything, one])
-        for bad in ("", "xyz", "00"):
-            with pytest.raises(BadRequest, match="64 hex digits"):
-                it.service.lookup(bad)
-
-    run("embedded", test)
+    pools.run(kind, test)

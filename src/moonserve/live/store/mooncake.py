@@ -50,7 +50,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     master: str
     """host:port of a mooncake_master."""
     segment_bytes: Bytes
-    """Memory lent to the pool."""
+    """Memory lent to the pool; 0: none."""
     host: str = "127.0.0.1"
     """Where the other workers reach this one."""
     lanes: int = 4
@@ -109,7 +109,7 @@ class MooncakeStore:
         require()
         if not settings.master:
             raise ConfigError("mooncake needs its master's host:port", "mooncake_master")
-        if settings.segment_bytes < _MIN_SEGMENT_BYTES:
+        if 0 < settings.segment_bytes < _MIN_SEGMENT_BYTES:
             raise ConfigError("Mooncake takes segments of 16MiB and more", "segment_bytes")
         for name, value in {**_ENVIRONMENT, "MC_TCP_BIND_ADDRESS": settings.host}.items():
             os.environ.setdefault(name, value)
@@ -167,13 +167,15 @@ class MooncakeStore:
             new = [item for item, there in zip(items, exist, strict=True) if not there]
             parts = _parts([len(memory) for _, memory in new])
             done = await asyncio.gather(*(self._set(new[part], lease) for part in parts))
-            stored = {key for part in done for key in part}
+            stored = [key for part in done for key in part]
             if stored and lease is not None:
-                await self._exist(list(stored))  # which leases them
+                leased = await self._exist(stored)
+                stored = [key for key, there in zip(stored, leased, strict=True) if there]
         except StoreError as error:
             log.warning("put: %s", error)
             return 0
-        there = [bool(had) or key in stored for key, had in zip(keys, exist, strict=True)]
+        new_keys = set(stored)
+        there = [bool(had) or key in new_keys for key, had in zip(keys, exist, strict=True)]
         self._tell_stored(keys, there, parent)
         return sum(there)
 

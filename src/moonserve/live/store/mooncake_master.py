@@ -42,12 +42,12 @@ def require() -> Path:
     return folder
 
 
-def command(host: str, port: int) -> tuple[str, ...]:
+def command(host: str, port: int, lease_ms: int = _LEASE_MS) -> tuple[str, ...]:
     """What to run for a master that listens there and ends with its parent."""
-    return (sys.executable, "-m", __name__, host, str(port))
+    return (sys.executable, "-m", __name__, host, str(port), str(lease_ms))
 
 
-def main(host: str, port: str) -> None:
+def main(host: str, port: str, lease_ms: str) -> None:
     """Become the master; killed with the process that started it."""
     folder = require()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -55,7 +55,7 @@ def main(host: str, port: str) -> None:
         return
     flags = (
         f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}",
-        "--metrics_port=0", f"--default_kv_lease_ttl={_LEASE_MS}", "--logtostderr",
+        "--metrics_port=0", f"--default_kv_lease_ttl={lease_ms}", "--logtostderr",
         "--minloglevel=2",
     )  # fmt: skip
     program = str(folder / "mooncake_master")

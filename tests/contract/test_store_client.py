@@ -1,0 +1,334 @@
+"""StoreClient and its master from inside: segments, beats, tickets, ledgers, what crosses the wire.
+
+What every KVStore must do is in test_kvstore.py.
+"""
+
+import asyncio
+import gc
+import os
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from moonserve.core.errors import BadRequest, ConfigError, StoreError
+from moonserve.core.facts import BlocksCleared, BlocksStored
+from moonserve.core.pool import Terms
+from moonserve.core.units import LeaseId, SegmentId
+from moonserve.live.store import wire
+from moonserve.live.transfer import region
+from tests.support.pools import LEASE, ROOM, Pool, blocks, key, read_all
+
+KINDS = ["embedded", "shm", "tcp"]
+
+
+@asynccontextmanager
+async def pool(kind: str, terms: Terms) -> AsyncIterator[Pool]:
+    """A running pool."""
+    made = Pool(kind, terms)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def run(kind: str, test: Callable[[Pool], Awaitable[None]], terms: Terms = Terms()) -> None:  # noqa: B008
+    """Run a test against a pool of this kind."""
+
+    async def body() -> None:
+        async with pool(kind, terms) as made:
+            await test(made)
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No test leaves shared memory, or a warning about an unclosed thing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        yield
+        gc.collect()
+    assert not [path for path in region._ours() if f"-{os.getpid()}-" in path.name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_corrupt_bytes_are_never_returned(kind: str) -> None:
+    """One flipped bit: the read ends before that object, which is then gone and can be put anew."""
+
+    async def test(it: Pool) -> None:
+        items = blocks(5000, 5000, 5000)
+        await it.writer.put(items, None)
+        found = it.service.master.locate(key(1))
+        assert found is not None
+        it.writer._region.view[found.replicas[0].offset + 4999] ^= 1
+        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(items[0][1])]
+        assert it.service.master.locate(key(1)) is None
+        assert await it.writer.put(items, None) == 3
+        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(m) for _, m in items]
+
+    run(kind, test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_extent_reused_under_a_reader_is_noticed(kind: str) -> None:
+    """After its lease ran out, an object may be overwritten; its late reader gets nothing."""
+
+    async def test(it: Pool) -> None:
+        await it.writer.put(blocks(ROOM), None)
+        found = await it.reader.find([key(0)], LEASE)
+        it.now_us += Terms().lease_ttl_us
+        it.service.master.beat(it.now_us, SegmentId("w"), it.writer.settings.epoch)
+        it.service.reap()
+        assert await it.writer.put([(key(1), memoryview(bytes(ROOM)))], None) == 1
+        assert await it.reader.read(found, [memoryview(bytearray(ROOM))]) == 0
+        assert it.service.master.locate(key(1)) is not None
+
+    run(kind, test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_written_objects_are_never_seen(kind: str) -> None:
+    """Until the put ended, others find nothing; its caller being cancelled leaves no ticket."""
+
+    async def test(it: Pool) -> None:
+        it.hold = asyncio.Event()
+        putting = asyncio.create_task(it.writer.put(blocks(5000), None))
+        while it.service.master.stats().pending_puts == 0:
+            await asyncio.sleep(0)
+        assert await it.reader.find([key(0)], LEASE) == []
+        putting.cancel()
+        it.hold.set()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert it.service.master.stats().pending_puts == 0
+
+    run(kind, test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_master_out_of_reach_is_an_empty_pool(kind: str) -> None:
+    """No call raises; when a new master comes, the segment is mounted again and works."""
+
+    async def test(it: Pool) -> None:
+        items = blocks(5000)
+        await it.writer.put(items, None)
+        it.is_down = True
+        assert await it.reader.find([key(0)], LEASE) == []
+        assert await it.writer.put(items, None) == 0
+        await it.reader.release(LEASE)
+        it.is_down = False
+        await it.come_back()
+        assert await it.reader.find([key(0)], LEASE) == []
+        assert await it.writer.put(items, None) == 1
+        assert await read_all(it.reader, [key(0)]) == [bytes(items[0][1])]
+
+    run(kind, test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ledgers_return_to_zero(kind: str) -> None:
+    """After concurrent puts and reads and their releases: no lease, no pending put, equal bytes."""
+
+    async def test(it: Pool) -> None:
+        async def one(number: int) -> None:
+            lease = LeaseId(f"r{number}")
+            items = blocks(*[3000] * (number % 7 + 1))
+            hand = it.writer if number % 2 else it.reader
+            await hand.put([(k, m) for k, m in items if k != key(number % 3)], lease)
+            await it.reader.find([k for k, _ in items], lease)
+            await hand.release(lease)
+
+        await asyncio.gather(*(one(number) for number in range(30)))
+        stats = it.service.master.stats()
+        assert (stats.leases, stats.pending_puts) == (0, 0)
+        for segment in stats.segments:
+            assert segment.used_bytes == segment.evictable_bytes == segment.objects * 3008
+
+    run(kind, test)
+
+
+def test_puts_spill_onto_other_segments_over_tcp() -> None:
+    """With its own segment full of leased objects, a worker writes onto another's."""
+
+    async def test(it: Pool) -> None:
+        items = blocks(3000, 3000, 3000)
+        assert await it.reader.put(items, LEASE) == 3
+        homes = [it.service.master.locate(k) for k, _ in items]
+        assert [h.replicas[0].segment for h in homes if h] == ["r", "w", "w"]
+        assert await read_all(it.writer, [k for k, _ in items]) == [bytes(m) for _, m in items]
+        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(m) for _, m in items]
+
+    run("tcp", test)
+
+
+def test_a_dead_owner_is_a_short_read_within_the_deadline() -> None:
+    """The peer's server is gone: the read is short, soon, and raises nothing."""
+
+    async def test(it: Pool) -> None:
+        await it.writer.put(blocks(5000), None)
+        found = await it.reader.find([key(0)], LEASE)
+        it.writer._server.close()
+        started = time.monotonic()
+        assert await it.reader.read(found, [memoryview(bytearray(5000))]) == 0
+        assert time.monotonic() - started < 2 * it.reader.settings.transfer_s + 5
+
+    run("tcp", test)
+
+
+def test_beats_keep_a_segment_and_mount_it_again() -> None:
+    """Beats renew the master's patience, and bring back a segment that it forgot."""
+
+    async def test(it: Pool) -> None:
+        it.writer.start_beats()
+        it.writer.start_beats()
+        await it.come_back()
+        while not it.service.master.addresses():
+            await asyncio.sleep(0.001)
+        it.now_us += it.terms.segment_ttl_us
+        for _ in range(20):
+            await asyncio.sleep(0.002)
+        it.service.reap()
+        assert list(it.service.master.addresses()) == ["w"]
+
+    run("embedded", test, Terms(segment_ttl_us=4000))
+
+
+def test_beats_go_on_after_a_bug(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unexpected error in a beat is logged, and the next beat comes all the same."""
+
+    async def test(it: Pool) -> None:
+        calls = 0
+
+        def buggy(addresses: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise KeyError("bug")
+
+        monkeypatch.setattr(it.writer._transfer, "retain", buggy)
+        it.writer.start_beats()
+        while calls < 3:
+            await asyncio.sleep(0.001)
+        assert [record.getMessage() for record in caplog.records] == ["the store's beats broke off"]
+
+    run("embedded", test, Terms(segment_ttl_us=4000))
+
+
+def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master that hangs in a beat is asked again within the beat's own deadline."""
+    monkeypatch.setattr("moonserve.live.store.client._BEAT_CALL_S", 0.01)
+
+    async def test(it: Pool) -> None:
+        beats = 0
+        answer = it.writer._rpc
+
+        async def slow(op: str, body: bytes) -> bytes:
+            nonlocal beats
+            if op == "beat":
+                beats += 1
+                await asyncio.sleep(60)
+            return await answer(op, body)
+
+        it.writer._rpc = slow
+        it.writer.start_beats()
+        async with asyncio.timeout(it.writer.settings.call_s - 1):
+            while beats < 3:
+                await asyncio.sleep(0.001)
+
+    run("embedded", test, Terms(segment_ttl_us=4000))
+
+
+def test_closing_leaves_the_pool() -> None:
+    """After close, the segment is unmounted and its objects' removal was told."""
+
+    async def test(it: Pool) -> None:
+        other = await it.client("o")
+        await other.put(blocks(10), None)
+        await other.close()
+        assert list(it.service.master.addresses()) == ["w"]
+        o, epoch = SegmentId("o"), other.settings.epoch
+        stored = BlocksStored(o, (key(0),), None, "dram", epoch)
+        assert it.service.master.drain_events() == [stored, BlocksCleared(o, "dram", epoch)]
+
+    run("embedded", test)
+
+
+def test_a_second_start_takes_the_segment_over() -> None:
+    """The older of two starts of one segment is refused, and leaves no memory behind."""
+
+    async def test(it: Pool) -> None:
+        newer = await it.client("w", epoch=10**9)
+        with pytest.raises(StoreError, match="later start"):
+            await it.client("w", epoch=10**9 - 1)
+        await newer.close()
+
+    run("embedded", test)
+
+
+def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
+    """A port in use names the setting, and leaves no memory behind."""
+
+    async def test(it: Pool) -> None:
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            await it.client("o", port=it.writer.address.port)
+
+    run("embedded", test)
+
+
+@pytest.mark.parametrize(
+    ("op", "body"),
+    [
+        ("steal", b""),
+        ("find", b""),
+        ("find", b"\xff\x00"),
+        ("find", msgspec.msgpack.encode([[b""], "lease"])),
+        ("find", msgspec.msgpack.encode([[bytes(32)] * (wire.MAX_BATCH + 1), "lease"])),
+        ("find", msgspec.msgpack.encode([[bytes(32)], ""])),
+        ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 0]], None])),
+        ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 1 << 40]], None])),
+        ("mount", msgspec.msgpack.encode([{"id": "w"}])),
+        (
+            "mount",
+            msgspec.msgpack.encode(
+                [["w", 1, 0, {"host": "h", "port": 1, "region": "", "identity": b""}]]
+            ),
+        ),
+    ],
+)
+def test_malformed_calls_are_bad_requests(op: str, body: bytes) -> None:
+    """Unknown operations and bodies of the wrong shape are refused at once, changing nothing."""
+    service = Pool("embedded").service
+    with pytest.raises(BadRequest):
+        service.handle(op, body)
+    assert service.lookup()["segments"] == []
+
+
+def test_lookup_tells_where_a_key_lies() -> None:
+    """GET /api/segments: the ledgers without a key, one object's place with it, 400 for no key."""
+
+    async def test(it: Pool) -> None:
+        await it.writer.put(blocks(10), LEASE)
+        everything = it.service.lookup()
+        assert everything["segments"][0]["id"] == "w"
+        assert (everything["objects"], everything["leases"]) == (1, 1)
+        one = it.service.lookup(key(0).hex())
+        assert one["exists"]
+        assert one["replicas"] == [{"segment": "w", "offset": 0}]
+        assert it.service.lookup(key(1).hex()) == {
+            "key": key(1).hex(),
+            "exists": False,
+            "replicas": [],
+        }
+        assert msgspec.json.encode([everything, one])
+        for bad in ("", "xyz", "00"):
+            with pytest.raises(BadRequest, match="64 hex digits"):
+                it.service.lookup(bad)
+
+    run("embedded", test)
