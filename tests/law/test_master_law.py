@@ -85,7 +85,8 @@ class MasterAgainstModel(RuleBasedStateMachine):
     @rule(name=segments)
     def beat(self, name: SegmentId) -> None:
         mounted = name in self.master.addresses()
-        assert self.master.beat(self.now, name, self.epochs.get(name, 0)) == mounted
+        orders = self.master.beat(self.now, name, self.epochs.get(name, 0))
+        assert (orders is not None) == mounted
 
     @precondition(lambda self: self.master.addresses())
     @rule(
@@ -118,7 +119,8 @@ class MasterAgainstModel(RuleBasedStateMachine):
     def put_end(self, data: st.DataObject, lease: LeaseId | None) -> None:
         ticket = data.draw(st.sampled_from(self.spent))
         pending = self.master.stats().pending_puts
-        (done,) = self.master.put_end(self.now, [(ticket, ticket)], lease)
+        (version,) = self.master.put_end(self.now, [(ticket, ticket)], lease)
+        done = version is not None
         assert self.master.stats().pending_puts == pending - done
         mine = self.tickets.pop(ticket, None)
         assert not done or mine is not None
@@ -188,7 +190,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def a_released_name_opens_no_lease(self) -> None:
-        assert set(self.leased) == set(self.master._leases)
+        assert set(self.leased) == set(self.master._leases.names())
         assert not set(self.dead) & set(self.leased)
 
     @invariant()

@@ -8,7 +8,7 @@ from moonserve.core.master import Master
 from moonserve.core.pool import Address, Exists, Full, Mount, Terms, Ticket
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
-TERMS = Terms(lease_ttl_us=100, put_ttl_us=50, segment_ttl_us=200)
+TERMS = Terms(lease_ttl_us=100, put_ttl_us=50, segment_ttl_us=200, high=1.0)
 A, B = SegmentId("a"), SegmentId("b")
 LEASE = LeaseId("r1")
 BLOCK = 128
@@ -36,8 +36,15 @@ def store(it: Master, number: int, owner: SegmentId = A, lease: LeaseId | None =
     """Put one block through and return where it went."""
     (ticket,) = it.put_start(0, owner, [(key(number), BLOCK)], lease)
     assert isinstance(ticket, Ticket)
-    assert it.put_end(0, [(ticket.id, 7)], lease) == [True]
+    assert it.put_end(0, [(ticket.id, 7)], lease) == [ticket.id]
     return ticket.segment
+
+
+def version(it: Master, number: int) -> int:
+    """That of a block that exists."""
+    found = it.locate(key(number))
+    assert found is not None
+    return found.version
 
 
 def test_a_put_is_invisible_until_it_ends() -> None:
@@ -73,9 +80,9 @@ def test_stale_tickets_complete_nothing() -> None:
     (new,) = it.put_start(60, A, [(key(1), BLOCK)], None)
     assert isinstance(new, Ticket)
     assert new.offset == old.offset
-    assert it.put_end(60, [(old.id, 7)], None) == [False]
+    assert it.put_end(60, [(old.id, 7)], None) == [None]
     it.put_abort([old.id])
-    assert it.put_end(60, [(new.id, 8), (new.id, 8)], None) == [True, False]
+    assert it.put_end(60, [(new.id, 8), (new.id, 8)], None) == [new.id, None]
     found = it.locate(key(1))
     assert found is not None
     assert found.checksum == 8
@@ -88,8 +95,8 @@ def test_two_puts_of_one_key_leave_one_object() -> None:
     (second,) = it.put_start(0, B, [(key(1), BLOCK)], None)
     assert isinstance(first, Ticket)
     assert isinstance(second, Ticket)
-    assert it.put_end(0, [(second.id, 7)], None) == [True]
-    assert it.put_end(0, [(first.id, 7)], LEASE) == [True]
+    assert it.put_end(0, [(second.id, 7)], None) == [second.id]
+    assert it.put_end(0, [(first.id, 7)], LEASE) == [second.id]
     assert [s.used_bytes for s in it.stats().segments] == [0, BLOCK]
     assert it.stats().leases == 1
     assert it.put_start(0, A, [(key(1), BLOCK)], None) == [Exists()]
@@ -149,7 +156,7 @@ def test_a_released_lease_is_dead() -> None:
     (ticket,) = it.put_start(0, A, [(key(2), BLOCK)], LEASE)
     assert isinstance(ticket, Ticket)
     it.release(LEASE)
-    assert it.put_end(0, [(ticket.id, 7)], LEASE) == [True]
+    assert it.put_end(0, [(ticket.id, 7)], LEASE) == [ticket.id]
     assert it.put_start(0, A, [(key(1), BLOCK)], LEASE) == [Exists()]
     assert [f.key for f in it.find(0, [key(1), key(2)], LEASE)] == [key(1), key(2)]
     assert it.stats().leases == 0
@@ -169,7 +176,7 @@ def test_a_lease_released_before_its_first_use_is_dead_too() -> None:
 
 def test_dead_names_are_forgotten_by_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A released name is free again after a lease's time, or when too many came after it."""
-    monkeypatch.setattr("moonserve.core.master._MAX_DEAD", 2)
+    monkeypatch.setattr("moonserve.core.leases._MAX_DEAD", 2)
     it = master(a=1)
     store(it, 1)
     it.release(LEASE)
@@ -233,11 +240,11 @@ def test_a_lease_on_a_lost_object_does_not_count_for_its_successor() -> None:
     """A key lost and stored anew is a new object: an old lease neither holds nor releases it."""
     it = master(a=1)
     store(it, 1, lease=LEASE)
-    it.discard(key(1), 1)
+    it.discard(key(1), version(it, 1))
     store(it, 1, lease=LeaseId("other"))
     it.release(LEASE)
     assert it.put_start(0, A, [(key(2), BLOCK)], None) == [Full()]
-    it.discard(key(1), 2)
+    it.discard(key(1), version(it, 1))
     store(it, 1)
     it.find(0, [key(1)], LeaseId("other"))
     assert it.put_start(0, A, [(key(2), BLOCK)], None) == [Full()]
@@ -250,5 +257,5 @@ def test_puts_onto_a_segment_that_left_are_stale() -> None:
     (spilled,) = it.put_start(0, A, [(key(2), BLOCK)], None)
     assert isinstance(spilled, Ticket)
     it.unmount(spilled.segment, epoch=1)
-    assert it.put_end(0, [(spilled.id, 7)], None) == [False]
+    assert it.put_end(0, [(spilled.id, 7)], None) == [None]
     assert it.locate(key(2)) is None

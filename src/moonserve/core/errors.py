@@ -10,7 +10,8 @@
     ├── NobodyAlive         503  no instance could serve this
     ├── DeadlineExceeded    504  a wait ran past its deadline
     ├── StoreError               the pool could not do as asked
-    │   └── UnknownSegment       no such segment is mounted
+    │   ├── UnknownSegment       no such segment is mounted
+    │   └── Recovering           the master has started and gathers what segments hold
     ├── TransferFailed           bytes did not arrive; `done` says which slices did
     └── ConfigError              a setting is wrong; `field` names it and the remedy
 
@@ -101,6 +102,12 @@ class StoreError(MoonserveError):
 
 class UnknownSegment(StoreError):
     """No segment of this name is mounted."""
+
+
+class Recovering(StoreError):
+    """The master has just started and does not know yet what exists: try again soon."""
+
+    status = 503
 
 
 class TransferFailed(MoonserveError):

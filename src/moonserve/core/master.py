@@ -5,139 +5,88 @@ byte of any object, only keys, extents and checksums.
 
 What holds at every moment:
 - An object exists once its put has ended: complete and readable. `drain_events` tells every
-  appearance and disappearance, so a replay of the events is exactly what `find` would say.
-- A leased object is not evicted. It goes only with its segment, or when it is found corrupt.
+  appearance and disappearance of a replica, so a replay of the events is what `find` would say.
+- Objects never change; a key removed and put anew is another version. Ids of puts and copies never
+  repeat, so a stale ticket names nothing. Two owners may put one key at the same time; each has an
+  extent of its own, the first to end wins and the other's is freed. (Keys name contents; neither
+  owner then depends on the other's being alive.)
+- What is leased or pinned is not evicted. It goes only with its last segment, when all of it is
+  found corrupt, or when it is removed.
 - A released lease is dead: calls under its name that come late go on, and hold nothing. They may
   come after the release, since whoever releases does not wait for who was told to stop.
-- Ids of puts never repeat, so a stale ticket names nothing. Two owners may put one key at the
-  same time; each has an extent of its own, the first to end wins and the other's is freed. (Keys
-  name contents; neither owner then depends on the other's being alive.)
-- An extent may be reused while a reader whose lease ran out, or a writer whose put ran out, still
-  touches it. Hence readers verify the checksum after the copy: such an object is lost, never wrong.
+- An extent may be reused while a reader whose lease ran out, or a writer whose put or copy ran out,
+  still touches it. Hence readers verify the checksum after the copy: such an object is lost, never
+  wrong.
+- A master that restarts asks the owners of segments first, and answers nothing until then.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from heapq import nsmallest
 
+from moonserve.core.copies import Copies
 from moonserve.core.errors import UnknownSegment
-from moonserve.core.evict import Lru
-from moonserve.core.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, merged
+from moonserve.core.facts import BlockEvent
+from moonserve.core.leases import Leases
 from moonserve.core.pool import (
-    Address,
     Exists,
     Found,
     Full,
     Key,
     MasterStats,
-    Mount,
     Outcome,
-    Replica,
+    OverQuota,
+    PutOptions,
+    Removal,
     SegmentStats,
     Terms,
     Ticket,
 )
-from moonserve.core.segments import Extents, aligned
-from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId
-
-_MAX_DEAD = 65_536
-
-
-@dataclass(slots=True)
-class _Segment:
-    mount: Mount
-    extents: Extents
-    heard_us: Micros
-    lru: Lru[Key] = field(default_factory=Lru)
-    """What no lease holds."""
-    evictable_bytes: Bytes = 0
-    objects: dict[Key, None] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Object:
-    found: Found
-    leases: int = 0
-
-    @property
-    def at(self) -> Replica:
-        return self.found.replicas[0]
-
-
-@dataclass(slots=True)
-class _Put:
-    key: Key
-    parent: Key | None
-    size: Bytes
-    owner: SegmentId
-    segment: SegmentId
-    offset: Bytes
-    deadline_us: Micros
-
-
-@dataclass(slots=True)
-class _Lease:
-    expires_us: Micros
-    held: dict[Key, int] = field(default_factory=dict)
-    """Key -> version, in the order taken. Grows only by what its holder asks for, until it ends."""
+from moonserve.core.puts import Put, Puts
+from moonserve.core.repair import Repair
+from moonserve.core.room import Room
+from moonserve.core.roster import Roster
+from moonserve.core.stock import Object, Stock
+from moonserve.core.tiers import Tiers
+from moonserve.core.units import Bytes, LeaseId, Micros, SegmentId
 
 
 class Master:
-    """Segments, objects, puts and leases of one pool.
+    """Segments, objects, puts, copies and leases of one pool.
 
-    Bounds: objects and pending puts by the mounted bytes, leases by their time to live, names of
-    dead leases by that and by their number, events by the driver, which drains them after every
-    call. `first_id` must be larger than every ticket id an earlier master of this pool gave out (a
-    start time in microseconds will do).
+    Bounds: objects, pending puts and copies by the mounted bytes, leases by their time to live,
+    names of dead leases by that and by their number, events by the driver, which drains them after
+    every call. `first_id` must be larger than every id an earlier master of this pool gave out (a
+    start time in microseconds will do). Until `recovering_until_us` (None: the pool is fresh) it
+    gathers what segments hold; what needs to know what exists raises Recovering meanwhile.
     """
 
-    def __init__(self, terms: Terms, first_id: int) -> None:
+    def __init__(
+        self, terms: Terms, first_id: int, recovering_until_us: Micros | None = None
+    ) -> None:
         self.terms = terms
         self._next_id = first_id
-        self._segments: dict[SegmentId, _Segment] = {}
-        self._objects: dict[Key, _Object] = {}
-        self._puts: dict[int, _Put] = {}
-        self._leases: dict[LeaseId, _Lease] = {}
-        self._dead: OrderedDict[LeaseId, Micros] = OrderedDict()
-        self._reaped_us: Micros = 0
-        self._events: list[BlockEvent] = []
-        self._evicted = 0
-
-    # Segments
-
-    def mount(self, now_us: Micros, mount: Mount) -> bool:
-        """Add a segment, empty. False: refused, a newer epoch of it is mounted.
-
-        The same epoch again is a repeated message. A newer one is a restarted owner: all that the
-        old one held is dropped first.
-        """
-        old = self._segments.get(mount.id)
-        if old is not None and old.mount.epoch >= mount.epoch:
-            old.heard_us = now_us
-            return old.mount.epoch == mount.epoch
-        self._drop_segment(mount.id)
-        self._segments[mount.id] = _Segment(mount, Extents(mount.capacity_bytes), now_us)
-        return True
-
-    def beat(self, now_us: Micros, segment: SegmentId, epoch: int) -> bool:
-        """The owner lives. False: this epoch is not mounted, so mount again."""
-        held = self._segments.get(segment)
-        if held is None or held.mount.epoch != epoch:
-            return False
-        held.heard_us = now_us
-        return True
-
-    def unmount(self, segment: SegmentId, epoch: int) -> None:
-        """Drop a segment and all it holds; another epoch's is left alone."""
-        held = self._segments.get(segment)
-        if held is not None and held.mount.epoch == epoch:
-            self._drop_segment(segment)
-
-    def addresses(self) -> dict[SegmentId, Address]:
-        """Where the mounted segments are reached."""
-        return {name: segment.mount.address for name, segment in self._segments.items()}
+        self._stock = stock = Stock(terms)
+        self._room = Room(stock)
+        self._puts = Puts(stock)
+        self._copies = Copies(stock, self._room)
+        self._repair = Repair(stock, self._copies, self._new_id)
+        self._tiers = Tiers(stock, self._room, self._copies, self._new_id)
+        self._leases = Leases(terms.lease_ttl_us)
+        self._roster = roster = Roster(
+            stock,
+            self._puts,
+            self._copies,
+            self._repair,
+            self._tiers,
+            self._new_id,
+            recovering_until_us,
+        )
+        # The owners' side is the roster's; see there.
+        self.mount, self.unmount, self.drain = roster.mount, roster.unmount, roster.drain
+        self.beat, self.has_orders, self.copied = roster.beat, roster.has_orders, roster.copied
+        self.claim, self.addresses = roster.claim, roster.addresses
 
     # Puts
 
@@ -148,115 +97,201 @@ class Master:
         items: Sequence[tuple[Key, Bytes]],
         lease: LeaseId | None,
         parent: Key | None = None,
+        options: PutOptions = PutOptions(),  # noqa: B008 - frozen
     ) -> list[Outcome]:
-        """Start one put per (key, size > 0), onto the owner's own segment where there is room.
+        """Start one put per (key, size > 0), onto the preferred segment where there is room.
 
-        The keys are a piece of a chain; `parent` comes before it, None where it heads the chain.
-        Else onto the segment with most free bytes, else in place of the owner's least recently
-        used objects, else of another's. Objects that exist are leased, unless the lease is dead.
-        UnknownSegment: the owner is not mounted.
+        That is the owner's own unless the options say otherwise. Blocks are a piece of a chain;
+        `parent` comes before it, None where it heads the chain. Else onto the segment with most
+        free bytes, else in place of what the first one evicts, else of what another does. Objects
+        that exist are leased, unless the lease is dead. UnknownSegment: the owner is not mounted.
         """
-        if owner is None or owner not in self._segments:
+        self._roster.serve(now_us)
+        shelves = self._stock.shelves
+        if owner is not None and owner not in shelves:
             raise UnknownSegment(f"put by {owner!r}, which is not mounted")
+        own = None if owner is None else shelves[owner]
+        first = own if options.preferred is None else shelves.get(options.preferred, own)
         outcomes: list[Outcome] = []
+        deadline_us = now_us + self.terms.put_ttl_us
+        objects = self._stock.objects
+        quota = self.terms.quotas.get(options.tenant)
         for key, size in items:
-            existing = self._objects.get(key)
+            existing = objects.get(key)
             if existing is not None:
-                self._use(now_us, existing, lease)
+                self._use(now_us, (existing,), lease)
                 outcomes.append(Exists())
-            elif (place := self._allocate(owner, size)) is None:
+            elif quota is not None and not self._room.fits_quota(
+                options.tenant, size * options.replicas, quota
+            ):
+                outcomes.append(OverQuota(options.tenant, quota))
+            elif (place := self._room.place(first, size, options.tenant)) is None:
                 outcomes.append(Full())
             else:
-                deadline_us = now_us + self.terms.put_ttl_us
-                put = _Put(key, parent, size, owner, place.segment, place.offset, deadline_us)
-                self._puts[self._next_id] = put
-                epoch = self._segments[place.segment].mount.epoch
-                outcomes.append(Ticket(self._next_id, place.segment, place.offset, epoch))
-                self._next_id += 1
-            parent = key
+                shelf, offset = place
+                id = self._new_id()
+                put = Put(key, parent, size, owner, shelf, offset, deadline_us, options)
+                self._puts.add(id, put)
+                outcomes.append(Ticket(id, shelf.name, offset, shelf.mount.epoch))
+            parent = key if options.blocks else None
+        if first is not None:
+            self._tiers.lower(now_us, first, evict=False)
         return outcomes
 
     def put_end(
         self, now_us: Micros, ends: Sequence[tuple[int, int]], lease: LeaseId | None
-    ) -> list[bool]:
+    ) -> list[int | None]:
         """End puts, each (ticket id, checksum of the bytes written).
 
-        True: the object exists, and is leased unless the lease is dead. False: the ticket is
-        stale, its extent was lost.
+        The version of the object that exists now, and is leased unless the lease is dead: the
+        ticket's id, or another's whose put of the same key ended first. None: the ticket is stale,
+        its extent was lost.
         """
-        return [self._end(now_us, ticket, checksum, lease) for ticket, checksum in ends]
+        self._roster.serve(now_us)
+        ended = [self._puts.end(ticket, checksum) for ticket, checksum in ends]
+        exist = [of for of in ended if of is not None]
+        self._use(now_us, exist, lease)
+        drains = any(shelf.draining for shelf in self._stock.shelves.values())
+        self._repair.look_at(
+            of.found.key for of in exist if drains or of.options.replicas > len(of.found.replicas)
+        )
+        self._repair.plan(now_us)
+        return [None if of is None else of.found.version for of in ended]
 
     def put_abort(self, tickets: Sequence[int]) -> None:
         """Give up puts; stale tickets are no error."""
-        for ticket in tickets:
-            put = self._puts.pop(ticket, None)
-            if put is not None:
-                self._segments[put.segment].extents.free(put.offset)
+        self._puts.abort(tickets)
 
     # Reads
 
-    def find(self, now_us: Micros, keys: Sequence[Key], lease: LeaseId) -> list[Found]:
+    def find(
+        self,
+        now_us: Micros,
+        keys: Sequence[Key],
+        lease: LeaseId,
+        reader: SegmentId | None = None,
+    ) -> list[Found]:
         """The leading run of `keys` that exist, each leased; the whole lease lasts anew.
 
         Under a dead lease they are told all the same, but not held: they may be gone, or another's
-        bytes, before they are read. Readers verify the checksum anyway.
+        bytes, before they are read. Readers verify the checksum anyway. What lies on disk only is
+        promoted to the segment `reader`, if that has room.
         """
-        found: list[Found] = []
+        self._roster.serve(now_us)
+        run: list[Object] = []
         for key in keys:
-            existing = self._objects.get(key)
+            existing = self._stock.objects.get(key)
             if existing is None:
                 break
-            self._use(now_us, existing, lease)
-            found.append(existing.found)
-        return found
+            run.append(existing)
+        self._use(now_us, run, lease, reader)
+        return [it.found for it in run]
+
+    def get(
+        self,
+        now_us: Micros,
+        keys: Sequence[Key],
+        lease: LeaseId,
+        reader: SegmentId | None = None,
+    ) -> list[Found | None]:
+        """What each key names, as `find` does it but without stopping at a missing one."""
+        self._roster.serve(now_us)
+        there = [self._stock.objects.get(key) for key in keys]
+        self._use(now_us, [it for it in there if it is not None], lease, reader)
+        return [None if it is None else it.found for it in there]
+
+    def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """Whether each key names an object; no use of it."""
+        self._roster.serve(None)
+        return [key in self._stock.objects for key in keys]
 
     def locate(self, key: Key) -> Found | None:
         """Look an object up without using it."""
-        existing = self._objects.get(key)
+        self._roster.serve(None)
+        existing = self._stock.objects.get(key)
         return None if existing is None else existing.found
+
+    def scan(self, prefix: Key, after: Key | None, limit: int) -> list[Found]:
+        """The first objects, in the order of keys, that start with `prefix` and come after `after`.
+
+        It looks at every key of the pool: for people, not for requests.
+        """
+        self._roster.serve(None)
+        objects = self._stock.objects
+        keys = (it for it in objects if it.startswith(prefix) and (after is None or it > after))
+        return [objects[key].found for key in nsmallest(limit, keys)]
 
     def release(self, lease: LeaseId) -> None:
         """End a lease; an unknown one is no error. The name is dead for a lease's time to live.
 
-        Its last key becomes the oldest: a chain is then evicted from its tail, and what is left
-        of it stays a usable prefix.
+        What it held counts as used now, its last key first: a chain is then evicted from its tail,
+        and what is left of it stays a usable prefix.
         """
-        self._dead[lease] = self._reaped_us  # the last reap is near enough to now
-        self._dead.move_to_end(lease)
-        if len(self._dead) > _MAX_DEAD:
-            self._dead.popitem(last=False)
-        self._let_go(lease)
+        self._let_go(self._leases.release(lease))
 
-    def discard(self, key: Key, version: int) -> None:
-        """Remove an object whose bytes a reader found corrupt; a newer version is left alone."""
-        existing = self._objects.get(key)
-        if existing is not None and existing.found.version == version:
-            self._remove(existing)
+    # Taking away
+
+    def remove(self, now_us: Micros, keys: Sequence[Key], force: bool = False) -> list[Removal]:
+        """Remove objects, pinned ones too; leased ones only with `force`."""
+        self._roster.serve(now_us)
+        removals = []
+        for key in keys:
+            of = self._stock.objects.get(key)
+            if of is None:
+                removals.append(Removal("missing"))
+            elif of.leases and not force:
+                removals.append(Removal("leased"))
+            else:
+                self._stock.remove(of)
+                self._roster.note_removal(key, of.found.version)
+                removals.append(Removal("removed", of.found.version))
+        return removals
+
+    def discard(self, key: Key, version: int, segment: SegmentId | None = None) -> None:
+        """Drop the replica whose bytes a reader found corrupt (None: all); the object goes with its
+        last. A newer version is left alone."""
+        of = self._stock.objects.get(key)
+        if of is None or of.found.version != version:
+            return
+        for replica in of.found.replicas:
+            if segment is None or replica.segment == segment:
+                self._stock.drop(of, self._stock.shelves[replica.segment])
+                self._repair.look_at((key,))
+
+    def pin(self, keys: Sequence[Key], pinned: bool) -> list[bool]:
+        """Keep objects from eviction, or no longer; whether each exists."""
+        self._roster.serve(None)
+        found = [self._stock.objects.get(key) for key in keys]
+        for of in found:
+            if of is not None:
+                self._stock.pin(of, pinned)
+        return [of is not None for of in found]
+
+    def evict(self, segment: SegmentId, size: Bytes) -> Bytes:
+        """Evict from a segment until `size` bytes more are free; how many it freed."""
+        shelf = self._stock.shelves.get(segment)
+        return 0 if shelf is None else self._room.free_up(shelf, size)
 
     # Time and ledgers
 
     def reap(self, now_us: Micros) -> list[SegmentId]:
-        """Take back what ran out: segments not heard of (returned), overdue puts, old leases.
+        """Take back what ran out: segments not heard of (returned), overdue puts and copies, old
+        leases. Make room where a segment is too full, and copies where replicas lack.
 
         A lease that ran out is not dead: its holder may be slow, and use it again.
         """
-        self._reaped_us = now_us
-        silent_us = now_us - self.terms.segment_ttl_us
-        lost = [name for name, held in self._segments.items() if held.heard_us <= silent_us]
-        for name in lost:
-            self._drop_segment(name)
-        self.put_abort([id for id, put in self._puts.items() if put.deadline_us <= now_us])
-        for lease in [name for name, it in self._leases.items() if it.expires_us <= now_us]:
-            self._let_go(lease)
-        forget_us = now_us - self.terms.lease_ttl_us
-        while self._dead and next(iter(self._dead.values())) <= forget_us:
-            self._dead.popitem(last=False)
+        lost = self._roster.reap(now_us)
+        self._puts.abort_overdue(now_us)
+        for held in self._leases.reap(now_us):
+            self._let_go(held)
+        for shelf in list(self._stock.shelves.values()):
+            self._tiers.lower(now_us, shelf, evict=True)
+        self._repair.plan(now_us)
         return lost
 
     def drain_events(self) -> list[BlockEvent]:
         """What appeared and disappeared since the last call, in order; runs of a kind as one."""
-        events, self._events = self._events, []
-        return merged(events)
+        return self._stock.drain_events()
 
     def stats(self) -> MasterStats:
         """The ledgers now."""
@@ -264,146 +299,69 @@ class Master:
             segments=tuple(
                 SegmentStats(
                     id=name,
-                    epoch=held.mount.epoch,
-                    address=held.mount.address,
-                    node=held.mount.node or name,
-                    tier=held.mount.tier,
-                    capacity_bytes=held.extents.capacity_bytes,
-                    used_bytes=held.extents.used_bytes,
-                    evictable_bytes=held.evictable_bytes,
-                    objects=len(held.objects),
-                    draining=False,
+                    epoch=shelf.mount.epoch,
+                    address=shelf.mount.address,
+                    node=shelf.node,
+                    tier=shelf.tier,
+                    capacity_bytes=shelf.extents.capacity_bytes,
+                    used_bytes=shelf.extents.used_bytes,
+                    evictable_bytes=shelf.evictable_bytes,
+                    objects=len(shelf.objects),
+                    draining=shelf.draining,
                 )
-                for name, held in self._segments.items()
+                for name, shelf in self._stock.shelves.items()
             ),
-            objects=len(self._objects),
+            objects=len(self._stock.objects),
             leases=len(self._leases),
             pending_puts=len(self._puts),
-            pending_copies=0,
-            waiting=0,
-            tenants={},
-            evicted=self._evicted,
-            demoted=0,
-            promoted=0,
-            recovering=False,
+            pending_copies=len(self._copies),
+            waiting=len(self._repair),
+            tenants=dict(self._stock.tenants),
+            evicted=self._room.evicted,
+            demoted=self._tiers.demoted,
+            promoted=self._tiers.promoted,
+            recovering=self._roster.recovering,
         )
 
     # Inside
 
-    def _end(self, now_us: Micros, ticket: int, checksum: int, lease: LeaseId | None) -> bool:
-        put = self._puts.pop(ticket, None)
-        if put is None:
-            return False
-        existing = self._objects.get(put.key)
-        if existing is not None:  # another owner's put of the same key ended first
-            self._segments[put.segment].extents.free(put.offset)
-            self._use(now_us, existing, lease)
-            return True
-        replica = Replica(put.segment, put.offset)
-        stored = _Object(Found(put.key, put.size, checksum, ticket, (replica,)))
-        self._objects[put.key] = stored
-        held = self._segments[put.segment]
-        held.objects[put.key] = None
-        self._events.append(
-            BlocksStored(
-                put.segment,
-                (BlockKey(put.key),),
-                None if put.parent is None else BlockKey(put.parent),
-                "dram",
-                held.mount.epoch,
-            )
-        )
-        self._use(now_us, stored, lease)
-        return True
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
 
-    def _use(self, now_us: Micros, existing: _Object, lease: LeaseId | None) -> None:
-        """Keep an object under `lease`, or only mark it as used now."""
-        if lease is None or lease in self._dead:
-            if existing.leases == 0:
-                self._make_evictable(existing)
+    def _use(
+        self,
+        now_us: Micros,
+        objects: Sequence[Object],
+        lease: LeaseId | None,
+        reader: SegmentId | None = None,
+    ) -> None:
+        """Keep objects under `lease`, or only mark them as used now; promote them to `reader`."""
+        if not objects:
             return
-        record = self._leases.setdefault(lease, _Lease(0))
-        record.expires_us = now_us + self.terms.lease_ttl_us
-        found = existing.found
-        if record.held.get(found.key) != found.version:
-            record.held[found.key] = found.version
-            existing.leases += 1
-            self._keep(existing)
-
-    def _let_go(self, lease: LeaseId) -> None:
-        ended = self._leases.pop(lease, None)
-        if ended is None:
-            return
-        for key, version in reversed(ended.held.items()):
-            existing = self._objects.get(key)
-            if existing is None or existing.found.version != version:
-                continue
-            existing.leases -= 1
-            if existing.leases == 0:
-                self._make_evictable(existing)
-
-    def _make_evictable(self, existing: _Object) -> None:
-        held, found = self._segments[existing.at.segment], existing.found
-        if found.key not in held.lru:
-            held.evictable_bytes += aligned(found.size)
-        held.lru.use((found.key,))
-
-    def _keep(self, existing: _Object) -> None:
-        """Take an object out of the order of eviction: leased, or gone."""
-        held, found = self._segments[existing.at.segment], existing.found
-        if held.lru.discard(found.key):
-            held.evictable_bytes -= aligned(found.size)
-
-    def _allocate(self, owner: SegmentId, size: Bytes) -> Replica | None:
-        own = self._segments[owner]
-        offset = own.extents.allocate(size)
-        if offset is not None:
-            return Replica(owner, offset)
-        others = [held for held in self._segments.values() if held is not own]
-        others.sort(key=lambda held: held.extents.free_bytes, reverse=True)
-        for held in others:
-            offset = held.extents.allocate(size)
-            if offset is not None:
-                return Replica(held.mount.id, offset)
-        for held in (own, *others):
-            offset = self._evict_for(held, size)
-            if offset is not None:
-                return Replica(held.mount.id, offset)
-        return None
-
-    def _evict_for(self, held: _Segment, size: Bytes) -> Bytes | None:
-        """Evict oldest first until `size` fits.
-
-        Among leased objects of other sizes all may be evicted in vain; with blocks of one size,
-        the first victim's extent fits.
-        """
-        if held.extents.free_bytes + held.evictable_bytes < aligned(size):
-            return None
-        while (victim := held.lru.pop()) is not None:
-            held.evictable_bytes -= aligned(self._objects[victim].found.size)
-            self._remove(self._objects[victim])
-            self._evicted += 1
-            offset = held.extents.allocate(size)
-            if offset is not None:
-                return offset
-        return None
-
-    def _remove(self, existing: _Object) -> None:
-        key, at = existing.found.key, existing.at
-        held = self._segments[at.segment]
-        del self._objects[key]
-        del held.objects[key]
-        self._keep(existing)
-        held.extents.free(at.offset)
-        self._events.append(BlocksRemoved(at.segment, (BlockKey(key),), "dram", held.mount.epoch))
-
-    def _drop_segment(self, name: SegmentId) -> None:
-        """Forget a segment, its objects, and every put that is onto it or by its owner."""
-        held = self._segments.get(name)
+        stock = self._stock
+        held = None if lease is None else self._leases.take(now_us, lease)
         if held is None:
-            return
-        for key in held.objects:
-            del self._objects[key]
-        self._events.append(BlocksCleared(name, "dram", held.mount.epoch))
-        self.put_abort([id for id, put in self._puts.items() if name in (put.owner, put.segment)])
-        del self._segments[name]
+            stock.use(objects)
+        else:
+            for of in objects:
+                found = of.found
+                if held.get(found.key) != found.version:
+                    held[found.key] = found.version
+                    of.leases += 1
+                    stock.hold(of)
+        near = None if reader is None else stock.shelves.get(reader)
+        if near is not None:
+            for of in objects:
+                self._tiers.promote(now_us, of, near)
+
+    def _let_go(self, held: dict[Key, int]) -> None:
+        """End a lease of these versions; they are used now."""
+        let_go = []
+        for key, version in held.items():
+            of = self._stock.objects.get(key)
+            if of is not None and of.found.version == version:
+                of.leases -= 1
+                self._stock.unhold(of)
+                let_go.append(of)
+        self._stock.use(let_go)

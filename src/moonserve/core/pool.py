@@ -158,21 +158,20 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="g"):
 
 
 Change: TypeAlias = Held | Gone
+Seen: TypeAlias = tuple[int, int]
+"""How much of its segment's changes an owner knows: (a mounting's id, a change's number)."""
+UNSEEN: Seen = (0, 0)
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A task for the owner of `target.segment`: pull the object's bytes from `source`, verify the
-    checksum, answer whether they are there. The one way of replication, repair, drain, demotion
-    and promotion.
+    """A task for a segment's owner: pull an object's bytes from `source` to `held.offset` of its
+    own, verify the checksum, answer whether they are there. The one way of replication, repair,
+    drain, demotion and promotion.
     """
 
-    id: int
-    key: Key
-    size: Bytes
-    checksum: int
-    version: int
+    held: Held
+    """What the segment then holds; its id names the task."""
     source: Replica
-    target: Replica
     left_us: Micros
     """To be ended within this time of asking for it, or left: the extent may be another's then."""
 
@@ -180,9 +179,10 @@ class Copy(msgspec.Struct, frozen=True):
 class Orders(msgspec.Struct, frozen=True):
     """The master's answer to a beat."""
 
+    after: Seen
     changes: tuple[Change, ...]
-    """What changed on the segment after the change last seen, oldest first."""
-    seen: int
+    """What changed on the segment after `after`, oldest first."""
+    seen: Seen
     """To be told at the next beat, once `changes` are applied."""
     more: bool
     """There are more changes: beat again at once."""

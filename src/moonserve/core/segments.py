@@ -5,7 +5,7 @@ For core.master. It only counts: no byte of a segment is ever touched from here.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 from moonserve.core.units import Bytes
 
@@ -70,3 +70,25 @@ class Extents:
         else:
             self._starts.insert(index, offset)
             self._holes[offset] = length
+
+    def reserve(self, offset: Bytes, size: Bytes) -> bool:
+        """Take exactly the extent of `size` (> 0) bytes at `offset`. False: not all of it is free.
+
+        For what an owner says lies there already.
+        """
+        need = aligned(size)
+        index = bisect_right(self._starts, offset) - 1
+        if offset % ALIGN or index < 0:
+            return False
+        start = self._starts[index]
+        end = start + self._holes[start]
+        if offset + need > end:
+            return False
+        del self._holes[start], self._starts[index]
+        for hole, length in ((offset + need, end - offset - need), (start, offset - start)):
+            if length:
+                self._starts.insert(index, hole)
+                self._holes[hole] = length
+        self._used[offset] = need
+        self.free_bytes -= need
+        return True

@@ -317,7 +317,7 @@ class StoreClient:
             await self._tell("put_abort", wire.PutAbortCall(failed))
         if ends:
             ended = await self._call("put_end", wire.PutEndCall(ends, lease), wire.PutEnded)
-            exist += sum(ended.exist)
+            exist += sum(version is not None for version in ended.versions)
         return exist
 
     async def _put_start(self, call: wire.PutStartCall) -> list[Outcome]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, UnknownSegment
+from moonserve.core.errors import BadRequest, Recovering, UnknownSegment
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Found, SegmentStats, Ticket
 from moonserve.core.units import BlockKey, Micros, SegmentId
@@ -32,7 +32,10 @@ class MasterService:
         self._now_us = now_us
 
     def handle(self, op: str, body: bytes) -> bytes:
-        """Run one of OPS. Raises BadRequest on an unknown op or a malformed body."""
+        """Run one of OPS. Raises BadRequest on an unknown op or a malformed body.
+
+        While the master recovers, what it cannot answer yet gets nil.
+        """
         if op not in OPS:
             raise BadRequest(f"no such store operation: {op!r}; there are {', '.join(OPS)}", "op")
         decoder, method = OPS[op]
@@ -40,7 +43,10 @@ class MasterService:
             call = decoder.decode(body)
         except msgspec.DecodeError as error:
             raise BadRequest(f"store operation {op!r}: {error}", "body") from None
-        return _encode(method(self, call))
+        try:
+            return _encode(method(self, call))
+        except Recovering:
+            return _encode(None)
 
     def reap(self) -> None:
         """Take back what ran out; to be called about once a second."""
@@ -54,13 +60,8 @@ class MasterService:
         """
         if key is None:
             stats = self.master.stats()
-            return {
-                "segments": [_segment_json(segment) for segment in stats.segments],
-                "objects": stats.objects,
-                "leases": stats.leases,
-                "pending_puts": stats.pending_puts,
-                "evicted": stats.evicted,
-            }
+            segments = [_segment_json(segment) for segment in stats.segments]
+            return msgspec.structs.asdict(stats) | {"segments": segments}
         try:
             raw = bytes.fromhex(key)
         except ValueError:
@@ -79,22 +80,36 @@ class MasterService:
                 f"capacity_bytes must be 1..{_MAX_CAPACITY_BYTES}, not {mount.capacity_bytes}",
                 "capacity_bytes",
             )
-        accepted = self.master.mount(self._now_us(), mount)
-        log.info("segment %s, epoch %d: mounted=%s", mount.id, mount.epoch, accepted)
+        accepted = self.master.mount(self._now_us(), mount, call.held, call.page, call.last)
+        log.info(
+            "segment %s, epoch %d, page %d: taken=%s", mount.id, mount.epoch, call.page, accepted
+        )
         return wire.Mounted(accepted, self.master.terms)
 
     def _unmount(self, call: wire.SegmentCall) -> wire.Done:
         self.master.unmount(call.segment, call.epoch)
         return wire.Done()
 
-    def _beat(self, call: wire.SegmentCall) -> wire.Beaten:
-        mounted = self.master.beat(self._now_us(), call.segment, call.epoch)
-        return wire.Beaten(mounted, self.master.addresses())
+    def _beat(self, call: wire.BeatCall) -> wire.Beaten:
+        orders = self.master.beat(self._now_us(), call.segment, call.epoch, call.seen)
+        return wire.Beaten(orders is not None, self.master.addresses(), orders)
+
+    def _copied(self, call: wire.CopiedCall) -> wire.Answer:
+        return wire.Answer(
+            self.master.copied(self._now_us(), call.segment, call.epoch, call.results)
+        )
+
+    def _claim(self, call: wire.ClaimCall) -> wire.Done:
+        self.master.claim(self._now_us(), call.claims, call.removed)
+        return wire.Done()
+
+    def _drain(self, call: wire.DrainCall) -> wire.Answer:
+        return wire.Answer([self.master.drain(self._now_us(), call.segment)])
 
     def _put_start(self, call: wire.PutStartCall) -> wire.PutStarted:
         try:
             outcomes = self.master.put_start(
-                self._now_us(), call.owner, call.items, call.lease, call.parent
+                self._now_us(), call.owner, call.items, call.lease, call.parent, call.options
             )
         except UnknownSegment:
             return wire.PutStarted(None, {})
@@ -109,19 +124,41 @@ class MasterService:
         return wire.Done()
 
     def _find(self, call: wire.FindCall) -> wire.FoundReply:
-        found = self.master.find(self._now_us(), call.keys, call.lease)
-        used = (replica.segment for it in found for replica in it.replicas)
-        return wire.FoundReply(found, self._addresses(used))
+        return self._found(self.master.find(self._now_us(), call.keys, call.lease, call.reader))
+
+    def _get(self, call: wire.FindCall) -> wire.GotReply:
+        got = self.master.get(self._now_us(), call.keys, call.lease, call.reader)
+        there = self._found([it for it in got if it is not None])
+        return wire.GotReply(got, there.addresses)
+
+    def _exists(self, call: wire.KeysCall) -> wire.Answer:
+        return wire.Answer(self.master.exists(call.keys))
+
+    def _scan(self, call: wire.ScanCall) -> wire.FoundReply:
+        return self._found(self.master.scan(call.prefix, call.after, call.limit))
+
+    def _remove(self, call: wire.RemoveCall) -> wire.Removed:
+        return wire.Removed(self.master.remove(self._now_us(), call.keys, call.force))
+
+    def _pin(self, call: wire.PinCall) -> wire.Answer:
+        return wire.Answer(self.master.pin(call.keys, call.pinned))
+
+    def _evict(self, call: wire.EvictCall) -> wire.Freed:
+        return wire.Freed(self.master.evict(call.segment, call.size))
 
     def _release(self, call: wire.ReleaseCall) -> wire.Done:
         self.master.release(call.lease)
         return wire.Done()
 
     def _discard(self, call: wire.DiscardCall) -> wire.Done:
-        for key, version, _ in call.objects:
-            log.warning("object %s is corrupt and removed", key.hex())
-            self.master.discard(BlockKey(key), version)
+        for key, version, segment in call.objects:
+            log.warning("object %s is corrupt on %s", key.hex(), segment or "all its segments")
+            self.master.discard(key, version, segment)
         return wire.Done()
+
+    def _found(self, found: list[Found]) -> wire.FoundReply:
+        used = (replica.segment for it in found for replica in it.replicas)
+        return wire.FoundReply(found, self._addresses(used))
 
     def _addresses(self, segments: Iterable[SegmentId]) -> dict[SegmentId, Address]:
         known = self.master.addresses()
@@ -137,11 +174,20 @@ def _op(
 OPS = {
     "mount": _op(wire.MountCall, MasterService._mount),
     "unmount": _op(wire.SegmentCall, MasterService._unmount),
-    "beat": _op(wire.SegmentCall, MasterService._beat),
+    "beat": _op(wire.BeatCall, MasterService._beat),
+    "copied": _op(wire.CopiedCall, MasterService._copied),
+    "claim": _op(wire.ClaimCall, MasterService._claim),
+    "drain": _op(wire.DrainCall, MasterService._drain),
     "put_start": _op(wire.PutStartCall, MasterService._put_start),
     "put_end": _op(wire.PutEndCall, MasterService._put_end),
     "put_abort": _op(wire.PutAbortCall, MasterService._put_abort),
     "find": _op(wire.FindCall, MasterService._find),
+    "get": _op(wire.FindCall, MasterService._get),
+    "exists": _op(wire.KeysCall, MasterService._exists),
+    "scan": _op(wire.ScanCall, MasterService._scan),
+    "remove": _op(wire.RemoveCall, MasterService._remove),
+    "pin": _op(wire.PinCall, MasterService._pin),
+    "evict": _op(wire.EvictCall, MasterService._evict),
     "release": _op(wire.ReleaseCall, MasterService._release),
     "discard": _op(wire.DiscardCall, MasterService._discard),
 }

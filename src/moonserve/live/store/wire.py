@@ -60,7 +60,7 @@ class BeatCall(msgspec.Struct, frozen=True, array_like=True):
 
     segment: Segment
     epoch: int
-    seen: int = 0
+    seen: pool.Seen = pool.UNSEEN
 
 
 class Beaten(msgspec.Struct, frozen=True, array_like=True):
@@ -73,17 +73,14 @@ class Beaten(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopiedCall(msgspec.Struct, frozen=True, array_like=True):
-    """Copies that ended: (id, whether the bytes are there and verified)."""
+    """Copies that ended: (id, whether the bytes are there and verified).
+
+    Answer: whether each is a replica now; else its extent is not its any more.
+    """
 
     segment: Segment
     epoch: int
     results: Annotated[Sequence[tuple[int, bool]], _BATCH]
-
-
-class Copied(msgspec.Struct, frozen=True, array_like=True):
-    """Per copy, the replica that it became; None: it did not, the extent is not its any more."""
-
-    held: list[Held | None]
 
 
 class ClaimCall(msgspec.Struct, frozen=True, array_like=True):
@@ -136,9 +133,9 @@ class PutEndCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PutEnded(msgspec.Struct, frozen=True, array_like=True):
-    """Per put, whether its object exists now."""
+    """Per put, the version of the object that exists now; None: the ticket is stale."""
 
-    exist: list[bool]
+    versions: list[int | None]
 
 
 class PutAbortCall(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,199 @@
+"""What segment owners and clients remember, so that a master may die and nothing readable is lost.
+
+For live.store and for the simulated store of the tests; pure, like the master it talks to. An
+owner keeps a Catalogue of its segment and the Tasks it works on; every client, owner or not, keeps
+a Diary of what it did on segments, its own included, which their owners may not have heard of yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+
+from moonserve.core.pool import (
+    UNSEEN,
+    Change,
+    Claim,
+    Copy,
+    Gone,
+    Held,
+    Key,
+    Orders,
+    PutOptions,
+    Seen,
+    Ticket,
+)
+from moonserve.core.units import Bytes, Micros
+
+_MAX_FINISHED = 4_096
+
+
+class Catalogue:
+    """What lies on one segment, as its owner knows it. Bounded by the segment."""
+
+    def __init__(self, held: Sequence[Held] = ()) -> None:
+        self.held: dict[Key, Held] = {it.key: it for it in held}
+        self.seen: Seen = UNSEEN
+        """For the next beat."""
+
+    def add(self, held: Held) -> None:
+        """A copy is made here; to be noted before the master is told, lest its answer is lost."""
+        known = self.held.get(held.key)
+        if known is None or known.id < held.id:
+            self.held[held.key] = held
+
+    def drop(self, key: Key, id: int) -> None:
+        """What put or copy `id` wrote is no replica, nor is anything older under this key."""
+        known = self.held.get(key)
+        if known is not None and known.id <= id:
+            del self.held[key]
+
+    def apply(self, orders: Orders) -> None:
+        """Take in the changes of a beat's answer, unless it is not the answer to the last one."""
+        if orders.after != self.seen:
+            return
+        self.seen = orders.seen
+        for change in orders.changes:
+            self._apply(change)
+
+    def _apply(self, change: Change) -> None:
+        known = self.held.get(change.key)
+        if isinstance(change, Gone):
+            self.drop(change.key, change.id)
+        elif known is None or known.id <= change.id:
+            self.held[change.key] = change
+
+    def restart(self) -> None:
+        """The segment is not mounted any more: changes are told from the start when it is."""
+        self.seen = UNSEEN
+
+    def pages(self, most: int) -> list[tuple[Held, ...]]:
+        """All of it in pages of up to `most`, to mount with; at least one."""
+        rest = iter(list(self.held.values()))
+        pages = []
+        while page := tuple(islice(rest, most)):
+            pages.append(page)
+        return pages or [()]
+
+
+@dataclass(slots=True)
+class _Running:
+    copy: Copy
+    until_us: Micros
+
+
+class Tasks:
+    """Copies to be made to one segment: at most `at_once` at a time, each once, each in time."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._queue: dict[int, _Running] = {}
+        self._running: dict[int, _Running] = {}
+        self._results: dict[int, bool] = {}
+        self._finished: dict[int, None] = {}
+        """The latest ids that ended: an old answer to a beat may name them once more."""
+
+    def take(self, asked_us: Micros, copies: Sequence[Copy]) -> None:
+        """What the answer to a beat sent at `asked_us` says is to be made."""
+        for copy in copies:
+            id = copy.held.id
+            if id not in self._running and id not in self._finished and id not in self._results:
+                self._queue.setdefault(id, _Running(copy, asked_us + copy.left_us))
+
+    def next(self, now_us: Micros) -> Copy | None:
+        """The copy to start now; None: none, or enough run. Overdue ones are passed over."""
+        while self._queue and len(self._running) < self._at_once:
+            id = next(iter(self._queue))
+            running = self._queue.pop(id)
+            if running.until_us > now_us:
+                self._running[id] = running
+                return running.copy
+        return None
+
+    def overdue(self, now_us: Micros) -> list[Copy]:
+        """Running copies whose extent may be another's from now on: no byte more is written."""
+        return [it.copy for it in self._running.values() if it.until_us <= now_us]
+
+    def end(self, id: int, done: bool) -> None:
+        """A running copy ended: its bytes are there and verified, or not."""
+        if self._running.pop(id, None) is not None:
+            self._results[id] = done
+
+    def results(self) -> list[tuple[int, bool]]:
+        """What the master is to be told of."""
+        return list(self._results.items())
+
+    def told(self, ids: Sequence[int]) -> None:
+        """The master has answered these."""
+        for id in ids:
+            self._results.pop(id, None)
+            self._finished[id] = None
+        for id in list(islice(self._finished, max(0, len(self._finished) - _MAX_FINISHED))):
+            del self._finished[id]
+
+    def forget(self) -> list[Copy]:
+        """The master gave the segment up: all tasks are void. The running ones, to be stopped."""
+        running = [it.copy for it in self._running.values()]
+        self.told([*self._queue, *self._running, *self._results])
+        self._queue.clear()
+        self._running.clear()
+        return running
+
+
+@dataclass(slots=True)
+class _Written:
+    claim: Claim
+    at_us: Micros
+
+
+class Diary:
+    """What one client put and removed lately. Bounded by its rate and by `forget`."""
+
+    def __init__(self) -> None:
+        self._puts: dict[int, _Written] = {}
+        self._removed: dict[Key, tuple[int, Micros]] = {}
+
+    def writing(
+        self,
+        now_us: Micros,
+        ticket: Ticket,
+        key: Key,
+        size: Bytes,
+        parent: Key | None,
+        options: PutOptions,
+    ) -> None:
+        """A put began: before the first byte is written."""
+        held = Held(key, size, 0, ticket.id, ticket.id, ticket.offset, parent, options)
+        claim = Claim(ticket.segment, ticket.epoch, held, True)
+        self._puts[ticket.id] = _Written(claim, now_us)
+
+    def ended(self, now_us: Micros, ticket: int, checksum: int) -> None:
+        """All bytes are written; to be noted before the master is told, lest its answer is lost."""
+        written = self._puts.get(ticket)
+        if written is not None:
+            it = written.claim
+            held = msgspec.structs.replace(it.held, checksum=checksum)
+            self._puts[ticket] = _Written(Claim(it.segment, it.epoch, held, False), now_us)
+
+    def drop(self, ticket: int) -> None:
+        """The put was given up, or the master said that its ticket is stale."""
+        self._puts.pop(ticket, None)
+
+    def removed(self, now_us: Micros, key: Key, version: int) -> None:
+        """The master removed this on our behalf."""
+        self._removed[key] = (version, now_us)
+
+    def claims(self) -> tuple[list[Claim], list[tuple[Key, int]]]:
+        """What to tell a master that has restarted."""
+        claims = [it.claim for it in self._puts.values()]
+        return claims, [(key, version) for key, (version, _) in self._removed.items()]
+
+    def forget(self, before_us: Micros) -> None:
+        """What is older, every owner has heard of or given up."""
+        for id in [id for id, it in self._puts.items() if it.at_us < before_us]:
+            del self._puts[id]
+        for key in [key for key, (_, at_us) in self._removed.items() if at_us < before_us]:
+            del self._removed[key]

@@ -1,0 +1,100 @@
+"""Room: where something new goes, and what is evicted for it.
+
+For core.master and core.copies. What is held (leased, pinned, being copied) is never evicted.
+"""
+
+from __future__ import annotations
+
+from moonserve.core.segments import aligned
+from moonserve.core.shelf import Shelf
+from moonserve.core.stock import Stock
+from moonserve.core.units import Bytes
+
+
+class Room:
+    """Allocation and eviction over the shelves of one stock."""
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock = stock
+        self.evicted = 0
+        """Replicas evicted since the start."""
+
+    def place(self, first: Shelf | None, size: Bytes, tenant: str) -> tuple[Shelf, Bytes] | None:
+        """An extent on `first` if there is room, else on the segment in memory with most of it.
+
+        Else in place of what `first` evicts, else of what another does. None: nowhere.
+        """
+        stock, need = self._stock, aligned(size)
+        if first is not None:
+            if first.draining:
+                first = None
+            elif (offset := stock.take(first, size, tenant)) is not None:
+                return first, offset
+        others = [it for it in stock.usable("dram") if it is not first]
+        roomy = [it for it in others if it.extents.free_bytes >= need]
+        roomy.sort(key=_free_bytes, reverse=True)
+        for shelf in roomy:
+            if (offset := stock.take(shelf, size, tenant)) is not None:
+                return shelf, offset
+        if first is not None and (offset := self._evict_for(first, size, tenant)) is not None:
+            return first, offset
+        others.sort(key=_free_bytes, reverse=True)
+        for shelf in others:
+            if (offset := self._evict_for(shelf, size, tenant)) is not None:
+                return shelf, offset
+        return None
+
+    def take(self, shelf: Shelf, size: Bytes, tenant: str) -> Bytes | None:
+        """An extent on this shelf, evicting what must go for it; None: that would not do."""
+        offset = self._stock.take(shelf, size, tenant)
+        return self._evict_for(shelf, size, tenant) if offset is None else offset
+
+    def _evict_for(self, shelf: Shelf, size: Bytes, tenant: str) -> Bytes | None:
+        """Evict until `size` fits.
+
+        Among held objects of other sizes all may be evicted in vain; with blocks of one size, the
+        first victim's extent fits.
+        """
+        if shelf.extents.free_bytes + shelf.evictable_bytes < aligned(size):
+            return None
+        while self._evict(shelf):
+            if (offset := self._stock.take(shelf, size, tenant)) is not None:
+                return offset
+        return None
+
+    def free_up(self, shelf: Shelf, size: Bytes) -> Bytes:
+        """Evict until `size` bytes more are free, or nothing is left to evict; what it freed."""
+        freed = 0
+        while freed < size and (gone := self._evict(shelf)):
+            freed += gone
+        return freed
+
+    def _evict(self, shelf: Shelf) -> Bytes:
+        """Evict the next replica; how many bytes that freed, 0: there was none."""
+        victim = self._stock.next_victim(shelf)
+        if victim is None:
+            return 0
+        self._stock.drop(victim, shelf)
+        self.evicted += 1
+        return aligned(victim.found.size)
+
+    def fits_quota(self, tenant: str, size: Bytes, quota: Bytes) -> bool:
+        """Whether the tenant may have `size` bytes more, once its own oldest objects went for it.
+
+        Nothing is evicted where that would not do.
+        """
+        stock = self._stock
+        if aligned(size) > quota:
+            return False
+        while stock.tenants.get(tenant, 0) + aligned(size) > quota:
+            key = stock.own[tenant].pop(stock.is_free)
+            if key is None:
+                return False
+            victim = stock.objects[key]
+            self.evicted += len(victim.found.replicas)
+            stock.remove(victim)
+        return True
+
+
+def _free_bytes(shelf: Shelf) -> Bytes:
+    return shelf.extents.free_bytes

@@ -1,0 +1,71 @@
+"""Shelf: one segment's ledger. What lies where, what may go next, what its owner has yet to hear.
+
+For core.stock, which alone changes it. Never a byte of the segment itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from moonserve.core.chains import Chains
+from moonserve.core.pool import Gone, Held, Key, Mount, Seen
+from moonserve.core.segments import Extents
+from moonserve.core.units import Bytes, Micros
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MAX_CHANGES = 1_024
+"""The most changes one answer carries."""
+
+
+class Shelf:
+    """A mounted segment. Bounded by its objects, and the names of those gone since a beat."""
+
+    def __init__(self, mount: Mount, eviction: str, mounting: int, heard_us: Micros) -> None:
+        self.mount = mount
+        self.name = mount.id
+        self.node = mount.node or mount.id
+        self.tier = mount.tier
+        self.heard_us = heard_us
+        self.extents = Extents(mount.capacity_bytes)
+        self.chains = Chains(eviction)
+        self.objects: dict[Key, int] = {}
+        """The id of the put or copy that wrote each replica."""
+        self.evictable_bytes: Bytes = 0
+        self.leaving_bytes: Bytes = 0
+        """What goes when its copy to disk is made."""
+        self.draining = False
+        self._changed: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+        """Key -> (number of its last change, id of the replica put or dropped), in that order."""
+        self._changes = 0
+        self._mounting = mounting
+
+    def note(self, key: Key, id: int) -> None:
+        """A replica came or went: its owner is to hear of it."""
+        self._changes += 1
+        self._changed.pop(key, None)
+        self._changed[key] = (self._changes, id)
+
+    def has_changes(self) -> bool:
+        """Whether there is anything that its owner has not been told, or not yet said so."""
+        return bool(self._changed)
+
+    def changes(
+        self, seen: Seen, held: Callable[[Key], Held]
+    ) -> tuple[tuple[Held | Gone, ...], Seen, bool]:
+        """What is to be told after `seen`, what is seen then, and whether there is more.
+
+        All up to `seen` is forgotten. A key that changed twice is told once, as it is now.
+        """
+        changed = self._changed
+        last = seen[1] if seen[0] == self._mounting else 0
+        while changed and next(iter(changed.values()))[0] <= last:
+            changed.popitem(last=False)
+        told: list[Held | Gone] = []
+        for key, (number, id) in islice(changed.items(), _MAX_CHANGES):
+            told.append(held(key) if key in self.objects else Gone(key, id))
+            last = number
+        return tuple(told), (self._mounting, last), len(told) < len(changed)
