@@ -261,7 +261,7 @@ def _by_policy(found: Any, trace: str, arm: str) -> dict[str, list[Any]]:
 def draw_goodput(found: Any) -> Any:
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(2, 3, figsize=(13, 8), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(2, len(ARMS), figsize=(11, 8), layout="constrained", sharey=True)
     colors = dict(zip(POLICIES, map(plt.get_cmap("tab20"), range(20)), strict=False))
     for axes_row, name in zip(panels, TRACES, strict=True):
         for axes, arm in zip(axes_row, ARMS, strict=True):
