@@ -138,6 +138,7 @@ class Batch:
         self._waiting: deque[_Seq] = deque()
         self._by_id: dict[RequestId, _Seq] = {}
         self._in_flight: Pass | None = None
+        self._spent: Tokens = 0  # of chunk_tokens, while a pass is planned
 
     @property
     def running(self) -> int:
@@ -237,6 +238,7 @@ class Batch:
         """
         assert self._in_flight is None, "one pass at a time"
         preemptions = self.preemptions
+        self._spent = 0
         planned: dict[RequestId, Tokens] = {}
         decodes = [seq for seq in self._running if len(seq.known) - seq.computed == 1]
         prompts = [seq for seq in self._running if len(seq.known) - seq.computed > 1]
@@ -338,11 +340,11 @@ class Batch:
 
     def _schedule(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> bool:
         """Plan as many tokens of `seq` as the budget allows, if blocks for them can be had."""
-        budget = self.chunk_tokens - sum(planned.values())
-        count = min(budget, len(seq.known) - seq.computed)
+        count = min(self.chunk_tokens - self._spent, len(seq.known) - seq.computed)
         if count == 0 or not self._cover(seq, seq.computed + count, planned):
             return False
         planned[seq.id] = count
+        self._spent += count
         return True
 
     def _cover(self, seq: _Seq, tokens: Tokens, planned: dict[RequestId, Tokens]) -> bool:
@@ -373,7 +375,7 @@ class Batch:
     def _preempt(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> None:
         """Take all blocks of `seq`: it will be computed again from its known tokens."""
         self.preemptions += 1
-        planned.pop(seq.id, None)
+        self._spent -= planned.pop(seq.id, 0)
         self.pool.free(seq.blocks)
         seq.blocks.clear()
         seq.computed = 0

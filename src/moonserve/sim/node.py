@@ -47,7 +47,7 @@ class Call:
         self.cached: Tokens = 0
         self.began_us: Micros | None = None
         self.busy_us: Micros = 0
-        """Time of the passes it took part in, each shared among what ran in it."""
+        """Time of the passes it took part in, each shared among what ran in it; 0 on decode."""
         self.spans: list[list[int]] = []
         """[first, after last] numbers of the node's passes that gave it a token."""
 
@@ -269,7 +269,9 @@ class Node:
             self._tell(self, call, step)
 
     def _charge(self, work: Pass, elapsed_us: Micros) -> None:
-        """Share a pass's time among its calls by what each had computed."""
+        """Share a pass's time among its calls by what each had computed, where they may prefill."""
+        if self.info.role == "decode":
+            return
         tokens = sum(len(chunk.tokens) for chunk in work.chunks)
         for chunk in work.chunks:
             call = self._calls.get(chunk.request)
