@@ -75,8 +75,8 @@ class Options:
     """
 
     __slots__ = (
-        "ask", "block_size", "compute_us", "local", "now_us", "queue_us", "reused",
-        "scores", "transfer_us", "views",
+        "_longest", "ask", "block_size", "compute_us", "decodes", "local", "now_us", "queue_us",
+        "reused", "scores", "transfer_us", "views",
     )  # fmt: skip
 
     def __init__(
@@ -100,7 +100,9 @@ class Options:
             left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
             for view in views
         ]
+        self.decodes = [view.decodes for view in views]
         self.scores: Sequence[float] = ()
+        self._longest: SegmentId | None = None
 
     @property
     def prompt_blocks(self) -> int:
@@ -120,12 +122,18 @@ class Options:
             own.id,
             local * size,
             reused * size,
-            source(self.ask.match, own.segment) if reused > local else None,
+            self._source(own.segment) if reused > local else None,
             self.transfer_us[row],
             self.queue_us[row],
             self.compute_us[row],
             self.scores[row],
+            self.decodes[row],
         )
+
+    def _source(self, own: SegmentId | None) -> SegmentId | None:
+        if self._longest is None:
+            self._longest = source(self.ask.match, None)
+        return self._longest if own != self._longest else source(self.ask.match, own)
 
 
 class Candidates(Sequence[Candidate]):
@@ -219,10 +227,10 @@ class Estimate:
 
     def least_us(self, kinds: Collection[Kind]) -> Micros:
         """What transfer and compute take at least on instances of these kinds; 0 where many."""
-        local = dict.fromkeys(min(blocks, self._usable) for blocks in (0, *self._own.values()))
-        if len(local) * len(kinds) > _MANY:
+        runs = dict.fromkeys((0, *self._own.values()))
+        if len(runs) * len(kinds) > _MANY:
             return 0
-        terms = [self._terms(blocks, kind) for blocks in local for kind in kinds]
+        terms = [self._terms(min(run, self._usable), kind) for run in runs for kind in kinds]
         return min(transfer_us + compute_us for _, transfer_us, compute_us in terms)
 
     def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:

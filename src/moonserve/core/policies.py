@@ -215,7 +215,7 @@ def decide(
     likely = _likely(estimate, prefills, now_us) if policy.score is kvcache_centric else prefills
     made = estimate.options(likely, now_us)
     made.scores = policy.score(made, memory)
-    row = _best(made.scores, likely)
+    row = _best(made)
     context = ask.length + ask.expected_tokens
     share = tuning.tbt_share if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
@@ -244,14 +244,14 @@ def _likely(
     return [view for view in views if view.idle_us <= limit_us]
 
 
-def _best(scores: Sequence[float], views: Sequence[InstanceView]) -> int:
+def _best(made: Options) -> int:
     """The lowest score; of equals, who decodes for fewest (where that is its task too), the first.
 
     Queues of prefill say nothing of decode: without it a coupled cluster's first instances get all.
     """
-    best = min(scores)
-    rows = [row for row, score in enumerate(scores) if score == best]
-    return rows[0] if len(rows) == 1 else min(rows, key=lambda row: views[row].decodes)
+    best = min(made.scores)
+    rows = [row for row, score in enumerate(made.scores) if score == best]
+    return min(rows, key=made.decodes.__getitem__)
 
 
 def _decision(
