@@ -38,6 +38,7 @@ ZEROS = {
     "blocks_used": 0,
     "pending_puts": 0,
     "held_leases": 0,
+    "ahead": 0,
 }
 FAST = fake_cost(0, 0, 0)
 
@@ -405,6 +406,7 @@ def test_reply_shapes_are_vllms() -> None:
                     "remote_num_tokens": 10,
                     "first_token_id": token,
                     "lease": "mine",
+                    "segment": None,  # this store has none
                 },
             }
             events = await it.events(

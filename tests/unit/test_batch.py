@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moonserve.core.batch import Batch, Finish, Pass, PassResult, Progress, finish_of
+from moonserve.core.batch import Batch, Pass, PassResult, Progress
 from moonserve.core.blocks import BlockPool
 from moonserve.core.errors import BadRequest
-from moonserve.core.request import Sampling, Stopping
+from moonserve.core.request import Finish, Sampling, Stopping, finish_of
 from moonserve.core.units import RequestId
 
 GREEDY = Sampling(temperature=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,7 @@ from moonserve.core.conductor import Conductor
 from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive, Overloaded
 from moonserve.core.facts import InstanceInfo, Joined
 from moonserve.core.request import Request, Stopping
-from moonserve.core.units import LeaseId, RequestId
+from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.core.view import Promised
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.dispatch import Cluster
@@ -48,6 +48,9 @@ class ScriptedWire:
         """(role, what, after how many decode tokens): taken by the next call of that role."""
         self.calls: list[tuple[str, str]] = []
         self.cancelled = 0
+        self.prefetches: list[tuple[str, str, int]] = []
+        """(instance, lease, how many blocks) of each."""
+        self.prefetching = 0
 
     def _fault(self, role: str) -> tuple[str, int]:
         for fault in self.faults:
@@ -79,6 +82,18 @@ class ScriptedWire:
         await self._fail(self._fault("prefill")[0])
         token = next_token(asked["prompt"])
         return Prefilled((token,), "length", 4, {"first_token_id": token})
+
+    async def prefetch(
+        self, to: InstanceInfo, request: Request, lease: LeaseId, keys: Sequence[BlockKey]
+    ) -> None:
+        """Answers when it is stopped, as when a decode call has come."""
+        self.prefetches.append((to.id, lease, len(keys)))
+        self.prefetching += 1
+        try:
+            await self._fail(self._fault("prefetch")[0])
+            await asyncio.sleep(3_600)
+        finally:
+            self.prefetching -= 1
 
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
@@ -336,5 +351,67 @@ def test_what_the_client_is_told() -> None:
             await collect(world.request("same"))
         first.cancel()
         assert await world.settled() == NOTHING
+
+    run(test)
+
+
+class Chunked(World):
+    """Prefill instances that take a prompt in several chunks."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            joining = info(name, "prefill" if name[0] == "p" else "decode")
+            small = msgspec.structs.replace(joining, chunk_tokens=4)
+            self.loop.core.step(0, [Joined(small)])
+
+
+@pytest.mark.parametrize("what", ["", "reset", "refused", "bug"])
+def test_decode_is_told_at_assignment(what: str) -> None:
+    """It may pull under prefill's lease; the hint ends with the first token, whatever it did."""
+
+    async def test() -> None:
+        world = Chunked("p0", "d0")
+        if what:
+            world.wire.faults = [("prefetch", what, 0)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert world.wire.prefetches == [("d0", "r/1", 2)]
+        assert await world.settled() == NOTHING
+        assert world.wire.prefetching == 0
+
+    run(test)
+
+
+def test_a_prompt_of_one_chunk_is_not_told_of() -> None:
+    """There is nothing to pull before prefill ends."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        await collect(world.request())
+        assert world.wire.prefetches == []
+
+    run(test)
+
+
+def test_a_hint_is_taken_back_with_its_call() -> None:
+    """A failed or cancelled prefill ends it; the next attempt gives one under its own lease."""
+
+    async def test() -> None:
+        world = Chunked("p0", "p1", "d0")
+        world.wire.faults = [("prefill", "reset", 0), ("decode", "reset", 3)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        leases = [lease for _, lease, _ in world.wire.prefetches]
+        assert leases == ["r/1", "r/3", "r/6"]
+        await world.settled()
+        assert world.wire.prefetching == 0
+        world.wire.faults = [("prefill", "hang", 0)]
+        task = asyncio.ensure_future(collect(world.request("s")))
+        await asyncio.sleep(0.01)
+        assert world.wire.prefetching == 1
+        task.cancel()
+        assert await world.settled() == NOTHING
+        assert world.wire.prefetching == 0
 
     run(test)

@@ -15,12 +15,16 @@ from moonserve.core.units import Micros, RequestId
 
 
 class Prefill(msgspec.Struct, frozen=True):
-    """Call `to` to prefill what is known of the request, reusing decision.reused_tokens."""
+    """Call `to` to prefill what is known of the request, reusing decision.reused_tokens.
+
+    `decode` may be told, so that it pulls what prefill publishes while more is computed.
+    """
 
     request: RequestId
     number: int
     to: InstanceInfo
     decision: Decision
+    decode: InstanceInfo
 
 
 class Decode(msgspec.Struct, frozen=True):

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from moonserve.core.blocks import BlockPool
 from moonserve.core.errors import BadRequest
-from moonserve.core.request import Counted, Sampling, Stopping
+from moonserve.core.request import Counted, Finish, Sampling, Stopping, finish_of
 from moonserve.core.units import Micros, RequestId, Tokens
 
 
@@ -46,29 +46,6 @@ class PassResult(msgspec.Struct, frozen=True):
 
     sampled: dict[RequestId, int]
     elapsed_us: Micros
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """Why a generation ended; `stop_token` is set when one of stop_token_ids did it."""
-
-    reason: Literal["stop", "length"]
-    stop_token: int | None = None
-
-
-def finish_of(
-    token: int, generated: Tokens, stopping: Stopping, eos_token_ids: Sequence[int]
-) -> Finish | None:
-    """Whether `token`, the `generated`-th of its request, ends it (vLLM's order of reasons).
-
-    Stop strings need text and are the server's business, not the batch's.
-    """
-    if token in eos_token_ids and not stopping.ignore_eos:
-        return Finish("stop")
-    if token in stopping.stop_token_ids:
-        return Finish("stop", token)
-    if generated >= stopping.max_tokens:
-        return Finish("length")
-    return None
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -229,6 +206,11 @@ class Batch:
         else:
             self._drop(seq)
         return True
+
+    def held(self, request: RequestId) -> tuple[Tokens, Sequence[int]] | None:
+        """How many of its tokens have KV, and in which blocks; None: it is not here."""
+        seq = self._by_id.get(request)
+        return None if seq is None else (seq.computed, tuple(seq.blocks))
 
     def plan(self) -> Pass | None:
         """The next pass, or None if nothing can run now.

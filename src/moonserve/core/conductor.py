@@ -250,7 +250,7 @@ class Conductor:
             self._coming_of[request.id] = (segment, life.keys)
         decode = self.view.instances[decision.decode]
         self._promise_decode(life, decode)
-        self._actions.append(Prefill(request.id, number, prefill.info, decision))
+        self._actions.append(Prefill(request.id, number, prefill.info, decision, decode.info))
 
     def _promise_decode(self, life: Handoff, view: InstanceView) -> None:
         """Count it there; an objective that is missed from the start binds nobody else."""

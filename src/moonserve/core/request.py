@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +32,29 @@ class Stopping(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Why a generation ended; `stop_token` is set when one of stop_token_ids did it."""
+
+    reason: Literal["stop", "length"]
+    stop_token: int | None = None
+
+
+def finish_of(
+    token: int, generated: Tokens, stopping: Stopping, eos_token_ids: Sequence[int]
+) -> Finish | None:
+    """Whether `token`, the `generated`-th of its request, ends it (vLLM's order of reasons).
+
+    Stop strings need text and are the server's business, not the batch's.
+    """
+    if token in eos_token_ids and not stopping.ignore_eos:
+        return Finish("stop")
+    if token in stopping.stop_token_ids:
+        return Finish("stop", token)
+    if generated >= stopping.max_tokens:
+        return Finish("length")
+    return None
 
 
 class Counted:

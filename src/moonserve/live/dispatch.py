@@ -26,7 +26,7 @@ from moonserve.core.errors import (
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.prefix import Namespace, chain_keys
 from moonserve.core.request import Counted, Request
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Micros, Tokens
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, Tokens
 from moonserve.live.conductor import ConductorLoop, lease_of
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances import embedded
@@ -127,6 +127,8 @@ class _Life:
         self._number = 0
         """Of the call that is out; 0 when none is."""
         self._call: asyncio.Task[None] | None = None
+        self._ahead: asyncio.Task[None] | None = None
+        """Has the decode instance pull KV while prefill computes."""
         self._outcome = "cancelled"
         self._opened = False
 
@@ -173,6 +175,7 @@ class _Life:
     async def close(self) -> None:
         """Stop whatever is still out; the Conductor frees what it reserved."""
         self._stop_call()
+        self._stop_ahead()
         if self._opened:
             self._opened = False
             self._conductor.tell(ClientGone(self._request.id))
@@ -192,6 +195,7 @@ class _Life:
             case Prefilled():
                 return self._prefilled(what)
             case Decoded(token_ids, finish):
+                self._stop_ahead()
                 skip = min(self._replayed, len(token_ids))
                 self._replayed -= skip
                 fresh = token_ids[skip:]
@@ -243,6 +247,30 @@ class _Life:
             self._inbox.put_nowait(_Reply(action.number, reply))
 
         self._start(action.number, call())
+        self._pull_ahead(action, lease)
+
+    def _pull_ahead(self, action: Prefill, lease: LeaseId) -> None:
+        """A hint to the decode instance, for what prefill publishes in more than one piece."""
+        self._stop_ahead()
+        to = action.decode
+        if len(self._known) <= action.to.chunk_tokens or to.id == action.to.id:
+            return
+        call = self._wire.prefetch(to, self._request, lease, self._keys())
+        self._ahead = asyncio.create_task(call, name=f"prefetch of {lease}")
+        self._ahead.add_done_callback(self._ahead_ended)
+
+    def _ahead_ended(self, task: asyncio.Task[None]) -> None:
+        """Whatever became of it, decode loads what it has not got."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            known = isinstance(error, MoonserveError)
+            level = logging.DEBUG if known else logging.ERROR
+            log.log(level, "%s: no prefetch", self._request.id, exc_info=None if known else error)
+
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
 
     def _decode(self, action: Decode) -> None:
         """Decode's prompt is what prefill saw; its reply begins with the token prefill gave."""
@@ -290,6 +318,7 @@ class _Life:
 
     def _tell_failed(self, failed: _Failed) -> None:
         number, self._number = self._number, 0  # nothing is out: a reply still queued is stale
+        self._stop_ahead()
         self._conductor.tell(
             CallFailed(
                 request=self._request.id,

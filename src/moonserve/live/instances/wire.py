@@ -14,7 +14,7 @@ import msgspec
 from moonserve.core.errors import MoonserveError
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Request
-from moonserve.core.units import Tokens
+from moonserve.core.units import BlockKey, LeaseId, Tokens
 from moonserve.live.http.client import HttpClient, sse_events
 
 
@@ -132,6 +132,24 @@ class WireClient:
             min(cached, len(request.prompt)),
             parsed.kv_transfer_params or {},
         )
+
+    async def prefetch(
+        self, to: InstanceInfo, request: Request, lease: LeaseId, keys: Sequence[BlockKey]
+    ) -> None:
+        """Have blocks pulled that a decode call under `lease` will want; returns when it has come
+        there, or if the instance does not do this. Cancel it if the call will not come.
+
+        Raises as `prefill` does.
+        """
+        headers = self._headers(request) | {"content-type": "application/msgpack"}
+        reply = await self._http.request(
+            "POST",
+            to.url + "/internal/prefetch",
+            headers=headers,
+            body=msgspec.msgpack.encode({"lease": lease, "keys": keys}),
+            timeout_s=self._prefill_timeout_s,
+        )
+        _check(to, reply.status, reply.body)
 
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes

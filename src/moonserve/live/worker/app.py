@@ -1,4 +1,4 @@
-"""The worker's HTTP server: vLLM's paths over one Runner, and /debug/ledger.
+"""The worker's HTTP server: vLLM's paths over one Runner, /internal/prefetch and /debug.
 
 Made by `main`; tests make it directly. A client that goes away cancels its request. Whoever POSTs
 must show the cluster token, since a worker does what it is told; GETs are open.
@@ -17,7 +17,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.facts import InstanceInfo
-from moonserve.core.units import RequestId
+from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import (
     HttpRequest,
@@ -40,6 +40,7 @@ from moonserve.live.worker.wire import (
     event,
     make_job,
     parse_body,
+    parse_prefetch,
 )
 from moonserve.live.worker.words import Words
 
@@ -73,10 +74,12 @@ class WorkerApp:
         return App(
             {
                 ("POST", "/v1/completions"): self._completions,
+                ("POST", "/internal/prefetch"): self._prefetch,
                 ("GET", "/v1/models"): self._models,
                 ("GET", "/health"): self._health,
                 ("GET", "/metrics"): self._page,
                 ("GET", "/debug/ledger"): self._ledger,
+                ("GET", "/debug/stages"): self._stages,
             },
             name=f"worker {self.info.id}",
         )
@@ -151,7 +154,16 @@ class WorkerApp:
             "remote_num_tokens": len(job.prompt),
             "first_token_id": last.token_ids[0],
             "lease": job.lease,
+            "segment": self.info.segment,
         }
+
+    async def _prefetch(self, request: HttpRequest) -> Response:
+        """Answers when the decode call came; a router that hangs up before will not make it."""
+        check_token(request, self._token)
+        body = parse_prefetch(await request.body())
+        request.cancel_on_disconnect()
+        await self._runner.prefetch(LeaseId(body.lease), tuple(map(BlockKey, body.keys)))
+        return json_response({})
 
     async def _models(self, request: HttpRequest) -> Response:
         card = {
@@ -176,6 +188,9 @@ class WorkerApp:
 
     async def _ledger(self, request: HttpRequest) -> Response:
         return json_response(msgspec.to_builtins(self._runner.ledger()))
+
+    async def _stages(self, request: HttpRequest) -> Response:
+        return json_response(msgspec.to_builtins(self._runner.stages()))
 
 
 def _delta(piece: Piece, words: Words | None) -> Delta:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.batch import Finish
 from moonserve.core.errors import MoonserveError
 from moonserve.core.prefix import chain_keys, tail_key
-from moonserve.core.request import Sampling, Stopping
-from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens
+from moonserve.core.request import Finish, Sampling, Stopping
+from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
+
+DecodeKV: TypeAlias = Literal["off", "end"] | int
+"""When the KV of generated tokens is stored: never, at the generation's end, or every so many
+blocks and at the end."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -34,6 +38,8 @@ class Job(msgspec.Struct, frozen=True):
     """At most so many tokens are loaded for a prefill; None: all there are."""
     first_token: int | None = None
     """With take_kv: what prefill sampled; given again as the first piece."""
+    near: SegmentId | None = None
+    """The segment that its prompt was published to."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -74,6 +80,8 @@ class KVDeadlines(msgspec.Struct, frozen=True):
     flush_s: float = 30.0
     """For all puts of a hand-over, before its reply."""
     release_s: float = 5.0
+    ahead_s: float = 300.0
+    """For KV that came ahead of its request to be claimed by it."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -87,6 +95,7 @@ class Limits(msgspec.Struct, frozen=True):
     """A pass that takes longer means a hung engine: the worker is dead."""
     piece_s: float = 600.0
     """The longest wait for a request's next token, its queueing included."""
+    decode_kv: DecodeKV = "end"
     kv: KVDeadlines = KVDeadlines()
 
 
@@ -99,22 +108,67 @@ class Ledger(msgspec.Struct, frozen=True):
     blocks_used: int
     pending_puts: int
     held_leases: int
+    ahead: int = 0
+    """Prompts whose KV is pulled before their decode was asked for."""
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """What happened to a request's KV here, and when; for who measures the hand-over."""
+
+    what: Literal["put", "read", "ahead", "prefilled", "handed_over", "loaded"]
+    """ahead: read before the request came; loaded: all that there was is here."""
+    lease: LeaseId
+    began_us: Micros
+    """On this machine's monotonic clock."""
+    ended_us: Micros
+    blocks: int = 0
+
+
+class Ahead:
+    """One prompt's KV on its way here before its decode was asked for."""
+
+    __slots__ = ("blocks", "closed", "idle", "keys", "lease", "loaded", "unwanted")
+
+    def __init__(self, lease: LeaseId, keys: tuple[BlockKey, ...]) -> None:
+        self.lease = lease
+        self.keys = keys
+        self.blocks: list[int] = []
+        """Held for the leading keys; the last of them may be being written."""
+        self.loaded = 0
+        """How many leading blocks have their KV."""
+        self.closed = asyncio.Event()
+        """Claimed or dropped: no more blocks come."""
+        self.idle = asyncio.Event()
+        """Nobody writes to the blocks any more."""
+        self.unwanted = False
 
 
 class Live:
     """One job from submission to its end."""
 
     __slots__ = (
-        "arrived_us", "blocks", "cached", "ended", "job", "keys", "last_us", "loading", "pieces",
-        "wanted",
+        "ahead", "arrived_us", "blocks", "cached", "chain", "ended", "job", "keys", "last_us",
+        "loading", "made", "pieces", "published", "wanted",
     )  # fmt: skip
 
     def __init__(
-        self, job: Job, keys: KeyPlan | None, wanted: tuple[BlockKey, ...], now_us: Micros
+        self,
+        job: Job,
+        keys: KeyPlan | None,
+        wanted: tuple[BlockKey, ...],
+        now_us: Micros,
     ) -> None:
         self.job = job
         self.keys = keys
         self.wanted = wanted
+        self.ahead: Ahead | None = None
+        """What came before it did; its blocks are the first of `blocks`."""
+        self.chain = list(keys.full) if keys is not None else []
+        """Keys of its full blocks; those of generated tokens follow when they are stored."""
+        self.made = [] if job.first_token is None else [job.first_token]
+        """Tokens generated, the first one included."""
+        self.published = 0
+        """How many leading blocks the store has, or has been given."""
         self.blocks: tuple[int, ...] = ()
         self.loading = False
         self.cached = 0

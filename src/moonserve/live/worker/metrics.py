@@ -61,6 +61,9 @@ class Metrics:
             "moonserve:kv_recomputed_tokens",
             "Prompt tokens a decode worker computed because their KV was not in the store.",
         )
+        self.kv_ahead = self._counter(
+            "moonserve:kv_ahead_blocks", "Blocks that were here before their request came."
+        )
         self.kv_errors = self._counter(
             "moonserve:kv_store_errors", "Store calls that failed or ran past their deadline."
         )
@@ -80,15 +83,37 @@ class Metrics:
         self._itl = self._histogram(
             "vllm:inter_token_latency_seconds", "Inter-token latency in seconds.", _ITL_S
         )
-
+        self._load = self._histogram(
+            "moonserve:kv_load_seconds",
+            "From a request's admission until its KV in the store was loaded, in seconds.",
+            _TTFT_S,
+        )
         self._hand_over = self._histogram(
             "moonserve:kv_hand_over_seconds",
             "From a prefill's last pass until all its KV was in the shared store, in seconds.",
             _TTFT_S,
         )
 
-    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Register a gauge that asks `read` at every scrape."""
+    def watch(
+        self,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        usage: Callable[[], float],
+    ) -> None:
+        """Ask the runner at every scrape; usage: the fraction of its blocks that are held."""
+        self._gauge(
+            "vllm:num_requests_running",
+            "Number of requests in model execution batches.",
+            running,
+        )
+        self._gauge(
+            "vllm:num_requests_waiting",
+            "Number of requests waiting to be processed.",
+            waiting,
+        )
+        self._gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage)
+
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         made = Gauge(name, text, _LABELS, registry=self.registry)
         made.labels(**self._labels).set_function(read)
 
@@ -113,6 +138,10 @@ class Metrics:
     def handed_over(self, us: Micros) -> None:
         """All KV of a prefill was in the store `us` after its last pass."""
         self._hand_over.observe(us / MICROS_PER_SECOND)
+
+    def loaded(self, us: Micros) -> None:
+        """A request waited so long for its KV."""
+        self._load.observe(us / MICROS_PER_SECOND)
 
     def finished(self, reason: str) -> None:
         """A request ended: one of FINISHED_REASONS."""

@@ -14,15 +14,17 @@ from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any
 
-from moonserve.core.batch import Batch, Pass, Progress, finish_of
+from moonserve.core.batch import Batch, Pass, PassResult, Progress
 from moonserve.core.blocks import BlockPool
 from moonserve.core.cost import pass_sample
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError, Overloaded
 from moonserve.core.facts import InstanceLoad, PassSample
 from moonserve.core.prefix import Namespace
-from moonserve.core.units import BlockKey, RequestId
+from moonserve.core.request import finish_of
+from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.ports import Clock, Engine, KVStore
-from moonserve.live.worker.job import Job, KeyPlan, Ledger, Limits, Live, Piece
+from moonserve.live.worker.ahead import Puller
+from moonserve.live.worker.job import Job, KeyPlan, Ledger, Limits, Live, Piece, Stage
 from moonserve.live.worker.kv import WorkerKV
 from moonserve.live.worker.metrics import Metrics
 
@@ -70,14 +72,21 @@ class Runner:
         self.hung = False
         """Whether that is since a pass does not end: its thread may never."""
         self._kv: WorkerKV | None = None
+        self._puller: Puller | None = None
         if store is not None:
-            self._kv = WorkerKV(
-                engine, self._pool, store, metrics, clock, self._wake.set, limits.kv
-            )
-            self._kv.publisher.add_done_callback(self._stopped)
+            self._kv = kv = WorkerKV(
+                engine, self._pool, store, metrics, clock, self._wake.set, self._root,
+                limits.decode_kv, limits.kv,
+            )  # fmt: skip
+            kv.publisher.add_done_callback(self._stopped)
+            seqs, deadline_s = limits.max_seqs, limits.kv.ahead_s
+            self._puller = Puller(kv, self._pool, self._spare, seqs, deadline_s)
         self._loop_task = asyncio.create_task(self._loop())
         self._loop_task.add_done_callback(self._stopped)
-        self._register_gauges()
+        pool, batch = self._pool, self._batch
+        metrics.watch(
+            lambda: batch.running, self._waiting, lambda: pool.used_count / pool.num_blocks
+        )
 
     async def generate(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Serve one job, token by token. Closing the iterator early cancels it.
@@ -95,6 +104,18 @@ class Runner:
         finally:
             self._end(live)
 
+    async def prefetch(self, lease: LeaseId, keys: tuple[BlockKey, ...]) -> None:
+        """A job with take_kv will come under this lease: pull its blocks as they appear.
+
+        Returns once it came, or at once if this cannot be; to be cancelled if it will not come.
+        """
+        if self._puller is not None and self.failure is None and not self._closing:
+            await self._puller.pull(lease, keys)
+
+    def stages(self) -> list[Stage]:
+        """What happened to KV here lately, and when."""
+        return list(self._kv.stages) if self._kv else []
+
     def ledger(self) -> Ledger:
         """What is held now."""
         return Ledger(
@@ -104,6 +125,7 @@ class Runner:
             blocks_used=self._pool.used_count,
             pending_puts=self._kv.pending_puts if self._kv else 0,
             held_leases=self._kv.held_leases if self._kv else 0,
+            ahead=self._puller.count if self._puller else 0,
         )
 
     def measured(self, samples: Iterable[PassSample]) -> None:
@@ -181,6 +203,8 @@ class Runner:
         live.ended = True
         if live in self._intake:
             self._intake.remove(live)
+        if self._kv is not None and (held := self._batch.held(job.request)) is not None:
+            self._kv.store(live, *held, last=True)  # what it said so far may be gone on from
         self._batch.cancel(job.request)
         if self._kv is not None and not live.loading:  # else when the load is over
             self._kv.settle(job)
@@ -195,11 +219,19 @@ class Runner:
         """Let requests in, in order of arrival, as long as there is room for their prompts."""
         while self._intake and not self._closing:
             live = self._intake[0]
-            blocks = self._pool.allocate(len(live.wanted)) if self._has_room(live) else None
+            ahead = self._puller.of(live.job.lease, live.wanted) if self._puller else None
+            held = len(ahead.blocks) if ahead is not None else 0
+            room = self._has_room(live, held)
+            blocks = self._pool.allocate(len(live.wanted) - held) if room else None
             if blocks is None:
+                entered = self._batch.running + self._waiting() - len(self._intake)
+                if entered < self._limits.max_seqs and self._gives_way():
+                    continue
                 return
             self._intake.popleft()
-            live.blocks = blocks
+            if self._puller is not None and ahead is not None:
+                blocks = (*self._puller.claim(ahead), *blocks)
+            live.ahead, live.blocks = ahead, blocks
             if self._kv is not None and live.wanted:
                 live.loading = True
                 self._loading.append(live)
@@ -207,12 +239,28 @@ class Runner:
             else:
                 self._enter(live, 0)
 
-    def _has_room(self, live: Live) -> bool:
-        short = sum(self._batch.blocks_for(len(x.known)) - len(x.blocks) for x in self._loading)
-        return self._batch.has_room(len(live.known), len(self._loading), short)
+    def _promised(self) -> int:
+        """Blocks that the requests that load now will take."""
+        return sum(self._batch.blocks_for(len(x.known)) - len(x.blocks) for x in self._loading)
+
+    def _has_room(self, live: Live, held: int) -> bool:
+        """Whether there is a place for it, and room beside those before; `held` blocks are its."""
+        entering, promised = len(self._loading), self._promised()
+        return self._batch.has_room(len(live.known), entering, promised - held)
+
+    def _spare(self) -> int:
+        """Blocks that nobody who is here needs, nor will at once."""
+        if self._intake:
+            return 0
+        needed = self._batch.demand() + self._promised() + self._batch.running + 1
+        return self._pool.free_count - needed
+
+    def _gives_way(self) -> bool:
+        """Whether KV that came ahead could be dropped for who is here."""
+        return self._puller is not None and self._puller.give_up()
 
     async def _load(self, live: Live, kv: WorkerKV) -> None:
-        computed = await kv.load(live.job, live.wanted, live.blocks)
+        computed = await kv.load(live.job, live.wanted, live.blocks, live.ahead)
         self._loading.remove(live)
         live.loading = False
         if computed is None:
@@ -228,6 +276,7 @@ class Runner:
         """Give the request and its blocks to the batch."""
         job = live.job
         live.cached = computed
+        live.published = computed // self._engine.shape.block_size
         known = live.known
         self._metrics.prompt_loaded(computed)
         if job.take_kv:
@@ -254,8 +303,8 @@ class Runner:
         while not self._closing:
             self._wake.clear()
             self._admit()
-            if self._kv is not None:
-                await self._kv.room()
+            while self._pool.free_count < self._batch.demand() and self._gives_way():
+                pass
             work = self._batch.plan()
             self._metrics.preemptions.inc(self._batch.preemptions - self._counted_preemptions)
             self._counted_preemptions = self._batch.preemptions
@@ -281,15 +330,15 @@ class Runner:
             return
         result = task.result()
         self._samples.append(pass_sample(work, result.elapsed_us))
-        self._publish(work)
+        self._publish(work, result)
         for step in self._batch.apply(work, result):
             self._deliver(self._live[step.request], step)
 
-    def _publish(self, work: Pass) -> None:
+    def _publish(self, work: Pass, result: PassResult) -> None:
         for chunk in work.chunks:
             live = self._live.get(chunk.request)
-            if self._kv and live is not None and live.keys is not None and not live.job.take_kv:
-                self._kv.publish(live.job, live.keys, chunk)
+            if self._kv is not None and live is not None:
+                self._kv.publish(live, chunk, result.sampled.get(chunk.request))
 
     def _deliver(self, live: Live, step: Progress) -> None:
         prompt = len(live.job.prompt)
@@ -297,6 +346,7 @@ class Runner:
         self._metrics.prompt_computed(max(0, computed))
         if step.token is None:
             return
+        live.made.append(step.token)
         piece = Piece(step.token, step.finish, live.cached)
         goes_on = step.finish is not None and step.finish.reason == "length"
         if goes_on and live.job.send_kv and self._kv is not None:
@@ -310,6 +360,7 @@ class Runner:
         await kv.flushed(live.job.request)
         if not live.ended:
             self._metrics.handed_over(self._clock.now_us() - ended_us)
+            kv.note("handed_over", live.job.lease, ended_us)
             kv.hand_over(live.job)
             self._emit(live, piece)
 
@@ -346,21 +397,3 @@ class Runner:
             self._closing = True
             self._wake.set()
             self._fail_all(self.failure)
-
-    def _register_gauges(self) -> None:
-        pool = self._pool
-        self._metrics.gauge(
-            "vllm:num_requests_running",
-            "Number of requests in model execution batches.",
-            lambda: self._batch.running,
-        )
-        self._metrics.gauge(
-            "vllm:num_requests_waiting",
-            "Number of requests waiting to be processed.",
-            self._waiting,
-        )
-        self._metrics.gauge(
-            "vllm:kv_cache_usage_perc",
-            "KV-cache usage. 1 means 100 percent usage.",
-            lambda: pool.used_count / pool.num_blocks,
-        )

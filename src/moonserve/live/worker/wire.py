@@ -15,12 +15,14 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, ModelNotFound
 from moonserve.core.request import Sampling, Stopping
-from moonserve.core.units import LeaseId, RequestId, Tokens
+from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
 from moonserve.live.ports import EngineShape
 from moonserve.live.worker.job import Job
 
 CONNECTOR = "moonserve"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -34,9 +36,20 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    lease: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    lease: _Name | None = None
     reuse_tokens: _Count | None = None
     first_token_id: _Count | None = None
+    segment: _Name | None = None
+    """Where prefill published it."""
+
+
+class PrefetchBody(msgspec.Struct, frozen=True):
+    """The body of POST /internal/prefetch, in msgpack: a decode call under this lease will want
+    these blocks, which its prefill publishes one after the other.
+    """
+
+    lease: _Name
+    keys: tuple[_Key, ...]
 
 
 class CompletionBody(msgspec.Struct, frozen=True):
@@ -78,6 +91,14 @@ def parse_body(raw: bytes) -> CompletionBody:
         raise BadRequest(str(error), field[1] if field else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"body is not JSON: {error}") from None
+
+
+def parse_prefetch(raw: bytes) -> PrefetchBody:
+    """Decode a body. Raises BadRequest."""
+    try:
+        return msgspec.msgpack.decode(raw, type=PrefetchBody)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"body is no msgpack PrefetchBody: {error}") from None
 
 
 def make_job(
@@ -131,6 +152,7 @@ def make_job(
         take_kv=params.do_remote_prefill,
         reuse=params.reuse_tokens,
         first_token=first,
+        near=SegmentId(params.segment) if params.segment is not None else None,
     )
 
 
