@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from moonserve.cli.model import model as model_command
+from moonserve.cli import cli
 from moonserve.core.errors import ConfigError
 from moonserve.live.model import catalog
 from moonserve.live.model.catalog import DEFAULT_MODEL, NamedModel, pull, resolve
@@ -217,11 +217,11 @@ def test_cache_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
 def test_the_command_line(tiny: NamedModel) -> None:
     """`model pull` prints the path alone on stdout; `model list --json` agrees with it."""
     run = CliRunner()
-    before = run.invoke(model_command, ["list"])
+    before = run.invoke(cli, ["model", "list"])
     assert "not pulled; moonserve model pull tiny" in before.output
-    pulled = run.invoke(model_command, ["pull", "tiny"])
+    pulled = run.invoke(cli, ["model", "pull", "tiny"])
     assert pulled.exit_code == 0, pulled.output
-    listed = run.invoke(model_command, ["list", "--json"])
+    listed = run.invoke(cli, ["model", "list", "--json"])
     entries = {entry["name"]: entry for entry in msgspec.json.decode(listed.stdout)}
     assert entries["tiny"]["path"] == pulled.stdout.strip()
     assert entries[DEFAULT_MODEL]["path"] is None
