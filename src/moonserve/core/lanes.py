@@ -1,0 +1,279 @@
+"""Which slice of a transfer goes over which lane next, and which lanes can be trusted.
+
+A lane is one way to one segment's memory: a socket between a pair of network cards. Slices come in
+groups (one direction, one deadline); a lane carries one run at a time: slices of one group that
+share a round trip. Slices wait in one queue and not at lanes, so the lane with the least queued is
+the idle one, and of the idle ones the nearest is taken. Groups take turns.
+
+The transfer engine, one of these per segment, feeds in what happened and carries out the runs.
+Nothing here knows sockets, memory or the time; every slice ends exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from moonserve.core.units import Bytes, Micros
+
+Fault: TypeAlias = Literal["lane", "late"]
+"""Why a run broke off: its lane's fault, or the deadline passed or the group was dropped."""
+Loss: TypeAlias = Literal["failed", "late", "refused", "no lane"]
+"""Why a slice ended without its bytes: tries used up; too late or dropped; the peer refused it; no
+lane is healthy or due for a trial."""
+
+
+class LaneTerms(msgspec.Struct, frozen=True):
+    """How long a lane is trusted, and how much it is given at once."""
+
+    tries: int = 3
+    """Lanes that a slice is tried on, the first included."""
+    failures: int = 2
+    """Failures of a lane in a row that put it on probation."""
+    probation_us: Micros = 200_000
+    """The first probation; each failed trial doubles it, up to the next."""
+    probation_max_us: Micros = 30_000_000
+    run_bytes: Bytes = 4 << 20
+    """The most one run carries (one slice may be larger)."""
+    run_slices: int = 256
+
+
+class Run(NamedTuple):
+    """Slices of one group to be carried together over `lane`, by their index in the group."""
+
+    lane: int
+    group: int
+    slices: tuple[int, ...]
+
+
+class SliceEnd(NamedTuple):
+    """One slice is over; `loss` None: all its bytes arrived."""
+
+    group: int
+    index: int
+    loss: Loss | None
+
+
+class LaneCounters(msgspec.Struct):
+    """What one lane has carried since it was made."""
+
+    bytes: Bytes = 0
+    slices: int = 0
+    """Those that arrived."""
+    failures: int = 0
+    """Runs that broke off by the lane's fault."""
+    retries: int = 0
+    """Slices taken over after they failed on some lane."""
+    probations: int = 0
+
+
+class _Slice:
+    __slots__ = ("avoid", "group", "index", "size", "tries")
+
+    def __init__(self, group: int, index: int, size: Bytes) -> None:
+        self.group = group
+        self.index = index
+        self.size = size
+        self.tries = 0
+        self.avoid = 0
+        """Bitmask of the lanes it failed on."""
+
+
+class _Lane:
+    def __init__(self, id: int, distance: int) -> None:
+        self.id = id
+        self.distance = distance
+        self.run: tuple[_Slice, ...] = ()
+        self.failures = 0  # in a row
+        self.delay_us: Micros = 0
+        self.until_us: Micros | None = None  # on probation until then, and during the trial after
+        self.counters = LaneCounters()
+
+    def usable(self, now_us: Micros) -> bool:
+        return not self.run and (self.until_us is None or self.until_us <= now_us)
+
+
+class _Group:
+    def __init__(self, deadline_us: Micros, slices: list[_Slice]) -> None:
+        self.deadline_us = deadline_us
+        self.fresh = deque(slices)
+        self.left = len(slices)
+        self.dropped = False
+
+
+class Lanes:
+    """All lanes to one segment, and the slices that wait for them."""
+
+    def __init__(self, distances: Sequence[int], terms: LaneTerms) -> None:
+        """One lane per distance; smaller is nearer (the same card or rack). Lane ids count up."""
+        assert distances
+        self._terms = terms
+        self._lanes = [_Lane(id, distance) for id, distance in enumerate(distances)]
+        self._groups: dict[int, _Group] = {}
+        self._turns: deque[int] = deque()
+        """Groups with fresh slices, whose turn it is first."""
+        self._retries: list[_Slice] = []
+        self._ends: list[SliceEnd] = []
+
+    @property
+    def waiting(self) -> int:
+        """Slices in the queue."""
+        fresh = sum(len(self._groups[id].fresh) for id in self._turns)
+        return fresh + len(self._retries)
+
+    @property
+    def running(self) -> int:
+        """Slices on lanes."""
+        return sum(len(lane.run) for lane in self._lanes)
+
+    @property
+    def groups(self) -> list[int]:
+        """Those with a slice that has not ended."""
+        return list(self._groups)
+
+    def counters(self, lane: int) -> LaneCounters:
+        """A lane's counters; they live on."""
+        return self._lanes[lane].counters
+
+    def on_probation(self, lane: int) -> bool:
+        """Whether the lane gets one slice as a trial at most."""
+        return self._lanes[lane].until_us is not None
+
+    def submit(self, group: int, sizes: Sequence[Bytes], deadline_us: Micros) -> None:
+        """Queue the slices of a new group: index i has sizes[i] bytes."""
+        assert group not in self._groups
+        if sizes:
+            slices = [_Slice(group, index, size) for index, size in enumerate(sizes)]
+            self._groups[group] = _Group(deadline_us, slices)
+            self._turns.append(group)
+
+    def drop(self, group: int) -> None:
+        """End what waits of a group as late, and what is on a lane once its run has ended."""
+        it = self._groups.get(group)
+        if it is None or it.dropped:
+            return
+        it.dropped = True
+        mine = [slice for slice in self._retries if slice.group == group]
+        self._retries = [slice for slice in self._retries if slice.group != group]
+        if it.fresh:
+            self._turns.remove(group)
+            mine += it.fresh
+            it.fresh.clear()
+        for slice in mine:
+            self._end(slice, "late")
+
+    def assign(self, now_us: Micros) -> list[Run]:
+        """The runs to start now. Each is to be answered by one `ended`."""
+        for group in self.groups:
+            if self._groups[group].deadline_us <= now_us:
+                self.drop(group)
+        runs: list[Run] = []
+        usable = [lane for lane in self._lanes if lane.usable(now_us)]
+        # A due trial first: a lane that is never tried never comes back.
+        for lane in sorted(usable, key=lambda it: (it.until_us is None, it.distance, it.id)):
+            lane.run = self._take(lane)
+            if lane.run:
+                indices = tuple(slice.index for slice in lane.run)
+                runs.append(Run(lane.id, lane.run[0].group, indices))
+        if not self.running:  # all are on probation: better to know now than at the deadline
+            for group in list(self._turns):
+                self._retries += self._groups[group].fresh
+                self._groups[group].fresh.clear()
+            self._turns.clear()
+            waiting, self._retries = self._retries, []
+            for slice in waiting:
+                self._end(slice, "no lane")
+        return runs
+
+    def ended(self, lane: int, now_us: Micros, done: Sequence[bool], fault: Fault | None) -> None:
+        """A lane's run is over: done[i] tells whether its i-th slice arrived.
+
+        A slice that did not is tried on another lane if the fault was this one's; without a fault
+        it was refused.
+        """
+        it = self._lanes[lane]
+        assert len(done) == len(it.run) > 0
+        run, it.run = it.run, ()
+        self._judge(it, now_us, fault)
+        for slice, arrived in zip(run, done, strict=True):
+            if arrived:
+                it.counters.bytes += slice.size
+                it.counters.slices += 1
+                self._end(slice, None)
+            elif fault is None:
+                self._end(slice, "refused")
+            elif fault == "late" or self._groups[slice.group].dropped:
+                self._end(slice, "late")
+            else:
+                slice.tries += 1
+                slice.avoid |= 1 << lane
+                if slice.tries < self._terms.tries:
+                    self._retries.append(slice)
+                else:
+                    self._end(slice, "failed")
+
+    def take_ends(self) -> list[SliceEnd]:
+        """The slices that ended since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    def _judge(self, lane: _Lane, now_us: Micros, fault: Fault | None) -> None:
+        if fault is None:
+            lane.failures = 0
+            lane.delay_us = 0
+            lane.until_us = None
+        elif fault == "lane":
+            lane.failures += 1
+            lane.counters.failures += 1
+            if lane.until_us is not None or lane.failures >= self._terms.failures:
+                longer_us = max(2 * lane.delay_us, self._terms.probation_us)
+                lane.delay_us = min(longer_us, self._terms.probation_max_us)
+                lane.until_us = now_us + lane.delay_us
+                lane.counters.probations += 1
+        elif lane.until_us is not None:  # a trial that told nothing
+            lane.until_us = now_us + lane.delay_us
+
+    def _take(self, lane: _Lane) -> tuple[_Slice, ...]:
+        """What the lane carries next: what failed elsewhere, else the next group's turn."""
+        most = 1 if lane.until_us is not None else self._terms.run_slices
+        run: list[_Slice] = []
+        size = 0
+        for slice in self._retries:
+            same = not run or slice.group == run[0].group
+            fits = not run or size + slice.size <= self._terms.run_bytes
+            if same and fits and len(run) < most and self._may(slice, lane):
+                run.append(slice)
+                size += slice.size
+        if run:
+            taken = {id(slice) for slice in run}
+            self._retries = [slice for slice in self._retries if id(slice) not in taken]
+            lane.counters.retries += len(run)
+            return tuple(run)
+        if not self._turns:
+            return ()
+        group = self._turns.popleft()
+        fresh = self._groups[group].fresh
+        while fresh and len(run) < most:
+            if run and size + fresh[0].size > self._terms.run_bytes:
+                break
+            size += fresh[0].size
+            run.append(fresh.popleft())
+        if fresh:
+            self._turns.append(group)
+        return tuple(run)
+
+    def _may(self, slice: _Slice, lane: _Lane) -> bool:
+        """Not where it failed before, while a healthy lane is left where it did not."""
+        if not slice.avoid >> lane.id & 1:
+            return True
+        return not any(it.until_us is None and not slice.avoid >> it.id & 1 for it in self._lanes)
+
+    def _end(self, slice: _Slice, loss: Loss | None) -> None:
+        self._ends.append(SliceEnd(slice.group, slice.index, loss))
+        group = self._groups[slice.group]
+        group.left -= 1
+        if not group.left:
+            del self._groups[slice.group]
