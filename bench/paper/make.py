@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.paper import caches, policies, serving
+from bench.paper import caches, overload, policies, serving
 from bench.paper.lab import ROOT, Lab, Page, where
 
 
@@ -42,6 +42,8 @@ FIGURES = {
     "table1": Figure("arXiv 2407.00079, Table 1: eviction policies", *caches.TABLE1),
     "policies": Figure("How fast each policy may be driven", *policies.SPEEDS),
     "goodput": Figure("Goodput under load", *policies.GOODPUT),
+    "rejections": Figure("arXiv 2407.00079, Table 3: early rejection", *overload.REJECTIONS),
+    "seesaw": Figure("arXiv 2407.00079, Fig. 9 and 10: the see-saw", *overload.SEESAW_FIGURE),
 }
 
 

@@ -50,7 +50,7 @@ def speeds_of(path: Path, policy: str) -> dict[str, dict[str, Any]]:
     guess = 0.8 * prefill_bound(trace, setup_of({}))
     for goal, objectives in GOALS.items():
         began = time.process_time()
-        setup = setup_of({"policy": policy, "refuse": "none", **objectives})
+        setup = setup_of({"policy": policy, "admission": "none", **objectives})
         trials = Trials(trace, setup, TARGET)
         if goal == "both":
             guess = min(guess, 0.8 * decode_bound(trace, setup))
@@ -177,8 +177,8 @@ def draw_speeds(found: Any) -> Any:
 
 
 ARMS: dict[str, dict[str, Any]] = {
-    "TTFT alone, nobody refused": {"tbt_slo_ms": None, "refuse": "none"},
-    "TTFT alone, refused what would miss it": {"tbt_slo_ms": None, "refuse": "ttft"},
+    "TTFT alone, nobody refused": {"tbt_slo_ms": None, "admission": "none"},
+    "TTFT alone, refused what would miss it": {"tbt_slo_ms": None, "admission": "ttft"},
 }
 
 

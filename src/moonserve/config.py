@@ -66,8 +66,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttft_slo_ms: _Objective | None = None
     """Objectives of requests whose headers bring none; None: none."""
     tbt_slo_ms: _Objective | None = None
-    refuse: Literal["none", "ttft", "both"] = "both"
-    """Which objectives, predicted to be missed, refuse a request before any work is spent."""
+    admission: Literal["none", "ttft", "early", "predictive"] = "predictive"
+    """What refuses a request; see core.policies.Admission."""
+    predictor: Literal["uniform", "survival"] = "survival"
+    """How admission predicts who still decodes when a prefill ends; see core.predict."""
     rack: str = ""
     """Where a worker stands; transfers between racks are taken to last longer."""
     start_s: _Seconds = 180.0
@@ -213,7 +215,8 @@ def _named(
     choices = {
         "engine": "torch or fake",
         "dtype": "auto, float32 or bfloat16",
-        "refuse": "none, ttft or both",
+        "admission": "none, ttft, early or predictive",
+        "predictor": "uniform or survival (oracle: in simulation only)",
         "store": "embedded or mooncake",
     }
     remedy = choices.get(field, text[:1].lower() + text[1:])

@@ -60,7 +60,7 @@ class ConductorMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from([*POLICIES, *["late_binding"] * len(POLICIES)]),
         slo=OBJECTIVES,
-        refuse=st.sampled_from(["none", "ttft", "both"]),
+        admission=st.sampled_from(["none", "ttft", "early", "predictive"]),
         bind_ahead_us=st.sampled_from([0, 20_000]),
         max_waiting=st.sampled_from([2, 100]),
         crowd=st.lists(st.integers(-1, 1), max_size=4),
@@ -242,7 +242,7 @@ class ConductorMachine(RuleBasedStateMachine):
         fresh = [name for name in self.idle if not self.attempts[name]]
         late = POLICIES[self.tuning.policy].late
         assert late or not fresh
-        if late and self.tuning.refuse != "none" and len(self.idle) == self.conductor.waiting:
+        if late and self.tuning.admission != "none" and len(self.idle) == self.conductor.waiting:
             for name in fresh:
                 request, arrived_us = self.open[name]
                 ttft_us = request.slo.over(self.tuning.slo).ttft_us

@@ -111,7 +111,7 @@ def test_decode_goes_where_the_plainest_rule_says(
         for number, (tokens, tbt_us) in enumerate(members):
             one.promise_decode(RequestId(f"r{number}"), tokens, tbt_us)
         for number in range(0, len(members), 3):  # goals end too
-            one.end_decode(RequestId(f"r{number}"))
+            one.end_decode(RequestId(f"r{number}"), 0)
         views.append(one)
     near = InstanceView(msgspec.structs.replace(view("p0", "prefill").info, rack=rack), 0, COSTS[0])
     chosen, meets = choose_decode(context, views, goal_us, near)

@@ -25,7 +25,7 @@ def setup_of(
     return Setup(
         prefill=2,
         decode=2,
-        tuning=Tuning(policy=policy, slo=slo or Slo(), refuse=refuse),  # type: ignore[arg-type]
+        tuning=Tuning(policy=policy, slo=slo or Slo(), admission=refuse),  # type: ignore[arg-type]
         cache_blocks=cache,
         ahead=0,
         overlap=False,

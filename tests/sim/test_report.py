@@ -114,7 +114,7 @@ def test_curves_meet_the_goals_where_the_headline_does(
     """A curve's height at its goal is the share of all requests that met it, refused included."""
     rows = [*synthesize(3, 80, 4.0).rows]
     rows[0] = msgspec.structs.replace(rows[0], output_tokens=1)
-    tuning = Tuning(slo=goal, refuse=refuse)
+    tuning = Tuning(slo=goal, admission=refuse)
     sim = Simulation(Trace("t", 512, rows), Setup(2, 2, tuning=tuning, goal=goal))
     sim.run()
     result = measure(sim, 0.0)

@@ -35,7 +35,7 @@ A800 = PROFILES["a800"].cost()
 
 def tuned(policy: str = "kvcache_centric", refuse: Any = "none") -> Tuning:
     """A policy that works for GOAL."""
-    return Tuning(policy=policy, slo=GOAL, refuse=refuse)
+    return Tuning(policy=policy, slo=GOAL, admission=refuse)
 
 
 def ran(trace: Trace = CHAT, **changes: Any) -> Simulation:

@@ -108,12 +108,12 @@ def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(config)
 
     monkeypatch.setattr("moonserve.live.gateway.process.run_gateway", note)
-    flags = ["--policy", "late_binding", "--ttft-slo-ms", "1500.5", "--refuse", "ttft"]
+    flags = ["--policy", "late_binding", "--ttft-slo-ms", "1500.5", "--admission", "ttft"]
     assert run("gateway", *flags).exit_code == 0
     assert run("gateway").exit_code == 0
     told, plain = given
-    assert (told.policy, told.slo, told.refuse) == ("late_binding", Slo(1_500_500, None), "ttft")
-    assert (plain.policy, plain.slo, plain.refuse) == ("kvcache_centric", Slo(), "both")
+    assert (told.policy, told.slo, told.admission) == ("late_binding", Slo(1_500_500, None), "ttft")
+    assert (plain.policy, plain.slo, plain.admission) == ("kvcache_centric", Slo(), "predictive")
 
 
 @pytest.mark.parametrize(

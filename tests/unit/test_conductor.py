@@ -90,7 +90,7 @@ def test_a_refusal_names_the_objective_that_would_break() -> None:
         request = Request(RequestId("s"), "m", PROMPT, slo=own)
         refuse, _ = conductor.step(2, [Arrived(request, KEYS)])
         assert isinstance(refuse, Refuse)
-        assert (refuse.reason, refuse.why) == ("tbt_slo", f"predicted TBT of 0.202 ms {rest}")
+        assert (refuse.reason, refuse.why) == ("tbt_slo", f"predicted TBT of 0.204 ms {rest}")
 
 
 def test_the_client_may_leave_at_any_time() -> None:

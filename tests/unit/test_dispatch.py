@@ -169,7 +169,8 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert (record.attempts, record.cached_tokens, record.outcome) == (1, 4, "length")
         assert record.ttft_us is not None
         assert record.tbt_us is not None
-        assert world.loop.core._outputs == 8 / 64  # decode told the length of the whole output
+        errors = world.loop.core.outlook.output_errors
+        assert (errors.count, errors.sum) == (1, 0)  # decode told the whole length: max_tokens
 
     run(test)
 

@@ -121,8 +121,8 @@ def test_a_waiter_is_refused_when_it_can_no_longer_be_in_time() -> None:
 def test_an_impossible_objective_is_refused_at_once(policy: str) -> None:
     """Under every policy, with one reason; without refusal, it is served all the same."""
     for slo, reason in ((Slo(ttft_us=5), "ttft_slo"), (Slo(tbt_us=5), "tbt_slo")):
-        for refuse in ("both", "none"):
-            tuning = Tuning(policy=policy, slo=slo, refuse=refuse)  # type: ignore[arg-type]
+        for refuse in ("predictive", "none"):
+            tuning = Tuning(policy=policy, slo=slo, admission=refuse)  # type: ignore[arg-type]
             conductor = Conductor(tuning, Random(1), exact)
             conductor.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
             first, *rest = conductor.step(1, [arrived("a")])
@@ -347,7 +347,7 @@ def test_a_strict_goal_of_its_own_does_not_let_others_pass_for_ever() -> None:
 
 def test_a_full_mixed_instance_does_not_hold_up_the_others() -> None:
     """The one that has the prefix is full of decodes, another is idle: it decodes there."""
-    c = cluster("m0", "m1", slo=Slo(tbt_us=500), refuse="none")
+    c = cluster("m0", "m1", slo=Slo(tbt_us=500), admission="none")
     fact = arrived("a")
     c.step(1, [BlocksStored(SegmentId("m0"), fact.keys, None, "dram", 1)])
     full, number = c.view.instances[InstanceId("m0")], 0
@@ -362,7 +362,7 @@ def test_a_full_mixed_instance_does_not_hold_up_the_others() -> None:
 def test_a_cluster_objective_holds_up_nobody_whose_own_is_looser() -> None:
     """For all others nothing is gained by a prefill while decode has no room."""
     loose = Slo(tbt_us=10_000)
-    c = cluster("p0", "p1", "d0", slo=Slo(tbt_us=300), refuse="none")
+    c = cluster("p0", "p1", "d0", slo=Slo(tbt_us=300), admission="none")
     c.step(1, [arrived("a", loose, length=300)])
     assert c.step(2, [arrived("b"), arrived("c")]) == []
     assert prefills(c.step(3, [arrived("e", loose)])) == [("e", "p1")]
@@ -383,7 +383,7 @@ def test_without_an_objective_nobody_breaks_those_of_others() -> None:
 @pytest.mark.parametrize("policy", ["late_binding", "kvcache_centric"])
 def test_an_objective_missed_from_the_start_binds_nobody_else(policy: str) -> None:
     """Bound all the same, where that does not refuse, it keeps nobody from joining it."""
-    c = Conductor(Tuning(policy=policy, refuse="none"), cost_of=exact)
+    c = Conductor(Tuning(policy=policy, admission="none"), cost_of=exact)
     joins = [Joined(info(n, "prefill")) for n in ("p0", "p1")] + [Joined(info("d0", "decode"))]
     c.step(0, joins)
     assert prefills(c.step(1, [arrived("a", Slo(tbt_us=5))])) == [("a", "p0")]
@@ -404,7 +404,7 @@ def test_an_impossible_objective_is_refused_at_once_though_decode_is_busy() -> N
 
 def test_who_waited_for_decode_is_refused_for_it() -> None:
     """TTFT can no longer be met, since decode had no room: that is what the refusal says."""
-    c = cluster("p0", "p1", "d0", slo=Slo(10_000, 300), refuse="ttft")
+    c = cluster("p0", "p1", "d0", slo=Slo(10_000, 300), admission="ttft")
     c.step(1, [arrived("a", length=300)])
     assert c.step(2, [arrived("b")]) == []
     refuse, _ = c.step(20_000, [])
@@ -417,7 +417,7 @@ def test_who_waited_for_decode_is_refused_for_it() -> None:
 def test_what_came_lately_is_known_though_nobody_waited_since(leaves: bool, next_one: str) -> None:
     """The largest give way when more came than can be done; who left knows nothing any more."""
     slow = Cost((0, 100_000, 0, 0, 100, 10, 1), (5, 0.005), learns=False)  # 0.1 s a token
-    c = Conductor(Tuning(policy="late_binding", refuse="none"), cost_of=lambda _: slow)
+    c = Conductor(Tuning(policy="late_binding", admission="none"), cost_of=lambda _: slow)
     c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
     c.step(1, [arrived("a", length=380)])
     c.step(38_000_000, [ended("a")])

@@ -301,7 +301,7 @@ def test_nobody_may_be_pushed_over_its_objective() -> None:
     best, meets = choose_decode(41, [strict, lax], 300)
     assert (best.info.id, meets) == ("d1", True)
     assert choose_decode(41, [strict], 300) == (strict, False)
-    strict.end_decode(RequestId("strict"))
+    strict.end_decode(RequestId("strict"), 0)
     assert choose_decode(41, [strict, lax], 300) == (strict, True)
 
 
@@ -358,5 +358,5 @@ def test_a_decode_promised_twice_counts_once() -> None:
     made.promise_decode(RequestId("d0-0"), 30)
     assert (made.decodes, made.context) == (1, 30)
     for _ in range(2):
-        made.end_decode(RequestId("d0-0"))
+        made.end_decode(RequestId("d0-0"), 0)
     assert (made.decodes, made.context, made.strictest_us()) == (0, 0, None)

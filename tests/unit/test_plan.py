@@ -31,7 +31,7 @@ from moonserve.sim.synthesize import synthesize
 from moonserve.sim.trace import Row, Trace, scale, write_trace
 
 GOAL = Slo(30_000_000, 200_000)
-SETUP = Setup(tuning=Tuning(slo=GOAL, refuse="none"), goal=GOAL, prefill=1, decode=1)
+SETUP = Setup(tuning=Tuning(slo=GOAL, admission="none"), goal=GOAL, prefill=1, decode=1)
 
 
 def stand_in(meets: Callable[[float], bool]) -> tuple[Callable[[float], Try], list[float]]:

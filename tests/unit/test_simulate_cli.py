@@ -83,7 +83,7 @@ def test_options_reach_the_simulation(path: Path) -> None:
         ("--profile", "h800"),
         ("--cache-blocks", "0"),
         ("--limit", "20"),
-        ("--ttft-slo", "0.1", "--refuse", "ttft"),
+        ("--ttft-slo", "0.1", "--admission", "ttft"),
         ("--speed", "9", "--prefill-seqs", "8"),
         ("--chunk-tokens", "512"),
         ("--no-overlap",),
@@ -159,7 +159,7 @@ class _Page(HTMLParser):
 def test_the_page_stands_alone(path: Path, tmp_path: Path, argv: tuple[str, ...]) -> None:
     """--report is one well-formed file with its plots inside, however little there was to plot."""
     file = tmp_path / "run.html"
-    refuse = ("--refuse", "ttft") if "1e-6" in argv else ()
+    refuse = ("--admission", "ttft") if "1e-6" in argv else ()
     run(path, "--report", file, *argv, *refuse)
     page = _Page(file.read_text())
     assert page.open == []
@@ -187,9 +187,9 @@ def test_a_request_is_explained(path: Path) -> None:
 
 def test_a_refusal_is_explained(path: Path) -> None:
     """Who was refused is told why, though nobody served it; no time is rounded away."""
-    said = run(path, "--explain", "r000000", "--refuse", "ttft", "--ttft-slo", "1e-6").stdout
+    said = run(path, "--explain", "r000000", "--admission", "ttft", "--ttft-slo", "1e-6").stdout
     assert "misses the objective of 0.001 ms" in said
-    said = run(path, "--explain", "r000000", "--refuse", "ttft", "--ttft-slo", "0.01").stdout
+    said = run(path, "--explain", "r000000", "--admission", "ttft", "--ttft-slo", "0.01").stdout
     assert "request r000000: refused" in said
     assert "10 ms" in said
 

@@ -28,7 +28,7 @@ def titles(sim: Simulation, speed: float) -> tuple[str, str]:
         setup.tuning.policy,
         setup.profile.name + (" (not validated)" if unsure else ""),
         f"{cache} ({setup.eviction})",
-        f"refusing {setup.tuning.refuse}",
+        f"admission {setup.tuning.admission}",
         *(
             f"{it.what} {it.instance}{f' x{it.factor:g}' if it.what == 'slow' else ''} "
             f"at {it.at_us / 1e6:g} s"

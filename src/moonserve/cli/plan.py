@@ -34,10 +34,10 @@ _option = partial(click.option, show_default=True)
 )
 @_option("--policy", default="late_binding", metavar="NAME", help="Who prefills.")
 @_option(
-    "--refuse",
-    type=click.Choice(["none", "ttft", "both"]),
+    "--admission",
+    type=click.Choice(["none", "ttft", "early", "predictive"]),
     default="none",
-    help="Which objectives, predicted to be missed, refuse a request.",
+    help="What refuses whatever would miss an objective.",
 )
 @_option(
     "--profile",

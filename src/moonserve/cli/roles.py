@@ -20,8 +20,8 @@ from moonserve.core.units import Micros
 
 @click.command()
 @settings_options(
-    "model", "host", "port", "policy", "ttft_slo_ms", "tbt_slo_ms", "refuse", "threshold",
-    "max_body_bytes", "drain_s",
+    "model", "host", "port", "policy", "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor",
+    "threshold", "max_body_bytes", "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and the store's master in it."""
@@ -44,7 +44,8 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 threshold=settings.threshold,
                 policy=settings.policy,
                 slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
-                refuse=settings.refuse,
+                admission=settings.admission,
+                predictor=settings.predictor,
                 max_body_bytes=settings.max_body_bytes,
             )
         )

@@ -36,7 +36,12 @@ _HELP: dict[str, tuple[str, str]] = {
     "policy": ("NAME", "who serves a request; a wrong name is answered with all there are"),
     "ttft_slo_ms": ("MS", "objective for the time to the first token"),
     "tbt_slo_ms": ("MS", "objective for the time between tokens"),
-    "refuse": ("WHICH", "refuse what is predicted to miss its objective: none, ttft or both"),
+    "admission": (
+        "MODE",
+        "what refuses what would miss an objective: none, ttft, early (load of "
+        "decode now) or predictive (when prefill will have ended)",
+    ),
+    "predictor": ("NAME", "predictive: how long others decode: uniform or survival"),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
     "drain_s": ("SECONDS", "longest wait for running requests at the end"),

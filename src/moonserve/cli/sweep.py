@@ -35,7 +35,7 @@ _SHOWN = {
 @click.option("--policy", metavar="NAME,…", help="Placement policies.")
 @click.option("--speed", metavar="X,…", help="Replay speeds; 2 is twice as fast.")
 @click.option("--split", metavar="P+D,…", help="Prefill and decode instances; 16 is mixed ones.")
-@click.option("--refuse", metavar="WHAT,…", help="none, ttft or both: which misses are refused.")
+@click.option("--admission", metavar="MODE,…", help="none, ttft, early or predictive.")
 @click.option("--seed", metavar="N,…", help="Seeds.")
 @click.option("--set", "more", multiple=True, metavar="NAME=V,…", help="Any other axis.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="At a time.  [default: all cores]")
@@ -55,7 +55,7 @@ def sweep(
     axis is trace, speed, split, profile, ttft_slo_s, tbt_slo_ms, or any setting of the simulated
     cluster, as cache_blocks, eviction, pooled, chunk_tokens or kvcache_balancing_threshold; a
     wrong name prints them all. Where nothing else is said: 8+8 of profile a800-loaded, 30 s to
-    the first token, 200 ms between tokens, refuse none.
+    the first token, 200 ms between tokens, admission none.
 
     A cell that fails is told and named in the table; the others go on. Ctrl-C keeps what is done.
 

@@ -44,7 +44,7 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """Nobody can take the request; nothing was spent on it.
+    """Nobody can take the request. Nothing was spent on it, unless the reason is `tbt_slo_late`.
 
     `retry_after_us` is None where nobody is alive; else it may be taken by then.
     """
@@ -52,7 +52,8 @@ class Refuse(msgspec.Struct, frozen=True):
     request: RequestId
     why: str
     reason: str = "nobody_alive"
-    """instances_full, queue_full, kv_memory, ttft_slo or tbt_slo: for programs."""
+    """instances_full, queue_full, kv_memory, ttft_slo, tbt_slo or tbt_slo_late (found when its
+    prefill had ended, which is wasted): for programs."""
     retry_after_us: Micros | None = None
     decision: Decision | None = None
     """What it would have been, where it was refused for what that predicts."""

@@ -1,41 +1,199 @@
-"""Who is refused, and with which words: before any work is spent on it.
+"""Who is refused, and with which words.
 
-Functions from what is predicted to a Refuse, or to None. Called by the Conductor only. Source:
-FAST'25 "Mooncake", Algorithm 1's last lines: TTFT and TBT are held against their objectives.
+Functions from what is predicted to a Refuse, or to None. Called by the Conductor only. Sources:
+FAST'25 "Mooncake", Algorithm 1's last lines: TTFT and TBT are held against their objectives; arXiv
+2407.00079, section 7: early rejection, by the load of decode now or when this prefill will end.
+Costs that nobody measured yet refuse nobody: a cold instance takes what it has places for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from moonserve.core.actions import Refuse
+from moonserve.core.forecast import forecast, room_in_us
+from moonserve.core.placement import Decision, Look
 from moonserve.core.policies import Tuning, Verdict
+from moonserve.core.predict import Errors, predictor_of
 from moonserve.core.request import Request, Slo
-from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
-from moonserve.core.view import InstanceView
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, RequestId, Tokens
+from moonserve.core.view import ClusterView, InstanceView
 from moonserve.core.waiting import Waiter, WaitingRoom
+
+_GROWTH = 1.01
+"""Contexts grow while they decode: so much is kept of every TBT objective."""
+
+
+class Outlook:
+    """What is expected of outputs and of the load of decode, and how far off that was.
+
+    length_of: for the oracle.
+    """
+
+    def __init__(
+        self, tuning: Tuning, length_of: Callable[[RequestId], Tokens] | None = None
+    ) -> None:
+        self._tuning = tuning
+        self._predictor = predictor_of(tuning.predictor, length_of)
+        self._outputs = 0.0
+        """Mean output length seen, newer ones counting more."""
+        self.tbt_errors, self.output_errors = Errors(), Errors()
+        """Predicted against actual: TBT (us) when prefill ends, and output lengths (tokens)."""
+
+    @property
+    def expected_tokens(self) -> Tokens:
+        """The output to be expected of anybody."""
+        return round(self._outputs)
+
+    def context(self, length: Tokens) -> Tokens:
+        """What a prompt of this length comes to, with the output to be expected."""
+        return length + self.expected_tokens
+
+    def slo(self, request: Request) -> Slo:
+        """Its own objectives, or the cluster's."""
+        return request.slo.over(self._tuning.slo)
+
+    def held_to(self, request: Request) -> Slo:
+        """The objectives that it must be predicted to meet: low priority is refused first."""
+        slo, share = self.slo(request), self._tuning.low_share
+        if request.priority >= 0:
+            return slo
+        ttft_us, tbt_us = slo.ttft_us, slo.tbt_us
+        return Slo(
+            None if ttft_us is None else round(share * ttft_us),
+            None if tbt_us is None else round(share * tbt_us),
+        )
+
+    def look(self, request: Request, length: Tokens, now_us: Micros) -> Look | None:
+        """How admission sees the load of decode; None where those promised there say it."""
+        context = self.context(length)
+        if self._tuning.admission == "early":
+            return lambda view, ends_us: (view.tbt_now_us(context), _grown_us(view, context))
+        if self._tuning.admission != "predictive":
+            return None
+
+        def ahead(view: InstanceView, ends_us: Micros) -> tuple[Micros, Micros]:
+            stay = self._predictor.stay(request, context, ends_us)
+            deviations = self._tuning.deviations
+            step = view.cost.step_us
+            mean_us, most_us = forecast(view.stays, step, stay, self._predictor, now_us, deviations)
+            return mean_us, round(_GROWTH * most_us)
+
+        return ahead
+
+    def promise(
+        self,
+        request: Request,
+        length: Tokens,
+        view: InstanceView,
+        now_us: Micros,
+        lag_us: Micros,
+        tbt_us: Micros,
+    ) -> None:
+        """Count it there, so long from now on; a goal missed from the start binds nobody else."""
+        goal_us, context = self.slo(request).tbt_us, self.context(length)
+        missed = goal_us is not None and tbt_us > goal_us
+        stay = self._predictor.stay(request, context, now_us + lag_us)
+        stay.lag_us = lag_us
+        view.promise_decode(request.id, context, None if missed else goal_us, stay)
+
+    def arrives(
+        self,
+        request: Request,
+        view: InstanceView,
+        views: Sequence[InstanceView],
+        context: Tokens,
+        decision: Decision,
+    ) -> tuple[InstanceView, Refuse | None]:
+        """Its prefill has ended: where it decodes, or why not.
+
+        Refused where decode has no room within the goals there and its own: that prefill is wasted,
+        but nobody's time between tokens is broken. With predictive admission it may go elsewhere.
+        """
+        slo = self.slo(request)
+        over_us = _over_us(view, context, slo)
+        if self._tuning.admission == "none" or over_us <= 0 or not view.cost.known:
+            return view, None
+        if self._tuning.admission == "predictive":
+            other = min(views, key=lambda one: _over_us(one, context, slo))
+            if _over_us(other, context, slo) <= 0 and other.has_slot(context):
+                return other, None
+        tbt_us = _grown_us(view, context)
+        why = _misses("TBT", tbt_us, tbt_us - over_us) + ", found when its prefill had ended"
+        return view, Refuse(request.id, why, "tbt_slo_late", MICROS_PER_SECOND, decision)
+
+    def patient_us(self, request: Request, arrived_us: Micros) -> Micros:
+        """Until when one waits for room in decode; 0: it does not. Two passes before its TTFT."""
+        if self._tuning.admission != "predictive":
+            return 0
+        slo = self.slo(request)
+        if slo.ttft_us is None:
+            return arrived_us + self._tuning.patience_us
+        return arrived_us + slo.ttft_us - 2 * (slo.tbt_us or 0)
+
+    def ended(
+        self, request: Request, view: InstanceView | None, tokens: Tokens, now_us: Micros
+    ) -> None:
+        """It decoded there until now, or elsewhere, if that restarted meanwhile."""
+        self._outputs += (tokens - self._outputs) / 64
+        stay = view.stays.active.get(request.id) if view is not None else None
+        if stay is not None:
+            self.output_errors.add(stay.expected, tokens)
+            self._predictor.ended(request, tokens, now_us - stay.due_us)
+
+    def with_drain(
+        self, refusal: Refuse, views: Mapping[InstanceId, InstanceView], now_us: Micros
+    ) -> Refuse:
+        """A refusal for want of room in decode says when there will be some, if nobody comes."""
+        decision = refusal.decision
+        if decision is None or refusal.reason not in ("tbt_slo", "tbt_slo_late"):
+            return refusal
+        view = views.get(decision.decode)
+        goal_us = view.strictest_us() if view is not None else None
+        if view is None or goal_us is None or not view.decodes:
+            return refusal
+        context, step = decision.prompt_tokens, view.cost.step_us
+        wait_us = room_in_us(view.stays, step, context, goal_us, self._predictor, now_us)
+        return msgspec.structs.replace(refusal, retry_after_us=wait_us)
+
+
+def _grown_us(view: InstanceView, context: Tokens) -> Micros:
+    return round(_GROWTH * view.tbt_now_us(context))
+
+
+def _over_us(view: InstanceView, context: Tokens, slo: Slo) -> Micros:
+    """By how much one that joins now would miss the tightest goal there, its own included."""
+    tbt_us = _grown_us(view, context)
+    goals_us = [us for us in (slo.tbt_us, view.strictest_us()) if us is not None]
+    return tbt_us - min(goals_us, default=tbt_us)
 
 
 def refuses_ttft(tuning: Tuning) -> bool:
     """Whether a TTFT predicted to be missed refuses a request."""
-    return tuning.refuse in ("ttft", "both")
+    return tuning.admission != "none"
 
 
-def unwanted(request: Request, verdict: Verdict, slo: Slo, tuning: Tuning) -> Refuse | None:
+def unwanted(
+    request: Request, verdict: Verdict, slo: Slo, tuning: Tuning, view: ClusterView
+) -> Refuse | None:
     """What is predicted to miss an objective that refuses."""
     decision, predicted_us = verdict.decision, verdict.decision.predicted_ttft_us
-    if verdict.misses_ttft and refuses_ttft(tuning) and slo.ttft_us is not None:
+    known = view.instances[decision.prefill].cost.known
+    if verdict.misses_ttft and refuses_ttft(tuning) and slo.ttft_us is not None and known:
         why = _misses("TTFT", predicted_us, slo.ttft_us)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
         return Refuse(request.id, why, "ttft_slo", wait_us, decision)
-    return unwanted_in_decode(request, verdict, slo, tuning)
+    return unwanted_in_decode(request, verdict, slo, tuning, view)
 
 
 def unwanted_in_decode(
-    request: Request, verdict: Verdict, slo: Slo, tuning: Tuning
+    request: Request, verdict: Verdict, slo: Slo, tuning: Tuning, view: ClusterView
 ) -> Refuse | None:
     """What is predicted to miss its own TBT objective or to break another's, where that refuses."""
-    if tuning.refuse != "both":
+    known = view.instances[verdict.decision.decode].cost.known
+    if tuning.admission not in ("early", "predictive") or not known:
         return None
     if slo.tbt_us is not None and verdict.tbt_us > slo.tbt_us:
         goal_us, why = slo.tbt_us, _misses("TBT", verdict.tbt_us, slo.tbt_us)
@@ -45,8 +203,7 @@ def unwanted_in_decode(
         why += f"{goal_us / 1e3:.10g} ms of a request that decodes on {verdict.decision.decode}"
     else:
         return None
-    wait_us = max(MICROS_PER_SECOND, verdict.tbt_us - goal_us)
-    return Refuse(request.id, why, "tbt_slo", wait_us, verdict.decision)
+    return Refuse(request.id, why, "tbt_slo", MICROS_PER_SECOND, verdict.decision)
 
 
 def _misses(what: str, predicted_us: Micros, goal_us: Micros) -> str:

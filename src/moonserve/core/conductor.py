@@ -34,7 +34,6 @@ from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, W
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of
-from moonserve.core.request import Slo
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.core.view import ClusterView, InstanceView, Promised
 from moonserve.core.waiting import Waiter, WaitingRoom
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 class Conductor:
     """See the module. All facts of one instant go into one `step`.
 
-    cost_of: the cost model of an instance that joins; rng: for policies that draw.
+    cost_of: costs of an instance that joins; rng: for policies that draw; length_of: see Oracle.
     """
 
     def __init__(
@@ -54,10 +53,12 @@ class Conductor:
         tuning: Tuning | None = None,
         rng: Random | None = None,
         cost_of: Callable[[InstanceInfo], Cost] = lambda info: Cost(),
+        length_of: Callable[[RequestId], Tokens] | None = None,
     ) -> None:
         self.tuning = tuning or Tuning()
         self._policy = policy_of(self.tuning.policy)
         self._memory = Memory(rng)
+        self.outlook = admission.Outlook(self.tuning, length_of)
         self._cost_of = cost_of
         self.view = ClusterView()
         self.index = PrefixIndex()
@@ -68,8 +69,8 @@ class Conductor:
         """Lives that wait for an instance to be free, by model served; with late binding."""
         self._parked: dict[RequestId, Micros] = {}
         """Lives that wait for an instance to join, and since when."""
-        self._outputs = 0.0
-        """Mean output length seen, newer ones counting more."""
+        self._held: dict[RequestId, Handoff] = {}
+        """Lives whose prefill has ended and that wait for room in decode, by then."""
         self._ticked_us: Micros | None = None
         self._actions: list[Action] = []
 
@@ -103,6 +104,8 @@ class Conductor:
                     self._place(life, now_us)
                 case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
                     self._life(fact, now_us)
+        for life in list(self._held.values()):
+            self._decode(life, now_us)
         for model in list(self._rooms):
             self._bind(model, now_us)
         actions, self._actions = self._actions, []
@@ -110,29 +113,16 @@ class Conductor:
 
     def wake_us(self, now_us: Micros) -> Micros | None:
         """When to step again though nothing happens; None: no need. Later than now."""
-        times: list[Micros] = []
+        times = [self.outlook.patient_us(h.request, h.arrived_us) for h in self._held.values()]
+        refuses, ahead_us = admission.refuses_ttft(self.tuning), self.tuning.bind_ahead_us
         for model, room in self._rooms.items():
-            if not len(room):
-                continue
-            due_us = room.first_due_us(now_us) if admission.refuses_ttft(self.tuning) else None
-            if due_us is not None:
-                times.append(due_us + 1)
-            if self.tuning.bind_ahead_us:
-                times += [
-                    now_us + view.queue_us(now_us) - self.tuning.bind_ahead_us
-                    for view in self.view.prefills(model)
-                ]
+            free_us = [now_us + view.queue_us(now_us) for view in self.view.prefills(model)]
+            times += room.wakes_us(now_us, free_us, ahead_us, refuses)
         return min((time for time in times if time > now_us), default=None)
 
     def promised(self) -> Promised:
         """The ledger: zero in every field when no request is under way."""
-        views = self.view.instances.values()
-        return Promised(
-            requests=len(self._lives),
-            prefills=sum(view.prefills for view in views),
-            prefill_us=sum(view.promised_us for view in views),
-            decodes=sum(view.decodes for view in views),
-        )
+        return self.view.promised(len(self._lives))
 
     @property
     def waiting(self) -> int:
@@ -187,11 +177,13 @@ class Conductor:
                 life.unplaced()
                 self._forget(absent)
                 self._place(life, now_us)
+            case StartDecode() if self._held:
+                self._held[life.request.id] = life  # behind them, in this step
             case StartDecode():
                 self._decode(life, now_us)
             case End(failure):
                 if isinstance(fact, DecodeEnded):
-                    self._outputs += (fact.tokens - self._outputs) / 64
+                    self.outlook.ended(life.request, self._decoder(life), fact.tokens, now_us)
                 self._end(life, failure, now_us)
                 self._forget(absent)
 
@@ -208,7 +200,8 @@ class Conductor:
         elif verdict is None:
             self._refuse(life, admission.nobody(life.request, prefills, decodes, now_us), now_us)
         else:
-            refusal = admission.unwanted(life.request, verdict, self._slo(life), self.tuning)
+            slo = self.outlook.held_to(life.request)
+            refusal = admission.unwanted(life.request, verdict, slo, self.tuning, self.view)
             if refusal is not None and not life.attempts:
                 self._refuse(life, refusal, now_us)
             else:
@@ -227,12 +220,12 @@ class Conductor:
             coming=self._coming.match(life.keys),
             racks=self.view.racks,
             waited_us=now_us - life.arrived_us,
-            expected_tokens=round(self._outputs),
+            expected_tokens=self.outlook.expected_tokens,
         )
-        tuning, memory = self.tuning, self._memory
-        return decide(
-            ask, prefills, decodes, self._slo(life), tuning, memory, now_us, avoid=life.failed
-        )
+        request, tuning = life.request, self.tuning
+        slo, memory = self.outlook.held_to(request), self._memory
+        look = None if self._policy.late else self.outlook.look(request, life.length, now_us)
+        return decide(ask, prefills, decodes, slo, tuning, memory, now_us, life.failed, look)
 
     def _bound(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
         """Reserve at decision time, released on every end path; send the prefill call out."""
@@ -249,20 +242,10 @@ class Conductor:
             self._coming.add(segment, life.keys)
             self._coming_of[request.id] = (segment, life.keys)
         decode = self.view.instances[decision.decode]
-        self._promise_decode(life, decode)
+        lag_us = decision.predicted_ttft_us - decision.waited_us
+        tbt_us = decision.predicted_tbt_us
+        self.outlook.promise(request, life.length, decode, now_us, lag_us, tbt_us)
         self._actions.append(Prefill(request.id, number, prefill.info, decision, decode.info))
-
-    def _promise_decode(self, life: Handoff, view: InstanceView) -> None:
-        """Count it there; an objective that is missed from the start binds nobody else."""
-        context, goal_us = self._context(life), self._slo(life).tbt_us
-        missed = goal_us is not None and view.tbt_us(context) > goal_us
-        view.promise_decode(life.request.id, context, None if missed else goal_us)
-
-    def _context(self, life: Handoff) -> Tokens:
-        return life.length + round(self._outputs)
-
-    def _slo(self, life: Handoff) -> Slo:
-        return life.request.slo.over(self.tuning.slo)
 
     def _unpark(self, now_us: Micros) -> None:
         """Try to place those who wait; those who waited too long have failed."""
@@ -288,10 +271,25 @@ class Conductor:
                 life.unplaced()
                 self._place(life, now_us)
                 return
-            goal_us = self._slo(life).tbt_us
-            view, _ = choose_decode(self._context(life), preferred(alive, life.failed), goal_us)
-        # Again, if the instance restarted meanwhile.
-        self._promise_decode(life, view)
+            goal_us, context = self.outlook.slo(request).tbt_us, self.outlook.context(life.length)
+            view, _ = choose_decode(context, preferred(alive, life.failed), goal_us)
+        outlook, context = self.outlook, self.outlook.context(life.length)
+        if self._held.pop(request.id, None) is None:
+            outlook.tbt_errors.add(decision.predicted_tbt_us, view.tbt_now_us(context))
+        if life.attempts == 1:  # else its client may have tokens
+            others = self.view.decodes(request.model)
+            view, refusal = outlook.arrives(request, view, others, context, decision)
+            if refusal is not None:
+                if now_us < outlook.patient_us(request, life.arrived_us):
+                    self._held[request.id] = life
+                else:
+                    self._refuse(life, refusal, now_us)
+                return
+        if view.info.id != decision.decode:
+            self._unreserve(life, now_us)
+        # Again: the instance may be another one, or have restarted.
+        outlook.promise(request, life.length, view, now_us, 0, view.tbt_now_us(context))
+        view.begin_decode(request.id, now_us)
         number = life.decoding(view.info.id)
         self._actions.append(Decode(request.id, number, view.info))
 
@@ -319,10 +317,14 @@ class Conductor:
 
     def _unreserve(self, life: Handoff, now_us: Micros) -> None:
         self._end_prefill(life, now_us)
-        if life.decision is not None:
-            view = self.view.instances.get(life.decision.decode)
-            if view is not None:
-                view.end_decode(life.request.id)
+        self._held.pop(life.request.id, None)
+        view = self._decoder(life)
+        if view is not None:
+            view.end_decode(life.request.id, now_us)
+
+    def _decoder(self, life: Handoff) -> InstanceView | None:
+        decision = life.decision
+        return None if decision is None else self.view.instances.get(decision.decode)
 
     # Late binding.
 
@@ -337,13 +339,9 @@ class Conductor:
         size = info.namespace.block_size
         cached = min(self.index.match(life.keys).pool, (life.length - 1) // size) * size
         work_us = cost.prefill_us(life.length, cached, info.chunk_tokens)
-        request, slo = life.request, self._slo(life)
-        resumed = life.attempts > 0  # its client may have tokens already: no TTFT to meet
+        resumed = life.attempts > 0
         came_us = now_us if resumed else life.arrived_us
-        due_us = None if slo.ttft_us is None or resumed else came_us + slo.ttft_us - work_us
-        room.add(
-            Waiter(request.id, request.priority, came_us, work_us, due_us, resumed, slo.tbt_us)
-        )
+        room.add(Waiter.of(life.request, self.outlook.slo(life.request), came_us, work_us, resumed))
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""
@@ -382,11 +380,12 @@ class Conductor:
             verdict = self._decide(life, free, decodes, now_us)
             if verdict is None:
                 return
-            slo, is_late = self._slo(life), now_us > first.begin_us
+            slo, is_late = self.outlook.slo(life.request), now_us > first.begin_us
             if admission.yields(life.request, verdict, slo, decodes, is_late):
                 room.crowd(first, is_late)  # nothing is gained by a prefill now
                 continue
-            unwanted = admission.unwanted_in_decode(life.request, verdict, slo, self.tuning)
+            request, tuning = life.request, self.tuning
+            unwanted = admission.unwanted_in_decode(request, verdict, slo, tuning, self.view)
             if unwanted is not None and not life.attempts:
                 self._refuse(life, unwanted, now_us)
                 continue
@@ -394,5 +393,5 @@ class Conductor:
             self._bound(life, verdict.decision, now_us)
 
     def _refuse(self, life: Handoff, refusal: Refuse, now_us: Micros) -> None:
-        self._actions.append(refusal)
+        self._actions.append(self.outlook.with_drain(refusal, self.view.instances, now_us))
         self._end(life, None, now_us)

@@ -8,7 +8,7 @@ condition backwards, this follows the algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias, cast
 
@@ -22,9 +22,14 @@ Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
 """When a prefix that others hold is loaded rather than computed: never; where it exceeds one's own
 by the balancing threshold (Algorithm 1); where that is predicted to be faster."""
 
+Look: TypeAlias = Callable[[InstanceView, Micros], tuple[Micros, Micros]]
+"""Predicted TBTs on a decode instance of one that joins it at that time: the mean, and the most."""
+
 _DECODES = attrgetter("decodes")
 _MANY = 32
 """Kinds of instances, times prefixes, of which all are not worth looking at."""
+_TRIED = 4
+"""Decode instances, those with the fewest promises, whose load over time is looked at."""
 _NEAR = 1.02
 """Predicted TBTs this near are a tie, which the shorter path wins."""
 
@@ -287,6 +292,32 @@ def choose_decode(
         if rack and best.info.rack != rack and same:
             best = same[0]
     return best, meets
+
+
+def roomy_decode(
+    first: InstanceView,
+    views: Sequence[InstanceView],
+    context: Tokens,
+    goal_us: Micros | None,
+    look: Look,
+    ends_us: Micros,
+) -> tuple[InstanceView, Micros, Micros]:
+    """`first`, or the next where a look at `ends_us` finds every goal met; and what it found.
+
+    Where nobody has a goal nobody is looked at. Where all miss, it is `first`.
+    """
+    if goal_us is None and first.strictest_us() is None:
+        return first, first.tbt_us(context), first.tbt_us(context)
+    found = look(first, ends_us)
+    if _meets(first, found[1], goal_us):
+        return first, *found
+    free = [v for v in views if v.room_tokens >= context and v is not first]
+    order = sorted(zip(tbts_us(free, context), range(len(free)), strict=True))
+    for _, at in order[: _TRIED - 1]:
+        other = look(free[at], ends_us)
+        if _meets(free[at], other[1], goal_us):
+            return free[at], *other
+    return first, *found
 
 
 def _lowest(tbts: Sequence[Micros], views: Sequence[InstanceView]) -> tuple[Micros, InstanceView]:

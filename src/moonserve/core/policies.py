@@ -27,10 +27,13 @@ from moonserve.core.placement import (
     Decision,
     Estimate,
     Fetch,
+    Look,
     Options,
     choose_decode,
     preferred,
+    roomy_decode,
 )
+from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
 from moonserve.core.units import InstanceId, Micros
 from moonserve.core.view import InstanceView
@@ -46,6 +49,12 @@ OVERLOADED = 0.9
 ALPHA, BETA = 0.7, 0.3
 
 
+Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
+"""What refuses a request: nothing; on arrival a TTFT predicted to be missed; that, and decode too
+full now; that, and decode predicted to be too full when its prefill will have ended. In all but the
+first, one that decode turns out to have no room for when prefill has ended is dropped then."""
+
+
 class Tuning(msgspec.Struct, frozen=True):
     """Settings of the Conductor, the same live and in simulation."""
 
@@ -54,8 +63,13 @@ class Tuning(msgspec.Struct, frozen=True):
     """Fetch when the pool's prefix exceeds this many times the instance's own (Algorithm 1)."""
     slo: Slo = Slo()
     """Objectives of requests that bring none of their own."""
-    refuse: Literal["none", "ttft", "both"] = "both"
-    """Which objectives, predicted to be missed, refuse a request before any work is spent on it."""
+    admission: Admission = "predictive"
+    predictor: PredictorName = "survival"
+    """predictive: how long others decode; see core.predict."""
+    deviations: float = 0.0
+    """predictive: one is admitted that has room so many standard deviations above the mean load."""
+    low_share: float = 0.8
+    """Requests of a priority below 0 are held to this share of the objectives, and so go first."""
     cross_rack: float = 2.0
     """How many times longer a transfer between racks takes than one within."""
     max_waiting: int = 10_000
@@ -184,7 +198,7 @@ class Verdict(msgspec.Struct, frozen=True):
     misses_tbt: bool
     """Its own, or that of one that decodes there."""
     tbt_us: Micros
-    """Predicted once it has joined, with the output to be expected."""
+    """Predicted once it has joined, with the output to be expected; the most, where forecast."""
     breaks_us: Micros | None
     """The tightest TBT objective that this breaks for one that decodes there."""
 
@@ -198,10 +212,12 @@ def decide(
     memory: Memory,
     now_us: Micros,
     avoid: Collection[InstanceId] = (),
+    look: Look | None = None,
 ) -> Verdict | None:
     """Choose both instances; None when no instance of a role takes one more such request.
 
     `avoid` names instances that just failed this request: taken only when nobody else is left.
+    `look` says how full decode will be, where those promised there do not say it well.
     Hard constraints come before any score: a free place in the queue, KV memory for the prompt.
     """
     policy = POLICIES[tuning.policy]
@@ -220,9 +236,14 @@ def decide(
     share = tuning.tbt_share if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
     decode, meets = choose_decode(context, decodes, goal_us, likely[row], leaves=policy.late)
-    decision = _decision(made, row, len(prefills), decode, tuning, policy)
+    tbt_us = decode.tbt_us(context)
+    likely_us = decode.tbt_us(ask.length)
+    if look is not None:
+        ends_us = now_us + made.ttft_us()[row]
+        decode, likely_us, tbt_us = roomy_decode(decode, decodes, context, goal_us, look, ends_us)
+    decision = _decision(made, row, len(prefills), decode, likely_us, tuning, policy)
     late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
-    tbt_us, strictest_us = decode.tbt_us(context), decode.strictest_us()
+    strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
     return Verdict(decision, late, not meets, tbt_us, breaks_us)
 
@@ -259,6 +280,7 @@ def _decision(
     row: int,
     considered: int,
     decode: InstanceView,
+    tbt_us: Micros,
     tuning: Tuning,
     policy: Policy,
 ) -> Decision:
@@ -274,7 +296,7 @@ def _decision(
         copies=policy.copies,
         waited_us=made.ask.waited_us,
         predicted_ttft_us=made.ask.waited_us + chosen.ttft_us,
-        predicted_tbt_us=decode.tbt_us(made.ask.length),
+        predicted_tbt_us=tbt_us,
         pool_tokens=made.ask.match.pool * made.block_size,
         candidates=candidates if len(made.views) <= 2 * KEPT else tuple(candidates),
         considered=considered,

@@ -13,6 +13,8 @@ import msgspec
 
 from moonserve.core.cost import Cost
 from moonserve.core.facts import InstanceInfo, InstanceLoad
+from moonserve.core.forecast import Stays
+from moonserve.core.predict import Stay
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 
 
@@ -56,6 +58,8 @@ class InstanceView:
         self.prompt_tokens: Tokens = 0
         """All their prompt tokens, cached ones included."""
         self._decoding: dict[RequestId, Tokens] = {}
+        self.stays = Stays()
+        """The same decodes in time: who is here, and who comes when."""
         self.decodes = 0
         """How many decodes are promised here, those still in prefill included."""
         self.takes_decode = True
@@ -136,12 +140,17 @@ class InstanceView:
         return self.prefills == 1 and 0 < ahead_us >= self.queue_us(now_us)
 
     def promise_decode(
-        self, request: RequestId, context: Tokens, tbt_goal_us: Micros | None = None
+        self,
+        request: RequestId,
+        context: Tokens,
+        tbt_goal_us: Micros | None = None,
+        stay: Stay | None = None,
     ) -> None:
         """A request of this context will decode here; promised again, it is counted once.
 
-        tbt_goal_us: its own objective for the time between tokens.
+        tbt_goal_us: its own objective for the time between tokens; stay: from when on, how long.
         """
+        self.stays.promise(request, stay or Stay(context))
         self.context += context - self._decoding.get(request, 0)
         self._decoding[request] = context
         self._count_decodes()
@@ -149,12 +158,18 @@ class InstanceView:
             self._tbt_goals[request] = tbt_goal_us
             self._strictest_us = min(self._tbt_goals.values())
 
-    def end_decode(self, request: RequestId) -> None:
-        """The promise is over, kept or not; unknown requests are no error."""
+    def begin_decode(self, request: RequestId, now_us: Micros) -> None:
+        """Its prefill is over: what was promised begins."""
+        self.stays.begin(request, now_us, self.cost.step_us)
+
+    def end_decode(self, request: RequestId, now_us: Micros) -> Stay | None:
+        """The promise is over, kept or not; unknown requests are no error. Gives what had begun."""
+        stay = self.stays.end(request, now_us, self.cost.step_us)
         self.context -= self._decoding.pop(request, 0)
         if self._tbt_goals.pop(request, None) == self._strictest_us:
             self._strictest_us = min(self._tbt_goals.values(), default=None)
         self._count_decodes()
+        return stay
 
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
@@ -172,6 +187,10 @@ class InstanceView:
         All members share a pass, so it is the same for every one of them.
         """
         return self.cost.decode_step_us(self.decodes + 1, self.context + joining)
+
+    def tbt_now_us(self, joining: Tokens) -> Micros:
+        """The same with those alone who decode here by now, without those in prefill."""
+        return round(self.stays.step_us(self.cost.step_us, joining))
 
     def strictest_us(self) -> Micros | None:
         """The tightest TBT objective of those who decode here; None when nobody has one."""
@@ -219,6 +238,16 @@ class ClusterView:
     def decodes(self, model: str) -> list[InstanceView]:
         """Instances that may decode for `model`, in id order; not to be changed."""
         return self._role(model, "decode")
+
+    def promised(self, requests: int) -> Promised:
+        """The ledger of all instances together."""
+        views = self.instances.values()
+        return Promised(
+            requests=requests,
+            prefills=sum(view.prefills for view in views),
+            prefill_us=sum(view.promised_us for view in views),
+            decodes=sum(view.decodes for view in views),
+        )
 
     def _changed(self) -> None:
         self._by_role.clear()

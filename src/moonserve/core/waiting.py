@@ -28,6 +28,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
+from moonserve.core.request import Request, Slo
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
 
 PATIENCE_US: Micros = 30 * MICROS_PER_SECOND
@@ -51,6 +52,14 @@ class Waiter(msgspec.Struct, frozen=True):
     """It was bound before and its instance failed: it goes before all others of its priority."""
     tbt_us: Micros | None = None
     """Its TBT objective."""
+
+    @classmethod
+    def of(
+        cls, request: Request, slo: Slo, came_us: Micros, work_us: Micros, resumed: bool
+    ) -> Waiter:
+        """One that came then; resumed, its client may have tokens already: no TTFT to meet."""
+        due_us = None if slo.ttft_us is None or resumed else came_us + slo.ttft_us - work_us
+        return cls(request.id, request.priority, came_us, work_us, due_us, resumed, slo.tbt_us)
 
     @property
     def begin_us(self) -> Micros:
@@ -138,6 +147,16 @@ class WaitingRoom:
         """When the next one becomes hopeless; those that are by now do not count."""
         due = (w.due_us for w in self._timely if w.due_us is not None and w.due_us >= now_us)
         return min(due, default=None)
+
+    def wakes_us(
+        self, now_us: Micros, free_us: Sequence[Micros], ahead_us: Micros, refuses: bool
+    ) -> list[Micros]:
+        """When it should be looked at again: somebody is hopeless, an instance is about free."""
+        if not len(self):
+            return []
+        due_us = self.first_due_us(now_us) if refuses else None
+        times = [] if due_us is None else [due_us + 1]
+        return times + [free - ahead_us for free in free_us] if ahead_us else times
 
     def next(
         self, now_us: Micros, free_us: Sequence[Micros], held: Collection[RequestId] = ()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import msgspec
 
@@ -129,6 +129,8 @@ class _Life:
         self._call: asyncio.Task[None] | None = None
         self._ahead: asyncio.Task[None] | None = None
         """Has the decode instance pull KV while prefill computes."""
+        self._first: Output | None = None
+        """What prefill gave; kept until decode takes the request, which may yet be refused."""
         self._outcome = "cancelled"
         self._opened = False
 
@@ -142,6 +144,9 @@ class _Life:
         self._opened = True
         while True:
             item = await self._inbox.get()
+            if self._first is not None and not isinstance(item, Refuse):
+                first, self._first = self._first, None
+                yield first
             match item:
                 case Prefill():
                     self._prefill(item)
@@ -156,14 +161,16 @@ class _Life:
                         raise NobodyAlive(why)
                     if reason == "kv_memory":  # no waiting helps
                         raise BadRequest(why, "prompt", "context_length_exceeded")
-                    spread = random.uniform(1.0, 1.25)  # those refused together come back apart
+                    spread = 1 + crc32(request.id.encode()) / 2**34  # they come back apart
                     raise Overloaded(why, reason, spread * wait_us / MICROS_PER_SECOND)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)
                 case _Reply(number, what) if number == self._number:
                     output = self._take(what)
-                    if output is not None:
+                    if isinstance(what, Prefilled) and output and not output.finish_reason:
+                        self._first = output
+                    elif output is not None:
                         # Noted first: who has the last piece may close us without coming back.
                         self._outcome = output.finish_reason or self._outcome
                         yield output

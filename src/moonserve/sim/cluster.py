@@ -30,14 +30,14 @@ from moonserve.core.facts import (
     PrefillEnded,
 )
 from moonserve.core.placement import Decision
-from moonserve.core.request import Counted, Request, Stopping
+from moonserve.core.request import Counted, Request
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.sim.clock import Clock
 from moonserve.sim.network import Network
 from moonserve.sim.node import Call, Node
 from moonserve.sim.segments import Segments, full_keys, next_turns
 from moonserve.sim.served import Flow, Sample, Served, first_of_decode_us
-from moonserve.sim.setup import MODEL, POOL, Breakdown, Setup
+from moonserve.sim.setup import MODEL, POOL, UNTOLD, Breakdown, Setup
 from moonserve.sim.trace import Trace
 
 
@@ -52,7 +52,8 @@ class Simulation:
         self.digest = Digest()
         self.events: list[Event] | None = [] if keep_events else None
         cost = setup.profile.cost()
-        self.conductor = Conductor(setup.tuning, Random(setup.seed), lambda info: cost)
+        rng = Random(setup.seed)
+        self.conductor = Conductor(setup.tuning, rng, lambda info: cost, self._length_of)
         infos = setup.instances(trace.block_size)
         self.nodes = {info.id: self._node(info, cost) for info in infos}
         self._in_order = list(self.nodes.values())
@@ -103,6 +104,10 @@ class Simulation:
     def _node(self, info: InstanceInfo, cost: Cost) -> Node:
         return Node(info, cost, self.clock, self._progress, self._began, self.setup.ahead)
 
+    def _length_of(self, request: RequestId) -> Tokens:
+        """For the oracle alone."""
+        return self._by_id[request].row.output_tokens
+
     # Time.
 
     def _after(self, us: Micros, call: Callable[[], None]) -> None:
@@ -122,8 +127,7 @@ class Simulation:
             self._by_id[served.id] = served
             self._open += 1
             prompt = Counted(row.input_tokens)
-            stopping = Stopping(max_tokens=row.output_tokens)
-            request = Request(served.id, MODEL, prompt, stopping=stopping)
+            request = Request(served.id, MODEL, prompt, stopping=UNTOLD)
             self._facts.append(Arrived(request, served.keys))
             self._coming = next(self._rows, None)
         if self._coming is not None:
@@ -187,8 +191,9 @@ class Simulation:
                 nodes = (self.nodes[decision.prefill], self.nodes[decision.decode])
                 if any(node.cancel(served.id) for node in nodes):  # else it has failed already
                     self._failed(served, number)
-            case Refuse(why=why, decision=decision):
-                served.outcome, served.why, served.decision = "refused", why, decision
+            case Refuse(why=why, reason=reason, decision=decision):
+                served.outcome, served.why, served.reason = "refused", why, reason
+                served.decision = decision
             case GiveUp(why=why):
                 served.outcome, served.why = "failed", why
             case Release():
@@ -203,14 +208,7 @@ class Simulation:
 
     def _prefill(self, served: Served, action: Prefill) -> None:
         node, decision = self.nodes[action.to.id], action.decision
-        if not served.attempts:
-            served.available = min(decision.pool_tokens, served.row.input_tokens - 1)
-        served.attempts += 1
-        served.number = action.number
-        served.decision = decision
-        served.flow = None
-        if served.first_us is None:
-            served.tails = tuple(self._tails.items())
+        served.was_placed(decision, action.number, self._tails)
         self._tails[node.name] = served
         length = decision.prompt_tokens
         load = partial(self._load_prefix, served, node, decision)
@@ -219,6 +217,8 @@ class Simulation:
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
         assert decision is not None
+        if not self._again and served.attempts == 1:  # it may have been held until now
+            served.first_us = served.prefilled_tokens_us[-1] = self.clock.now_us
         length = decision.prompt_tokens
         if served.flow is not None and served.flow.target is not node:  # that one is gone
             served.flow = self._flow(length, self.nodes[decision.prefill], node)

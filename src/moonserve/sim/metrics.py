@@ -5,6 +5,7 @@ Reads what the simulation left; changes nothing. Times in seconds or millisecond
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from moonserve.core.request import Slo
 from moonserve.core.units import Tokens
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.node import Node
+from moonserve.sim.seesaw import loads, swing
 from moonserve.sim.served import Served
 
 Times = NDArray[np.float64]
@@ -168,6 +170,7 @@ def _summary(
         "requests": len(rows),
         "completed": len(done),
         "rejected": sum(row.outcome == "refused" for row in rows),
+        **_rejections(served),
         "failed": sum(row.outcome == "failed" for row in rows),
         "span_s": span_s,
         **quantiles("ttft", ttfts, "s", with_mean=True),
@@ -184,6 +187,8 @@ def _summary(
         "hit_rate_available": sum(one.available for one in begun) / looked_up,
         "prefill_gpu_s_mean": mean(prefill_s),
         "wasted_prefill_s": sum(one.wasted_us for one in served) / 1e6,
+        **_predictions(sim),
+        **swing(*loads(sim)),
         "imbalance": _imbalance([node.busy_us for node in sim.prefills]),
         "imbalance_decode": _imbalance([node.busy_us for node in sim.decodes]),
         "busy_prefill": _share_busy([node.busy_us for node in sim.prefills], span_s),
@@ -197,6 +202,33 @@ def _summary(
         "digest": sim.digest.hex(),
         "cpu_s": cpu_s,
     }
+
+
+def _rejections(served: Sequence[Served]) -> dict[str, Any]:
+    """By reason; `dropped_tbt_slo` had ended their prefill."""
+    reasons = Counter(one.reason for one in served if one.outcome == "refused")
+    known = {"rejected_ttft_slo": "ttft_slo", "rejected_tbt_slo": "tbt_slo"}
+    known["dropped_tbt_slo"] = "tbt_slo_late"
+    found = {name: reasons.pop(reason, 0) for name, reason in known.items()}
+    return {**found, "rejected_other": sum(reasons.values())}
+
+
+def _predictions(sim: Simulation) -> dict[str, Any]:
+    """Predicted less actual: TBT on the decode instance when prefill ended, and output lengths."""
+    found = {}
+    outlook = sim.conductor.outlook
+    for name, errors, unit in (
+        ("decode_tbt_{}_ms", outlook.tbt_errors, 1e3),
+        ("output_{}_tokens", outlook.output_errors, 1.0),
+    ):
+        parts = {
+            "bias": errors.bias,
+            "error_p50": errors.quantile(0.5),
+            "error_p90": errors.quantile(0.9),
+        }
+        for part, value in parts.items():
+            found[name.format(part)] = None if value is None else value / unit
+    return found
 
 
 def _meets(value: float | None, goal_us: int | None, in_us: float) -> bool:

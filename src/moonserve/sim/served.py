@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moonserve.core.placement import Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
@@ -16,7 +16,7 @@ class Served:
     __slots__ = (
         "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
         "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed", "prefill_us",
-        "prefilled_tokens_us", "prefilled_us", "row", "tails", "wasted_us", "why",
+        "prefilled_tokens_us", "prefilled_us", "reason", "row", "tails", "wasted_us", "why",
     )  # fmt: skip
 
     def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
@@ -34,6 +34,8 @@ class Served:
         """completed, refused or failed."""
         self.why = ""
         """For what, if refused or failed."""
+        self.reason = ""
+        """Of a refusal: for programs."""
         self.generated: Tokens = 0
         """Before the call that is out."""
         self.attempts = 0
@@ -56,6 +58,17 @@ class Served:
         self.flow: Flow | None = None
         self.tails: tuple[tuple[str, Served | None], ...] = ()
         """Whom it would have queued behind on each prefill instance, when it was placed."""
+
+    def was_placed(
+        self, decision: Decision, number: int, tails: Mapping[str, Served | None]
+    ) -> None:
+        """Prefill call `number` goes out; `tails`: the last request of each prefill instance."""
+        if not self.attempts:
+            self.available = min(decision.pool_tokens, self.row.input_tokens - 1)
+        self.attempts += 1
+        self.number, self.decision, self.flow = number, decision, None
+        if self.first_us is None:
+            self.tails = tuple(tails.items())
 
     @property
     def judged(self) -> Decision | None:

@@ -11,7 +11,7 @@ from moonserve.core.facts import InstanceInfo, Role
 from moonserve.core.policies import Tuning, policy_of
 from moonserve.core.prefix import Namespace
 from moonserve.core.profiles import PROFILES, Profile
-from moonserve.core.request import Slo
+from moonserve.core.request import Slo, Stopping
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, SegmentId, Tokens
 
 MODEL = "simulated"
@@ -20,6 +20,8 @@ POOL = "pool"
 ALONE = 0.95
 """`tuning.tbt_share` where decode streams the first token: nobody sees a joiner's wait between two
 tokens."""
+UNTOLD = Stopping(max_tokens=100_000)
+"""Traces do not tell what clients set, and the length that came is nobody's to know beforehand."""
 MOST_INSTANCES = 10_000
 _NO_LIMIT = 1 << 40
 
@@ -77,6 +79,8 @@ class Setup(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raise ConfigError naming the first field that makes no sense."""
         policy_of(self.tuning.policy)
+        if not 0 <= self.tuning.deviations <= 100:
+            raise ConfigError(f"{self.tuning.deviations} must be from 0 to 100", "deviations")
         if not self.mixed and not (self.prefill and self.decode):
             raise ConfigError("needs 1 or more, or mixed instances", "prefill and decode")
         for field, least in (

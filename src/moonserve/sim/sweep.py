@@ -49,7 +49,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "profile": "a800-loaded",
     "ttft_slo_s": 30.0,
     "tbt_slo_ms": 200.0,
-    "refuse": "none",
+    "admission": "none",
 }
 
 

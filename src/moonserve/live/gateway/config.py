@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from moonserve.core.policies import Admission
+from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
 from moonserve.core.units import Bytes
 
@@ -28,8 +28,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One of core.policies.POLICIES."""
     slo: Slo = Slo()
     """Objectives of requests whose headers bring none."""
-    refuse: Literal["none", "ttft", "both"] = "both"
-    """Which objectives, predicted to be missed, refuse a request."""
+    admission: Admission = "predictive"
+    """What refuses a request."""
+    predictor: PredictorName = "survival"
+    """How it is predicted who still decodes when a prefill ends; not oracle."""
     max_body_bytes: Bytes = 8 << 20
     max_in_flight: int = 1_024
     """Requests served at once; more are answered 429."""

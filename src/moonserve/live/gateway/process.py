@@ -57,7 +57,8 @@ class Gateway:
             policy=config.policy,
             kvcache_balancing_threshold=config.threshold,
             slo=config.slo,
-            refuse=config.refuse,
+            admission=config.admission,
+            predictor=config.predictor,
             bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
         )

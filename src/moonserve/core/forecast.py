@@ -1,0 +1,188 @@
+"""How full a decode instance will be when a prefill ends.
+
+One ledger per instance says who decodes there and who was promised to, by when; a predictor says
+who of them is still there at a later moment; the forecast joins the two. Pure; called by admission
+and kept by the Conductor's views. Source: arXiv 2407.00079 "Mooncake", section 7.4: load is to be
+predicted for the moment when prefill ends, since a check of load now makes both pools swing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from moonserve.core.predict import Predictor, Stay
+from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
+
+_POINTS = 16
+"""Moments that a forecast looks at; more hand-overs than that are taken in groups."""
+_SOONEST_US: Micros = MICROS_PER_SECOND
+_OVERTAKEN = 0.7
+"""How much of the room that later and shorter requests could take by then is kept for them."""
+_KEPT = 64
+"""Hand-overs by which the rate of those to come is measured."""
+_LATEST_US: Micros = 600 * MICROS_PER_SECOND
+
+
+class Stays:
+    """Who decodes on one instance now, and who was promised to.
+
+    Decodes of one instance share its passes: a token each. So one count of passes, from predicted
+    pass times, says how many tokens each has by now.
+    """
+
+    def __init__(self) -> None:
+        self.active: dict[RequestId, Stay] = {}
+        self.promised: dict[RequestId, Stay] = {}
+        self.context: Tokens = 0
+        """Of the active, summed."""
+        self._begun: deque[tuple[Micros, Micros, Tokens]] = deque(maxlen=_KEPT)
+        """(when, lag, context) of the latest that came."""
+        self._passes = 0.0
+        self._counted_us: Micros = 0
+
+    def passes(self, now_us: Micros, step: Sequence[float]) -> float:
+        """How many passes there have been; `step`: Cost.step_us."""
+        if self.active:
+            now_us = max(now_us, self._counted_us)
+            self._passes += (now_us - self._counted_us) / self.step_us(step)
+        self._counted_us = now_us
+        return self._passes
+
+    def step_us(self, step: Sequence[float], joining: Tokens | None = None) -> float:
+        """A pass with those who decode now, and with one more of context `joining`."""
+        more = 0 if joining is None else 1
+        base, per_seq, per_context = step
+        count, context = len(self.active) + more, self.context + (joining or 0)
+        return max(1.0, base + per_seq * count + per_context * context)
+
+    def promise(self, request: RequestId, stay: Stay) -> None:
+        """One will come; promised again, it is counted once."""
+        if request not in self.active:
+            before = self.promised.get(request)
+            stay.lag_us = before.lag_us if before is not None else stay.lag_us
+            self.promised[request] = stay
+
+    def begin(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> None:
+        """The promised one is here."""
+        passes = self.passes(now_us, step)
+        stay = self.promised.pop(request)
+        self._begun.append((now_us, stay.lag_us, stay.context))
+        stay.began_tokens, stay.due_us = passes, now_us
+        self.active[request] = stay
+        self.context += stay.context
+
+    def unseen_us(self, lag_us: Micros, now_us: Micros, step: Sequence[float]) -> float:
+        """Part of a pass, `lag_us` from now, of those who are yet to arrive: the short overtake.
+
+        By the rate at which requests came lately, each with its lag: one with a longer lag than
+        this is promised already, or comes later.
+        """
+        if len(self._begun) < _KEPT // 4 or now_us <= self._begun[0][0]:
+            return 0.0
+        _, per_seq, per_context = step
+        ahead = [
+            (lag_us - lag) * (per_seq + per_context * context)
+            for _, lag, context in self._begun
+            if lag < lag_us
+        ]
+        return _OVERTAKEN * sum(ahead) / (now_us - self._begun[0][0])
+
+    def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Stay | None:
+        """It is gone, or will not come; gives the stay if it had begun."""
+        self.passes(now_us, step)
+        self.promised.pop(request, None)
+        stay = self.active.pop(request, None)
+        if stay is not None:
+            self.context -= stay.context
+        return stay
+
+
+def forecast(
+    stays: Stays,
+    step: Sequence[float],
+    joining: Stay,
+    predictor: Predictor,
+    now_us: Micros,
+    deviations: float,
+) -> tuple[Micros, Micros]:
+    """Pass times when `joining` comes: the mean, and so many standard `deviations` above it.
+
+    Hand-overs are gone through in order, since what is there by then sets how fast all go on: those
+    who decode now and are still there, and those who came meanwhile and are. How many those are is
+    a sum of independent chances. step: Cost.step_us of the instance.
+    """
+    passes = stays.passes(now_us, step)
+    own_us = max(now_us, joining.due_us)
+    coming = sorted([*stays.promised.values(), joining], key=lambda stay: stay.due_us)
+    group = -(-len(coming) // _POINTS)
+    at_us, ahead, pass_us = now_us, 0.0, stays.step_us(step)
+    here: list[tuple[Stay, float, Micros]] = []
+    high_us = pass_us
+    for first in range(0, len(coming), group):
+        arrived = coming[first : first + group]
+        then_us = max(now_us, arrived[-1].due_us)
+        ahead += (then_us - at_us) / pass_us
+        at_us = then_us
+        here += [(stay, ahead, then_us) for stay in arrived]
+        chances = [
+            (
+                predictor.stays(
+                    s, passes - s.began_tokens, now_us - s.due_us, ahead, at_us - now_us
+                ),
+                s,
+            )
+            for s in stays.active.values()
+        ]
+        chances += [
+            (
+                predictor.stays(s, 0.0, 0, ahead - since, at_us - since_us)
+                if since < ahead
+                else 1.0,
+                s,
+            )
+            for s, since, since_us in here
+        ]
+        pass_us, high_us = _pass_us(chances, step, deviations)
+        if then_us >= own_us:
+            break
+    unseen_us = stays.unseen_us(own_us - now_us, now_us, step)
+    return round(pass_us + unseen_us), round(high_us + unseen_us)
+
+
+def _pass_us(
+    chances: Iterable[tuple[float, Stay]], step: Sequence[float], deviations: float
+) -> tuple[float, float]:
+    """A pass of those who are there by these chances: in the mean, and so far above."""
+    base, per_seq, per_context = step
+    mean = base
+    variance = 0.0
+    for chance, stay in chances:
+        weight = per_seq + per_context * stay.context
+        mean += chance * weight
+        variance += chance * (1 - chance) * weight * weight
+    return max(1.0, mean), mean + deviations * math.sqrt(variance)
+
+
+def room_in_us(
+    stays: Stays,
+    step: Sequence[float],
+    joining: Tokens,
+    goal_us: Micros,
+    predictor: Predictor,
+    now_us: Micros,
+) -> Micros:
+    """How long until one more may join within the goal, if nobody else comes: by doubling.
+
+    At least a second, at most ten minutes.
+    """
+    wait_us = _SOONEST_US
+    last_us = max([stay.due_us - now_us for stay in stays.promised.values()], default=0)
+    wait_us = max(wait_us, last_us)
+    while wait_us < _LATEST_US:
+        joins = Stay(joining, now_us + wait_us, 1, 1)
+        if forecast(stays, step, joins, predictor, now_us, 0.0)[0] <= goal_us:
+            break
+        wait_us *= 2
+    return min(wait_us, _LATEST_US)

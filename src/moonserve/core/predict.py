@@ -1,0 +1,265 @@
+"""How long outputs will be: who of those that decode still does so later on.
+
+core.forecast asks; the Conductor tells what ended. Nothing here knows an instance. Source: arXiv
+2407.00079 "Mooncake", section 7.4 (one decode time for all); the rest is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeAlias
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.request import Request
+from moonserve.core.units import Micros, RequestId, Tokens
+
+PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
+
+_PER_OCTAVE = 4
+_BINS = 20 * _PER_OCTAVE
+_EDGES: Sequence[float] = tuple(2 ** (at / _PER_OCTAVE) for at in range(_BINS + 1))
+_PRIOR_TOKENS = 256.0
+"""Median-like scale of outputs before any was seen."""
+_PRIOR_WEIGHT = 8.0
+"""How many outputs the prior is worth, and how many of its class the mean over all classes is."""
+_HALVED_AT = 4_096
+"""Outputs that a histogram counts before older ones count half."""
+_MOST_CLASSES = 256
+_KEPT_ERRORS = 1_024
+
+
+class Lengths:
+    """Output lengths seen, as the share that exceeds a length; `wider` stands in while few are.
+
+    A histogram of quarter octaves: bounded, and what is old fades. Before anything was seen, a tail
+    with the power -2: who has lasted long is expected to last as long again.
+    """
+
+    def __init__(self, wider: Lengths | None = None) -> None:
+        self._wider = wider
+        self._counts = [0.0] * _BINS
+        self._total = 0.0
+        self._seen = 0
+        self._shares: list[float] = []
+        self._made_of = (-1, -1)
+
+    def add(self, tokens: Tokens) -> None:
+        """One output ended at this length."""
+        self._counts[min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))] += 1
+        self._total += 1
+        self._seen += 1
+        if self._total >= _HALVED_AT:
+            self._counts = [count / 2 for count in self._counts]
+            self._total /= 2
+
+    def beyond(self, tokens: float) -> float:
+        """The share of outputs that are longer; above zero."""
+        shares = self._table()
+        if tokens <= 1:
+            return shares[0]
+        place = _PER_OCTAVE * math.log2(tokens)
+        at = int(place)
+        if at >= _BINS:
+            return shares[_BINS]
+        return shares[at] + (place - at) * (shares[at + 1] - shares[at])
+
+    def mean(self) -> float:
+        """Expected length."""
+        shares = self._table()
+        pairs = zip(shares, shares[1:], _EDGES, _EDGES[1:], strict=False)
+        return 1 + sum((a + b) / 2 * (high - low) for a, b, low, high in pairs)
+
+    def _table(self) -> list[float]:
+        """Shares at the edges; of a wider class that hardly changed, those of before will do."""
+        wider = self._wider
+        seen = 0 if wider is None else wider._seen
+        own, others = self._made_of
+        if own == self._seen and others <= seen <= others + others // 16:
+            return self._shares
+        if wider is None:
+            prior = [(1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES]
+        else:
+            prior = wider._table()
+        above, tail = [0.0], 0.0
+        for count in reversed(self._counts):
+            tail += count
+            above.append(tail)
+        above.reverse()
+        weight = _PRIOR_WEIGHT + self._total
+        pairs = zip(above, prior, strict=True)
+        self._shares = [(count + _PRIOR_WEIGHT * share) / weight for count, share in pairs]
+        self._made_of = (self._seen, seen)
+        return self._shares
+
+
+class Stay:
+    """One decode on one instance, promised or under way.
+
+    context: tokens it will have there. due_us: when its prefill should end; once it has, when it
+    did. length: what its output will be drawn from, or its very length. most: its max_tokens.
+    """
+
+    __slots__ = ("began_tokens", "context", "due_us", "expected", "lag_us", "length", "most")
+
+    def __init__(
+        self,
+        context: Tokens,
+        due_us: Micros = 0,
+        length: Lengths | Tokens = 0,
+        most: Tokens = 0,
+        expected: float = 0.0,
+    ) -> None:
+        self.context = context
+        self.due_us = due_us
+        self.length = length
+        self.most = most
+        self.expected = expected
+        """Its output's mean, as predicted when it came."""
+        self.lag_us: Micros = 0
+        """From its admission to its hand-over, as predicted."""
+        self.began_tokens = 0.0
+        """The instance's count of passes when it began."""
+
+
+class Predictor(Protocol):
+    """Who still decodes later on."""
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """A decode to come, which takes over from prefill at `due_us`."""
+        ...
+
+    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+        """Probability that one with so many tokens, after so long, goes on for so many more."""
+        ...
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
+        """An output ended at this length, after this time of decode."""
+        ...
+
+
+def predictor_of(
+    name: PredictorName, length_of: Callable[[RequestId], Tokens] | None = None
+) -> Predictor:
+    """A predictor by its name. Raises ConfigError where the oracle has nothing to know from."""
+    if name == "uniform":
+        return Uniform()
+    if name == "survival":
+        return Survival()
+    if length_of is None:
+        raise ConfigError("oracle knows lengths beforehand: in simulation only", "predictor")
+    return Oracle(length_of)
+
+
+class Uniform:
+    """Everybody decodes for the time that decodes took in the mean: the paper's t_d, literally.
+
+    Nobody is taken to last before anything was seen. It is low by design: those that end sooner
+    than t_d are gone by themselves, and those that last longer are left out as well.
+    """
+
+    def __init__(self) -> None:
+        self.mean_us = 0.0
+        self._tokens = 0.0
+        self._seen = 0
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """See Predictor."""
+        return Stay(context, due_us, expected=self._tokens)
+
+    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+        """See Predictor."""
+        return 1.0 if us + more_us < self.mean_us else 0.0
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
+        """See Predictor."""
+        self._seen = min(self._seen + 1, 256)
+        self.mean_us += (took_us - self.mean_us) / self._seen
+        self._tokens += (tokens - self._tokens) / self._seen
+
+
+class Survival:
+    """Lengths learned online by model, max_tokens and prompt length, conditional on age."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, Lengths] = {}
+        self._classes: dict[tuple[str, int, int], Lengths] = {}
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """See Predictor."""
+        lengths = self._of(request)
+        most = request.stopping.max_tokens
+        return Stay(context, due_us, lengths, most, min(most, lengths.mean()))
+
+    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+        """See Predictor."""
+        length = stay.length
+        assert isinstance(length, Lengths), "a stay of this predictor's"
+        if tokens + more >= stay.most:
+            return 0.0
+        return length.beyond(tokens + more) / length.beyond(tokens)
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
+        """See Predictor."""
+        self._of(request).add(tokens)
+        self._all[request.model].add(tokens)
+
+    def _of(self, request: Request) -> Lengths:
+        """Of its class; the least lately made classes are forgotten."""
+        most, prompt = request.stopping.max_tokens, len(request.prompt)
+        key = (request.model, most.bit_length(), prompt.bit_length() // 2)
+        found = self._classes.pop(key, None)
+        if found is None:
+            found = Lengths(self._all.setdefault(request.model, Lengths()))
+            if len(self._classes) >= _MOST_CLASSES:
+                del self._classes[next(iter(self._classes))]
+        self._classes[key] = found
+        return found
+
+
+class Oracle:
+    """Knows every length beforehand: in simulation, as the upper bound."""
+
+    def __init__(self, length_of: Callable[[RequestId], Tokens]) -> None:
+        self._length_of = length_of
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """See Predictor."""
+        length = self._length_of(request.id)
+        return Stay(context, due_us, length, expected=length)
+
+    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+        """See Predictor."""
+        assert isinstance(stay.length, int), "a stay of this predictor's"
+        return 1.0 if tokens + more < stay.length else 0.0
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
+        """See Predictor: nothing is left to be learned."""
+
+
+class Errors:
+    """Predicted against actual: how far off, on average and mostly. Bounded memory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self._latest: deque[float] = deque(maxlen=_KEPT_ERRORS)
+
+    def add(self, predicted: float, actual: float) -> None:
+        """One more."""
+        self.count += 1
+        self.sum += predicted - actual
+        self._latest.append(abs(predicted - actual))
+
+    @property
+    def bias(self) -> float | None:
+        """Mean of predicted less actual; None where nothing was."""
+        return self.sum / self.count if self.count else None
+
+    def quantile(self, q: float) -> float | None:
+        """That quantile of the latest errors' sizes; None where there are none."""
+        if not self._latest:
+            return None
+        ordered = sorted(self._latest)
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

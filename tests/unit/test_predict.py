@@ -1,0 +1,128 @@
+"""Output lengths learned, and who is still there later."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.predict import (
+    Errors,
+    Lengths,
+    Oracle,
+    Predictor,
+    Stay,
+    Survival,
+    Uniform,
+    predictor_of,
+)
+from moonserve.core.request import Counted, Request, Stopping
+from moonserve.core.units import RequestId
+
+
+def request(prompt: int = 1_000, most: int = 100_000) -> Request:
+    """One of this prompt length and max_tokens."""
+    return Request(RequestId("r"), "m", Counted(prompt), stopping=Stopping(max_tokens=most))
+
+
+def test_learned_shares_are_those_seen() -> None:
+    """After many outputs, the share beyond a length is near the true one, and so is the mean."""
+    rng, lengths = Random(1), Lengths()
+    seen = [round(rng.expovariate(1 / 300)) + 1 for _ in range(3_000)]
+    for tokens in seen:
+        lengths.add(tokens)
+    for at in (10, 50, 100, 300, 900):
+        true = sum(tokens > at for tokens in seen) / len(seen)
+        assert lengths.beyond(at) == pytest.approx(true, abs=0.03)
+    assert lengths.mean() == pytest.approx(sum(seen) / len(seen), rel=0.1)
+
+
+def test_shares_fall_and_never_reach_zero() -> None:
+    """Longer is never likelier, also far beyond anything seen."""
+    lengths = Lengths()
+    for _ in range(100):
+        lengths.add(7)
+    shares = [lengths.beyond(at) for at in (0, 1, 2, 6, 8, 100, 10_000, 10**6, 10**9)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] > 0
+
+
+def test_what_is_old_fades() -> None:
+    """When outputs become longer, so does what is expected; nothing grows with the count."""
+    lengths = Lengths()
+    for tokens in [10] * 20_000 + [1_000] * 20_000:
+        lengths.add(tokens)
+    assert lengths.beyond(500) > 0.9
+
+
+def test_a_class_learns_from_all_until_it_has_its_own() -> None:
+    """A class never seen is like the mean of all; one seen often is like itself."""
+    model = Survival()
+    for _ in range(300):
+        model.ended(request(prompt=100), 10, 1)
+        model.ended(request(prompt=100_000), 2_000, 1)
+    short, long = (model.stay(request(prompt=p), 1, 0).expected for p in (100, 100_000))
+    other = model.stay(request(prompt=3_000), 1, 0).expected
+    assert short < 100 < other < 1_500 < long
+
+
+def test_classes_are_bounded() -> None:
+    """However many models clients name, no more than so many histograms are kept."""
+    model = Survival()
+    for at in range(1_000):
+        model.stay(Request(RequestId("r"), "m", Counted(1), stopping=Stopping(at + 1)), 1, 0)
+    for bits in range(300):
+        model.stay(request(prompt=1 << bits % 30, most=1 << bits // 10), 1, 0)
+    assert len(model._classes) <= 256
+
+
+def test_survival_depends_on_age_and_ends_at_max_tokens() -> None:
+    """Who has lasted long is likelier to last; nobody passes max_tokens."""
+    model = Survival()
+    for tokens in [10] * 90 + [1_000] * 10:
+        model.ended(request(), tokens, 1)
+    young = model.stay(request(), 1, 0)
+    assert model.stays(young, 0, 0, 50, 1) < 0.2
+    assert model.stays(young, 100, 0, 50, 1) > 0.8
+    capped = model.stay(request(most=120), 1, 0)
+    assert model.stays(capped, 100, 0, 20, 1) == 0
+    assert capped.expected <= 120
+
+
+def test_uniform_is_the_papers() -> None:
+    """One time for all: the mean of those seen; before that, nobody is taken to last."""
+    model = Uniform()
+    stay = model.stay(request(), 1, 0)
+    assert model.stays(stay, 5, 10, 5, 10) == 0
+    model.ended(request(), 10, 100)
+    model.ended(request(), 10, 300)
+    assert model.stays(stay, 5, 150, 5, 49) == 1
+    assert model.stays(stay, 5, 150, 5, 50) == 0
+
+
+def test_the_oracle_knows() -> None:
+    """It says when exactly; outside simulation there is none."""
+    model: Predictor = Oracle(lambda request: 10)
+    stay = model.stay(request(), 1, 0)
+    assert (model.stays(stay, 4, 0, 5, 0), model.stays(stay, 4, 0, 6, 0)) == (1, 0)
+    with pytest.raises(ConfigError, match="in simulation only"):
+        predictor_of("oracle")
+
+
+def test_errors_are_counted() -> None:
+    """Bias is of all, quantiles are of the latest; none of nothing."""
+    errors = Errors()
+    assert (errors.bias, errors.quantile(0.5)) == (None, None)
+    for predicted in (3, 5, 13):
+        errors.add(predicted, 4)
+    assert (errors.bias, errors.quantile(0.5), errors.quantile(0.9)) == (3, 1, 9)
+    for _ in range(2_000):
+        errors.add(1, 1)
+    assert errors.quantile(0.99) == 0
+
+
+def test_a_stay_is_of_its_predictor() -> None:
+    """A length that is known is no histogram: a bug, not a guess."""
+    with pytest.raises(AssertionError):
+        Survival().stays(Stay(1, 0, 7, 7), 0, 0, 1, 1)
