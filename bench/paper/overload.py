@@ -23,6 +23,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "early": {"admission": "early"},
     "predictive, uniform t_d": {"admission": "predictive", "predictor": "uniform"},
     "predictive, survival": {"admission": "predictive", "predictor": "survival"},
+    "predictive, survival, for tokens": {
+        "admission": "predictive",
+        "predictor": "survival",
+        "overtaken": 0.5,
+    },
     "predictive, oracle": {"admission": "predictive", "predictor": "oracle"},
 }
 SPEEDS = [1.0, 1.25, 1.5, 2.0, 3.0]

@@ -78,8 +78,11 @@ class Outlook:
             stay = self._predictor.stay(request, context, ends_us)
             deviations = self._tuning.deviations
             step = view.cost.step_us
-            mean_us, most_us = forecast(view.stays, step, stay, self._predictor, now_us, deviations)
-            return mean_us, round(_GROWTH * most_us)
+            found = forecast(view.stays, step, stay, self._predictor, now_us, deviations)
+            unseen_us = self._tuning.overtaken * view.stays.unseen_us(
+                ends_us - now_us, now_us, step
+            )
+            return round(found[0] + unseen_us), round(_GROWTH * (found[1] + unseen_us))
 
         return ahead
 

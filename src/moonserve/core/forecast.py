@@ -18,8 +18,6 @@ from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 _POINTS = 16
 """Moments that a forecast looks at; more hand-overs than that are taken in groups."""
 _SOONEST_US: Micros = MICROS_PER_SECOND
-_OVERTAKEN = 0.7
-"""How much of the room that later and shorter requests could take by then is kept for them."""
 _KEPT = 64
 """Hand-overs by which the rate of those to come is measured."""
 _LATEST_US: Micros = 600 * MICROS_PER_SECOND
@@ -87,7 +85,7 @@ class Stays:
             for _, lag, context in self._begun
             if lag < lag_us
         ]
-        return _OVERTAKEN * sum(ahead) / (now_us - self._begun[0][0])
+        return sum(ahead) / (now_us - self._begun[0][0])
 
     def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Stay | None:
         """It is gone, or will not come; gives the stay if it had begun."""
@@ -111,7 +109,8 @@ def forecast(
 
     Hand-overs are gone through in order, since what is there by then sets how fast all go on: those
     who decode now and are still there, and those who came meanwhile and are. How many those are is
-    a sum of independent chances. step: Cost.step_us of the instance.
+    a sum of independent chances. Nobody else is taken to come: see Stays.unseen_us. step:
+    Cost.step_us of the instance.
     """
     passes = stays.passes(now_us, step)
     own_us = max(now_us, joining.due_us)
@@ -147,8 +146,7 @@ def forecast(
         pass_us, high_us = _pass_us(chances, step, deviations)
         if then_us >= own_us:
             break
-    unseen_us = stays.unseen_us(own_us - now_us, now_us, step)
-    return round(pass_us + unseen_us), round(high_us + unseen_us)
+    return round(pass_us), round(high_us)
 
 
 def _pass_us(

@@ -68,6 +68,9 @@ class Tuning(msgspec.Struct, frozen=True):
     """predictive: how long others decode; see core.predict."""
     deviations: float = 0.0
     """predictive: one is admitted that has room so many standard deviations above the mean load."""
+    overtaken: float = 1.0
+    """predictive: room is kept for so much of what requests that are yet to come, and are quicker
+    through prefill, could take. 1 serves the most requests; less, longer ones and more tokens."""
     low_share: float = 0.8
     """Requests of a priority below 0 are held to this share of the objectives, and so go first."""
     cross_rack: float = 2.0

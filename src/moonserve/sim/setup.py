@@ -79,8 +79,9 @@ class Setup(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raise ConfigError naming the first field that makes no sense."""
         policy_of(self.tuning.policy)
-        if not 0 <= self.tuning.deviations <= 100:
-            raise ConfigError(f"{self.tuning.deviations} must be from 0 to 100", "deviations")
+        for field, most in (("deviations", 100), ("overtaken", 100), ("low_share", 1)):
+            if not 0 <= getattr(self.tuning, field) <= most:
+                raise ConfigError(f"must be from 0 to {most}", field)
         if not self.mixed and not (self.prefill and self.decode):
             raise ConfigError("needs 1 or more, or mixed instances", "prefill and decode")
         for field, least in (

@@ -148,6 +148,8 @@ class GatewayApp:
                 return reply
             except MoonserveError as error:
                 status = error.status
+                if isinstance(error, Overloaded):
+                    self.metrics.rejected[error.reason] += 1
                 raise
             except asyncio.CancelledError:
                 status = _CLIENT_GONE

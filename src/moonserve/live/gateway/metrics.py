@@ -19,6 +19,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from moonserve.core.admission import Outlook
+
 _TTFT_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _TBT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
@@ -46,12 +48,44 @@ class Buckets:
         return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum_s)
 
 
+class Predictions(Collector):
+    """How far off the Conductor's predictions were: bias (predicted less actual), and sizes."""
+
+    def __init__(self, outlook: Outlook) -> None:
+        self._outlook = outlook
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry; nothing is told before there is something to compare."""
+        for name, text, errors, unit in (
+            (
+                "moonserve_decode_tbt_error_seconds",
+                "TBT predicted on admission for when prefill ends, less what it was then.",
+                self._outlook.tbt_errors,
+                1e6,
+            ),
+            (
+                "moonserve_output_error_tokens",
+                "Output length predicted when decode began, less what it was.",
+                self._outlook.output_errors,
+                1.0,
+            ),
+        ):
+            family = GaugeMetricFamily(name, text, labels=("figure",))
+            parts = {"bias": errors.bias, "p50": errors.quantile(0.5), "p90": errors.quantile(0.9)}
+            for figure, value in parts.items():
+                if value is not None:
+                    family.add_metric((figure,), value / unit)
+            yield family
+
+
 class Metrics(Collector):
     """The gateway's counts; each attribute is raised by whoever sees it happen."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         """By (route, status)."""
+        self.rejected: Counter[str] = Counter()
+        """Answered 429, by reason."""
         self.ttft = Buckets(_TTFT_BOUNDS_S)
         self.tbt = Buckets(_TBT_BOUNDS_S)
         self.prompt_tokens = 0
@@ -74,6 +108,12 @@ class Metrics(Collector):
         for (route, status), count in sorted(self.requests.items()):
             requests.add_metric((route, str(status)), count)
         yield requests
+        rejected = CounterMetricFamily(
+            "moonserve_rejected", "Requests answered 429.", labels=("reason",)
+        )
+        for reason, count in sorted(self.rejected.items()):
+            rejected.add_metric((reason,), count)
+        yield rejected
         yield self.ttft.family(
             "moonserve_ttft_seconds", "From the request's arrival to its first token."
         )

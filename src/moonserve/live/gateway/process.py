@@ -26,6 +26,7 @@ from moonserve.live.gateway.api import Api
 from moonserve.live.gateway.app import GatewayApp, Limits
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.internal import Internal
+from moonserve.live.gateway.metrics import Predictions
 from moonserve.live.gateway.text import ModelText
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
@@ -107,6 +108,7 @@ class Gateway:
         self._front = front = GatewayApp(
             cluster, {found.name: text}.__getitem__, Limits(max_in_flight=config.max_in_flight)
         )
+        front.metrics.registry.register(Predictions(self.conductor.core.outlook))
         internal = Internal(
             self.conductor, self.store, self._pass_events, config.token, [found.name]
         )

@@ -1,0 +1,209 @@
+"""Admission by mode: who is refused on arrival, who when prefill has ended, and who waits.
+
+A pass takes 100 us for each member, a new token of a prompt 10 us.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moonserve.core.actions import Action, Decode, Prefill, Refuse
+from moonserve.core.conductor import Conductor
+from moonserve.core.cost import Cost
+from moonserve.core.facts import Arrived, DecodeEnded, InstanceInfo, Joined, PrefillEnded
+from moonserve.core.policies import Tuning
+from moonserve.core.request import Counted, Request, Slo, Stopping
+from moonserve.core.units import RequestId
+from moonserve.core.view import Promised
+from tests.support.cluster import info
+
+TWO = Slo(tbt_us=210)
+"""Two may decode together."""
+TAUGHT = 2_000_000
+
+
+def simple(joining: InstanceInfo) -> Cost:
+    """See above."""
+    return Cost((0, 10, 0, 0, 0, 100, 0), (5, 0.005), learns=False)
+
+
+def cluster(admission: str, *names: str, slo: Slo = TWO, **more: Any) -> Conductor:
+    """p… prefill and d… decode."""
+    tuning = Tuning(admission=admission, slo=slo, **more)  # type: ignore[arg-type]
+    made = Conductor(tuning, cost_of=simple)
+    made.step(0, [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names])
+    return made
+
+
+def arrived(name: str, tokens: int = 41, most: int = 100_000, **more: Any) -> Arrived:
+    """A request with nothing cached."""
+    stopping = Stopping(max_tokens=most)
+    return Arrived(Request(RequestId(name), "m", Counted(tokens), stopping=stopping, **more), ())
+
+
+def prefilled(name: str, number: int = 1) -> PrefillEnded:
+    """Its prefill has ended."""
+    return PrefillEnded(RequestId(name), number, final=False)
+
+
+def refusals(actions: list[Action]) -> list[tuple[str, str]]:
+    """Who, and for what."""
+    return [(str(a.request), a.reason) for a in actions if isinstance(a, Refuse)]
+
+
+def begun(actions: list[Action], kind: type[Prefill] | type[Decode]) -> list[str]:
+    """Whose call of this kind goes out."""
+    return [str(action.request) for action in actions if isinstance(action, kind)]
+
+
+def begin(conductor: Conductor, now_us: int, *names: str) -> None:
+    """These arrive and decode, at that moment."""
+    conductor.step(now_us, [arrived(name) for name in names])
+    actions = conductor.step(now_us, [prefilled(name) for name in names])
+    assert begun(actions, Decode) == list(names)
+
+
+def teach(conductor: Conductor, tokens: int) -> None:
+    """Until TAUGHT, 200 outputs end at this length, one after the other."""
+    for at in range(200):
+        name, now_us = f"seen{at}", at * TAUGHT // 200
+        conductor.step(now_us, [arrived(name)])
+        assert begun(conductor.step(now_us + 410, [prefilled(name)]), Decode) == [name]
+        conductor.step(now_us + 1_000, [DecodeEnded(RequestId(name), 2, tokens)])
+
+
+def test_ttft_finds_out_when_prefill_has_ended() -> None:
+    """The paper's baseline: whoever decode has no room for is dropped, and frees all it had."""
+    c = cluster("ttft", "p0", "d0")
+    begin(c, 1, "a", "b")
+    assert begun(c.step(2, [arrived("c")]), Prefill) == ["c"]
+    assert refusals(c.step(3, [prefilled("c")])) == [("c", "tbt_slo_late")]
+    c.step(4, [DecodeEnded(RequestId(name), 2, 5) for name in "ab"])
+    assert c.promised() == Promised(0, 0, 0, 0)
+
+
+def test_none_breaks_goals_rather_than_refuse() -> None:
+    """Nobody is refused, on arrival or later."""
+    c = cluster("none", "p0", "d0", slo=Slo(1, 1))
+    begin(c, 1, "a", "b", "c", "d")
+
+
+def test_early_looks_at_those_who_decode_now() -> None:
+    """Those in prefill are not seen, so all of a burst are let in; who decodes now is."""
+    c = cluster("early", "p0", "d0")
+    assert len(begun(c.step(1, [arrived(name) for name in "abcde"]), Prefill)) == 5
+    actions = c.step(2, [prefilled(name) for name in "abcde"])
+    assert begun(actions, Decode) == ["a", "b"]
+    assert refusals(actions) == [(name, "tbt_slo_late") for name in "cde"]
+    assert refusals(c.step(3, [arrived("f")])) == [("f", "tbt_slo")]
+
+
+def test_a_burst_is_accounted_while_it_is_admitted() -> None:
+    """Of 500 long prompts in one instant, each counts for the next: early takes them all."""
+    burst = [arrived(f"r{at:03}", 300) for at in range(500)]
+    room = Slo(tbt_us=800)
+    early = begun(cluster("early", "p0", "d0", slo=room).step(1, burst), Prefill)
+    c = cluster("predictive", "p0", "d0", slo=room)
+    actions = c.step(1, burst)
+    assert len(early) == 500
+    assert 1 <= len(begun(actions, Prefill)) < 200
+    assert {reason for _, reason in refusals(actions)} == {"tbt_slo"}
+
+
+def test_no_max_tokens_refuses_anyone() -> None:
+    """The length to be expected counts: outputs are short, whatever clients set."""
+    for most in (10, 100_000):
+        c = cluster("predictive", "p0", "d0")
+        teach(c, 5)
+        begin(c, TAUGHT, "a", "b")
+        assert begun(c.step(TAUGHT + 1, [arrived("c", 300, most)]), Prefill) == ["c"]
+
+
+def test_long_outputs_are_expected_to_last() -> None:
+    """The same, where outputs were long: they are still there when this prefill ends."""
+    c = cluster("predictive", "p0", "d0")
+    teach(c, 5_000)
+    begin(c, TAUGHT, "a", "b")
+    assert refusals(c.step(TAUGHT + 1, [arrived("c", 300)])) == [("c", "tbt_slo")]
+
+
+def test_a_prefill_that_finds_no_room_waits_for_it() -> None:
+    """Predictive: kept until somebody ends, first come first served."""
+    c = cluster("predictive", "p0", "d0")
+    teach(c, 1)
+    assert len(begun(c.step(TAUGHT, [arrived(name) for name in "abcd"]), Prefill)) == 4
+    c.step(TAUGHT + 1, [prefilled("a"), prefilled("b")])
+    assert c.step(TAUGHT + 2, [prefilled("c")]) == []
+    assert c.step(TAUGHT + 3, [prefilled("d")]) == []
+    assert begun(c.step(TAUGHT + 4, [DecodeEnded(RequestId("a"), 2, 5)]), Decode) == ["c"]
+    assert begun(c.step(TAUGHT + 5, [DecodeEnded(RequestId("b"), 2, 5)]), Decode) == ["d"]
+
+
+def test_waiting_for_room_ends_with_the_ttft_objective() -> None:
+    """Two passes before it, the Conductor wakes up and drops the request."""
+    c = cluster("predictive", "p0", "d0", slo=Slo(50_000, 210))
+    teach(c, 1)
+    assert len(begun(c.step(TAUGHT, [arrived(name) for name in "abc"]), Prefill)) == 3
+    c.step(TAUGHT + 1, [prefilled("a"), prefilled("b")])
+    assert c.step(TAUGHT + 2, [prefilled("c")]) == []
+    due_us = c.wake_us(TAUGHT + 2)
+    assert due_us == TAUGHT + 50_000 - 2 * 210
+    assert c.step(due_us - 1, []) == []
+    assert refusals(c.step(due_us, [])) == [("c", "tbt_slo_late")]
+    assert c.wake_us(due_us) is None
+
+
+def test_a_prefill_that_finds_no_room_goes_elsewhere() -> None:
+    """Predictive: another decode instance that has room takes it at once."""
+    c = cluster("predictive", "p0", "d0", "d1")
+    actions = c.step(1, [arrived(name) for name in "abcd"])
+    homes = {str(a.request): a.decision.decode for a in actions if isinstance(a, Prefill)}
+    assert len(homes) == 4
+    [first] = [a for a in c.step(2, [prefilled("a")]) if isinstance(a, Decode)]
+    assert first.to.id == homes["a"]
+    for name in "bcd":
+        assert begun(c.step(3, [prefilled(name)]), Decode) == [name]
+    members = [len(view.stays.active) for view in c.view.decodes("m")]
+    assert members == [2, 2]
+
+
+@pytest.mark.parametrize("mode", ["ttft", "early", "predictive"])
+def test_nobodys_tbt_is_broken_by_who_joins(mode: str) -> None:
+    """One without a goal of its own does not join one whose goal that would break."""
+    c = cluster(mode, "p0", "d0", slo=Slo())
+    c.step(1, [arrived("1 strict", slo=Slo(tbt_us=150)), arrived("2 lax")])
+    actions = c.step(2, [prefilled("1 strict"), prefilled("2 lax")])
+    assert begun(actions, Decode) == ["1 strict"]
+    assert list(c.view.decodes("m")[0].stays.active) == ["1 strict"]
+
+
+def test_low_priority_goes_first() -> None:
+    """Where one of the usual priority is taken still, one of a lower is refused."""
+    for priority, taken in ((0, True), (5, True), (-1, False)):
+        c = cluster("predictive", "p0", "d0", slo=Slo(tbt_us=120))
+        found = begun(c.step(1, [arrived("a", priority=priority)]), Prefill)
+        assert bool(found) == taken
+
+
+def test_a_cold_start_refuses_nobody() -> None:
+    """Costs that nobody has measured refuse nobody, on arrival or later."""
+    for mode in ("ttft", "early", "predictive"):
+        c = Conductor(Tuning(admission=mode, slo=Slo(1, 1)), cost_of=lambda _: Cost())  # type: ignore[arg-type]
+        c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+        begin(c, 1, "a", "b", "c")
+
+
+def test_come_back_when_somebody_will_have_ended() -> None:
+    """Retry-After grows with the outputs that are expected of those who decode."""
+    waits = []
+    for tokens in (5, 50_000):
+        c = cluster("predictive", "p0", "d0")
+        teach(c, tokens)
+        begin(c, TAUGHT, "a", "b")
+        [refuse] = [a for a in c.step(TAUGHT + 1, [arrived("c")]) if isinstance(a, Refuse)]
+        waits.append(refuse.retry_after_us)
+    assert waits[0] == 1_000_000
+    assert waits[1] is not None
+    assert waits[1] > 1_000_000
