@@ -70,12 +70,17 @@ def table(sim: Simulation, result: Result) -> str:
         "{wasted_prefill_s:,.0f} s wasted; busiest {imbalance:.2f} times the mean",
         "decode     busy {busy_decode:.0%}; busiest {imbalance_decode:.2f} times the mean; "
         "{preemptions:,} preemptions",
+        "refused    {rejected_ttft_slo:,} for TTFT, {rejected_tbt_slo:,} for TBT, "
+        "{dropped_tbt_slo:,} when prefill had ended; pools' loads correlate by "
+        "{seesaw_correlation:.2f}",
         f"network    {{transfers:,}} transfers, {found['transfer_bytes'] / 1e9:,.1f} GB; "
         "{migrations:,} blocks copied",
         "hindsight  TTFT off by {ttft_error_mean_s:.2f} s; the best place was "
         "{regret_mean_s:.2f} s sooner (means)",
         "digest     {digest}, in {cpu_s:.1f} CPU s",
     ]
+    if sim.setup.tuning.admission == "none":
+        lines = [line for line in lines if not line.startswith("refused")]
     form = Form()
     above = "\n".join(titles(sim, found["speed"]))
     return above + "\n\n" + "\n".join(form.vformat(line, (), found) for line in lines)
