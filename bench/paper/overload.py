@@ -102,8 +102,11 @@ def show_rejections(found: Any, page: Page) -> None:
         "How many are refused depends on the trace and says little by itself: what can be served "
         "is given by decode here, and a mode differs in what it spends on those it does not serve, "
         "and in whom it serves. `ttft` and `early` favour short prompts, since those overtake the "
-        "long ones between admission and hand-over, and the long ones are dropped; so they serve "
-        "as many requests, and fewer tokens."
+        "long ones between admission and hand-over, and the long ones are dropped. Predictive "
+        "admission keeps room for as much of that as `overtaken` says: all of it by default, half "
+        "of it in the row for tokens. That uniform t_d serves more requests at some speeds is due "
+        "to waiting: it is low by design and lets in too many, who then wait for room in decode as "
+        "long as their TTFT allows, which its mean TTFT shows."
     )
 
 
