@@ -1,7 +1,7 @@
 """The main job on the real model, by real processes: equality, reuse, concurrency.
 
-One cluster of two prefill and two decode workers, float32; the reference is one process with the
-same engine that decodes the whole prompt. Shows its figures with -s.
+One cluster of two prefill and two decode workers, float32, for each store; the reference is one
+process with the same engine that decodes the whole prompt. Shows its figures with -s.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def reference(prompts: dict[str, list[int]]) -> dict[str, list[int]]:
     return {name: greedy_reference(engine, ids, NEW_TOKENS) for name, ids in prompts.items()}
 
 
-@pytest.fixture(scope="module")
-def up(reference: dict[str, list[int]]) -> Iterator[Up]:
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]
+)
+def up(reference: dict[str, list[int]], request: pytest.FixtureRequest) -> Iterator[Up]:
     """Two prefill and two decode workers."""
     cluster = Up(
         "--prefill", "2", "--decode", "2", "--dtype", "float32", "--block-size", str(BLOCK),
-        "--segment-bytes", "1GiB",
+        "--segment-bytes", "1GiB", "--store", request.param,
     )  # fmt: skip
     yield cluster
     cluster.end()
