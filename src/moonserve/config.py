@@ -57,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """host:port of its master; empty: `up` starts one."""
     kv_memory_bytes: _Size = 1 << 30
     """Each torch worker's own pool for the KV of running requests."""
+    decode_kv: Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)] = "end"
+    """When workers store the KV of generated tokens: never, at the end, or every so many blocks."""
     max_body_bytes: _Size = 8 << 20
     threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
@@ -215,6 +217,7 @@ def _named(
         "dtype": "auto, float32 or bfloat16",
         "refuse": "none, ttft or both",
         "store": "embedded or mooncake",
+        "decode_kv": "off, end or a number of blocks, 1 or more",
     }
     remedy = choices.get(field, text[:1].lower() + text[1:])
     if top == "logging" and "enum" in text:

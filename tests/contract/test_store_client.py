@@ -91,6 +91,21 @@ def test_an_extent_reused_under_a_reader_is_noticed(kind: str) -> None:
     run(kind, test)
 
 
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_put_goes_where_it_is_wanted(kind: str) -> None:
+    """`near` names the segment; one that is full or not there does not fail the put."""
+
+    async def test(it: Pool) -> None:
+        items = blocks(3000, 3000, 3000)
+        for near, item in zip(("r", "r", "gone"), items, strict=True):
+            assert await it.writer.put([item], None, None, SegmentId(near)) == 1
+        places = [it.service.master.locate(k) for k, _ in items]
+        assert [p.replicas[0].segment for p in places if p is not None] == ["r", "w", "w"]
+        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(m) for _, m in items]
+
+    run(kind, test)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_written_objects_are_never_seen(kind: str) -> None:
     """Until the put ended, others find nothing; its caller being cancelled leaves no ticket."""

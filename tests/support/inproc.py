@@ -37,6 +37,7 @@ class Site:
         self.http = http
         self.workers: dict[str, Worker] = {}
         self.members: dict[str, asyncio.Task[None]] = {}
+        self.stores: dict[str, StoreClient] = {}
         self._stack = stack
 
     @property
@@ -45,19 +46,25 @@ class Site:
         return f"http://127.0.0.1:{self.gateway.port}"
 
     async def add(
-        self, name: str, role: Role, cost: Cost | None = None, epoch: int = 0, blocks: int = 256
+        self,
+        name: str,
+        role: Role,
+        cost: Cost | None = None,
+        epoch: int = 0,
+        blocks: int = 256,
+        **more: Any,
     ) -> Worker:
-        """Start a worker and wait until it has joined."""
+        """Start a worker and wait until it has joined; `more` goes into its WorkerConfig."""
         control = Control(self.http, self.url, TOKEN)
-        config = WorkerConfig(
-            name=name, role=role, model=DEFAULT_MODEL, engine="fake", token=TOKEN, block_size=BLOCK
-        )
+        common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK}
+        config = WorkerConfig(name=name, role=role, model=DEFAULT_MODEL, **{**common, **more})
         epoch = epoch or next(_epochs)
         settings = StoreSettings(
             segment=SegmentId(name), epoch=epoch, capacity_bytes=4 << 20, token=TOKEN.encode()
         )
         store = await StoreClient.open(control.store, settings)
         self._stack.push_async_callback(store.close)
+        self.stores[name] = store
         store.start_beats()
         engine = FakeEngine(
             block_size=BLOCK, num_blocks=blocks, max_len=4096, cost=cost or fake_cost()
@@ -76,6 +83,20 @@ class Site:
         self.workers[name] = worker
         self.members[name] = task
         return worker
+
+    def busy_decode(self) -> list[str]:
+        """Decode workers that run something."""
+        busy = [name for name, worker in self.workers.items() if worker.runner.ledger().running]
+        return [name for name in busy if self.workers[name].info.role == "decode"]
+
+    async def lose(self, name: str) -> None:
+        """The worker is gone with its segment, as after a kill: it ends no stream and says no
+        goodbye.
+        """
+        self.members.pop(name).cancel()
+        worker = self.workers.pop(name)
+        await self.stores.pop(name).close()
+        await worker.stop(0)
 
     async def tokens(self, prompt: list[int], count: int, **headers: str) -> list[int]:
         """Token ids of a streamed completion; raises AssertionError on an error event."""
@@ -129,7 +150,7 @@ class Site:
         }
         for name, worker in self.workers.items():
             own = worker.runner.ledger()
-            ledger[name] = own.running + own.waiting + own.streams + own.blocks_used
+            ledger[name] = own.running + own.waiting + own.streams + own.blocks_used + own.ahead
         return ledger
 
 

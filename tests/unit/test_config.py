@@ -53,6 +53,7 @@ def test_sizes_are_human(text: str, size: int) -> None:
         ),
         ("policy: best", r"^policy: must be one of random, .* \('best' from .*moonserve.yaml\)"),
         ("refuse: all", r"^refuse: must be none, ttft or both \('all' from"),
+        ("decode_kv: 0", r"^decode_kv: must be off, end or a number of blocks, 1 or more \(0 from"),
         ("ttft_slo_ms: 0", r"^ttft_slo_ms: expected `float` > 0"),
         ("tbt_slo_ms: soon", r"^tbt_slo_ms: expected `float \| null`, got `str`"),
         ("engine: tensorrt", r"^engine: must be torch or fake \('tensorrt' from"),

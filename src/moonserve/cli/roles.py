@@ -69,7 +69,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
 )
 @settings_options(
     "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "store",
-    "mooncake_master", "kv_memory_bytes",
+    "mooncake_master", "kv_memory_bytes", "decode_kv",
 )  # fmt: skip
 def worker(
     config: Path | None,
@@ -108,6 +108,7 @@ def worker(
                 store=settings.store,
                 mooncake_master=settings.mooncake_master,
                 kv_memory_bytes=settings.kv_memory_bytes,
+                decode_kv=settings.decode_kv,
             )
         )
     )

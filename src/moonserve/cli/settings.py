@@ -31,6 +31,7 @@ _HELP: dict[str, tuple[str, str]] = {
     "store": ("NAME", "whose KV store: embedded, or mooncake (needs its wheel)"),
     "mooncake_master": ("ADDRESS", "host:port of Mooncake's master; none: up starts one"),
     "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
+    "decode_kv": ("WHEN", "store the KV of answers: off, end, or every so many blocks"),
     "max_body_bytes": ("SIZE", "largest request body"),
     "threshold": ("RATIO", "fetch a prefix this much longer than one's own, rather than compute"),
     "policy": ("NAME", "who serves a request; a wrong name is answered with all there are"),

@@ -42,6 +42,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "store",
     "mooncake_master",
     "kv_memory_bytes",
+    "decode_kv",
     "policy",
     "ttft_slo_ms",
     "tbt_slo_ms",

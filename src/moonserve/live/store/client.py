@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from moonserve.core.errors import ConfigError, MoonserveError, StoreError
-from moonserve.core.pool import Address, Exists, Found, Mount, Outcome, Ticket
+from moonserve.core.pool import Address, Exists, Found, Mount, Outcome, PutOptions, Ticket
 from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.transfer.client import Slice, Transfer
@@ -127,9 +127,10 @@ class StoreClient:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None = None,
+        near: SegmentId | None = None,
     ) -> int:
         """See KVStore.put."""
-        return await _to_the_end(self._put(items, lease, parent))
+        return await _to_the_end(self._put(items, lease, parent, PutOptions(preferred=near)))
 
     async def release(self, lease: LeaseId) -> None:
         """See KVStore.release. With the master out of reach, the lease ends by its time to live."""
@@ -272,12 +273,13 @@ class StoreClient:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None,
+        options: PutOptions,
     ) -> int:
         exist = 0
         for start in range(0, len(items), wire.MAX_BATCH):
             batch = items[start : start + wire.MAX_BATCH]
             try:
-                exist += await self._put_batch(batch, lease, parent)
+                exist += await self._put_batch(batch, lease, parent, options)
                 parent = batch[-1][0]
             except _FAILURES as error:  # what was started is reaped by its time to live
                 log.warning("store master: put failed: %s", _text(error))
@@ -289,10 +291,11 @@ class StoreClient:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None,
+        options: PutOptions,
     ) -> int:
         sizes = [(key, len(memory)) for key, memory in items]
         outcomes = await self._put_start(
-            wire.PutStartCall(self.settings.segment, sizes, lease, parent)
+            wire.PutStartCall(self.settings.segment, sizes, lease, parent, options)
         )
         exist = sum(isinstance(outcome, Exists) for outcome in outcomes)
         groups: dict[SegmentId, list[tuple[Ticket, memoryview]]] = {}

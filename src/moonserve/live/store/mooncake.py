@@ -28,7 +28,7 @@ import xxhash
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.facts import BlocksRemoved, BlocksStored
 from moonserve.core.pool import Found
-from moonserve.core.units import BlockKey, Bytes, LeaseId
+from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store.mooncake_master import require
 from moonserve.live.store.reports import POOL, Reports, Tell
 
@@ -157,8 +157,9 @@ class MooncakeStore:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None = None,
+        near: SegmentId | None = None,
     ) -> int:
-        """See KVStore.put."""
+        """See KVStore.put; `near` has no meaning here."""
         if not items:
             return 0
         keys = [key for key, _ in items]

@@ -8,6 +8,7 @@ import msgspec
 
 from moonserve.core.facts import Role
 from moonserve.core.units import Bytes, Tokens
+from moonserve.live.worker.job import DecodeKV
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in one pass."""
     chunk_tokens: Tokens = 512
     """Tokens in one pass."""
+    decode_kv: DecodeKV = "end"
+    """When the KV of generated tokens is stored."""
     threads: int | None = None
     """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
     drain_s: float = 5.0

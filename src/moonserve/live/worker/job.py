@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -16,7 +16,7 @@ from moonserve.core.prefix import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 
-DecodeKV: TypeAlias = Literal["off", "end"] | int
+DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
 """When the KV of generated tokens is stored: never, at the generation's end, or every so many
 blocks and at the end."""
 

@@ -75,7 +75,9 @@ class Worker:
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
-        limits = Limits(chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs)
+        limits = Limits(
+            chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs, decode_kv=config.decode_kv
+        )
         pool_len = shape.num_blocks * shape.block_size
         runner = Runner(engine, store, namespace, limits, metrics, LoopClock())
         info = InstanceInfo(
