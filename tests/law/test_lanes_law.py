@@ -84,7 +84,7 @@ class LanesAgainstAccount(RuleBasedStateMachine):
 
     def take_ends(self) -> None:
         for end in self.lanes.take_ends():
-            tries = self.open.pop((end.group, end.index))  # KeyError: it ended twice
+            tries = self.open.pop((end.group, end.slice))  # KeyError: it ended twice
             assert tries <= TERMS.tries
             if end.loss == "failed":
                 assert tries == TERMS.tries

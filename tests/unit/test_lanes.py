@@ -54,7 +54,7 @@ def test_a_failed_slice_is_tried_elsewhere_up_to_the_bound() -> None:
         tried.append(runs[0].lane)
         runs = answer(lanes, runs[0], 0, "lane")
     assert tried == [0, 1, 2]
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(0, "failed")]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(0, "failed")]
     assert [lanes.counters(lane).retries for lane in range(3)] == [0, 1, 1]
     assert not any(lanes.on_probation(lane) for lane in range(3))
 
@@ -66,7 +66,7 @@ def test_what_arrived_before_the_lane_failed_is_not_sent_again() -> None:
     lanes.assign(0)
     lanes.ended(0, 0, [True, True, False], "lane")
     assert lanes.assign(0) == [Run(1, 1, (2,))]
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(0, None), (1, None)]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(0, None), (1, None)]
     assert lanes.counters(0).bytes == 11
 
 
@@ -127,7 +127,7 @@ def test_late_slices_end_and_blame_no_lane() -> None:
     lanes.submit(1, [1, 1], 50)
     (run,) = lanes.assign(49)
     assert lanes.assign(50) == []
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(1, "late")]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(1, "late")]
     assert answer(lanes, run, 50, "late") == []
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(0, "late")]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(0, "late")]
     assert not lanes.on_probation(0)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path as File
 
 import pytest
 
@@ -15,8 +15,10 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.pool import Address
 from moonserve.live.transfer import frames, region
 from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.transfer.ports import Path
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer
+from moonserve.live.transfer.tcp import TcpTransport
 
 TOKEN = b"secret"
 SIZE = 1 << 20
@@ -169,15 +171,15 @@ def test_out_of_threads_turns_one_peer_away(
 @pytest.mark.parametrize("frame", [b"\x07\x01\x00", b"\x01\x00\x00", b"\x01\xff\xff"])
 def test_a_malformed_frame_ends_the_connection(server: TransferServer, frame: bytes) -> None:
     """Unknown operations and counts out of bounds are never answered."""
-    transfer = Transfer(TOKEN, shared_memory=False)
-    address = server.address("127.0.0.1")
-    assert transfer.read(address, [Slice(0, memoryview(bytearray(8)))], soon()) == [True]
-    sock = transfer._take(address)
-    assert sock is not None
-    sock.sendall(frame)
-    sock.settimeout(5)
-    assert sock.recv(1) == b""
-    sock.close()
+    link = TcpTransport(TOKEN).open(Path("tcp", server.address("127.0.0.1")))
+    done = [False]
+    link.run("read", [Slice(0, memoryview(bytearray(8)))], soon(), done)
+    assert done == [True]
+    assert link._sock is not None
+    link._sock.sendall(frame + bytes(frames.SLICE.size))
+    link._sock.settimeout(5)
+    assert link._sock.recv(1) == b""
+    link.close()
 
 
 def test_no_room_is_said_with_its_remedy() -> None:
@@ -207,7 +209,7 @@ def test_only_dead_owners_regions_are_removed(memory: Region) -> None:
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    path = Path(owner.stdout.readline().strip())
+    path = File(owner.stdout.readline().strip())
     region.clean_stale()
     assert path.exists()
     owner.kill()

@@ -53,7 +53,7 @@ class SliceEnd(NamedTuple):
     """One slice is over; `loss` None: all its bytes arrived."""
 
     group: int
-    index: int
+    slice: int
     loss: Loss | None
 
 
@@ -112,6 +112,7 @@ class Lanes:
         assert distances
         self._terms = terms
         self._lanes = [_Lane(id, distance) for id, distance in enumerate(distances)]
+        self._nearest = sorted(self._lanes, key=lambda it: (it.distance, it.id))
         self._groups: dict[int, _Group] = {}
         self._turns: deque[int] = deque()
         """Groups with fresh slices, whose turn it is first."""
@@ -167,18 +168,23 @@ class Lanes:
 
     def assign(self, now_us: Micros) -> list[Run]:
         """The runs to start now. Each is to be answered by one `ended`."""
+        runs: list[Run] = []
+        if not self._turns and not self._retries:
+            return runs
         for group in self.groups:
             if self._groups[group].deadline_us <= now_us:
                 self.drop(group)
-        runs: list[Run] = []
-        usable = [lane for lane in self._lanes if lane.usable(now_us)]
+        usable = [lane for lane in self._nearest if lane.usable(now_us)]
         # A due trial first: a lane that is never tried never comes back.
-        for lane in sorted(usable, key=lambda it: (it.until_us is None, it.distance, it.id)):
+        due = [lane for lane in usable if lane.until_us is not None]
+        for lane in due + [lane for lane in usable if lane.until_us is None]:
             lane.run = self._take(lane)
             if lane.run:
-                indices = tuple(slice.index for slice in lane.run)
+                indices = tuple([slice.index for slice in lane.run])
                 runs.append(Run(lane.id, lane.run[0].group, indices))
-        if not self.running:  # all are on probation: better to know now than at the deadline
+        if not any(
+            lane.run for lane in self._lanes
+        ):  # all are on probation: better to know now than at the deadline
             for group in list(self._turns):
                 self._retries += self._groups[group].fresh
                 self._groups[group].fresh.clear()
