@@ -22,6 +22,7 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
+from moonserve.live.store.admin import ledgers
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.server import MasterService
 from moonserve.live.text.tokenizer import Tokenizer
@@ -257,7 +258,7 @@ def test_real_segments_with_room_for_a_fraction() -> None:
             for prompt, (tokens, _) in zip(prompts, got, strict=True):
                 assert tokens == reference(prompt, 9)
             await it.idle(*workers)
-            pool = service.lookup()
+            pool = ledgers(service.master)
             assert (pool["leases"], pool["pending_puts"]) == (0, 0)
             assert pool["evicted"] > 0, "the segments were too large to say anything"
 

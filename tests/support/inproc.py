@@ -140,7 +140,7 @@ class Site:
     def ledgers(self) -> dict[str, int]:
         """Promises, leases, puts and what every worker holds."""
         promised = self.gateway.conductor.core.promised()
-        stats = self.gateway.store.master.stats()
+        stats = self.gateway.pool.service.master.stats()
         ledger = {
             "requests": promised.requests,
             "prefills": promised.prefills,

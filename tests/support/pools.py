@@ -132,7 +132,7 @@ class Pool:
         """Flip the last bit of a stored object."""
         found = self.service.master.locate(name)
         assert found is not None
-        self.writer._region.view[found.replicas[0].offset + found.size - 1] ^= 1
+        self.writer.owners[0].region.view[found.replicas[0].offset + found.size - 1] ^= 1
 
     async def lose(self, name: BlockKey) -> None:
         """Let an object vanish, leased or not."""

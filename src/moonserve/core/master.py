@@ -293,6 +293,11 @@ class Master:
         """What appeared and disappeared since the last call, in order; runs of a kind as one."""
         return self._stock.drain_events()
 
+    def inventory(self) -> list[BlockEvent]:
+        """What is told, as events, to a listener that has heard none. Raises Recovering."""
+        self._roster.serve(None)
+        return self._stock.inventory()
+
     def stats(self) -> MasterStats:
         """The ledgers now."""
         return MasterStats(

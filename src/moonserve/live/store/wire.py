@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from moonserve.core import pool
+from moonserve.core.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.pool import Address, Claim, Found, Held, Mount, Orders, Outcome, Removal, Terms
 from moonserve.core.units import Bytes, LeaseId, SegmentId
 
@@ -226,6 +227,26 @@ class DiscardCall(msgspec.Struct, frozen=True, array_like=True):
     """Drop replicas whose bytes were found corrupt: (key, version, segment; None: all)."""
 
     objects: Annotated[Sequence[tuple[Key, int, Segment | None]], _BATCH]
+
+
+class EventsCall(msgspec.Struct, frozen=True, array_like=True):
+    """What came after event `after` of that start of the master; waits for it up to `wait_s`."""
+
+    start: int
+    after: int
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class EventsReply(msgspec.Struct, frozen=True, array_like=True):
+    """Events, and how far they go. `anew`: all that is known is void, and this tells all there is.
+
+    So it is for whoever is new, too far behind, or knows another start of the master.
+    """
+
+    start: int
+    at: int
+    anew: bool
+    events: list[BlocksStored | BlocksRemoved | BlocksCleared]
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
