@@ -57,6 +57,8 @@ def test_sizes_are_human(text: str, size: int) -> None:
         ("ttft_slo_ms: 0", r"^ttft_slo_ms: expected `float` > 0"),
         ("tbt_slo_ms: soon", r"^tbt_slo_ms: expected `float \| null`, got `str`"),
         ("engine: tensorrt", r"^engine: must be torch or fake \('tensorrt' from"),
+        ("store: redis", r"^store: must be embedded or mooncake \('redis' from"),
+        ("mooncake_master: here", r"^mooncake_master: write it like 127.0.0.1:50051 \('here' from"),
         ("segment_bytes: lots", r"^segment_bytes: 'lots' is not a size; write it like 512MiB"),
         ("logging: {levle: INFO}", r"^logging.levle: unknown setting in .*; did you mean .*level"),
         ("logging: {modules: {a: LOUD}}", r"^logging.modules: a level is DEBUG, INFO"),
