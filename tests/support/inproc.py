@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from moonserve.core.cost import Cost
 from moonserve.core.facts import Role
-from moonserve.core.units import SegmentId
+from moonserve.core.pool import Found
+from moonserve.core.units import Micros, SegmentId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.process import Gateway
@@ -52,9 +53,13 @@ class Site:
         cost: Cost | None = None,
         epoch: int = 0,
         blocks: int = 256,
+        read_us: Micros = 0,
         **more: Any,
     ) -> Worker:
-        """Start a worker and wait until it has joined; `more` goes into its WorkerConfig."""
+        """Start a worker and wait until it has joined; `more` goes into its WorkerConfig.
+
+        read_us: how much longer its store takes to read a block.
+        """
         control = Control(self.http, self.url, TOKEN)
         common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK}
         config = WorkerConfig(name=name, role=role, model=DEFAULT_MODEL, **{**common, **more})
@@ -67,8 +72,9 @@ class Site:
         self.stores[name] = store
         store.start_beats()
         engine = FakeEngine(
-            block_size=BLOCK, num_blocks=blocks, max_len=4096, cost=cost or fake_cost()
+            block_size=BLOCK, num_blocks=blocks, max_len=8192, cost=cost or fake_cost()
         )
+        store.read = _slowed(store.read, read_us)  # type: ignore[method-assign]
         worker = await Worker.start(config, engine, store, model=DEFAULT_MODEL, epoch=epoch)
         self._stack.push_async_callback(worker.stop, 0)
         joined = asyncio.Event()
@@ -128,7 +134,7 @@ class Site:
 
     def reference(self, prompt: list[int], count: int) -> list[int]:
         """What one engine alone generates."""
-        engine = FakeEngine(block_size=BLOCK, num_blocks=256, max_len=4096)
+        engine = FakeEngine(block_size=BLOCK, num_blocks=512, max_len=8192)
         return list(engine.reference(prompt, count))
 
     async def settle(self) -> None:
@@ -152,6 +158,14 @@ class Site:
             own = worker.runner.ledger()
             ledger[name] = own.running + own.waiting + own.streams + own.blocks_used + own.ahead
         return ledger
+
+
+def _slowed(read: Any, us: Micros) -> Any:
+    async def slow(found: Sequence[Found], into: Sequence[memoryview]) -> int:
+        await asyncio.sleep(us * len(found) / 1e6)
+        return int(await read(found, into))
+
+    return slow
 
 
 @contextlib.asynccontextmanager

@@ -115,8 +115,9 @@ class Ledger(msgspec.Struct, frozen=True):
 class Stage(msgspec.Struct, frozen=True):
     """What happened to a request's KV here, and when; for who measures the hand-over."""
 
-    what: Literal["put", "read", "ahead", "prefilled", "handed_over", "loaded"]
-    """ahead: read before the request came; loaded: all that there was is here."""
+    what: Literal["put", "read", "ahead", "handed_over", "loaded"]
+    """ahead: read before the request came. handed_over: from prefill's last pass until all its KV
+    was in the store. loaded: from the request's admission until its KV was here."""
     lease: LeaseId
     began_us: Micros
     """On this machine's monotonic clock."""
