@@ -176,7 +176,7 @@ def test_a_malformed_frame_ends_the_connection(server: TransferServer, frame: by
     link.run("read", [Slice(0, memoryview(bytearray(8)))], soon(), done)
     assert done == [True]
     assert link._sock is not None
-    link._sock.sendall(frame + bytes(frames.SLICE.size))
+    link._sock.sendall(frame.ljust(frames.LEAST, b"\0"))
     link._sock.settimeout(5)
     assert link._sock.recv(1) == b""
     link.close()

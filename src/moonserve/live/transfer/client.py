@@ -34,7 +34,7 @@ class Transfer:
             "tcp": TcpTransport(token),
         }
         self.engine = TransferEngine(transports, settings)
-        self._known_as: dict[str, Address] = {}
+        self._known_as: dict[bytes, tuple[Address, str]] = {}
 
     def adopt(self, region: Region) -> None:
         """Reach a region of our own as if attached; its owner closes it."""
@@ -65,10 +65,10 @@ class Transfer:
 
     def retain(self, live: Collection[Address]) -> None:
         """Forget every region and connection that leads to none of these addresses."""
-        kept = {_location(address) for address in live}
-        for location in self.engine.locations():
-            if location not in kept:
-                self._known_as.pop(location, None)
+        kept = {address.identity for address in live}
+        for identity, (_, location) in list(self._known_as.items()):
+            if identity not in kept:
+                self._known_as.pop(identity, None)
                 self.engine.forget(location)
 
     def close(self) -> None:
@@ -76,12 +76,15 @@ class Transfer:
         self.engine.close()
 
     def _known(self, address: Address) -> str:
+        known = self._known_as.get(address.identity)
+        if known is not None and known[0] == address:
+            return known[1]
         location = _location(address)
-        if self._known_as.get(location) != address:
-            self.engine.register(location, [Path(way, address) for way in self._ways])
-            self._known_as[location] = address
+        self.engine.register(location, [Path(way, address) for way in self._ways])
+        self._known_as[address.identity] = (address, location)
         return location
 
 
 def _location(address: Address) -> str:
-    return f"{address.identity.hex()}:{address.port}"
+    """Name a segment by its identity: nobody says its node here."""
+    return f"{address.identity.hex()}:segment"

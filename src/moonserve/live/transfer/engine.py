@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -24,6 +23,7 @@ from moonserve.live.transfer.batch import Batch, Group, Lost, Request, Task
 from moonserve.live.transfer.memory import MemoryLink
 from moonserve.live.transfer.peer import EngineSettings, LaneStats, Peer
 from moonserve.live.transfer.ports import Link, Op, Path, Slice, Transport, parse_location
+from moonserve.live.transfer.room import Room
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,13 @@ class TransferEngine:
         self.settings = settings or EngineSettings()
         self._transports = transports
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._queue: deque[Batch] = deque()
-        """Those that wait for room, in turn."""
-        self._in_flight: Bytes = 0
+        self._room = Room(self._lock, self.settings.in_flight_bytes)
         self._peers: dict[str, Peer] = {}
         self._groups: dict[int, Group] = {}
         self._next_group = 0
         self._idle: dict[Link, None] = {}
         """Links that may be connected and carry nothing, longest idle first."""
         self._pool = ThreadPoolExecutor(self.settings.threads, "kv-lane")
-        self._closed = False
 
     def register(self, location: str, paths: Sequence[Path]) -> None:
         """Make a segment known as `node:segment`; the same paths again change nothing."""
@@ -73,14 +69,15 @@ class TransferEngine:
             self._take_ends(peer)
             for lane, link in enumerate(peer.links):
                 self._idle.pop(link, None)
-                if lane not in peer.tasks:
+                if lane in peer.lent:
+                    link.cut()
+                elif lane not in peer.tasks:
                     link.close()
 
     def close(self) -> None:
         """Forget everything, and wait for what was under way."""
         with self._lock:
-            self._closed = True
-            self._room.notify_all()
+            self._room.close()
         for location in self.locations():
             self.forget(location)
         self._pool.shutdown()
@@ -91,7 +88,7 @@ class TransferEngine:
 
     def in_flight_bytes(self) -> Bytes:
         """Of batches that have started and not ended."""
-        return self._in_flight
+        return self._room.taken
 
     def stats(self) -> list[LaneStats]:
         """Every lane of every segment that was used."""
@@ -136,19 +133,27 @@ class TransferEngine:
             with self._lock:
                 peer.count(slices, done)
             return done
-        requests = [Request(op, memory, location, offset) for offset, memory in slices]
+        done = [False] * len(slices)
+        if peer is not None:
+            self._express(peer, op, slices, deadline_s, done)
+        left = [index for index, arrived in enumerate(done) if not arrived]
+        if left:
+            requests = [Request(op, slices[i].memory, location, slices[i].offset) for i in left]
+            lost = {left[it.request] for it in self._queued(requests, deadline_s)}
+            for index in left:
+                done[index] = index not in lost
+        return done
+
+    def _queued(self, requests: Sequence[Request], deadline_s: float) -> list[Lost]:
+        """Like submit and wait, but this thread does one lane's share."""
         batch, tasks = self._start(requests, deadline_s)
         try:
             self._drive(tasks, batch)
-            lost = batch.wait()
+            return batch.wait()
         except BaseException:
             self._stop(batch)
             batch.wait()
             raise
-        done = [True] * len(slices)
-        for it in lost:
-            done[it.request] = False
-        return done
 
     def submit(self, requests: Sequence[Request], deadline_s: float) -> Batch:
         """Start a batch; it ends by `deadline_s` (time.monotonic), whole or with what was lost.
@@ -168,7 +173,7 @@ class TransferEngine:
             if peer is not None:
                 peer.open(self._transports, self.settings)
         with self._lock:
-            if not self._admit(batch):
+            if not self._room.take(batch.size, deadline_s):
                 batch.lose(requests, "late")
                 batch.end()
                 return batch, []
@@ -201,26 +206,6 @@ class TransferEngine:
             group.peer.lanes.submit(group.id, sizes, deadline_us)
             tasks += self._turn(group.peer)
         return tasks
-
-    def _admit(self, batch: Batch) -> bool:
-        """Wait for room, in turn and until the deadline."""
-
-        def fits() -> bool:
-            first = not self._queue or self._queue[0] is batch
-            most = max(self.settings.in_flight_bytes - batch.size, 0)
-            return self._closed or (first and self._in_flight <= most)
-
-        if not fits():
-            self._queue.append(batch)
-            came = self._room.wait_for(fits, batch.deadline_s - time.monotonic())
-            self._queue.remove(batch)
-            self._room.notify_all()  # whoever is first now
-            if not came:
-                return False
-        if self._closed:
-            return False
-        self._in_flight += batch.size
-        return True
 
     def _turn(self, peer: Peer) -> list[Task]:
         """Let the lanes say what starts now, and tell batches what ended."""
@@ -263,9 +248,7 @@ class TransferEngine:
                 self._finish(batch)
 
     def _finish(self, batch: Batch) -> None:
-        self._in_flight -= batch.size
-        if self._queue:
-            self._room.notify_all()
+        self._room.free(batch.size)
         batch.end()
 
     def _stop(self, batch: Batch) -> None:
@@ -279,6 +262,47 @@ class TransferEngine:
         self._spawn(tasks)
 
     # Carrying
+
+    def _express(
+        self,
+        peer: Peer,
+        op: Op,
+        slices: Sequence[Slice],
+        deadline_s: float,
+        done: list[bool],
+    ) -> None:
+        """What fits one run goes at once where a lane is idle; it saves the queue's bookkeeping.
+
+        What is not done then is the queue's.
+        """
+        size = sum([len(it.memory) for it in slices])
+        with self._lock:
+            if peer.gone or peer.lanes is None or not self._room.take_at_once(size):
+                return
+            lane = peer.lanes.lend(size, len(slices))
+            if lane is None:
+                self._room.free(size)
+                return
+            link = peer.lent[lane] = peer.links[lane]
+            link.arm()
+            self._idle.pop(link, None)
+        fault: Fault | None = "lane"
+        try:
+            link.run(op, slices, deadline_s, done)
+            fault = None
+        except DeadlineExceeded:
+            fault = "late"
+        except (MoonserveError, OSError) as error:
+            log.debug("a lane to %s failed: %s", peer.ways[lane], error)
+        finally:
+            here = [len(it.memory) for it, came in zip(slices, done, strict=True) if came]
+            with self._lock:
+                del peer.lent[lane]
+                self._room.free(size)
+                peer.lanes.give_back(lane, _now_us(), len(here), sum(here), fault)
+                self._rest(peer, link)
+                follow = self._turn(peer)
+            self._spawn(follow)
 
     def _spawn(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
@@ -330,15 +354,19 @@ class TransferEngine:
         assert peer.lanes is not None
         del peer.tasks[task.run.lane]
         peer.lanes.ended(task.run.lane, _now_us(), done, fault)
-        if peer.gone:
-            task.link.close()
-        else:
-            self._idle[task.link] = None
-            if len(self._idle) > self.settings.max_idle:
-                longest = next(iter(self._idle))
-                del self._idle[longest]
-                longest.close()
+        self._rest(peer, task.link)
         return self._turn(peer)
+
+    def _rest(self, peer: Peer, link: Link) -> None:
+        """A link carries nothing any more: it stays connected while few do."""
+        if peer.gone:
+            link.close()
+            return
+        self._idle[link] = None
+        if len(self._idle) > self.settings.max_idle:
+            longest = next(iter(self._idle))
+            del self._idle[longest]
+            longest.close()
 
 
 def _now_us() -> Micros:

@@ -7,8 +7,9 @@
     client -> server   op, count, then count x (offset, length); for WRITE the bytes follow
     server -> client   status; for READ the bytes follow
 
-A status other than OK is the last thing a server sends. Integers are little-endian; under TLS the
-same goes through the encrypted stream. Used by the server and the client of this room only.
+What goes before bytes is padded to a multiple of 64, so that the kernel copies them from line to
+line. A status other than OK is the last thing a server sends. Integers are little-endian; under
+TLS the same goes through the encrypted stream. Used by this room's server and client only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from moonserve.core.errors import DeadlineExceeded, TransferFailed
+from moonserve.core.units import Bytes
 
 MAGIC: Final = b"MSKVTCP2"
 NONCE_BYTES: Final = 32
@@ -36,14 +38,22 @@ REFUSED: Final = 1
 """Wrong token, or another region listens here now."""
 OUT_OF_BOUNDS: Final = 2
 WELCOME: Final = struct.Struct("<BQ")
-HEADER: Final = struct.Struct("<BH")
+STATUS: Final = struct.Struct("<B63x")
+HEADER: Final = struct.Struct("<BH13x")
 SLICE: Final = struct.Struct("<QQ")
+LEAST: Final = 64
+"""Bytes of a request for up to three slices."""
 _TIMEVAL: Final = struct.Struct("@ll")
 _SAME_HOST_BUFFER: Final = 256 << 10
 
 
 class Stalled(TransferFailed):
     """The peer neither sent nor took a byte for too long."""
+
+
+def request_bytes(count: int) -> Bytes:
+    """How long a request for `count` slices is, its padding included."""
+    return -(-(HEADER.size + count * SLICE.size) // LEAST) * LEAST
 
 
 def proof(token: bytes, nonce: bytes, identity: bytes) -> bytes:
@@ -75,7 +85,8 @@ class Channel:
             raise _overdue("sent", deadline_s) from None
         if count == 0:
             raise TransferFailed("peer closed the connection")
-        while at < len(into) and count >= len(into[at]):
+        end = len(into)
+        while at < end and count >= len(into[at]):
             count -= len(into[at])
             at += 1
         if count:
@@ -99,7 +110,7 @@ class Channel:
         self, parts: Sequence[bytes | memoryview], deadline_s: float, stall_s: float
     ) -> None:
         """Send all parts, gathered."""
-        rest = [memoryview(part) for part in parts if len(part)]
+        rest: list[bytes | memoryview] = list(parts)
         while rest:
             self._limit(socket.SO_SNDTIMEO, deadline_s, stall_s)
             try:
@@ -109,12 +120,12 @@ class Channel:
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if sent:
-                rest[0] = rest[0][sent:]
+                rest[0] = memoryview(rest[0])[sent:]
 
     def _recv(self, into: list[memoryview], at: int) -> int:
         return self.sock.recvmsg_into(into[at:] if at else into, 0, socket.MSG_WAITALL)[0]
 
-    def _send(self, rest: list[memoryview]) -> int:
+    def _send(self, rest: list[bytes | memoryview]) -> int:
         return self.sock.sendmsg(rest)
 
     def _limit(self, option: int, deadline_s: float, stall_s: float) -> None:
@@ -133,7 +144,7 @@ class TlsChannel(Channel):
     def _recv(self, into: list[memoryview], at: int) -> int:
         return self.sock.recv_into(into[at])
 
-    def _send(self, rest: list[memoryview]) -> int:
+    def _send(self, rest: list[bytes | memoryview]) -> int:
         return self.sock.send(rest[0])
 
     def _limit(self, option: int, deadline_s: float, stall_s: float) -> None:

@@ -59,6 +59,10 @@ class LocalTransport:
         region = self._regions.get(path.address.identity)
         return None if region is None else MemoryLink(region.view, region)
 
+    def most_lanes(self, path: Path) -> int:
+        """See Transport.most_lanes."""
+        return 1
+
 
 class ShmTransport:
     """Segments of other processes on this host."""
@@ -67,3 +71,7 @@ class ShmTransport:
         """See Transport.open."""
         region = Region.attach(path.address.region, path.address.identity)
         return None if region is None else MemoryLink(region.view, region)
+
+    def most_lanes(self, path: Path) -> int:
+        """See Transport.most_lanes."""
+        return 1

@@ -19,7 +19,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one engine."""
 
     lanes: int = 2
-    """Lanes per path of a segment."""
+    """The most lanes per path of a segment."""
     slice_bytes: Bytes = 1 << 20
     """What is retried, and spread over lanes, as one."""
     in_flight_bytes: Bytes = 1 << 30
@@ -55,6 +55,8 @@ class Peer:
         """The path of each link."""
         self.tasks: dict[int, Task] = {}
         """What is on each busy lane."""
+        self.lent: dict[int, Link] = {}
+        """Busy lanes that carry what was never queued."""
         self._opening = threading.Lock()
 
     def open(self, transports: Mapping[str, Transport], settings: EngineSettings) -> None:
@@ -64,11 +66,12 @@ class Peer:
                 return
             found = self._first_links(transports)
             # All paths have one lane before any has its second: idle cards are used first.
-            for _ in range(0 if self.near is not None else settings.lanes - 1):
+            for turn in range(1, 1 if self.near is not None else settings.lanes):
                 for path in dict.fromkeys(path for path, _ in found):
-                    link = transports[path.transport].open(path)
-                    assert link is not None
-                    found.append((path, link))
+                    transport = transports[path.transport]
+                    link = transport.open(path) if turn < transport.most_lanes(path) else None
+                    if link is not None:
+                        found.append((path, link))
             self.ways = [path for path, _ in found]
             self.links = [link for _, link in found]
             if found:  # last: others look at this one without a lock

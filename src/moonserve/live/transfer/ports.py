@@ -64,6 +64,9 @@ class Transport(Protocol):
     def open(self, path: Path) -> Link | None:
         """A link along `path`, not connected yet; None: it does not lead there from this host."""
 
+    def most_lanes(self, path: Path) -> int:
+        """How many links along `path` can be of use at once."""
+
 
 def parse_location(location: str) -> tuple[str, str]:
     """Split `node:segment`; the node's name has no colon. Raises ConfigError."""

@@ -147,26 +147,26 @@ class TransferServer:
 
     def _answer(self, channel: frames.Channel) -> bool:
         """Serve one frame; False ends the connection in good order."""
-        least = frames.HEADER.size + frames.SLICE.size
         try:
-            head = channel.recv_bytes(least, math.inf, self._idle_s)
+            head = channel.recv_bytes(frames.LEAST, math.inf, self._idle_s)
         except TransferFailed:
             return False
         op, count = frames.HEADER.unpack_from(head)
         if op not in (frames.READ, frames.WRITE) or not 0 < count <= frames.MAX_SLICES:
             raise TransferFailed(f"malformed frame: op {op}, {count} slices")
         deadline_s = time.monotonic() + self._frame_s
-        table = head[frames.HEADER.size :]
-        if count > 1:
-            table += channel.recv_bytes((count - 1) * frames.SLICE.size, deadline_s, _STALL_S)
+        more = frames.request_bytes(count) - len(head)
+        if more:
+            head += channel.recv_bytes(more, deadline_s, _STALL_S)
+        table = memoryview(head)[frames.HEADER.size :][: count * frames.SLICE.size]
         slices = list(frames.SLICE.iter_unpack(table))
         capacity = len(self._region.view)
         bounded = all(offset + length <= capacity for offset, length in slices)
         if not bounded or sum(length for _, length in slices) > frames.MAX_FRAME_BYTES:
-            channel.send_all([bytes([frames.OUT_OF_BOUNDS])], deadline_s, _STALL_S)
+            channel.send_all([frames.STATUS.pack(frames.OUT_OF_BOUNDS)], deadline_s, _STALL_S)
             return False  # after a refused WRITE its bytes would read as frames
         memory = [self._region.view[offset : offset + length] for offset, length in slices]
-        parts: list[bytes | memoryview] = [bytes([frames.OK])]
+        parts: list[bytes | memoryview] = [frames.STATUS.pack(frames.OK)]
         if op == frames.READ:
             parts += memory
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import ssl
 import struct
@@ -38,6 +39,16 @@ class TcpTransport:
     def open(self, path: Path) -> TcpLink:
         """See Transport.open."""
         return TcpLink(self, path)
+
+    def most_lanes(self, path: Path) -> int:
+        """See Transport.most_lanes.
+
+        Over loopback each keeps two threads of one host's cores copying (measured on two cores:
+        the second lane takes two thirds of the speed away).
+        """
+        if path.address.host in ("localhost", "::1") or path.address.host.startswith("127."):
+            return max(1, (os.cpu_count() or 1) // 4)
+        return 8
 
 
 class TcpLink:
@@ -106,7 +117,7 @@ class TcpLink:
         """One frame there and back; marks what arrived."""
         capacity, stall_s = self._capacity, self._transport.stall_s
         head = [b""]
-        into = [memoryview(bytearray(1))]
+        into = [memoryview(bytearray(frames.STATUS.size))]
         asked: list[int] = []
         for index, (offset, memory) in enumerate(slices):
             size = len(memory)
@@ -117,12 +128,13 @@ class TcpLink:
         if not asked:
             return
         head[0] = frames.HEADER.pack(frames.READ if op == "read" else frames.WRITE, len(asked))
+        request = b"".join(head).ljust(frames.request_bytes(len(asked)), b"\0")
         status, *memories = into
         if op == "write":
-            channel.send_all([b"".join(head), *memories], deadline_s, stall_s)
+            channel.send_all([request, *memories], deadline_s, stall_s)
             into = [status]
         else:
-            channel.send_all([b"".join(head)], deadline_s, stall_s)
+            channel.send_all([request], deadline_s, stall_s)
         at = marked = 0
         while at < len(into):
             at = channel.recv_some(into, at, deadline_s, stall_s)
