@@ -6,6 +6,7 @@ its target. Both end with it: by its owner's answer, by its deadline, or with th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -19,6 +20,8 @@ from moonserve.core.units import Bytes, Micros, SegmentId
 _AT_ONCE = 64
 _AT_ONCE_BYTES: Bytes = 256 << 20
 """Bounds of what is being copied to one segment: it must be done within a put's time to live."""
+
+_MAX_BECAME = 4_096
 
 Why: TypeAlias = Literal["repair", "demote", "promote"]
 
@@ -51,6 +54,7 @@ class Copies:
         self._tasks: dict[int, Task] = {}
         self._by_target: dict[SegmentId, dict[int, Task]] = {}
         self._by_key: dict[Key, dict[int, Task]] = {}
+        self._became: OrderedDict[int, Key] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -131,7 +135,15 @@ class Copies:
             stock.give(shelf, offset, task.size, of.options.tenant)
             return task, False
         stock.add_replica(of, shelf, offset, id)
+        self._became[id] = key
+        if len(self._became) > _MAX_BECAME:
+            self._became.popitem(last=False)
         return task, True
+
+    def became(self, segment: SegmentId, id: int) -> bool:
+        """Whether a copy that ended lately is a replica still: the owner did not get the answer."""
+        key = self._became.get(id)
+        return key is not None and self._stock.shelves[segment].objects.get(key) == id
 
     def overdue(self, now_us: Micros) -> list[Task]:
         """The tasks whose time is up."""

@@ -151,9 +151,8 @@ class Master:
         ended = [self._puts.end(ticket, checksum) for ticket, checksum in ends]
         exist = [of for of in ended if of is not None]
         self._use(now_us, exist, lease)
-        drains = any(shelf.draining for shelf in self._stock.shelves.values())
         self._repair.look_at(
-            of.found.key for of in exist if drains or of.options.replicas > len(of.found.replicas)
+            of.found.key for of in exist if of.options.replicas > len(of.found.replicas)
         )
         self._repair.plan(now_us)
         return [None if of is None else of.found.version for of in ended]

@@ -185,6 +185,16 @@ class Stock:
     def _offset(self, of: Object, shelf: Shelf) -> Bytes:
         return next(it.offset for it in of.found.replicas if it.segment == shelf.name)
 
+    def short(self) -> list[Key]:
+        """The objects with fewer replicas than they want, or some that may share a node."""
+        found = []
+        for key, of in self.objects.items():
+            if of.options.replicas > 1:
+                nodes = {self.shelves[it.segment].node for it in of.found.replicas}
+                if len(nodes) < of.options.replicas:
+                    found.append(key)
+        return found
+
     # What may be evicted, and in which order
 
     def hold(self, of: Object) -> None:
