@@ -26,6 +26,8 @@ _COMMANDS = {
     "replay": "moonserve.cli.replay:replay",
     "gateway": "moonserve.cli.roles:gateway",
     "worker": "moonserve.cli.roles:worker",
+    "store": "moonserve.cli.store:store",
+    "segment": "moonserve.cli.store:segment",
 }
 
 

@@ -28,6 +28,12 @@ _HELP: dict[str, tuple[str, str]] = {
     "dtype": ("TYPE", "float32, bfloat16, or auto: bfloat16 where the CPU multiplies it"),
     "block_size": ("TOKENS", "tokens in one KV block"),
     "segment_bytes": ("SIZE", "each worker's share of the KV store"),
+    "disk_bytes": ("SIZE", "each one's share of the KV store on disk; none: no disk"),
+    "disk_dir": ("FOLDER", "where the share on disk lies"),
+    "replicas": ("N", "copies of each block in the KV store, on different nodes"),
+    "node": ("NAME", "what fails together with it, such as a host; none: it alone"),
+    "store_url": ("URL", "where the KV store's master is; none: in the gateway"),
+    "eviction": ("NAME", "what the KV store evicts first; a wrong name is answered with all"),
     "store": ("NAME", "whose KV store: embedded, or mooncake (needs its wheel)"),
     "mooncake_master": ("ADDRESS", "host:port of Mooncake's master; none: up starts one"),
     "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
@@ -93,7 +99,7 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
 
 def _shown(value: object, name: str) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value >> 20}MiB"
+        return f"{value >> 20}MiB" if value else "none"
     if value is None or value == "":
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

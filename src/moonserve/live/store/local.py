@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,7 +48,7 @@ class LocalPool:
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """Path prefixes."""
-        return {("POST", STORE_PREFIX): self._operation}
+        return {("POST", STORE_PREFIX): self.guarded(self._operation)}
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """See admin.lookup."""
@@ -69,8 +69,16 @@ class LocalPool:
     async def _segments(self, request: HttpRequest) -> Response:
         return json_response(await self.lookup(request.query))
 
+    def guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
+        """The handler, for who has the token."""
+
+        async def checked(request: HttpRequest) -> Response:
+            check_token(request, self._token)
+            return await handler(request)
+
+        return checked
+
     async def _operation(self, request: HttpRequest) -> Response:
-        check_token(request, self._token)
         op = request.path.removeprefix(STORE_PREFIX)
         try:
             reply = self.service.handle(op, await request.body())
@@ -85,7 +93,7 @@ class LocalPool:
 
 
 class EventLog:
-    """The latest events of a master, for listeners elsewhere; `wait` is POST EVENTS_PATH.
+    """The latest events of a master, for listeners elsewhere; `handle` is POST EVENTS_PATH.
 
     Whoever is further behind than it reaches is told all that there is.
     """

@@ -10,10 +10,9 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from moonserve.core.errors import StoreError
+from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.pool import Found, Full, Key, OverQuota, PutOptions
 from moonserve.core.units import LeaseId
-from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient
 from moonserve.live.store.link import FAILURES, text
 
@@ -44,6 +43,8 @@ class Objects:
         while left:
             try:
                 outcomes = await self._client.write(left, None, None, options)
+            except ConfigError:
+                raise
             except FAILURES as error:
                 why = text(error)
             else:
@@ -66,23 +67,27 @@ class Objects:
 
         Raises StoreError where there is one, and no replica of it can be read in time.
         """
-        client = self._client
-        mine = client.settings
+        mine = self._client.settings
         lease = LeaseId(f"{mine.segment}-{mine.epoch}-{next(self._numbers)}")
+        seen: dict[Key, Found] = {}
         try:
-            return await self._get(keys, lease)
+            return await self._get(keys, lease, seen)
         finally:
-            await client.link.tell("release", wire.ReleaseCall(lease))
+            if seen:
+                await self._client.release(lease)
 
-    async def _get(self, keys: Sequence[Key], lease: LeaseId) -> list[bytearray | None]:
+    async def _get(
+        self, keys: Sequence[Key], lease: LeaseId, seen: dict[Key, Found]
+    ) -> list[bytearray | None]:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._most_s
         got: dict[Key, bytearray] = {}
         left, why = list(dict.fromkeys(keys)), ""
-        seen: dict[Key, Found] = {}
         while left:
             try:
                 told = await self._client.get(left, lease)
+            except ConfigError:
+                raise
             except FAILURES as error:
                 why = text(error)
             else:

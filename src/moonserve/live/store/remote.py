@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, MoonserveError, StoreError
+from moonserve.core.errors import BadRequest, ConfigError, MoonserveError, StoreError
 from moonserve.core.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
@@ -43,8 +43,12 @@ class HttpRpc:
         if token:
             self._headers["authorization"] = f"Bearer {token}"
 
+    async def ping(self) -> None:
+        """Return if the master answers at all. Raises MoonserveError."""
+        await self._http.request("GET", self.url + "/health", timeout_s=_CALL_S)
+
     async def __call__(self, op: str, body: bytes, timeout_s: float = _CALL_S) -> bytes:
-        """POST one operation. Raises MoonserveError."""
+        """POST one operation. Raises MoonserveError; ConfigError where the token is wrong."""
         reply = await self._http.request(
             "POST",
             self.url + STORE_PREFIX + op,
@@ -52,6 +56,8 @@ class HttpRpc:
             body=body,
             timeout_s=timeout_s,
         )
+        if reply.status == 401:
+            raise ConfigError(f"{self.url} does not accept it; set MOONSERVE_TOKEN", "token")
         if reply.status != 200:
             text = reply.body[:300].decode("utf-8", "replace")
             raise StoreError(f"{op}: {self.url} answers {reply.status} {text}")
