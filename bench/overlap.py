@@ -4,7 +4,7 @@
 
 One prefill and one decode worker of `moonserve up`. Two arms in turns, each with fresh prompts:
 through the gateway, which tells decode at assignment, and as a router that does not (prefill call,
-then decode call). Timestamps are the workers' own (/debug/stages), on one machine's monotonic clock.
+then decode call). Timestamps are the workers' own (/debug/stages), by one machine's clock.
 transfer = puts by prefill and reads by decode, summed; left = from the end of prefill's last pass
 until decode has all KV.
 """
@@ -125,17 +125,17 @@ def main() -> None:
     draw = random.Random(1)
     cluster = Cluster(args)
     try:
-        for name, arm in (("told at assignment", told), ("told at the end", untold)):
-            shares = []
-            for turn in range(args.rounds):
+        shares: dict[str, list[float]] = {"told at assignment": [], "told at the end": []}
+        for turn in range(args.rounds):
+            for name, arm in zip(shares, (told, untold), strict=True):
                 prompt = draw.choices(WORDS, k=args.tokens)
                 lease = arm(cluster, f"{arm.__name__}{turn}", prompt)
                 moved_ms, left_ms = figures(cluster.stages(lease), turn == 0)
-                shares.append(left_ms / moved_ms)
-                print(
-                    f"{name}: transfer {moved_ms:.0f} ms, left {left_ms:.0f} ms, {shares[-1]:.1%}"
-                )
-            print(f"{name}: {statistics.median(shares):.1%} left, median of {args.rounds}\n")
+                share = left_ms / moved_ms
+                shares[name].append(share)
+                print(f"{name}: transfer {moved_ms:.0f} ms, left {left_ms:.0f} ms, {share:.1%}")
+        for name, turns in shares.items():
+            print(f"{name}: {statistics.median(turns):.1%} left, median of {args.rounds}")
     finally:
         cluster.end()
 
