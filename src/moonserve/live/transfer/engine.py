@@ -64,7 +64,9 @@ class TransferEngine:
             if peer is None:
                 return
             peer.gone = True
-            for group in peer.lanes.groups if peer.lanes is not None else ():
+            if peer.lanes is None:
+                return
+            for group in peer.lanes.groups:
                 self._drop(self._groups[group])
             self._take_ends(peer)
             for lane, link in enumerate(peer.links):
