@@ -130,7 +130,8 @@ def engine_arm(transfer: Transfer, address: Address, mine: memoryview) -> Arm:
 
 def memcpy_arm(mine: memoryview) -> Arm:
     here = np.frombuffer(mine, np.uint8)
-    there = np.random.default_rng(1).integers(0, 255, ROOM, dtype=np.uint8)
+    there = np.frombuffer(bytearray(ROOM), np.uint8)  # not numpy's own: that asks for huge pages
+    there[:] = np.random.default_rng(1).integers(0, 255, ROOM, dtype=np.uint8)
 
     def move(read: bool, size: int, count: int) -> None:
         for offset in range(0, size * count, size):
