@@ -285,6 +285,41 @@ def test_a_killed_master_forgets_nothing_readable() -> None:
     run(test)
 
 
+def test_a_killed_owner_finds_on_disk_what_lay_there(tmp_path: Path) -> None:
+    """What memory had no room for lies on disk; kill -9 of the owner, and its restart, keep it."""
+
+    async def test(it: Pool) -> None:
+        client = await it.client("reader")
+        it.segments["b"].kill()
+        it.segments["c"].kill()
+        await it.start_segment("small", memory="1MiB")
+        names = [f"on-{n}" for n in range(60)]
+        on = PutOptions(preferred=SegmentId("small"), blocks=False)
+        it.segments["a"].process.send_signal(signal.SIGTERM)
+        await it.segments["a"].says("stopped")
+
+        for name in names:
+            await put(client, name, on)
+
+        async def on_disk() -> list[str]:
+            lie = await replicas(client)
+            return [name for name, places in lie.items() if "small-disk" in places]
+
+        async def many() -> bool:
+            return len(await on_disk()) > 30
+
+        await until(many)
+        lay = await on_disk()
+        it.segments["small"].kill()
+        await it.start_segment("small", memory="1MiB")
+        await until(many)
+        for name in lay:
+            (got,) = await Objects(client).get([name.encode()])
+            assert got == content(name), name
+
+    run(test, tmp_path)
+
+
 async def _answers(client: StoreClient) -> bool:
     try:
         await client.exists([b"x"])

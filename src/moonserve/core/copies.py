@@ -56,8 +56,16 @@ class Copies:
         self._by_key: dict[Key, dict[int, Task]] = {}
         self._became: OrderedDict[int, Key] = OrderedDict()
 
+        self._called: dict[SegmentId, None] = {}
+        """Segments with new tasks since the driver last asked."""
+
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def drain_called(self) -> list[SegmentId]:
+        """The segments that tasks were begun for since the last call."""
+        called, self._called = self._called, {}
+        return list(called)
 
     def coming(self, key: Key) -> list[SegmentId]:
         """The segments that copies of an object are being made to."""
@@ -90,6 +98,7 @@ class Copies:
         from_shelf = stock.shelves[at.segment]
         task = Task(of, why, id, at, from_shelf, Replica(to.name, offset), deadline_us)
         self._tasks[id] = task
+        self._called[to.name] = None
         self._by_target.setdefault(to.name, {})[id] = task
         self._by_key.setdefault(found.key, {})[id] = task
         if why == "demote":

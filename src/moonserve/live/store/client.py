@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from moonserve.core.errors import StoreError
+from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.pool import (
     Exists,
     Found,
@@ -27,6 +28,7 @@ from moonserve.core.pool import (
 from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.copying import Copier, Write
+from moonserve.live.store.disk import open_disk
 from moonserve.live.store.link import FAILURES, Link, now_us, text
 from moonserve.live.store.link import Rpc as Rpc
 from moonserve.live.store.owner import Owner
@@ -61,7 +63,28 @@ class StoreClient:
         if settings.capacity_bytes:
             region = Region.create(settings.capacity_bytes)
             self.owners.append(Owner(self.link, self.transfer, self._threads, region, settings))
+        if settings.disk_dir is not None:
+            self.owners.append(self._own_disk(settings.disk_dir))
         self._mine = {owner.mounting.id: owner for owner in self.owners}
+
+    def _own_disk(self, folder: Path) -> Owner:
+        """The segment on disk: of the same node, its bytes verified. Raises ConfigError."""
+        mine = self.settings
+        try:
+            region, journal = open_disk(folder, mine.disk_bytes)
+        except ConfigError:
+            self._close_blocking()
+            raise
+        settings = msgspec.structs.replace(
+            mine,
+            segment=SegmentId(f"{mine.segment}-disk"),
+            node=mine.node or mine.segment,
+            port=0,
+        )
+        held = list(journal.held.values())
+        return Owner(
+            self.link, self.transfer, self._threads, region, settings, "disk", held, journal
+        )
 
     @classmethod
     async def open(cls, rpc: Rpc, settings: StoreSettings) -> StoreClient:

@@ -112,7 +112,8 @@ class Copier:
         """Run a copying function in a thread, or here if that is sooner over."""
         address = self._link.addresses[segment]
         size = sum(len(piece.memory) for piece in slices)
-        if size <= _INLINE_BYTES and self._transfer.is_near(address):
+        in_memory = bool(address.region)  # what lies on disk may have to be waited for
+        if size <= _INLINE_BYTES and in_memory and self._transfer.is_near(address):
             return copy(address, slices, *args)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, copy, address, slices, *args)

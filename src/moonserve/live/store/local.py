@@ -15,7 +15,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, Recovering
 from moonserve.core.facts import BlockEvent
-from moonserve.core.units import LeaseId
+from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
@@ -26,6 +26,7 @@ STORE_PREFIX = "/internal/store/"
 EVENTS_PATH = STORE_PREFIX + "events"
 _MSGPACK = "application/msgpack"
 _encode = msgspec.msgpack.Encoder().encode
+_decode_beat = msgspec.msgpack.Decoder(wire.BeatCall).decode
 
 
 class LocalPool:
@@ -41,6 +42,8 @@ class LocalPool:
         self.service = service
         self._token = token
         self._tell = tell
+        self._called: dict[SegmentId, asyncio.Event] = {}
+        """By segment that ever beat: there are new copies to be made to it."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -80,13 +83,33 @@ class LocalPool:
 
     async def _operation(self, request: HttpRequest) -> Response:
         op = request.path.removeprefix(STORE_PREFIX)
+        body = await request.body()
+        if op == "beat":
+            await self._wait_for_copies(body)
         try:
-            reply = self.service.handle(op, await request.body())
+            reply = self.service.handle(op, body)
         finally:
             self._pass_events()
         return Response(200, reply, content_type=_MSGPACK)
 
+    async def _wait_for_copies(self, body: bytes) -> None:
+        """Hold a beat back while there is nothing to copy, as long as it says."""
+        try:
+            call = _decode_beat(body)
+        except msgspec.DecodeError:
+            return  # which the service says better
+        called = self._called.setdefault(call.segment, asyncio.Event())
+        try:
+            async with asyncio.timeout(call.wait_s):
+                await called.wait()
+        except TimeoutError:
+            pass
+        called.clear()
+
     def _pass_events(self) -> None:
+        for segment in self.service.master.drain_called():
+            if segment in self._called:
+                self._called[segment].set()
         events = self.service.master.drain_events()
         if events:
             self._tell(events)

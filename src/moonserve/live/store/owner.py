@@ -102,7 +102,7 @@ class Owner:
         self._one_mount = asyncio.Lock()
         self._mounts = 0
         self._beat_s = _BEAT_S
-        self._wake = asyncio.Event()
+        self._telling = asyncio.Lock()
         self._copying: set[asyncio.Task[None]] = set()
         self._beats: asyncio.Task[None] | None = None
 
@@ -176,26 +176,25 @@ class Owner:
     async def _beat_forever(self, heard: Callable[[], None]) -> None:
         reached = True
         while True:
-            try:
-                async with asyncio.timeout(self._beat_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
+            begun_s = asyncio.get_running_loop().time()
+            again = False
             try:
                 await self._tell_results()
-                while await self._beat(heard):
-                    pass
+                again = await self._beat(heard)
                 reached = True
             except FAILURES as error:
                 level = logging.WARNING if reached else logging.DEBUG
                 log.log(level, "store master: beat failed: %s; still trying", text(error))
                 reached = False
+            if not again:  # a master behind HTTP has waited already
+                begun_s += self._beat_s - asyncio.get_running_loop().time()
+                await asyncio.sleep(max(0.0, begun_s))
 
     async def _beat(self, heard: Callable[[], None]) -> bool:
         """One beat; whether another should follow at once."""
-        me, asked_us = self.mounting, now_us()
-        call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen)
+        me = self.mounting
+        asked_us = now_us()
+        call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, self._beat_s)
         reply = await self._link.call("beat", call, wire.Beaten, _BEAT_CALL_S)
         orders = reply.orders
         if orders is None:
@@ -205,11 +204,10 @@ class Owner:
         if orders.after == self.catalogue.seen:
             self.catalogue.apply(orders)
             self._note(orders.changes)
-        self.tasks.take(asked_us, orders.copies)
         self._link.addresses = reply.addresses
         heard()
-        self._start_copies()
-        return orders.more
+        self.tasks.take(asked_us, orders.copies)
+        return self._start_copies() or orders.more
 
     def _beats_ended(self, task: asyncio.Task[None], heard: Callable[[], None]) -> None:
         """A bug must not cost the segment in silence: say it, and beat on."""
@@ -224,7 +222,8 @@ class Owner:
 
     # Copies
 
-    def _start_copies(self) -> None:
+    def _start_copies(self) -> bool:
+        """Start what may run; whether that is anything."""
         jobs: dict[SegmentId, list[Copy]] = {}
         at_us = now_us()
         while (copy := self.tasks.next(at_us)) is not None:
@@ -236,6 +235,7 @@ class Owner:
                 task = asyncio.create_task(self._copy(_Job(batch, until_us, self._mounts)))
                 self._copying.add(task)
                 task.add_done_callback(self._copying.discard)
+        return bool(jobs)
 
     async def _copy(self, job: _Job) -> None:
         """Make some copies and note them, to be told with the next beat."""
@@ -253,7 +253,11 @@ class Owner:
             self.tasks.end(held.id, outcome == "here")
         if corrupt:
             await self._link.tell("discard", wire.DiscardCall(corrupt))
-        self._wake.set()
+        try:
+            await self._tell_results()
+        except FAILURES as error:
+            log.debug("store master: copied failed: %s", text(error))  # told with the next beat
+        self._start_copies()
 
     def _pull(self, copies: Sequence[Copy], left_s: float) -> list[_Pulled]:
         """Bring the bytes of copies from one segment here and verify them; in a thread."""
@@ -277,6 +281,11 @@ class Owner:
         return pulled
 
     async def _tell_results(self) -> None:
+        """Tell which copies ended, one call at a time."""
+        async with self._telling:
+            await self._tell_some()
+
+    async def _tell_some(self) -> None:
         results = self.tasks.results()[: wire.MAX_BATCH]
         if not results:
             return

@@ -57,11 +57,15 @@ class SegmentCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BeatCall(msgspec.Struct, frozen=True, array_like=True):
-    """The owner lives, and knows all changes of its segment up to `seen`."""
+    """The owner lives, and knows all changes of its segment up to `seen`.
+
+    Over HTTP the answer may wait for copies to be made, up to `wait_s`.
+    """
 
     segment: Segment
     epoch: int
     seen: pool.Seen = pool.UNSEEN
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
 
 
 class Beaten(msgspec.Struct, frozen=True, array_like=True):
