@@ -219,14 +219,14 @@ class Owner:
         """Start what may be started."""
         while (copy := segment.tasks.next(self.world.now)) is not None:
             segment.begin(copy.held)
-            self.piece(segment, copy, 0)
+            self.piece(segment, copy, 0, self.world.now + copy.left_us)
 
-    def piece(self, segment: Segment, copy: Copy, start: int) -> None:
+    def piece(self, segment: Segment, copy: Copy, start: int, until_us: int) -> None:
         """Copy the next piece of an object, until it is whole or time is up."""
         held, world = copy.held, self.world
         if held.id in segment.stopped:
             return
-        if copy in segment.tasks.overdue(world.now):
+        if world.now >= until_us:
             self.end(segment, copy, False)
             return
         source = world.segment(copy.source.segment)
@@ -236,7 +236,7 @@ class Owner:
         end = min(lines(held.size), start + world.rng.randint(1, 3))
         segment.write(held.offset, start, source.read(copy.source.offset, start, end))
         if end < lines(held.size):
-            segment.node.at(world.piece_us(), lambda: self.piece(segment, copy, end))
+            segment.node.at(world.piece_us(), lambda: self.piece(segment, copy, end, until_us))
             return
         whole = segment.is_whole(held)
         if not whole:

@@ -110,9 +110,10 @@ class Tasks:
                 self._queue.setdefault(id, _Running(copy, asked_us + copy.left_us))
 
     def next(self, now_us: Micros) -> Copy | None:
-        """The copy to start now, and the time left for it; None: none, or enough run.
+        """The copy to start now, with the time left for it; None: none, or enough run.
 
-        Overdue ones are passed over.
+        When that has gone, its extent may be another's: no byte more is to be written. Those whose
+        time went before they could start are passed over.
         """
         while self._queue and len(self._running) < self._at_once:
             id = next(iter(self._queue))
@@ -121,10 +122,6 @@ class Tasks:
                 self._running[id] = running
                 return msgspec.structs.replace(running.copy, left_us=running.until_us - now_us)
         return None
-
-    def overdue(self, now_us: Micros) -> list[Copy]:
-        """Running copies whose extent may be another's from now on: no byte more is written."""
-        return [it.copy for it in self._running.values() if it.until_us <= now_us]
 
     def end(self, id: int, done: bool) -> None:
         """A running copy ended: its bytes are there and verified, or not."""
