@@ -11,7 +11,7 @@ from moonserve.core.reported import Reported
 from moonserve.core.units import BlockKey, SegmentId
 
 POOL = SegmentId("pool")
-LATER_US = 1_000_000
+LATER_US = 10_000_000
 CHAIN = [BlockKey(bytes([n])) for n in range(8)]
 
 

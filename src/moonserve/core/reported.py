@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from moonserve.core.facts import BlockEvent, BlocksRemoved, BlocksStored
 from moonserve.core.units import BlockKey, Micros, SegmentId
 
-_CROSSING_US: Micros = 1_000_000
+_CROSSING_US: Micros = 10_000_000
 
 
 class Reported:
