@@ -83,12 +83,15 @@ class Copies:
     def start(
         self, now_us: Micros, id: int, of: Object, to: Shelf, why: Why, source: Shelf | None = None
     ) -> bool:
-        """Begin a copy, evicting for it if need be, unless it is a promotion. False: no room."""
+        """Begin a copy, evicting for it if need be, unless it is a promotion. False: no room, or
+        the tenant may have no more (what moves to disk is its already)."""
         found, tenant = of.found, of.options.tenant
-        stock = self._stock
+        stock, room = self._stock, self._room
         stock.hold(of)  # not to be evicted for its own sake
-        take = stock.take if why == "promote" else self._room.take
-        offset = take(to, found.size, tenant)
+        promote = why == "promote"
+        fits = why == "demote" or room.fits_quota(tenant, found.size, evict=not promote)
+        take = stock.take if promote else room.take
+        offset = take(to, found.size, tenant) if fits else None
         if offset is None:
             stock.unhold(of)
             stock.enter(of)

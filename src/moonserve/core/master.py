@@ -123,7 +123,7 @@ class Master:
                 self._use(now_us, (existing,), lease)
                 outcomes.append(Exists())
             elif quota is not None and not self._room.fits_quota(
-                options.tenant, size * options.replicas, quota
+                options.tenant, size * options.replicas
             ):
                 outcomes.append(OverQuota(options.tenant, quota))
             elif (place := self._room.place(first, size, options.tenant)) is None:
