@@ -18,10 +18,12 @@ from moonserve.core.pool import Address, Found, Replica, Ticket
 from moonserve.core.units import Bytes, SegmentId
 from moonserve.live.store.link import Link
 from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.transfer.ports import Op
 
 T = TypeVar("T")
 
-_INLINE_BYTES: Bytes = 256 << 10
+_INLINE_BYTES: Bytes = 1 << 20
+_PIECE_BYTES: Bytes = 512 << 10
 
 
 class Write(NamedTuple):
@@ -129,11 +131,11 @@ class Copier:
     ) -> tuple[list[int], list[tuple[int, SegmentId]]]:
         """Copy and verify: what is good, and what is corrupt."""
         good, corrupt = [], []
-        arrived = self._transfer.read(address, slices, deadline_s)
-        for index, piece, checksum, here in zip(indices, slices, checksums, arrived, strict=True):
-            if here and xxhash.xxh3_64_intdigest(piece.memory) == checksum:
+        sums = self._sums("read", address, slices, deadline_s)
+        for index, checksum, got in zip(indices, checksums, sums, strict=True):
+            if got == checksum:
                 good.append(index)
-            elif here:
+            elif got is not None:
                 corrupt.append((index, segment))
         return good, corrupt
 
@@ -141,11 +143,40 @@ class Copier:
         self, address: Address, slices: Sequence[Slice], indices: Sequence[int], deadline_s: float
     ) -> list[tuple[int, int | None]]:
         """Copy: the checksum of each, None where the bytes did not get there."""
-        there = self._transfer.write(address, slices, deadline_s)
-        return [
-            (index, xxhash.xxh3_64_intdigest(piece.memory) if done else None)
-            for index, piece, done in zip(indices, slices, there, strict=True)
-        ]
+        return list(zip(indices, self._sums("write", address, slices, deadline_s), strict=True))
+
+    def _sums(
+        self, op: Op, address: Address, slices: Sequence[Slice], deadline_s: float
+    ) -> list[int | None]:
+        """Copy the slices; the checksum of each, None where not all bytes arrived.
+
+        Large ones in mapped memory by pieces that a core's cache holds, each summed while there.
+        """
+        run = self._transfer.read if op == "read" else self._transfer.write
+        if len(slices[0].memory) <= _PIECE_BYTES or not self._transfer.is_near(address):
+            arrived = run(address, slices, deadline_s)
+            return [
+                xxhash.xxh3_64_intdigest(it.memory) if here else None
+                for it, here in zip(slices, arrived, strict=True)
+            ]
+        return [_by_pieces(run, address, it, deadline_s) for it in slices]
+
+
+def _by_pieces(
+    run: Callable[[Address, Sequence[Slice], float], list[bool]],
+    address: Address,
+    whole: Slice,
+    deadline_s: float,
+) -> int | None:
+    """Copy one slice piece by piece; its checksum, None where not all bytes arrived."""
+    offset, memory = whole
+    summed = xxhash.xxh3_64()
+    for start in range(0, len(memory), _PIECE_BYTES):
+        piece = memory[start : start + _PIECE_BYTES]
+        if not all(run(address, [Slice(offset + start, piece)], deadline_s)):
+            return None
+        summed.update(piece)
+    return summed.intdigest()
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -34,6 +34,7 @@ _STOP_COPIES_S = 1.0
 _BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew
 _BEAT_S = 0.5  # copies wait for one
 _BEATS_PER_TTL = 4
+_BUSY_S = 0.005  # between beats while there is more to hear of
 
 
 class _Job(NamedTuple):
@@ -175,23 +176,22 @@ class Owner:
 
     async def _beat_forever(self, heard: Callable[[], None]) -> None:
         reached = True
+        loop = asyncio.get_running_loop()
         while True:
-            begun_s = asyncio.get_running_loop().time()
-            again = False
+            next_s = loop.time() + self._beat_s  # a master behind HTTP waits for most of it
             try:
                 await self._tell_results()
-                again = await self._beat(heard)
+                if await self._beat(heard):
+                    next_s = loop.time() + _BUSY_S
                 reached = True
             except FAILURES as error:
                 level = logging.WARNING if reached else logging.DEBUG
                 log.log(level, "store master: beat failed: %s; still trying", text(error))
                 reached = False
-            if not again:  # a master behind HTTP has waited already
-                begun_s += self._beat_s - asyncio.get_running_loop().time()
-                await asyncio.sleep(max(0.0, begun_s))
+            await asyncio.sleep(max(0.0, next_s - loop.time()))
 
     async def _beat(self, heard: Callable[[], None]) -> bool:
-        """One beat; whether another should follow at once."""
+        """One beat; whether another should follow soon."""
         me = self.mounting
         asked_us = now_us()
         call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, self._beat_s)
@@ -207,7 +207,8 @@ class Owner:
         self._link.addresses = reply.addresses
         heard()
         self.tasks.take(asked_us, orders.copies)
-        return self._start_copies() or orders.more
+        self._start_copies()
+        return orders.more or bool(orders.copies)
 
     def _beats_ended(self, task: asyncio.Task[None], heard: Callable[[], None]) -> None:
         """A bug must not cost the segment in silence: say it, and beat on."""
@@ -222,8 +223,7 @@ class Owner:
 
     # Copies
 
-    def _start_copies(self) -> bool:
-        """Start what may run; whether that is anything."""
+    def _start_copies(self) -> None:
         jobs: dict[SegmentId, list[Copy]] = {}
         at_us = now_us()
         while (copy := self.tasks.next(at_us)) is not None:
@@ -235,7 +235,6 @@ class Owner:
                 task = asyncio.create_task(self._copy(_Job(batch, until_us, self._mounts)))
                 self._copying.add(task)
                 task.add_done_callback(self._copying.discard)
-        return bool(jobs)
 
     async def _copy(self, job: _Job) -> None:
         """Make some copies and note them, to be told with the next beat."""

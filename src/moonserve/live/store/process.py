@@ -161,13 +161,11 @@ async def _join(rpc: HttpRpc, mine: StoreSettings, stop: asyncio.Event) -> Store
 
 
 async def _drain(client: StoreClient) -> None:
-    """Empty what is lost with this process, unless nobody else is there to take it."""
-    own = [owner for owner in client.owners if owner.mounting.tier == "dram"]
-    if len(client.link.addresses) <= len(own):
-        return
-    for owner in own:
-        await client.drain(owner.mounting.id)
-    while _in_memory(client):  # noqa: ASYNC110 - beats bring it
+    """Empty what is lost with this process, while there is somebody else to take it."""
+    own = [it.mounting.id for it in client.owners if it.mounting.tier == "dram"]
+    for name in own:
+        await client.drain(name)
+    while _in_memory(client) and any(it not in own for it in client.link.addresses):  # noqa: ASYNC110 - beats change both
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
