@@ -6,7 +6,7 @@ from moonserve.core.errors import Recovering
 from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.master import Master
 from moonserve.core.pool import Claim, Held, PutOptions, Removal, Ticket
-from moonserve.core.units import BlockKey
+from moonserve.core.units import BlockKey, LeaseId
 from tests.support.pool import BLOCK, LEASE, TERMS, A, B, copies, key, master, mount, store, where
 
 
@@ -159,3 +159,18 @@ def test_a_newer_epoch_brings_only_what_it_says() -> None:
     assert it.mount(0, mount(A, 4, epoch=2), [again])
     assert [where(it, n) for n in (1, 2)] == [[A], []]
     assert not it.mount(0, mount(A, 4, epoch=1), [again])
+
+
+def test_a_lease_does_not_outlive_its_objects_absence() -> None:
+    """What comes back with its segment is not held by who held it before, nor let go by them."""
+    it = master(a=4)
+    ticket = store(it, 1, lease=LEASE)
+    it.reap(99)
+    it.unmount(A, 1)
+    again = Held(key(1), BLOCK, 1, ticket.id, ticket.id, ticket.offset, None, PutOptions())
+    it.mount(99, mount(A, 4), [again])
+    assert it.stats().segments[0].evictable_bytes == BLOCK
+    it.release(LEASE)
+    assert it.stats().segments[0].evictable_bytes == BLOCK
+    it.find(99, [key(1)], LeaseId("r2"))
+    assert it.stats().segments[0].evictable_bytes == 0

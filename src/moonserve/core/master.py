@@ -350,9 +350,9 @@ class Master:
             stock.use(objects)
         else:
             for of in objects:
-                found = of.found
-                if held.get(found.key) != found.version:
-                    held[found.key] = found.version
+                key = of.found.key
+                if held.get(key) is not of:
+                    held[key] = of
                     of.leases += 1
                     stock.hold(of)
         near = None if reader is None else stock.shelves.get(reader)
@@ -360,13 +360,11 @@ class Master:
             for of in objects:
                 self._tiers.promote(now_us, of, near)
 
-    def _let_go(self, held: dict[Key, int]) -> None:
-        """End a lease of these versions; they are used now."""
-        let_go = []
-        for key, version in held.items():
-            of = self._stock.objects.get(key)
-            if of is not None and of.found.version == version:
-                of.leases -= 1
-                self._stock.unhold(of)
-                let_go.append(of)
+    def _let_go(self, held: dict[Key, Object]) -> None:
+        """End a lease of these; those that still exist are used now."""
+        objects = self._stock.objects
+        let_go = [of for key, of in held.items() if objects.get(key) is of]
+        for of in let_go:
+            of.leases -= 1
+            self._stock.unhold(of)
         self._stock.use(let_go)
