@@ -5,8 +5,8 @@
 A child process owns the memory and serves it by TransferServer, by a plain socket and (where the
 extra `mooncake` is installed) by Mooncake's engine over TCP; this process reads and writes it. Each
 size is done once alone and once as a batch of 32, the arms in turns. `tuned` is the plain socket
-with the small buffers that our TCP transport sets between processes of one host. Ratios are of
-speed, of the medians; CPU seconds per GB are of both processes.
+with the small buffers that our TCP transport sets between processes of one host. CPU seconds per GB
+are of both processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path as File
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -162,34 +162,46 @@ def child_cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class Taken(NamedTuple):
+    """What one arm took for one piece of work."""
+
+    p50_s: float
+    p10_s: float
+    """The fastest tenth: what other work on the machine disturbs least."""
+    cpu_s_per_gb: float
+
+
 def measure(
     arms: dict[str, Arm], read: bool, size: int, count: int, seconds: float, pid: int
-) -> dict[str, tuple[float, float]]:
-    """Of each arm: median seconds, CPU seconds per GB."""
+) -> dict[str, Taken]:
     taken: dict[str, list[float]] = {name: [] for name in arms}
-    cpu = dict.fromkeys(arms, 0.0)
     for move in arms.values():  # warm: caches, page tables, connections
         move(read, size, count)
     names = list(arms)
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(taken[names[0]]) < 5:
+    while time.perf_counter() < end or len(taken[names[0]]) < 12:
         names.append(names.pop(0))  # nobody always follows the same
         for name in names:
-            started = time.perf_counter()
-            arms[name](read, size, count)
-            taken[name].append(time.perf_counter() - started)
+            for _ in range(2):
+                started = time.perf_counter()
+                arms[name](read, size, count)
+                taken[name].append(time.perf_counter() - started)
+    got = {}
     for name, move in arms.items():
-        rounds = max(3, int(0.15 / statistics.median(taken[name])))
+        p50_s = statistics.median(taken[name])
+        rounds = max(3, int(0.15 / p50_s))
         before_s = time.process_time() + child_cpu_s(pid)
         for _ in range(rounds):
             move(read, size, count)
         spent_s = time.process_time() + child_cpu_s(pid) - before_s
-        cpu[name] = spent_s / (rounds * size * count / 1e9)
-    return {name: (statistics.median(taken[name]), cpu[name]) for name in arms}
+        p10_s = statistics.quantiles(taken[name], n=10)[0]
+        got[name] = Taken(p50_s, p10_s, spent_s / (rounds * size * count / 1e9))
+    return got
 
 
 def run(arms: dict[str, Arm], sizes: dict[str, int], seconds: float, pid: int) -> None:
-    print(f"{'':>18}" + "".join(f"{name:>27}" for name in arms) + "   (MB/s, p50 us, CPU s/GB)")
+    print(f"{'':>16}" + "".join(f"{name:>26}" for name in arms))
+    print(f"{'':>16}" + f"{'MB/s  p50 us CPU s/GB':>26}" * len(arms))
     ratios = []
     for label, size in sizes.items():
         for count in (1, BATCH):
@@ -199,17 +211,21 @@ def run(arms: dict[str, Arm], sizes: dict[str, int], seconds: float, pid: int) -
                 got = measure(arms, read, size, count, seconds, pid)
                 what = f"{label}{f' x{count}' if count > 1 else ''} {'read' if read else 'write'}"
                 cells = (
-                    f"{size * count / p50 / 1e6:>10,.0f} {p50 * 1e6:>9,.0f} {cpu:>6.2f}"
-                    for p50, cpu in got.values()
+                    f"{size * count / it.p50_s / 1e6:>10,.0f} {it.p50_s * 1e6:>8,.0f}"
+                    f" {it.cpu_s_per_gb:>6.2f}"
+                    for it in got.values()
                 )
-                print(f"{what:>18}" + "".join(cells), flush=True)
-                pairs = [(a, b) for a, b in RATIOS if a in got and b in got]
+                print(f"{what:>16}" + "".join(cells), flush=True)
+                pairs = [(got[a], got[b]) for a, b in RATIOS if a in got and b in got]
                 shares = (
-                    f"{a}/{b} {got[b][0] / got[a][0]:5.2f} (cpu {got[b][1] / got[a][1]:5.2f})"
+                    f"{b.p50_s / a.p50_s:8.2f} {b.p10_s / a.p10_s:5.2f}"
+                    f" {b.cpu_s_per_gb / max(a.cpu_s_per_gb, 1e-9):5.2f}"
                     for a, b in pairs
                 )
-                ratios.append(f"{what:>18}   " + "   ".join(shares))
-    print("\nratios of speed, and of bytes per CPU second\n" + "\n".join(ratios))
+                ratios.append(f"{what:>16}   " + "   ".join(shares))
+    heads = "   ".join(f"{f'{a} / {b}':>20}" for a, b in RATIOS if a in arms and b in arms)
+    print("\nratios of speed by the medians, by the fastest tenths, and of bytes per CPU second")
+    print(f"{'':>16}   {heads}\n" + "\n".join(ratios))
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ class TransferEngine:
             done = [False] * len(slices)
             near.run(op, slices, deadline_s, done)
             with self._lock:
-                peer.count(slices, done)
+                peer.count(_arrived(slices, done))
             return done
         done = [False] * len(slices)
         if peer is not None:
@@ -297,7 +297,7 @@ class TransferEngine:
         except (MoonserveError, OSError) as error:
             log.debug("a lane to %s failed: %s", peer.ways[lane], error)
         finally:
-            here = [len(it.memory) for it, came in zip(slices, done, strict=True) if came]
+            here = _arrived(slices, done)
             with self._lock:
                 del peer.lent[lane]
                 self._room.free(size)
@@ -369,6 +369,11 @@ class TransferEngine:
             longest = next(iter(self._idle))
             del self._idle[longest]
             longest.close()
+
+
+def _arrived(slices: Sequence[Slice], done: Sequence[bool]) -> list[Bytes]:
+    """The sizes of those that did."""
+    return [len(it.memory) for it, here in zip(slices, done, strict=True) if here]
 
 
 def _now_us() -> Micros:

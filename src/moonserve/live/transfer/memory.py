@@ -9,6 +9,9 @@ import numpy as np
 from moonserve.live.transfer.ports import Op, Path, Slice
 from moonserve.live.transfer.region import Region
 
+_SMALL_BYTES = 32 << 10
+"""Copied in less time than it takes to let go of the interpreter's lock."""
+
 
 class MemoryLink:
     """A segment's bytes in this process's address space. A copy cannot fail, hang or be cut."""
@@ -28,13 +31,12 @@ class MemoryLink:
             end = offset + len(memory)
             if offset < 0 or end > len(view):
                 continue
-            # numpy copies without holding the interpreter's lock
-            there = np.frombuffer(view[offset:end], np.uint8)
-            here = np.frombuffer(memory, np.uint8)
-            if op == "read":
-                np.copyto(here, there)
-            else:
-                np.copyto(there, here)
+            there = view[offset:end]
+            target, source = (memory, there) if op == "read" else (there, memory)
+            if len(memory) <= _SMALL_BYTES:
+                target[:] = source
+            else:  # numpy copies without holding the interpreter's lock
+                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
             done[index] = True
 
     def cut(self) -> None:

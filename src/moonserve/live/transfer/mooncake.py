@@ -11,6 +11,7 @@ call that hangs is left to it.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ class MooncakeTransport:
         if self.engine.initialize(host, "P2PHANDSHAKE", protocol, device):
             raise ConfigError(f"Mooncake's {protocol} does not start on {host}", "transport")
         self._host = host
+        self._lock = threading.Lock()
         self._left: list[tuple[list[int], np.ndarray[Any, Any]]] = []
         """Memory that a call may still write to."""
 
@@ -81,15 +83,16 @@ class MooncakeTransport:
 
     def leave(self, calls: list[int], memory: np.ndarray[Any, Any]) -> None:
         """Keep memory for as long as calls may write to it; give back what is no longer needed."""
-        self._left.append((calls, memory))
-        still = []
-        for left, array in self._left:
-            left[:] = [call for call in left if not self.engine.transfer_check_status(call)]
-            if left:
-                still.append((left, array))
-            else:
-                self.engine.unregister_memory(array.ctypes.data)
-        self._left = still
+        with self._lock:  # a call that is over may be asked about only once
+            self._left.append((calls, memory))
+            still = []
+            for left, array in self._left:
+                left[:] = [call for call in left if not self.engine.transfer_check_status(call)]
+                if left:
+                    still.append((left, array))
+                else:
+                    self.engine.unregister_memory(array.ctypes.data)
+            self._left = still
 
 
 class MooncakeLink:
@@ -105,19 +108,18 @@ class MooncakeLink:
         self._memory: np.ndarray[Any, Any] | None = None
         self._verified = False
         self._cut = False
+        self._wake = threading.Event()
+        self._meeting: threading.Thread | None = None
 
     def arm(self) -> None:
         """See Link.arm."""
         self._cut = False
+        self._wake.clear()
 
     def run(self, op: Op, slices: Sequence[Slice], deadline_s: float, done: list[bool]) -> None:
         """See Link.run."""
         if not self._verified:
-            got = memoryview(bytearray(len(self._header)))
-            self._carry("read", [_Part(0, got, self._base - HEADER_BYTES, 0, len(got))], deadline_s)
-            if got != self._header:
-                raise TransferFailed("the segment's owner restarted")
-            self._verified = True
+            self._meet(deadline_s)
         parts: list[_Part] = []
         start = 0
         for index, (offset, memory) in enumerate(slices):
@@ -137,6 +139,7 @@ class MooncakeLink:
     def cut(self) -> None:
         """See Link.cut."""
         self._cut = True
+        self._wake.set()
 
     def close(self) -> None:
         """See Link.close."""
@@ -144,6 +147,35 @@ class MooncakeLink:
         self._verified = False
         if memory is not None:
             self._transport.engine.unregister_memory(memory.ctypes.data)
+
+    def _meet(self, deadline_s: float) -> None:
+        """See whether the owner is there and the one meant.
+
+        The first call to a peer waits for its handshake, however long, so a thread makes it that
+        can be left behind; at most one per link.
+        """
+        if self._meeting is None or not self._meeting.is_alive():
+            self._wake.clear()
+            self._meeting = threading.Thread(target=self._verify, name="kv-meet", daemon=True)
+            self._meeting.start()
+        if not self._cut:  # else its waking may have been before the clearing
+            self._wake.wait(max(0.0, min(deadline_s - time.monotonic(), _STALL_S)))
+        if self._verified and not self._cut:
+            return
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded("Mooncake's handshake is not over in time")
+        raise TransferFailed("no owner that answers, or another than the one meant")
+
+    def _verify(self) -> None:
+        engine = self._transport.engine
+        memory = np.empty(HEADER_BYTES, np.uint8)
+        here, there = memory.ctypes.data, self._base - HEADER_BYTES
+        size = len(self._header)
+        good = engine.register_memory(here, HEADER_BYTES) == 0
+        good = good and engine.transfer_sync_read(self._target, here, there, size) == 0
+        engine.unregister_memory(here)
+        self._verified = good and memory[:size].tobytes() == self._header
+        self._wake.set()
 
     def _finish(
         self,

@@ -12,7 +12,7 @@ from moonserve.core.lanes import LaneCounters, Lanes, LaneTerms
 from moonserve.core.units import Bytes
 from moonserve.live.transfer.batch import Task
 from moonserve.live.transfer.memory import MemoryLink
-from moonserve.live.transfer.ports import Link, Path, Slice, Transport
+from moonserve.live.transfer.ports import Link, Path, Transport
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,13 +88,12 @@ class Peer:
                 found.append((path, link))
         return found
 
-    def count(self, slices: Sequence[Slice], done: Sequence[bool]) -> None:
-        """Note what was copied without asking the lanes."""
+    def count(self, sizes: Sequence[Bytes]) -> None:
+        """Note slices that were copied without asking the lanes."""
         assert self.lanes is not None
         counters = self.lanes.counters(0)
-        for slice, copied in zip(slices, done, strict=True):
-            counters.slices += copied
-            counters.bytes += copied * len(slice.memory)
+        counters.slices += len(sizes)
+        counters.bytes += sum(sizes)
 
     def stats(self, location: str) -> list[LaneStats]:
         """Every lane as it is now; none before first use."""
