@@ -17,7 +17,7 @@ import xxhash
 
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.owner import Catalogue, Tasks
-from moonserve.core.pool import Change, Copy, Gone, Held, Medium, Mount
+from moonserve.core.pool import Change, Copy, Gone, Held, Medium, Mount, Orders
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.link import FAILURES, Link, now_us, text
@@ -181,7 +181,9 @@ class Owner:
             next_s = loop.time() + self._beat_s  # a master behind HTTP waits for most of it
             try:
                 await self._tell_results()
-                if await self._beat(heard):
+                orders = await self._beat(self._beat_s)
+                heard()
+                if orders is None or orders.more or orders.copies:
                     next_s = loop.time() + _BUSY_S
                 reached = True
             except FAILURES as error:
@@ -190,25 +192,30 @@ class Owner:
                 reached = False
             await asyncio.sleep(max(0.0, next_s - loop.time()))
 
-    async def _beat(self, heard: Callable[[], None]) -> bool:
-        """One beat; whether another should follow soon."""
+    async def catch_up(self) -> None:
+        """Hear all that has changed here up to now."""
+        while (orders := await self._beat(0.0)) is not None:
+            if orders.seen == self.catalogue.seen and not orders.more:
+                return  # else a beat meanwhile was answered first, and this answer was late
+
+    async def _beat(self, wait_s: float) -> Orders | None:
+        """One beat, and what it brought; None: the segment had to be mounted again."""
         me = self.mounting
         asked_us = now_us()
-        call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, self._beat_s)
+        call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, wait_s)
         reply = await self._link.call("beat", call, wire.Beaten, _BEAT_CALL_S)
         orders = reply.orders
         if orders is None:
             log.warning("the store master forgot segment %s: mounting again", me.id)
             await self.mount()
-            return True
+            return None
         if orders.after == self.catalogue.seen:
             self.catalogue.apply(orders)
             self._note(orders.changes)
         self._link.addresses = reply.addresses
-        heard()
         self.tasks.take(asked_us, orders.copies)
         self._start_copies()
-        return orders.more or bool(orders.copies)
+        return orders
 
     def _beats_ended(self, task: asyncio.Task[None], heard: Callable[[], None]) -> None:
         """A bug must not cost the segment in silence: say it, and beat on."""

@@ -162,10 +162,12 @@ async def _join(rpc: HttpRpc, mine: StoreSettings, stop: asyncio.Event) -> Store
 
 async def _drain(client: StoreClient) -> None:
     """Empty what is lost with this process, while there is somebody else to take it."""
-    own = [it.mounting.id for it in client.owners if it.mounting.tier == "dram"]
-    for name in own:
-        await client.drain(name)
-    while _in_memory(client) and any(it not in own for it in client.link.addresses):  # noqa: ASYNC110 - beats change both
+    own = [it for it in client.owners if it.mounting.tier == "dram"]
+    names = [owner.mounting.id for owner in own]
+    for owner in own:
+        await client.drain(owner.mounting.id)
+        await owner.catch_up()
+    while _in_memory(client) and any(it not in names for it in client.link.addresses):  # noqa: ASYNC110 - beats change both
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
