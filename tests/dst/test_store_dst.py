@@ -213,6 +213,8 @@ class Run:
         usable = {it.id: it.node for it in stats.segments if not it.draining}
         for found in master.scan(b"", None, 1_000):
             *_, wanted = self.oracle.content[found.version]
+            if master._stock.objects[found.key].options.tenant:
+                wanted = 1  # its quota may not allow more
             there = [it.segment for it in found.replicas]
             nodes = {usable[it] for it in there if it in usable}
             self.seen["whole"] += 1

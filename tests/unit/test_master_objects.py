@@ -151,3 +151,17 @@ def test_a_leased_tail_does_not_keep_its_head() -> None:
     assert [n for n in (1, 2, 3, 4) if where(it, n)] == [1, 3]
     it.evict(A, BLOCK)
     assert [n for n in (1, 2, 3, 4) if where(it, n)] == [3]
+
+
+def test_a_quota_does_not_keep_a_segment_from_draining() -> None:
+    """What moves is counted twice for a moment only; replicas beyond the quota are not made."""
+    it = master(QUOTA, a=9, b=9)
+    for number in (1, 2):
+        store(it, number, options=OF_T)
+    it.find(0, [key(1), key(2)], LEASE)
+    it.drain(0, A)
+    copy_all(it, B)
+    it.release(LEASE)
+    it.reap(1)
+    assert [where(it, n) for n in (1, 2)] == [[B], [B]]
+    assert it.stats().tenants == {"t": 2 * BLOCK}

@@ -23,7 +23,7 @@ _AT_ONCE_BYTES: Bytes = 256 << 20
 
 _MAX_BECAME = 4_096
 
-Why: TypeAlias = Literal["repair", "demote", "promote"]
+Why: TypeAlias = Literal["repair", "drain", "demote", "promote"]
 
 
 @dataclass(slots=True)
@@ -84,12 +84,12 @@ class Copies:
         self, now_us: Micros, id: int, of: Object, to: Shelf, why: Why, source: Shelf | None = None
     ) -> bool:
         """Begin a copy, evicting for it if need be, unless it is a promotion. False: no room, or
-        the tenant may have no more (what moves to disk is its already)."""
+        the tenant may have no more (what moves is its already)."""
         found, tenant = of.found, of.options.tenant
         stock, room = self._stock, self._room
         stock.hold(of)  # not to be evicted for its own sake
         promote = why == "promote"
-        fits = why == "demote" or room.fits_quota(tenant, found.size, evict=not promote)
+        fits = why in ("demote", "drain") or room.fits_quota(tenant, found.size, evict=not promote)
         take = stock.take if promote else room.take
         offset = take(to, found.size, tenant) if fits else None
         if offset is None:

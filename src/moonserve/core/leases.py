@@ -19,7 +19,7 @@ _MAX_DEAD = 65_536
 class _Lease:
     expires_us: Micros
     held: dict[Key, Object] = field(default_factory=dict)
-    """In the order taken. Grows only by what its holder asks for, until it ends; some may be gone."""
+    """In the order taken, some gone since. Grows only by what its holder asks for."""
 
 
 class Leases:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moonserve.core.copies import Copies
+from moonserve.core.copies import Copies, Why
 from moonserve.core.pool import Key
 from moonserve.core.shelf import Shelf
 from moonserve.core.stock import Object, Stock
@@ -60,7 +60,7 @@ class Repair:
         coming = [stock.shelves[name] for name in self._copies.coming(of.found.key)]
         targets = self._targets(of, staying + coming)
         if targets:
-            self._copy(now_us, of, targets, failed)
+            self._copy(now_us, of, "drain" if leaving else "repair", targets, failed)
             return False
         if coming:
             return False
@@ -87,13 +87,19 @@ class Repair:
         return apart
 
     def _copy(
-        self, now_us: Micros, of: Object, targets: list[Shelf], failed: dict[SegmentId, Micros]
+        self,
+        now_us: Micros,
+        of: Object,
+        why: Why,
+        targets: list[Shelf],
+        failed: dict[SegmentId, Micros],
     ) -> None:
+        """Start one copy, to the first that takes it."""
         for shelf in targets:
             when_us = failed.get(shelf.name)
             if when_us is not None and now_us - when_us < self._stock.terms.put_ttl_us:
                 continue
             if not self._copies.accepts(shelf, of.found.size):
                 continue
-            if self._copies.start(now_us, self._new_id(), of, shelf, "repair"):
+            if self._copies.start(now_us, self._new_id(), of, shelf, why):
                 return

@@ -215,7 +215,7 @@ class Roster:
         task, became = ended
         if became:
             self._tiers.ended(task)
-        elif task.why == "repair":
+        elif task.why in ("repair", "drain"):
             self._repair.failed(now_us, task.of.found.key, segment)
         return became
 

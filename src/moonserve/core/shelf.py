@@ -5,7 +5,6 @@ For core.stock, which alone changes it. Never a byte of the segment itself.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ class Shelf:
         self.leaving_bytes: Bytes = 0
         """What goes when its copy to disk is made."""
         self.draining = False
-        self._changed: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+        self._changed: dict[Key, tuple[int, int]] = {}
         """Key -> (number of its last change, highest id put or dropped), in that order."""
         self._changes = 0
         self._mounting = mounting
@@ -62,8 +61,9 @@ class Shelf:
         """
         changed = self._changed
         last = seen[1] if seen[0] == self._mounting else 0
-        while changed and next(iter(changed.values()))[0] <= last:
-            changed.popitem(last=False)
+        if last:
+            changed = {key: change for key, change in changed.items() if change[0] > last}
+            self._changed = changed
         told: list[Held | Gone] = []
         for key, (number, id) in islice(changed.items(), _MAX_CHANGES):
             here = self.objects.get(key)
