@@ -297,3 +297,18 @@ def test_nothing_is_evicted_for_what_comes_back() -> None:
     it.find(0, [key(2)], LEASE, A)
     assert it.stats().pending_copies == 0
     assert where(it, 1) == [A]
+
+
+def test_a_put_evicts_nothing_for_a_disk_that_is_full() -> None:
+    """Where the disk takes no more, what should move stays until room is needed, or reap comes."""
+    it = master(TIERED)
+    it.mount(0, mount(A, 4, node="x"))
+    it.mount(0, mount(D, 1, node="x", tier="disk"))
+    store(it, 0, options=PutOptions(preferred=D, pin=True))
+    for number in (1, 2, 3):
+        store(it, number)
+    start(it, 4)
+    assert it.stats().evicted == 0
+    assert where(it, 1) == [A]
+    it.reap(1)
+    assert where(it, 1) == []
