@@ -283,7 +283,10 @@ class Memcpy:
     """Plain copies between buffers that were touched before."""
 
     def __init__(self) -> None:
-        self.here, self.there = np.ones(MEMORY, np.uint8), np.ones(MEMORY, np.uint8)
+        # Not numpy's own memory: that asks for huge pages, which nobody else here has.
+        self.here, self.there = (
+            np.frombuffer(bytearray(os.urandom(MEMORY)), np.uint8) for _ in range(2)
+        )
         self.at = 0
 
     async def copy(self, size: int, count: int) -> float:

@@ -310,6 +310,10 @@ def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
         ("find", msgspec.msgpack.encode([[bytes(32)], ""])),
         ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 0]], None])),
         ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 1 << 40]], None])),
+        (
+            "put_start",
+            msgspec.msgpack.encode(["w", [[bytes(32), 1]], None, None, {"replicas": 0}]),
+        ),
         ("mount", msgspec.msgpack.encode([{"id": "w"}])),
         (
             "mount",

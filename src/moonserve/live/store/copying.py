@@ -23,7 +23,6 @@ from moonserve.live.transfer.ports import Op
 T = TypeVar("T")
 
 _INLINE_BYTES: Bytes = 1 << 20
-_PIECE_BYTES: Bytes = 512 << 10
 
 
 class Write(NamedTuple):
@@ -148,35 +147,12 @@ class Copier:
     def _sums(
         self, op: Op, address: Address, slices: Sequence[Slice], deadline_s: float
     ) -> list[int | None]:
-        """Copy the slices; the checksum of each, None where not all bytes arrived.
-
-        Large ones in mapped memory by pieces that a core's cache holds, each summed while there.
-        """
+        """Copy the slices; the checksum of each, None where not all bytes arrived."""
         run = self._transfer.read if op == "read" else self._transfer.write
-        if len(slices[0].memory) <= _PIECE_BYTES or not self._transfer.is_near(address):
-            arrived = run(address, slices, deadline_s)
-            return [
-                xxhash.xxh3_64_intdigest(it.memory) if here else None
-                for it, here in zip(slices, arrived, strict=True)
-            ]
-        return [_by_pieces(run, address, it, deadline_s) for it in slices]
-
-
-def _by_pieces(
-    run: Callable[[Address, Sequence[Slice], float], list[bool]],
-    address: Address,
-    whole: Slice,
-    deadline_s: float,
-) -> int | None:
-    """Copy one slice piece by piece; its checksum, None where not all bytes arrived."""
-    offset, memory = whole
-    summed = xxhash.xxh3_64()
-    for start in range(0, len(memory), _PIECE_BYTES):
-        piece = memory[start : start + _PIECE_BYTES]
-        if not all(run(address, [Slice(offset + start, piece)], deadline_s)):
-            return None
-        summed.update(piece)
-    return summed.intdigest()
+        return [
+            xxhash.xxh3_64_intdigest(it.memory) if here else None
+            for it, here in zip(slices, run(address, slices, deadline_s), strict=True)
+        ]
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -34,7 +34,7 @@ _STOP_COPIES_S = 1.0
 _BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew
 _BEAT_S = 0.5  # copies wait for one
 _BEATS_PER_TTL = 4
-_BUSY_S = 0.005  # between beats while there is more to hear of
+_BUSY_S = 0.001  # between beats while there is more to hear of
 
 
 class _Job(NamedTuple):

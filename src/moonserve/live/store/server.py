@@ -89,6 +89,8 @@ class MasterService:
         return wire.Answer([self.master.drain(self._now_us(), call.segment)])
 
     def _put_start(self, call: wire.PutStartCall) -> wire.PutStarted:
+        if not 1 <= call.options.replicas <= wire.MAX_REPLICAS:
+            raise BadRequest(f"replicas must be 1..{wire.MAX_REPLICAS}", "replicas")
         try:
             outcomes = self.master.put_start(
                 self._now_us(), call.owner, call.items, call.lease, call.parent, call.options
