@@ -60,7 +60,7 @@ class Tuning(msgspec.Struct, frozen=True):
     """How many times longer a transfer between racks takes than one within."""
     max_waiting: int = 10_000
     """Requests that wait at the Conductor; one more is refused."""
-    tbt_share: float = 0.55
+    tbt_share: float = 0.8
     """Late binding fills decode up to this share of the TBT objective: one that joins waits for the
     pass under way before its own, and where prefill has streamed the first token, clients see it.
     Nearly 1 will do where decode streams it."""
