@@ -16,7 +16,7 @@ class Served:
     __slots__ = (
         "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
         "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed", "prefill_us",
-        "prefilled_tokens_us", "prefilled_us", "row", "tails", "wasted_us", "why",
+        "prefilled_tokens_us", "prefilled_us", "reason", "row", "tails", "wasted_us", "why",
     )  # fmt: skip
 
     def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
@@ -34,6 +34,8 @@ class Served:
         """completed, refused or failed."""
         self.why = ""
         """For what, if refused or failed."""
+        self.reason = ""
+        """The same for programs, if refused."""
         self.generated: Tokens = 0
         """Before the call that is out."""
         self.attempts = 0
