@@ -80,6 +80,8 @@ class Api:
         return json_response(
             {
                 "requests": promised.requests,
+                "placed": self._conductor.placed,
+                "waited_us": self._conductor.waited_us,
                 "prefills_promised": promised.prefills,
                 "prefill_us_promised": promised.prefill_us,
                 "decodes_promised": promised.decodes,
