@@ -146,11 +146,14 @@ def test_memory_spills_to_disk_and_comes_back(kind: str, tmp_path: Path) -> None
         contents = [bytes(memory) for _, memory in items]
         assert await read_all(reader, names) == contents
         assert await read_all(owner, names[-1:]) == contents[-1:]
+        gone = next(iter(owner.owners[1].catalogue.held))
+        assert [it.outcome for it in await reader.remove([gone], force=True)] == ["removed"]
         await owner.close()
         again = await pool.client("a", **settings)
         again.start_beats()
         on_disk = {it.key for it in again.owners[1].catalogue.held.values()}
         assert len(on_disk) > 10
+        assert gone not in on_disk
         got = await Objects(reader).get(names)
         assert [memory is not None for memory in got] == [name in on_disk for name in names]
         assert all(memory in (None, content) for memory, content in zip(got, contents, strict=True))

@@ -73,6 +73,7 @@ class StoreClient:
         try:
             region, journal = open_disk(folder, mine.disk_bytes)
         except ConfigError:
+            self.transfer.close()
             self._close_blocking()
             raise
         settings = msgspec.structs.replace(
@@ -151,7 +152,7 @@ class StoreClient:
         """See KVStore.release. With the master out of reach, the lease ends by its time to live."""
         await _to_the_end(self.link.tell("release", wire.ReleaseCall(lease)))
 
-    # What else there is
+    # What else there is, up to wire.MAX_BATCH keys a call
 
     async def get(self, keys: Sequence[Key], lease: LeaseId) -> list[Found | None]:
         """What each key names, leased; `read` brings it."""

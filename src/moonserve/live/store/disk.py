@@ -143,7 +143,6 @@ class DiskJournal:
         self._file.write(_MAGIC)
         self._written = 0
         self._append(list(self.held.values()))
-        os.fsync(self._file.fileno())
         fresh.replace(self._path)
         self._limit = 2 * self._written + _ROOM_TO_GROW
 

@@ -56,7 +56,7 @@ class Journal(Protocol):
         """Note what changed, in order. Raises nothing: what is not noted is not kept."""
 
     def flush(self, held: Sequence[Held]) -> None:
-        """Let the bytes of objects outlive the machine; blocks."""
+        """Let the bytes of objects outlive the machine; blocks. May raise OSError."""
 
     def close(self) -> None:
         """All that was noted is kept."""
@@ -158,6 +158,11 @@ class Owner:
         if beats is not None:
             beats.cancel()
             await asyncio.wait([beats])
+        if self._journal is not None and beats is not None:
+            try:  # or what was removed a moment ago would be back at the next start
+                await self.catch_up()
+            except FAILURES as error:
+                log.debug("store master: no last beat: %s", text(error))
         await self._link.tell("unmount", wire.SegmentCall(self.mounting.id, self.mounting.epoch))
 
     async def idle(self) -> None:
@@ -246,17 +251,19 @@ class Owner:
     async def _copy(self, job: _Job) -> None:
         """Make some copies and note them, to be told with the next beat."""
         loop = asyncio.get_running_loop()
-        pulled = await loop.run_in_executor(
-            self._threads, self._pull, job.copies, (job.until_us - now_us()) / MICROS_PER_SECOND
-        )
+        left_s = (job.until_us - now_us()) / MICROS_PER_SECOND
+        pulled: list[_Pulled] = ["lost"] * len(job.copies)
         corrupt = []
-        for copy, outcome in zip(job.copies, pulled, strict=True):
-            held = copy.held
-            if outcome == "here" and job.mounts == self._mounts:
-                self.wrote(held)
-            elif outcome == "corrupt":
-                corrupt.append((held.key, held.version, copy.source.segment))
-            self.tasks.end(held.id, outcome == "here")
+        try:
+            pulled = await loop.run_in_executor(self._threads, self._pull, job.copies, left_s)
+        finally:
+            for copy, outcome in zip(job.copies, pulled, strict=True):
+                held = copy.held
+                if outcome == "here" and job.mounts == self._mounts:
+                    self.wrote(held)
+                elif outcome == "corrupt":
+                    corrupt.append((held.key, held.version, copy.source.segment))
+                self.tasks.end(held.id, outcome == "here")
         if corrupt:
             await self._link.tell("discard", wire.DiscardCall(corrupt))
         try:
@@ -283,7 +290,11 @@ class Owner:
             else:
                 pulled.append("here" if here else "lost")
         if self._journal is not None:
-            self._journal.flush([copy.held for copy in copies])
+            try:
+                self._journal.flush([copy.held for copy in copies])
+            except OSError as error:
+                log.error("segment %s: %s", self.mounting.id, text(error))
+                return ["lost"] * len(copies)
         return pulled
 
     async def _tell_results(self) -> None:
