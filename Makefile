@@ -88,7 +88,7 @@ bench: $(BENCH) model ## tokens per second, beside llama.cpp
 	$(PY) bench/engine.py $(ARGS)
 
 # The public traces lie in ../shared/traces, or where MOONSERVE_TRACES says.
-paper: $(PAPER) ## the papers' figures and the table of policies, into docs/paper (20 minutes)
+paper: $(PAPER) ## the papers' figures and the table of policies, into docs/paper (half an hour on two cores)
 	$(PY) -m bench.paper.make $(ARGS)
 
 paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
