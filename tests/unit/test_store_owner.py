@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
+import xxhash
 
 from moonserve.core.errors import Recovering, StoreError
 from moonserve.core.master import Master
-from moonserve.core.pool import Found, PutOptions, Terms
+from moonserve.core.pool import Found, PutOptions, Terms, Ticket
 from moonserve.core.units import LeaseId, SegmentId
+from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient
+from moonserve.live.store.copying import Fetched, Write
 from moonserve.live.store.objects import Objects
 from moonserve.live.store.server import MasterService
 from moonserve.live.transfer import region
@@ -258,5 +261,43 @@ def test_objects_are_listed_by_prefix_and_removed() -> None:
         assert [it.outcome for it in removals] == ["leased", "removed", "missing"]
         assert [it.outcome for it in await a.remove([b"x0"], force=True)] == ["removed"]
         assert await a.evict(SegmentId("a"), 1) > 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_segments_that_leave_under_a_copy_are_no_error(op: str) -> None:
+    """A beat that no longer names a segment, while bytes move to or from two, raises nothing."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        a, b, c = members
+        data = [os.urandom(5000) for _ in "bc"]
+        items = [(name, memoryview(it)) for name, it in zip([b"b", b"c"], data, strict=True)]
+        started = [
+            await a._start(
+                wire.PutStartCall(
+                    None, [(name, 5000)], None, None, PutOptions(preferred=it.settings.segment)
+                )
+            )
+            for it, (name, _) in zip((b, c), items, strict=True)
+        ]
+        writes = [
+            Write(ticket, memory)
+            for (ticket,), (_, memory) in zip(started, items, strict=True)
+            if isinstance(ticket, Ticket)
+        ]
+        assert [it.ticket.segment for it in writes] == ["b", "c"]
+        work: Coroutine[None, None, object] = a._copier.write(writes, 1.0)
+        expected: object = [xxhash.xxh3_64_intdigest(it) for it in data]
+        if op == "read":
+            work.close()
+            assert len(await a._write_and_end(writes, None)) == 2
+            found = [it for it in await a.get([b"b", b"c"], LeaseId("x")) if it]
+            work = a._copier.read(found, [memoryview(bytearray(5000)) for _ in found], 1.0)
+            expected = Fetched([], [])
+        task = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        a.link.addresses = {}
+        assert await task == expected
 
     run(test)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,7 +58,8 @@ class Copier:
         """
         end_s = time.monotonic() + most_s
         missing, corrupt = list(range(len(found))), []
-        orders = [self._near_first(it.replicas) for it in found]
+        known = self._link.addresses  # as of now: a beat meanwhile may bring others
+        orders = [self._near_first(it.replicas, known) for it in found]
         turns = max(map(len, orders), default=0)
         for turn in range(turns):
             groups: dict[SegmentId, list[int]] = {}
@@ -71,8 +72,9 @@ class Copier:
             for segment, indices in groups.items():
                 slices = [Slice(orders[i][turn].offset, into[i]) for i in indices]
                 sums = [found[i].checksum for i in indices]
+                address = known[segment]
                 jobs.append(
-                    self._run(segment, slices, self._fetch, segment, indices, sums, deadline_s)
+                    self._run(address, slices, self._fetch, segment, indices, sums, deadline_s)
                 )
             good: set[int] = set()
             for fetched, bad in await _all(jobs):
@@ -92,26 +94,27 @@ class Copier:
         jobs = []
         for segment, indices in groups.items():
             slices = [Slice(writes[i].ticket.offset, writes[i].memory) for i in indices]
-            jobs.append(self._run(segment, slices, self._send, indices, deadline_s))
+            address = self._link.addresses[segment]
+            jobs.append(self._run(address, slices, self._send, indices, deadline_s))
         sums: list[int | None] = [None] * len(writes)
         for sent in await _all(jobs):
             for index, checksum in sent:
                 sums[index] = checksum
         return sums
 
-    def _near_first(self, replicas: Sequence[Replica]) -> Sequence[Replica]:
+    def _near_first(
+        self, replicas: Sequence[Replica], known: Mapping[SegmentId, Address]
+    ) -> Sequence[Replica]:
         """The replicas that can be reached, those in mapped memory first."""
-        known = self._link.addresses
         reachable = [it for it in replicas if it.segment in known]
         if len(reachable) > 1:
             reachable.sort(key=lambda it: not self._transfer.is_near(known[it.segment]))
         return reachable
 
     async def _run(
-        self, segment: SegmentId, slices: Sequence[Slice], copy: Callable[..., T], *args: Any
+        self, address: Address, slices: Sequence[Slice], copy: Callable[..., T], *args: Any
     ) -> T:
         """Run a copying function in a thread, or here if that is sooner over."""
-        address = self._link.addresses[segment]
         size = sum(len(piece.memory) for piece in slices)
         in_memory = bool(address.region)  # what lies on disk may have to be waited for
         if size <= _INLINE_BYTES and in_memory and self._transfer.is_near(address):
@@ -156,7 +159,13 @@ class Copier:
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; a single job needs no task of its own."""
+    """All results, once all jobs are over, also if one breaks off: no thread is still copying then.
+
+    A single job needs no task of its own.
+    """
     if len(jobs) == 1:
         return [await jobs[0]]
-    return list(await asyncio.gather(*jobs))
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    if tasks:
+        await asyncio.wait(tasks)
+    return [task.result() for task in tasks]
