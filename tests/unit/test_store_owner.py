@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import time
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import pytest
 import xxhash
 
 from moonserve.core.errors import Recovering, StoreError
 from moonserve.core.master import Master
-from moonserve.core.pool import Found, PutOptions, Terms, Ticket
+from moonserve.core.pool import Copy, Found, Held, PutOptions, Terms, Ticket
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient
 from moonserve.live.store.copying import Fetched, Write
+from moonserve.live.store.link import now_us
 from moonserve.live.store.objects import Objects
+from moonserve.live.store.owner import _Job
 from moonserve.live.store.server import MasterService
 from moonserve.live.transfer import region
 from tests.support.pools import Pool, blocks, key, read_all
@@ -299,5 +304,58 @@ def test_segments_that_leave_under_a_copy_are_no_error(op: str) -> None:
         await asyncio.sleep(0)
         a.link.addresses = {}
         assert await task == expected
+
+    run(test)
+
+
+async def a_copy(members: list[StoreClient], number: int = 0) -> Copy:
+    """Of an object on a to a place on b that is number's."""
+    a, b, _ = members
+    await Objects(a).put([(b"k", memoryview(b"k" * 5000))])
+    (found,) = await b.get([b"k"], LeaseId("x"))
+    assert found is not None
+    id = (1 << 60) + number
+    place = (number % 100 + 1) * 8192
+    held = Held(b"k", 5000, found.checksum, found.version, id, place, None, PutOptions())
+    return Copy(held, found.replicas[0], 60_000_000)
+
+
+def test_a_copy_that_starts_too_late_writes_nothing() -> None:
+    """Its extent may be another's once its time went while it waited for a thread."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        (owner,) = members[1].owners
+        copy = await a_copy(members)
+        for _ in range(members[1].settings.threads):
+            members[1]._threads.submit(time.sleep, 0.3)
+        await owner._copy(_Job([copy], now_us() + 100_000, owner._mounts))
+        assert owner.region.view[copy.held.offset] == 0
+        assert b"k" not in owner.catalogue.held
+
+    run(test)
+
+
+def test_no_copy_is_begun_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More copies are ordered than run at once: those that wait are left, and nothing breaks off."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: errors.append(told))
+        (owner,) = members[1].owners
+        copies = [await a_copy(members, number) for number in range(160)]
+        read = members[1].transfer.read
+
+        def slow(*args: Any) -> list[bool]:
+            time.sleep(0.05)
+            return read(*args)
+
+        monkeypatch.setattr(members[1].transfer, "read", slow)
+        owner.tasks.take(now_us(), copies)
+        owner._start_copies()
+        await members[1].close()
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not owner._copying
+        assert not errors
 
     run(test)

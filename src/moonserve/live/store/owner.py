@@ -163,11 +163,12 @@ class Owner:
                 await self.catch_up()
             except FAILURES as error:
                 log.debug("store master: no last beat: %s", text(error))
+        self.tasks.forget()  # what runs is waited for, and no more is begun
         await self._link.tell("unmount", wire.SegmentCall(self.mounting.id, self.mounting.epoch))
 
     async def idle(self) -> None:
         """Return when no copy is being made."""
-        if self._copying:
+        while self._copying:  # those that end may begin others
             await asyncio.wait(self._copying)
 
     def close(self) -> None:
@@ -251,11 +252,11 @@ class Owner:
     async def _copy(self, job: _Job) -> None:
         """Make some copies and note them, to be told with the next beat."""
         loop = asyncio.get_running_loop()
-        left_s = (job.until_us - now_us()) / MICROS_PER_SECOND
+        end_s = time.monotonic() + (job.until_us - now_us()) / MICROS_PER_SECOND
         pulled: list[_Pulled] = ["lost"] * len(job.copies)
         corrupt = []
         try:
-            pulled = await loop.run_in_executor(self._threads, self._pull, job.copies, left_s)
+            pulled = await loop.run_in_executor(self._threads, self._pull, job.copies, end_s)
         finally:
             for copy, outcome in zip(job.copies, pulled, strict=True):
                 held = copy.held
@@ -272,17 +273,20 @@ class Owner:
             log.debug("store master: copied failed: %s", text(error))  # told with the next beat
         self._start_copies()
 
-    def _pull(self, copies: Sequence[Copy], left_s: float) -> list[_Pulled]:
-        """Bring the bytes of copies from one segment here and verify them; in a thread."""
+    def _pull(self, copies: Sequence[Copy], end_s: float) -> list[_Pulled]:
+        """Bring the bytes of copies from one segment here and verify them; in a thread.
+
+        It may have waited for the thread past `end_s`: the extents may be others' then.
+        """
         address = self._link.addresses.get(copies[0].source.segment)
-        if address is None:
+        if address is None or time.monotonic() >= end_s:
             return ["lost"] * len(copies)
         slices = []
         for copy in copies:
             held = copy.held
             memory = self.region.view[held.offset : held.offset + held.size]
             slices.append(Slice(copy.source.offset, memory))
-        arrived = self._transfer.read(address, slices, time.monotonic() + left_s)
+        arrived = self._transfer.read(address, slices, end_s)
         pulled: list[_Pulled] = []
         for copy, piece, here in zip(copies, slices, arrived, strict=True):
             if here and xxhash.xxh3_64_intdigest(piece.memory) != copy.held.checksum:
