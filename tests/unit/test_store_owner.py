@@ -336,7 +336,7 @@ def test_a_copy_that_starts_too_late_writes_nothing() -> None:
 
 
 def test_no_copy_is_begun_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More copies are ordered than run at once: those that wait are left, and nothing breaks off."""
+    """More copies are ordered than run at once: those that wait are left; nothing breaks off."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         errors: list[object] = []

@@ -232,3 +232,25 @@ def test_forgetting_an_address_keeps_copies_in_flight_safe(
     assert not transfer.is_near(address)
     assert transfer.read(address, [Slice(4, memoryview(got))], soon()) == [True]
     assert bytes(got) == bytes(memory.view[4:8])
+
+
+def test_nothing_is_written_past_the_deadline(memory: Region, server: TransferServer) -> None:
+    """A put that waited too long for a thread: its extent may be another's, in memory too."""
+    transfer = Transfer(TOKEN)
+    transfer.adopt(memory)
+    address = server.address("127.0.0.1")
+    assert transfer.write(address, [Slice(0, memoryview(b"first"))], soon()) == [True]
+    assert transfer.write(address, [Slice(0, memoryview(b"later"))], soon(-0.001)) == [False]
+    assert bytes(memory.view[:5]) == b"first"
+    into = bytearray(5)  # reading late does no harm: the caller waits
+    assert transfer.read(address, [Slice(0, memoryview(into))], soon(-0.001)) == [True]
+    transfer.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "a..b"])
+def test_a_host_that_is_no_name_is_a_lost_peer(host: str) -> None:
+    """An owner that advertises nonsense costs its readers a miss, not an error."""
+    transfer = Transfer(TOKEN)
+    address = Address(host, 80, "", b"i" * 16)
+    assert transfer.read(address, [Slice(0, memoryview(bytearray(5)))], soon()) == [False]
+    transfer.close()

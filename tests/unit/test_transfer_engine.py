@@ -240,6 +240,22 @@ def test_a_run_no_thread_has_taken_up_is_taken_back(script: Script) -> None:
     assert [offsets for _, offsets in script.carried] == [[0]]
 
 
+def test_a_run_is_carried_once_where_no_thread_can_be_started(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has queued it all the same: the thread that finds it there leaves it alone."""
+    engine = engine_of(script, path("a"), threads=2)
+    assert engine.submit(read(bytearray(PAGE)), soon()).wait() == []
+
+    def none() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine._pool, "_adjust_thread_count", none)
+    assert engine.submit(read(bytearray(PAGE), PAGE), soon()).wait() == []
+    engine.close()
+    assert [offsets for _, offsets in script.carried] == [[0], [PAGE]]
+
+
 def test_bytes_in_flight_are_bounded(script: Script) -> None:
     """Over the bound, submit waits for others to end, in turn; by its deadline it gives up."""
     release = threading.Event()

@@ -131,6 +131,8 @@ class TransferEngine:
         near = self._near(peer)
         if peer is not None and near is not None:
             done = [False] * len(slices)
+            if op == "write" and time.monotonic() >= deadline_s:
+                return done  # what is there may be another's by now
             near.run(op, slices, deadline_s, done)
             with self._lock:
                 peer.count(_arrived(slices, done))
@@ -330,7 +332,7 @@ class TransferEngine:
         """Run one task to its end; the tasks that can start then."""
         group, batch = task.group, task.group.batch
         with self._lock:
-            if task.revoked:
+            if task.revoked or task.started:  # queued after all, where no thread was to be had
                 return []
             task.started = True
         slices = [group.slices[index] for index in task.run.slices]

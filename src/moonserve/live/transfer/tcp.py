@@ -148,7 +148,11 @@ class TcpLink:
 
     def _connect(self, deadline_s: float) -> frames.Channel:
         address = self._path.address
-        *others, last = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            raise TransferFailed(f"{address.host!r} is no host's name") from None
+        *others, last = found
         for family, _, _, _, target in others:
             try:
                 return self._connect_to(family, target, deadline_s)
