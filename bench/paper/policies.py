@@ -104,7 +104,7 @@ def show_speeds(found: Any, page: Page) -> None:
         "refused. A speed counts if the next two steps miss."
     )
     page.say(
-        "One cell by hand, the highest speed and the first that misses (0.9904 and 0.9878 attain): "
+        "One cell by hand, the highest speed and the first that misses: "
         "`moonserve sweep --trace mooncake_conversation.jsonl --policy late_binding --split 8+8 "
         "--speed 2.35,2.4 --set tbt_slo_ms=null`. The first column has `--set tbt_slo_ms=null`, no "
         "objective for TBT; the second neither flag, since 200 ms is the default; the third "
