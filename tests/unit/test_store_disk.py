@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import xxhash
 
@@ -102,6 +103,34 @@ def test_the_journal_does_not_grow_for_ever(
     journal.close()
     region.close()
     assert [it.id for it in kept(tmp_path)] == [499]
+
+
+def test_a_long_record_ends_no_journal(tmp_path: Path) -> None:
+    """An object whose tenant has a long name is kept, and so is what was noted after it."""
+    made = write(tmp_path, 1, 2, 3)
+    long = msgspec.structs.replace(made[1], id=9, options=PutOptions(tenant="t" * 5000))
+    region, journal = open_disk(tmp_path, CAPACITY)
+    journal.write([long, Gone(key(1), 1)])
+    journal.close()
+    region.close()
+    assert kept(tmp_path) == [long, made[2]]
+
+
+def test_bytes_are_synced_once_a_batch_while_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call that lets go of the interpreter's lock (mmap.flush does not); so is a journal
+    that is written anew at the start, before it takes the old one's place."""
+    synced: list[str] = []
+    sync, data_sync = os.fsync, os.fdatasync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(_file(fd)), sync(fd)))
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(_file(fd)), data_sync(fd)))
+    write(tmp_path, 1, 2, 3)
+    assert synced == ["journal.new", "data"]
+
+
+def _file(fd: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{fd}")).name
 
 
 def _again(it: Held, id: int) -> Held:

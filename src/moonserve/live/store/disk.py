@@ -4,10 +4,10 @@ For live.store.client, which mounts it beside the segment in memory. In the fold
 segment's bytes, mapped as memory is; `journal`, what lies where, appended to and rewritten when it
 has grown; and `lock`, held while somebody owns it.
 
-A copy's bytes are on the disk before the journal tells of it (msync, then append), so that what the
+A copy's bytes are on the disk before the journal tells of it (sync, then append), so that what the
 journal tells is whole even after a power failure, but for what was overwritten meanwhile. Hence
-opening it reads everything and keeps what still has its checksum. The journal itself is not synced:
-what it loses with the machine is lost from the pool, never wrong.
+opening it reads everything and keeps what still has its checksum. The journal itself is not synced,
+but at the start: what it loses with the machine is lost from the pool, never wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 _MAGIC = b"moonserve-disk-1"
 _HEAD = struct.Struct("<IQ")  # length and XXH3-64 of a record
-_MAX_RECORD_BYTES = 4_096
 _ROOM_TO_GROW: Bytes = 1 << 20
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Change).decode
@@ -48,7 +47,7 @@ class DiskRegion(Region):
     def __init__(self, path: Path, size: Bytes, lock_fd: int) -> None:
         """Map the file, made or resized to `size` with the header. Takes `lock_fd` over."""
         self._disk_lock_fd = lock_fd
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._data_fd = fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         before = os.fstat(fd).st_size
         try:
             os.ftruncate(fd, size)
@@ -57,9 +56,8 @@ class DiskRegion(Region):
             mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
         except OSError:
             os.ftruncate(fd, before)  # what was taken of a disk that is too small
-            raise
-        finally:
             os.close(fd)
+            raise
         identity = secrets.token_bytes(IDENTITY_BYTES)
         super().__init__(path, identity, mapped, None)
 
@@ -68,16 +66,18 @@ class DiskRegion(Region):
         """None that others could map it by."""
         return ""
 
-    def flush(self, offset: Bytes, size: Bytes) -> None:
-        """Return once these bytes are on the disk."""
-        start = HEADER_BYTES + offset
-        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        self._mapped.flush(first, start + size - first)
+    def flush(self) -> None:
+        """Return once all bytes are on the disk.
+
+        Not by mmap.flush, which holds the interpreter's lock for as long as the disk takes.
+        """
+        getattr(os, "fdatasync", os.fsync)(self._data_fd)  # macOS has the latter only
 
     def close(self) -> None:
         """Unmap, and let others own the folder; a second call does nothing."""
         super().close()
         if self._disk_lock_fd >= 0:
+            os.close(self._data_fd)
             os.close(self._disk_lock_fd)
             self._disk_lock_fd = -1
 
@@ -98,7 +98,7 @@ class DiskJournal:
             log.info("%s: %d of %d objects are whole", path.parent, len(self.held), told)
         self._file: BinaryIO | None = None
         self._written = self._limit = 0
-        self._rewrite()
+        self._rewrite(sync=True)
 
     def _is_whole(self, it: Held) -> bool:
         end = it.offset + it.size
@@ -135,21 +135,26 @@ class DiskJournal:
         self._file.flush()
         self._written += len(data)
 
-    def _rewrite(self) -> None:
-        """Begin the journal anew with what is held."""
+    def _rewrite(self, *, sync: bool = False) -> None:
+        """Begin the journal anew with what is held.
+
+        `sync`, which blocks: a power failure soon after leaves it or the old one whole.
+        """
         fresh = self._path.with_suffix(".new")
         self.close()
         self._file = fresh.open("wb")
         self._file.write(_MAGIC)
         self._written = 0
         self._append(list(self.held.values()))
+        if sync:
+            os.fsync(self._file.fileno())
         fresh.replace(self._path)
         self._limit = 2 * self._written + _ROOM_TO_GROW
 
     def flush(self, held: Sequence[Held]) -> None:
         """Return once the bytes of these are on the disk."""
-        for it in held:
-            self._region.flush(it.offset, it.size)
+        if held:
+            self._region.flush()
 
     def close(self) -> None:
         """Note no more."""
@@ -199,9 +204,10 @@ def _records(path: Path) -> Iterator[Change]:
         if file.read(len(_MAGIC)) != _MAGIC:
             log.warning("%s is not one of this version's: what lies beside it is forgotten", path)
             return
+        size = path.stat().st_size
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
-            payload = file.read(min(length, _MAX_RECORD_BYTES))
+            payload = file.read(min(length, size))  # a torn length may be any
             if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != checksum:
                 return
             try:
