@@ -254,3 +254,27 @@ def test_a_host_that_is_no_name_is_a_lost_peer(host: str) -> None:
     address = Address(host, 80, "", b"i" * 16)
     assert transfer.read(address, [Slice(0, memoryview(bytearray(5)))], soon()) == [False]
     transfer.close()
+
+
+def test_two_threads_that_meet_a_segment_first_register_it_once(
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the second would cut off what the first has begun to read."""
+    transfer = Transfer(TOKEN, shared_memory=False)
+    register, met = transfer.engine.register, []
+
+    def slow(location: str, paths: list[Path]) -> None:
+        met.append(location)
+        time.sleep(0.1)
+        register(location, paths)
+
+    monkeypatch.setattr(transfer.engine, "register", slow)
+    slices = [Slice(0, memoryview(bytearray(5)))]
+    args = (server.address("127.0.0.1"), slices, soon())
+    threads = [threading.Thread(target=transfer.read, args=args) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    transfer.close()
+    assert len(met) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 
 from moonserve.core.pool import Address
@@ -35,6 +36,7 @@ class Transfer:
         }
         self.engine = TransferEngine(transports, settings)
         self._known_as: dict[bytes, tuple[Address, str]] = {}
+        self._naming = threading.Lock()
 
     def adopt(self, region: Region) -> None:
         """Reach a region of our own as if attached; its owner closes it."""
@@ -66,23 +68,25 @@ class Transfer:
     def retain(self, live: Collection[Address]) -> None:
         """Forget every region and connection that leads to none of these addresses."""
         kept = {address.identity for address in live}
-        for identity, (_, location) in list(self._known_as.items()):
-            if identity not in kept:
-                self._known_as.pop(identity, None)
-                self.engine.forget(location)
+        with self._naming:
+            for identity, (_, location) in list(self._known_as.items()):
+                if identity not in kept:
+                    del self._known_as[identity]
+                    self.engine.forget(location)
 
     def close(self) -> None:
         """Forget everything."""
         self.engine.close()
 
     def _known(self, address: Address) -> str:
-        known = self._known_as.get(address.identity)
-        if known is not None and known[0] == address:
-            return known[1]
-        location = _location(address)
-        self.engine.register(location, [Path(way, address) for way in self._ways])
-        self._known_as[address.identity] = (address, location)
-        return location
+        with self._naming:
+            known = self._known_as.get(address.identity)
+            if known is not None and known[0] == address:
+                return known[1]
+            location = _location(address)
+            self.engine.register(location, [Path(way, address) for way in self._ways])
+            self._known_as[address.identity] = (address, location)
+            return location
 
 
 def _location(address: Address) -> str:
