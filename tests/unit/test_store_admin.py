@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.errors import BadRequest, MoonserveError
+from moonserve.core.errors import BadRequest, MoonserveError, StoreError
 from moonserve.core.facts import BlockEvent
 from moonserve.core.index import PrefixIndex
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Mount, Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.store import wire
 from moonserve.live.store.admin import lookup
@@ -195,3 +196,26 @@ def test_operations_need_the_token_and_a_gateway_says_where_the_master_is() -> N
         ]
 
     run(test)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_url_that_is_no_master_is_a_clear_error(status: int) -> None:
+    """Something else that answers there, in HTML, is named as such."""
+
+    async def body() -> None:
+        async def page(request: HttpRequest) -> Response:
+            return Response(status, b"<html>", content_type="text/html")
+
+        server = await serve(App({("GET", "/api/segments"): page}), "127.0.0.1", 0)
+        http = HttpClient()
+        url = f"http://127.0.0.1:{server.port}"
+        pool = RemotePool(http, url, "secret", lambda events: None)
+        try:
+            with pytest.raises(StoreError, match=f"{url}.* is no store's master"):
+                await pool.lookup({})
+        finally:
+            await pool.close()
+            await server.stop(0)
+            await http.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))

@@ -314,6 +314,8 @@ class Owner:
         became = (await self._link.call("copied", call, wire.Answer)).yes
         self.tasks.told([id for id, _ in results])
         stale = [id for (id, done), yes in zip(results, became, strict=True) if done and not yes]
+        if not stale:  # nearly always: it saves a look at all that is held
+            return
         gone = [Gone(it.key, it.id) for it in self.catalogue.held.values() if it.id in stale]
         for it in gone:
             self.catalogue.drop(it.key, it.id)

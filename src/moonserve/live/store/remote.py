@@ -100,11 +100,15 @@ class RemotePool:
         """What the master answers to GET /api/segments. Raises MoonserveError."""
         url = f"{self._rpc.url}/api/segments?{urlencode(query)}"
         reply = await self._http.request("GET", url, timeout_s=_CALL_S)
-        if reply.status == 400:
-            raise BadRequest(msgspec.json.decode(reply.body)["error"]["message"])
-        if reply.status != 200:
+        if reply.status not in (200, 400):
             raise StoreError(f"{url} answers {reply.status}")
-        return msgspec.json.decode(reply.body)
+        try:
+            told = msgspec.json.decode(reply.body, type=dict[str, Any])
+        except msgspec.DecodeError:
+            raise StoreError(f"{self._rpc.url} answers, but is no store's master") from None
+        if reply.status == 400:
+            raise BadRequest(told["error"]["message"])
+        return told
 
     def release(self, lease: LeaseId) -> None:
         """End a lease soon; should that fail, it ends by its time to live."""
