@@ -204,3 +204,27 @@ async def settle(pool: Pool) -> None:
     async with asyncio.timeout(5):
         while pool.service.master.stats().pending_copies:
             await asyncio.sleep(0.005)
+
+
+def test_what_was_removed_before_its_put_was_answered_does_not_come_back(tmp_path: Path) -> None:
+    """The owner hears first that it is gone: then its journal must not tell of it either."""
+
+    async def body() -> None:
+        pool = Pool("shm")
+        client = await pool.client("a", disk_dir=tmp_path, disk_bytes=CAPACITY)
+        owner, handle = client.owners[1], pool.service.handle
+
+        async def rpc(op: str, call: bytes) -> bytes:
+            reply = handle(op, call)
+            if op == "put_end":
+                pool.service.master.remove(0, [key(1)], True)
+                await owner.catch_up()
+            return reply
+
+        client.link.rpc = rpc
+        options = PutOptions(preferred=owner.mounting.id)
+        await client.write([(key(1), memoryview(bytes(SIZE)))], None, None, options)
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+    assert kept(tmp_path) == []

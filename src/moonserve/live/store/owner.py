@@ -150,7 +150,8 @@ class Owner:
     def wrote(self, held: Held) -> None:
         """A put of this process has ended here, or a copy to here."""
         self.catalogue.add(held)
-        self._note([held])
+        if self.catalogue.held.get(held.key) is held:  # else it was gone before this was known
+            self._note([held])
 
     async def leave(self) -> None:
         """Beat no more and unmount: what lies here is out of the pool."""
