@@ -198,6 +198,17 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     return settings
 
 
+def check_name(name: str) -> str:
+    """The name of a worker or a segment, which is also a folder's. Raises ConfigError."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(
+            "must be 1 to 64 letters, digits, dots, dashes or underscores, and begin with a letter "
+            f"or digit, not {name!r}",
+            "name",
+        )
+    return name
+
+
 def _check_policy(name: str, origin: Mapping[str, str]) -> None:
     from moonserve.core.policies import POLICIES
 

@@ -65,6 +65,8 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
+        (["segment", "--name", "../x"], "error: name: must be 1 to 64 letters"),
+        (["worker", "--role", "both", "--name", ""], "error: name: must be 1 to 64 letters"),
     ],
 )
 def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: str) -> None:

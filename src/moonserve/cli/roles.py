@@ -14,6 +14,7 @@ from typing import Any, Literal
 import click
 
 from moonserve.cli.settings import TOKEN, read_settings, settings_options
+from moonserve.config import check_name
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
 
@@ -84,7 +85,7 @@ def worker(
     **flags: str | None,
 ) -> None:
     """Run one prefill or decode worker."""
-    settings = read_settings(config, flags)
+    settings, name = read_settings(config, flags), check_name(name)
     token = os.environ.get(TOKEN, "")
     from moonserve.live.supervise import die_with_parent
 

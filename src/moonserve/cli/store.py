@@ -19,6 +19,7 @@ from moonserve.cli.client import URL, Client
 from moonserve.cli.output import Output
 from moonserve.cli.roles import run_role
 from moonserve.cli.settings import TOKEN, read_settings, settings_options
+from moonserve.config import check_name
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def segment(
 
     When told to stop, it first has what lies in its memory moved elsewhere.
     """
-    settings = read_settings(config, flags)
+    settings, name = read_settings(config, flags), check_name(name)
     import time
 
     from moonserve.core.units import SegmentId
@@ -223,7 +224,10 @@ def get(key: str, output: Any, is_text: bool, url: str) -> None:
 @click.argument("size")
 @_url
 def evict(segment: str, size: str, url: str) -> None:
-    """Evict from SEGMENT until SIZE more is free there. Needs the cluster's token."""
+    """Evict from SEGMENT until SIZE more is free there. Needs the cluster's token.
+
+    What is evicted is gone, unless another segment has a copy: nothing is moved to disk first.
+    """
     from moonserve.core.units import SegmentId
 
     _check_segment(url, segment)
