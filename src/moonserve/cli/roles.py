@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 import click
 
-from moonserve.cli.settings import TOKEN, read_settings, settings_options
+from moonserve.cli.settings import (
+    TOKEN,
+    advertise_host_option,
+    read_settings,
+    settings_options,
+)
 from moonserve.config import check_name
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
@@ -65,11 +70,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     show_default=True,
     help="The worker's own port; 0 takes a free one.",
 )
-@click.option(
-    "--advertise-host",
-    metavar="ADDRESS",
-    help="Where others reach it, if not at --host; needed with 0.0.0.0.",
-)
+@advertise_host_option
 @settings_options(
     "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "disk_bytes",
     "disk_dir", "replicas", "node", "store_url", "store",

@@ -14,6 +14,12 @@ from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load
 
 TOKEN = ENV_PREFIX + "TOKEN"
 """The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
+advertise_host_option = click.option(
+    "--advertise-host",
+    metavar="ADDRESS",
+    help="Where others reach it, if not at --host; needed with 0.0.0.0.",
+)
+"""Of every role that others connect to; by role, so it is no setting."""
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 # Setting: (metavar, help). Flags carry no default of their own: a flag not given is None, and

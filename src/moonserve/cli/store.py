@@ -18,7 +18,12 @@ import msgspec
 from moonserve.cli.client import URL, Client
 from moonserve.cli.output import Output
 from moonserve.cli.roles import run_role
-from moonserve.cli.settings import TOKEN, read_settings, settings_options
+from moonserve.cli.settings import (
+    TOKEN,
+    advertise_host_option,
+    read_settings,
+    settings_options,
+)
 from moonserve.config import check_name
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
 
@@ -110,11 +115,7 @@ def serve(
     show_default=True,
     help="The port of its memory; 0 takes a free one.",
 )
-@click.option(
-    "--advertise-host",
-    metavar="ADDRESS",
-    help="Where others reach it, if not at --host; needed with 0.0.0.0.",
-)
+@advertise_host_option
 @settings_options(
     "store_url", "host", "node", "rack", "segment_bytes", "disk_bytes", "disk_dir", "drain_s"
 )

@@ -24,7 +24,7 @@ from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, serve
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.local import EVENTS_PATH, EventLog, LocalPool
-from moonserve.live.store.remote import HttpRpc
+from moonserve.live.store.remote import HttpRpc, mounted, within
 from moonserve.live.store.server import MasterService
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ Say = Callable[[str], None]
 _TICK_S = 0.5
 _BODY_BYTES = 64 << 20
 _EVENTS_KEPT = 100_000
-_MOUNT_PAUSE_S = 0.5
-_MOUNT_DEADLINE_S = 120.0
 _DRAIN_POLL_S = 0.05
 _WILDCARD = ("0.0.0.0", "::")
 
@@ -96,7 +94,7 @@ async def run_master(config: MasterConfig, say: Say = _say) -> None:
     server = await serve(app, config.host, config.port)
     say(f"listening on http://{config.host}:{server.port}")
     recovering = master.stats().recovering
-    while not await _within(stop, _TICK_S):
+    while not await within(stop, _TICK_S):
         pool.tick()
         if recovering and not master.stats().recovering:
             recovering = False
@@ -123,7 +121,7 @@ async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
     http = HttpClient()
     try:
         rpc = HttpRpc(http, config.store_url, mine.token.decode())
-        client = await _join(rpc, mine, stop)
+        client = await mounted(rpc, lambda: StoreClient.open(rpc, mine), stop)
         if client is None:
             return
         client.start_beats()
@@ -141,23 +139,6 @@ async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
     finally:
         await http.close()
     say("stopped")
-
-
-async def _join(rpc: HttpRpc, mine: StoreSettings, stop: asyncio.Event) -> StoreClient | None:
-    """Become a member, waiting for the master to be there; None: stopped before."""
-    deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
-    while True:
-        try:
-            await rpc.ping()  # a segment reserves its memory before it mounts
-            return await StoreClient.open(rpc, mine)
-        except ConfigError:
-            raise
-        except MoonserveError as error:
-            if time.monotonic() > deadline_s:
-                raise
-            log.info("waiting to mount: %s", error)
-        if await _within(stop, _MOUNT_PAUSE_S):
-            return None
 
 
 async def _drain(client: StoreClient) -> None:
@@ -181,12 +162,3 @@ def _stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
-
-
-async def _within(stop: asyncio.Event, seconds: float) -> bool:
-    """Whether a stop was asked for, or is within this time."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await stop.wait()
-    except TimeoutError:
-        return False

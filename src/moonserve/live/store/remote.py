@@ -1,6 +1,6 @@
-"""The pool whose master is another process, as a gateway needs it: its events, and leases to end.
+"""The pool whose master is another process: its events for a gateway, mounting for its members.
 
-On the gateway's event loop. While the master is away, the events told last stay true as far as
+On the event loop. While the master is away, the events told last stay true as far as
 anybody knows; what is not there any more is then missed when it is read.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -26,8 +27,11 @@ from moonserve.live.store.link import Link
 from moonserve.live.store.local import STORE_PREFIX
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CALL_S = 5.0
+_MOUNT_PAUSE_S = 0.5
+_MOUNT_DEADLINE_S = 120.0
 _WAIT_S = 20.0
 _PAUSE_S = 0.5
 _MAX_LEASES = 10_000
@@ -166,3 +170,32 @@ class RemotePool:
             self._epochs[event.segment, event.tier] = cleared
         if events:
             self._tell(events)
+
+
+async def mounted(rpc: HttpRpc, opens: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
+    """What `opens` makes of the pool, waiting for the master to be there; None: stopped before.
+
+    Raises ConfigError at once, other MoonserveErrors after two minutes.
+    """
+    deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
+    while not stop.is_set():
+        try:
+            await rpc.ping()  # a segment reserves its memory before it mounts
+            return await opens()
+        except ConfigError:
+            raise
+        except MoonserveError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            log.info("waiting to mount: %s", error)
+        await within(stop, _MOUNT_PAUSE_S)
+    return None
+
+
+async def within(stop: asyncio.Event, seconds: float) -> bool:
+    """Whether a stop was asked for, or is within this time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await stop.wait()
+    except TimeoutError:
+        return False

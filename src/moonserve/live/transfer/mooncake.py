@@ -69,10 +69,6 @@ class MooncakeTransport:
         at = f"{base:x}:{len(region.view):x}"
         return Address(self._host, self.engine.get_rpc_port(), at, region.identity)
 
-    def withdraw(self, region: Region) -> None:
-        """Serve a region no longer: before it is closed."""
-        self.engine.unregister_memory(_address(region.view) - HEADER_BYTES)
-
     def open(self, path: Path) -> MooncakeLink:
         """See Transport.open."""
         return MooncakeLink(self, path.address)

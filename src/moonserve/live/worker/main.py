@@ -7,7 +7,6 @@ the CLI. Prints one line per step for the person who started it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -33,7 +32,7 @@ from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
 from moonserve.live.store.client import StoreClient, StoreSettings
-from moonserve.live.store.remote import HttpRpc
+from moonserve.live.store.remote import HttpRpc, mounted
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.worker.app import WorkerApp
 from moonserve.live.worker.config import WorkerConfig
@@ -48,8 +47,6 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 _FAKE_BLOCKS = 1024
-_MOUNT_PAUSE_S = 0.5
-_MOUNT_DEADLINE_S = 120.0
 _CLEAN_UP_S = 30.0
 _WILDCARD = ("0.0.0.0", "::")
 
@@ -140,7 +137,7 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             control = Control(http, config.gateway, config.token)
             epoch = time.time_ns() // 1000
             rpc = HttpRpc(http, config.store_url or config.gateway, config.token)
-            store = await _mount(control, rpc, config, epoch, stop)
+            store = await mounted(rpc, lambda: _open_store(control, rpc, config, epoch), stop)
             if store is not None:
                 stack.push_async_callback(store.close)
                 worker = await Worker.start(
@@ -197,26 +194,6 @@ async def _belong(worker: Worker, control: Control, stop: asyncio.Event, say: Sa
     beating.cancel()
     say("leaving: letting running requests finish")
     await member.leave()
-
-
-async def _mount(
-    control: Control, rpc: HttpRpc, config: WorkerConfig, epoch: int, stop: asyncio.Event
-) -> KVStore | None:
-    """Mount this worker's segment, waiting for the masters to be there; None: stopped before."""
-    deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
-    while not stop.is_set():
-        try:
-            await rpc.ping()  # a segment reserves its memory before it mounts
-            return await _open_store(control, rpc, config, epoch)
-        except ConfigError:
-            raise
-        except MoonserveError as error:
-            if time.monotonic() > deadline_s:
-                raise
-            log.info("waiting to mount: %s", error)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _MOUNT_PAUSE_S)
-    return None
 
 
 async def _open_store(control: Control, rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
