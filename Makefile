@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick test-slow test-peer clean help
+.PHONY: up model test check fix docs bench paper paper-quick test-mooncake test-slow test-peer clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -59,6 +59,10 @@ model: $(RUN) ## fetch the default model
 test: $(DEV) model ## the quick suite, real processes and the real model included
 	$(PY) -m pytest $(ARGS)
 
+# A process of its own: a fault in the wheel's native code ends these tests only.
+test-mooncake: $(DEV) model ## the same contracts and clusters on the real Mooncake Store
+	$(PY) -m pytest -m "mooncake and not slow" $(ARGS)
+
 test-slow: $(DEV) model ## what takes minutes
 	$(PY) -m pytest -m slow $(ARGS)
 
@@ -84,7 +88,7 @@ bench: $(BENCH) model ## tokens per second, beside llama.cpp
 	$(PY) bench/engine.py $(ARGS)
 
 # The public traces lie in ../shared/traces, or where MOONSERVE_TRACES says.
-paper: $(PAPER) ## the papers' figures and the table of policies, into docs/paper (20 minutes)
+paper: $(PAPER) ## the papers' figures and the table of policies, into docs/paper (half an hour on two cores)
 	$(PY) -m bench.paper.make $(ARGS)
 
 paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper

@@ -103,6 +103,13 @@ def show_speeds(found: Any, page: Page) -> None:
         "for the pass under way as a gap. 8 prefill + 8 decode nodes, profile a800-loaded, nobody "
         "refused. A speed counts if the next two steps miss."
     )
+    page.say(
+        "One cell by hand, the highest speed and the first that misses: "
+        "`moonserve sweep --trace mooncake_conversation.jsonl --policy late_binding --split 8+8 "
+        "--speed 2.35,2.4 --set tbt_slo_ms=null`. The first column has `--set tbt_slo_ms=null`, no "
+        "objective for TBT; the second neither flag, since 200 ms is the default; the third "
+        "`--set first_token=decode`."
+    )
     for name, bounds in found["bounds"].items():
         page.say(f"**{name}**")
         speeds = _speeds(found["rows"], name)

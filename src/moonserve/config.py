@@ -51,12 +51,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block_size: Annotated[Tokens, msgspec.Meta(ge=1, le=1024)] = 32
     segment_bytes: _Size = 512 << 20
     """Each worker's share of the KV store."""
+    disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Each worker's share of it on disk; 0: none."""
+    disk_dir: str = ""
+    """The folder for that; each worker makes one of its own in it."""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    """Copies of each block, on different nodes."""
+    node: str = ""
+    """What fails together with a worker or segment; empty: it alone."""
+    store_url: str = ""
+    """Where the store's master is; empty: in the gateway."""
+    eviction: str = "lru"
+    """One of core.evict.EVICTIONS, for the store's master."""
     store: Literal["embedded", "mooncake"] = "embedded"
     """Whose KV store; mooncake: the real one, by its wheel."""
     mooncake_master: str = ""
     """host:port of its master; empty: `up` starts one."""
     kv_memory_bytes: _Size = 1 << 30
     """Each torch worker's own pool for the KV of running requests."""
+    decode_kv: Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)] = "end"
+    """When workers store the KV of generated tokens: never, at the end, or every so many blocks."""
     max_body_bytes: _Size = 8 << 20
     threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
@@ -168,7 +182,7 @@ def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
 
 
 def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
-    for name in ("segment_bytes", "kv_memory_bytes", "max_body_bytes"):
+    for name in ("segment_bytes", "disk_bytes", "kv_memory_bytes", "max_body_bytes"):
         if isinstance(value := merged.get(name), str):
             try:
                 merged[name] = parse_bytes(value)
@@ -179,8 +193,22 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     except msgspec.ValidationError as err:
         raise _named(err, merged, origin) from err
     _check_policy(settings.policy, origin)
+    _check_eviction(settings.eviction, origin)
+    if settings.disk_bytes and not settings.disk_dir:
+        raise ConfigError("say in which folder, with disk_dir", "disk_bytes")
     _check_master(settings.mooncake_master, origin)
     return settings
+
+
+def check_name(name: str) -> str:
+    """The name of a worker or a segment, which is also a folder's. Raises ConfigError."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(
+            "must be 1 to 64 letters, digits, dots, dashes or underscores, and begin with a letter "
+            f"or digit, not {name!r}",
+            "name",
+        )
+    return name
 
 
 def _check_policy(name: str, origin: Mapping[str, str]) -> None:
@@ -191,6 +219,14 @@ def _check_policy(name: str, origin: Mapping[str, str]) -> None:
         hint = f"did you mean {close[0]}? " if close else ""
         known = f"{hint}must be one of {', '.join(POLICIES)}"
         raise ConfigError(f"{known} ({name!r} from {origin['policy']})", "policy")
+
+
+def _check_eviction(name: str, origin: Mapping[str, str]) -> None:
+    from moonserve.core.evict import EVICTIONS
+
+    if name not in EVICTIONS:
+        known = f"must be one of {', '.join(EVICTIONS)}"
+        raise ConfigError(f"{known} ({name!r} from {origin['eviction']})", "eviction")
 
 
 def _check_master(address: str, origin: Mapping[str, str]) -> None:
@@ -218,6 +254,7 @@ def _named(
         "admission": "none, ttft, early or predictive",
         "predictor": "uniform or survival (oracle: in simulation only)",
         "store": "embedded or mooncake",
+        "decode_kv": "off, end or a number of blocks, 1 or more",
     }
     remedy = choices.get(field, text[:1].lower() + text[1:])
     if top == "logging" and "enum" in text:

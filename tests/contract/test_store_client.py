@@ -19,6 +19,7 @@ from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.pool import Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
+from moonserve.live.store.admin import ledgers
 from moonserve.live.transfer import region
 from tests.support.pools import LEASE, ROOM, Pool, blocks, key, read_all
 
@@ -65,7 +66,7 @@ def test_corrupt_bytes_are_never_returned(kind: str) -> None:
         await it.writer.put(items, None)
         found = it.service.master.locate(key(1))
         assert found is not None
-        it.writer._region.view[found.replicas[0].offset + 4999] ^= 1
+        it.writer.owners[0].region.view[found.replicas[0].offset + 4999] ^= 1
         assert await read_all(it.reader, [k for k, _ in items]) == [bytes(items[0][1])]
         assert it.service.master.locate(key(1)) is None
         assert await it.writer.put(items, None) == 3
@@ -87,6 +88,21 @@ def test_an_extent_reused_under_a_reader_is_noticed(kind: str) -> None:
         assert await it.writer.put([(key(1), memoryview(bytes(ROOM)))], None) == 1
         assert await it.reader.read(found, [memoryview(bytearray(ROOM))]) == 0
         assert it.service.master.locate(key(1)) is not None
+
+    run(kind, test)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_put_goes_where_it_is_wanted(kind: str) -> None:
+    """`near` names the segment; one that is full or not there does not fail the put."""
+
+    async def test(it: Pool) -> None:
+        items = blocks(3000, 3000, 3000)
+        for near, item in zip(("r", "r", "gone"), items, strict=True):
+            assert await it.writer.put([item], None, None, SegmentId(near)) == 1
+        places = [it.service.master.locate(k) for k, _ in items]
+        assert [p.replicas[0].segment for p in places if p is not None] == ["r", "w", "w"]
+        assert await read_all(it.reader, [k for k, _ in items]) == [bytes(m) for _, m in items]
 
     run(kind, test)
 
@@ -172,7 +188,7 @@ def test_a_dead_owner_is_a_short_read_within_the_deadline() -> None:
     async def test(it: Pool) -> None:
         await it.writer.put(blocks(5000), None)
         found = await it.reader.find([key(0)], LEASE)
-        it.writer._server.close()
+        it.writer.owners[0].server.close()
         started = time.monotonic()
         assert await it.reader.read(found, [memoryview(bytearray(5000))]) == 0
         assert time.monotonic() - started < 2 * it.reader.settings.transfer_s + 5
@@ -212,22 +228,23 @@ def test_beats_go_on_after_a_bug(
             if calls == 1:
                 raise KeyError("bug")
 
-        monkeypatch.setattr(it.writer._transfer, "retain", buggy)
+        monkeypatch.setattr(it.writer.transfer, "retain", buggy)
         it.writer.start_beats()
         while calls < 3:
             await asyncio.sleep(0.001)
-        assert [record.getMessage() for record in caplog.records] == ["the store's beats broke off"]
+        said = [it.getMessage() for it in caplog.records if it.levelname == "CRITICAL"]
+        assert said == ["the store's beats broke off"]
 
     run("embedded", test, Terms(segment_ttl_us=4000))
 
 
 def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A master that hangs in a beat is asked again within the beat's own deadline."""
-    monkeypatch.setattr("moonserve.live.store.client._BEAT_CALL_S", 0.01)
+    monkeypatch.setattr("moonserve.live.store.owner._BEAT_CALL_S", 0.01)
 
     async def test(it: Pool) -> None:
         beats = 0
-        answer = it.writer._rpc
+        answer = it.writer.link.rpc
 
         async def slow(op: str, body: bytes) -> bytes:
             nonlocal beats
@@ -236,7 +253,7 @@ def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) 
                 await asyncio.sleep(60)
             return await answer(op, body)
 
-        it.writer._rpc = slow
+        it.writer.link.rpc = slow
         it.writer.start_beats()
         async with asyncio.timeout(it.writer.settings.call_s - 1):
             while beats < 3:
@@ -277,7 +294,7 @@ def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
 
     async def test(it: Pool) -> None:
         with pytest.raises(ConfigError, match="cannot listen on"):
-            await it.client("o", port=it.writer.address.port)
+            await it.client("o", port=it.writer.owners[0].mounting.address.port)
 
     run("embedded", test)
 
@@ -293,6 +310,10 @@ def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
         ("find", msgspec.msgpack.encode([[bytes(32)], ""])),
         ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 0]], None])),
         ("put_start", msgspec.msgpack.encode(["w", [[bytes(32), 1 << 40]], None])),
+        (
+            "put_start",
+            msgspec.msgpack.encode(["w", [[bytes(32), 1]], None, None, {"replicas": 0}]),
+        ),
         ("mount", msgspec.msgpack.encode([{"id": "w"}])),
         (
             "mount",
@@ -307,28 +328,4 @@ def test_malformed_calls_are_bad_requests(op: str, body: bytes) -> None:
     service = Pool("embedded").service
     with pytest.raises(BadRequest):
         service.handle(op, body)
-    assert service.lookup()["segments"] == []
-
-
-def test_lookup_tells_where_a_key_lies() -> None:
-    """GET /api/segments: the ledgers without a key, one object's place with it, 400 for no key."""
-
-    async def test(it: Pool) -> None:
-        await it.writer.put(blocks(10), LEASE)
-        everything = it.service.lookup()
-        assert everything["segments"][0]["id"] == "w"
-        assert (everything["objects"], everything["leases"]) == (1, 1)
-        one = it.service.lookup(key(0).hex())
-        assert one["exists"]
-        assert one["replicas"] == [{"segment": "w", "offset": 0}]
-        assert it.service.lookup(key(1).hex()) == {
-            "key": key(1).hex(),
-            "exists": False,
-            "replicas": [],
-        }
-        assert msgspec.json.encode([everything, one])
-        for bad in ("", "xyz", "00"):
-            with pytest.raises(BadRequest, match="64 hex digits"):
-                it.service.lookup(bad)
-
-    run("embedded", test)
+    assert ledgers(service.master)["segments"] == []

@@ -1,7 +1,7 @@
 """The main job on the real model, by real processes: equality, reuse, concurrency.
 
-One cluster of two prefill and two decode workers, float32; the reference is one process with the
-same engine that decodes the whole prompt. Shows its figures with -s.
+One cluster of two prefill and two decode workers, float32, for each store; the reference is one
+process with the same engine that decodes the whole prompt. Shows its figures with -s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,18 +40,45 @@ def prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Greedy tokens of one process, before the cluster takes the cores."""
-    engine = TorchEngine.load(resolve(DEFAULT_MODEL).path, dtype="float32", num_blocks=128)
-    return {name: greedy_reference(engine, ids, NEW_TOKENS) for name, ids in prompts.items()}
+def alone() -> TorchEngine:
+    """The engine of the one process."""
+    return TorchEngine.load(resolve(DEFAULT_MODEL).path, dtype="float32", num_blocks=128)
 
 
 @pytest.fixture(scope="module")
-def up(reference: dict[str, list[int]]) -> Iterator[Up]:
+def reference(alone: TorchEngine, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Greedy tokens of one process, before the cluster takes the cores."""
+    return {name: greedy_reference(alone, ids, NEW_TOKENS) for name, ids in prompts.items()}
+
+
+class Turns(NamedTuple):
+    """Two turns of a chat, as one process continues them."""
+
+    first: list[int]
+    answer: list[int]
+    second: list[int]
+    after: list[int]
+
+
+@pytest.fixture(scope="module")
+def turns(alone: TorchEngine, prompts: dict[str, list[int]]) -> Turns:
+    """The second one goes on from the answer to the first."""
+    first = [17, 19, 23, *prompts["chat-list"]]  # another chain than the other tests'
+    answer = greedy_reference(alone, first, 3 * BLOCK)
+    second = [*first, *answer, *prompts["chat-capital"]]
+    return Turns(first, answer, second, greedy_reference(alone, second, NEW_TOKENS))
+
+
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]
+)
+def up(
+    reference: dict[str, list[int]], turns: Turns, request: pytest.FixtureRequest
+) -> Iterator[Up]:
     """Two prefill and two decode workers."""
     cluster = Up(
         "--prefill", "2", "--decode", "2", "--dtype", "float32", "--block-size", str(BLOCK),
-        "--segment-bytes", "1GiB",
+        "--segment-bytes", "1GiB", "--store", request.param,
     )  # fmt: skip
     yield cluster
     cluster.end()
@@ -126,6 +153,19 @@ def test_tokens_equal_with_the_prefix_of_another_prefill_worker(
         replies = [decode_at(up, urls["d0"], ids, reply, name) for reply in (first, second)]
         alone = greedy(up, [*ids])[0]
         assert replies[0] == replies[1] == alone
+    up.settle()
+
+
+def test_the_next_turn_reuses_the_answer(up: Up, turns: Turns) -> None:
+    """KV that decode made serves the next turn's prefill; the tokens are still one process's."""
+    answer = up.post("/v1/completions", completion(turns.first, max_tokens=len(turns.answer)))
+    assert answer["choices"][0]["token_ids"] == turns.answer
+    up.settle()
+    tokens, cached = greedy(up, turns.second)
+    assert tokens == turns.after
+    held = len(turns.first) + len(turns.answer) - 1  # the last token's KV was never made
+    assert cached == held // BLOCK * BLOCK
+    assert cached > len(turns.first)
     up.settle()
 
 

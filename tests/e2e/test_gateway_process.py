@@ -121,13 +121,13 @@ def test_a_restarted_gateway_finds_its_workers_again() -> None:
         it.gateway = await Gateway.start(config)
         async with asyncio.timeout(20):
             while (
-                len(it.gateway.store.master.stats().segments) < 2
+                len(it.gateway.pool.service.master.stats().segments) < 2
                 or len(it.gateway.conductor.core.view.instances) < 2
             ):
                 await asyncio.sleep(0.05)
         assert await it.tokens(PROMPT, 10) == wanted
         await it.settle()
-        stats = it.gateway.store.master.stats()
+        stats = it.gateway.pool.service.master.stats()
         assert len(it.gateway.conductor.core.index) == stats.objects > 0
         await it.gateway.stop(0)
 

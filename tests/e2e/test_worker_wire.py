@@ -11,17 +11,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonserve.core.cost import Cost
 from moonserve.core.facts import Role
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
+from moonserve.core.prefix import chain_keys
 from moonserve.core.units import SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
+from moonserve.live.store.admin import ledgers
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.server import MasterService
 from moonserve.live.text.tokenizer import Tokenizer
@@ -257,7 +260,7 @@ def test_real_segments_with_room_for_a_fraction() -> None:
             for prompt, (tokens, _) in zip(prompts, got, strict=True):
                 assert tokens == reference(prompt, 9)
             await it.idle(*workers)
-            pool = service.lookup()
+            pool = ledgers(service.master)
             assert (pool["leases"], pool["pending_puts"]) == (0, 0)
             assert pool["evicted"] > 0, "the segments were too large to say anything"
 
@@ -625,5 +628,47 @@ def test_bad_requests_name_their_field(body: dict[str, Any], status: int, param:
                 assert (reply.status, error["param"]) == (status, param), error
                 assert error["type"] == "invalid_request_error"
             assert await it.get(w0, "/debug/ledger") == ZEROS
+
+    run(main())
+
+
+def test_kv_is_pulled_ahead_by_whoever_asks_rightly() -> None:
+    """A hint waits for its decode call, a hang-up drops it; strangers and nonsense are refused."""
+
+    async def main() -> None:
+        async with site(DictStore()) as it:
+            p0 = await it.worker("p0", "prefill")
+            d0 = await it.worker("d0", "decode", token="secret")
+            prompt = prompt_of(30)
+            keys = chain_keys(d0.info.namespace.root(), prompt, BLOCK)
+
+            def hint(lease: str, body: bytes = b"", token: str = "secret") -> Any:
+                return it.http.request(
+                    "POST",
+                    f"{d0.info.url}/internal/prefetch",
+                    headers={"authorization": f"Bearer {token}"},
+                    body=body or msgspec.msgpack.encode({"lease": lease, "keys": keys}),
+                    timeout_s=20,
+                )
+
+            assert (await hint("x", token="wrong")).status == 401
+            assert (await hint("x", b"\xc1")).status == 400
+            short = msgspec.msgpack.encode({"lease": "x", "keys": [b"short"]})
+            assert (await hint("x", short)).status == 400
+            await it.complete(
+                p0,
+                prompt=prompt,
+                max_tokens=1,
+                kv_transfer_params={"do_remote_decode": True, "lease": "x"},
+            )
+            asked = asyncio.create_task(hint("x"))
+            while (await it.get(d0, "/debug/ledger"))["blocks_used"] < 7:
+                await asyncio.sleep(0.01)
+            assert not asked.done()
+            [stage] = await it.get(d0, "/debug/stages")
+            assert (stage["what"], stage["lease"], stage["blocks"]) == ("ahead", "x", 7)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await it.idle(d0)
 
     run(main())

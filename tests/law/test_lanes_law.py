@@ -8,7 +8,13 @@ from moonserve.core.lanes import Lanes, LaneTerms, Run
 
 DISTANCES = [0, 0, 1, 2]
 TERMS = LaneTerms(
-    tries=3, failures=2, probation_us=10, probation_max_us=40, run_bytes=10, run_slices=4
+    tries=3,
+    failures=2,
+    probation_us=10,
+    probation_max_us=40,
+    run_bytes=10,
+    spread_bytes=6,
+    run_slices=4,
 )
 
 
@@ -25,6 +31,7 @@ class LanesAgainstAccount(RuleBasedStateMachine):
         self.open: dict[tuple[int, int], int] = {}
         """Slices not ended: how often a lane failed them."""
         self.runs: dict[int, Run] = {}
+        self.lent: list[int] = []
         self.arrived = 0
 
     @rule(sizes=st.lists(st.integers(1, 12), max_size=8), lasts_us=st.integers(1, 200))
@@ -64,10 +71,35 @@ class LanesAgainstAccount(RuleBasedStateMachine):
         self.lanes.ended(lane, self.now_us, done, fault)  # type: ignore[arg-type]
         self.turn()
 
+    @rule(size=st.integers(1, 12), slices=st.integers(1, 5))
+    def lend(self, size: int, slices: int) -> None:
+        lane = self.lanes.lend(size, slices)
+        if lane is None:
+            return
+        assert size <= TERMS.spread_bytes
+        assert slices <= TERMS.run_slices
+        assert not self.lanes.waiting
+        assert not any(self.lanes.on_probation(it) for it in range(len(DISTANCES)))
+        assert lane not in self.runs
+        assert lane not in self.lent
+        self.lent.append(lane)
+
+    @precondition(lambda self: self.lent)
+    @rule(fault=st.sampled_from([None, "lane", "late"]))
+    def give_back(self, fault: str | None) -> None:
+        size = 0 if fault else 5
+        self.arrived += size
+        self.lanes.give_back(self.lent.pop(), self.now_us, 1, size, fault)  # type: ignore[arg-type]
+        self.turn()
+
     def turn(self) -> None:
         """What the engine does after every event."""
         trusted = [not self.lanes.on_probation(lane) for lane in range(len(DISTANCES))]
-        idle = [lane for lane in range(len(DISTANCES)) if lane not in self.runs]
+        idle = [
+            lane
+            for lane in range(len(DISTANCES))
+            if lane not in self.runs and lane not in self.lent
+        ]
         started = self.lanes.assign(self.now_us)
         for run in started:
             assert run.lane in idle
@@ -80,14 +112,18 @@ class LanesAgainstAccount(RuleBasedStateMachine):
             self.runs[run.lane] = run
         self.take_ends()
         if self.lanes.waiting:  # nothing waits without a run whose end will take it up
-            assert self.runs
+            assert self.runs or self.lent
 
     def take_ends(self) -> None:
         for end in self.lanes.take_ends():
-            tries = self.open.pop((end.group, end.index))  # KeyError: it ended twice
+            tries = self.open.pop((end.group, end.slice))  # KeyError: it ended twice
             assert tries <= TERMS.tries
             if end.loss == "failed":
                 assert tries == TERMS.tries
+            if end.loss == "no lane":
+                assert not self.runs
+                assert not self.lent
+                assert all(self.lanes.on_probation(lane) for lane in range(len(DISTANCES)))
 
     @invariant()
     def ledgers_balance(self) -> None:
@@ -99,6 +135,8 @@ class LanesAgainstAccount(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened, every slice ends once the lanes answer."""
+        while self.lent:
+            self.give_back(None)
         for _ in range(1_000):
             if not self.runs:
                 break

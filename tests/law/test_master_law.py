@@ -1,10 +1,12 @@
 """Master against a naive model that only believes what it was told.
 
-The model knows no allocator and no order of eviction: it holds the set that the events replay to,
-the leases and the tickets, and checks every answer against them.
+The model knows no allocator, no order of eviction and no plan of copies: it holds the replicas that
+the events replay to, the leases, pins and tickets, and checks every answer against them.
 """
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,12 +14,27 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.master import Master
-from moonserve.core.pool import Address, Exists, Found, Full, Mount, Terms, Ticket
+from moonserve.core.owner import Catalogue
+from moonserve.core.pool import (
+    Address,
+    Exists,
+    Found,
+    Full,
+    Mount,
+    OverQuota,
+    PutOptions,
+    Terms,
+    Ticket,
+)
 from moonserve.core.segments import aligned
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
-TERMS = Terms(lease_ttl_us=40, put_ttl_us=30, segment_ttl_us=60)
-SEGMENTS = [SegmentId(name) for name in "abc"]
+QUOTA = 8 * 64
+TERMS = Terms(
+    lease_ttl_us=40, put_ttl_us=30, segment_ttl_us=60, high=0.9, low=0.6, quotas={"t": QUOTA}
+)
+NODES = {"a": ("x", "dram"), "b": ("y", "dram"), "c": ("z", "dram"), "d": ("x", "disk")}
+SEGMENTS = [SegmentId(name) for name in NODES]
 KEYS = [BlockKey(bytes([n]) * 32) for n in range(12)]
 LEASES = [LeaseId(name) for name in "xyz"]
 CAPACITY = 6 * 64
@@ -31,85 +48,147 @@ class MasterAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.now = 0
         self.master = Master(TERMS, first_id=1)
-        self.replayed: dict[BlockKey, SegmentId] = {}
+        self.lives = 1
+        self.replayed: set[tuple[SegmentId, BlockKey]] = set()
         self.epochs: dict[SegmentId, int] = {}
+        self.catalogues: dict[SegmentId, Catalogue] = {}
         self.tickets: dict[int, tuple[BlockKey, int, Ticket]] = {}
         self.spent: list[int] = []
+        self.pins: dict[int, bool] = {}
         self.leased: dict[LeaseId, dict[BlockKey, int]] = {}
         self.lease_ends: dict[LeaseId, int] = {}
         self.dead: dict[LeaseId, int] = {}
         self.objects: dict[BlockKey, Found] = {}
+        self.pinned: set[BlockKey] = set()
+        self.draining: set[SegmentId] = set()
 
-    def sync(self, may_lose: set[SegmentId] | None = None) -> None:
-        """Replay the events; leased objects may vanish only with the segments named."""
+    def sync(self, may_lose: Sequence[SegmentId] = (), may_remove: Sequence[BlockKey] = ()) -> None:
+        """Replay the events; what is held may go only with the segments and keys named."""
+        left: dict[BlockKey, list[SegmentId]] = {}
         for event in self.master.drain_events():
+            tier = NODES[event.segment][1]
+            assert (event.tier, event.epoch) == (tier, self.epochs[event.segment])
             if isinstance(event, BlocksStored):
-                assert not set(event.keys) & set(self.replayed)
-                self.replayed.update(dict.fromkeys(event.keys, event.segment))
+                new = {(event.segment, key) for key in event.keys}
+                assert not new & self.replayed
+                self.replayed |= new
                 continue
             if isinstance(event, BlocksCleared):
-                gone = [key for key, at in self.replayed.items() if at == event.segment]
+                gone = [key for at, key in self.replayed if at == event.segment]
             else:
                 gone = list(event.keys)
             for key in gone:
-                assert self.replayed.pop(key) == event.segment
-                version = self.objects.pop(key).version
-                held = any(it.get(key) == version for it in self.leased.values())
-                assert not held or event.segment in (may_lose or set())
-        for key in self.replayed:
+                self.replayed.remove((event.segment, key))
+                left.setdefault(key, []).append(event.segment)
+        for key, lost in left.items():
+            excused = key in may_remove or all(at in may_lose for at in lost)
+            assert excused or not self.is_leased(key)
+            assert excused or key not in self.pinned or set(lost) <= self.draining
+        there = {key for _, key in self.replayed}
+        for key in [key for key in self.objects if key not in there]:
+            del self.objects[key]
+            self.pinned.discard(key)
+            for held in self.leased.values():  # should it come back, the lease does not
+                held.pop(key, None)
+        for key in there:
             found = self.master.locate(key)
             assert found is not None
-            known = self.objects.setdefault(key, found)
-            assert known == found, "an object never changes in place"
+            old = self.objects.get(key)
+            if old is not None and old.version == found.version:
+                assert (old.size, old.checksum) == (found.size, found.checksum)
+            self.objects[key] = found
+
+    def is_leased(self, key: BlockKey) -> bool:
+        version = self.objects[key].version if key in self.objects else None
+        return any(held.get(key) == version for held in self.leased.values())
 
     def hold(self, lease: LeaseId | None, key: BlockKey) -> None:
         if lease is not None and lease not in self.dead:
             self.leased.setdefault(lease, {})[key] = self.objects[key].version
             self.lease_ends[lease] = self.now + TERMS.lease_ttl_us
 
+    def mount_of(self, name: SegmentId) -> Mount:
+        node, tier = NODES[name]
+        address = Address("h", 1, "", bytes(16))
+        return Mount(name, self.epochs[name], CAPACITY, address, node, tier)  # type: ignore[arg-type]
+
     @rule(name=segments, newer=st.booleans())
     def mount(self, name: SegmentId, newer: bool) -> None:
-        epoch = self.epochs.get(name, 1) + newer
-        lost = {name} if newer else set()
+        old = self.epochs.get(name)
+        fresh = newer or old is None
+        if fresh:
+            self.master.unmount(name, old or 0)  # told apart: the clearing is of the old epoch
+            self.sync([name])
+            self.epochs[name] = (old or 1) + 1
+            self.catalogues[name] = Catalogue()
+        if name not in self.master.addresses():
+            self.catalogues[name].restart()
+            self.draining.discard(name)
         assert self.master.mount(
-            self.now, Mount(name, epoch, CAPACITY, Address("h", 1, "", bytes(16)))
+            self.now, self.mount_of(name), list(self.catalogues[name].held.values())
         )
-        self.epochs[name] = epoch
-        self.sync(lost)
+        self.sync()
 
     @rule(name=segments)
     def unmount(self, name: SegmentId) -> None:
         self.master.unmount(name, self.epochs.get(name, 0))
-        self.sync({name})
+        self.sync([name])
 
-    @rule(name=segments)
-    def beat(self, name: SegmentId) -> None:
-        mounted = name in self.master.addresses()
-        orders = self.master.beat(self.now, name, self.epochs.get(name, 0))
-        assert (orders is not None) == mounted
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data(), done=st.booleans(), most=st.integers(0, 3))
+    def beat(self, data: st.DataObject, done: bool, most: int) -> None:
+        """Hear what changed, answer some copies."""
+        name = data.draw(st.sampled_from(sorted(self.epochs)))
+        catalogue = self.catalogues[name]
+        orders = self.master.beat(self.now, name, self.epochs[name], catalogue.seen)
+        assert (orders is not None) == (name in self.master.addresses())
+        if orders is None:
+            return
+        catalogue.apply(orders)
+        for copy in orders.copies[:most]:
+            found = self.objects.get(BlockKey(copy.held.key))
+            good = found is not None and found.version == copy.held.version
+            results = [(copy.held.id, done)]
+            (became,) = self.master.copied(self.now, name, self.epochs[name], results)
+            assert became == (done and good)
+            self.sync()
+            assert not became or (name, copy.held.key) in self.replayed
 
     @precondition(lambda self: self.master.addresses())
     @rule(
         data=st.data(),
         items=st.lists(st.tuples(keys, st.integers(1, 150)), min_size=1, max_size=4),
         lease=st.none() | leases,
+        replicas=st.integers(1, 3),
+        tenant=st.sampled_from(["", "t"]),
+        pin=st.integers(0, 9),
     )
     def put_start(
-        self, data: st.DataObject, items: list[tuple[BlockKey, int]], lease: LeaseId | None
+        self,
+        data: st.DataObject,
+        items: list[tuple[BlockKey, int]],
+        lease: LeaseId | None,
+        replicas: int,
+        tenant: str,
+        pin: int,
     ) -> None:
         owner = data.draw(st.sampled_from(sorted(self.master.addresses())))
         before = dict(self.objects)
-        outcomes = self.master.put_start(self.now, owner, items, lease)
+        options = PutOptions(replicas, None, tenant, pin == 0)
+        outcomes = self.master.put_start(self.now, owner, items, lease, None, options)
         for (key, size), outcome in zip(items, outcomes, strict=True):
             match outcome:
                 case Exists():
                     assert key in before
-                    if lease is not None:
-                        self.hold(lease, key)
+                    self.hold(lease, key)
                 case Ticket():
                     assert outcome.id not in self.spent
+                    assert outcome.segment not in self.draining
                     self.spent.append(outcome.id)
                     self.tickets[outcome.id] = (key, size, outcome)
+                    self.pins[outcome.id] = options.pin
+                case OverQuota():
+                    assert tenant == "t"
                 case Full():
                     pass
         self.sync()
@@ -126,7 +205,9 @@ class MasterAgainstModel(RuleBasedStateMachine):
         assert not done or mine is not None
         self.sync()
         if done and mine is not None:
-            assert mine[0] in self.objects
+            assert self.objects[mine[0]].version == version
+            if version == ticket and self.pins[ticket]:
+                self.pinned.add(mine[0])
             self.hold(lease, mine[0])
 
     @precondition(lambda self: self.spent)
@@ -137,14 +218,21 @@ class MasterAgainstModel(RuleBasedStateMachine):
         self.tickets.pop(ticket, None)
         self.sync()
 
-    @rule(wanted=st.lists(keys, max_size=5), lease=leases)
-    def find(self, wanted: list[BlockKey], lease: LeaseId) -> None:
-        found = self.master.find(self.now, wanted, lease)
+    @rule(wanted=st.lists(keys, max_size=5), lease=leases, reader=st.none() | segments)
+    def find(self, wanted: list[BlockKey], lease: LeaseId, reader: SegmentId | None) -> None:
+        found = self.master.find(self.now, wanted, lease, reader)
         run = [self.objects.get(key) for key in wanted]
-        expected = run[: run.index(None)] if None in run else run
-        assert found == expected
+        assert found == (run[: run.index(None)] if None in run else run)
         for it in found:
-            self.hold(lease, it.key)
+            self.hold(lease, BlockKey(it.key))
+
+    @rule(wanted=st.lists(keys, max_size=5), lease=leases)
+    def get(self, wanted: list[BlockKey], lease: LeaseId) -> None:
+        got = self.master.get(self.now, wanted, lease)
+        assert got == [self.objects.get(key) for key in wanted]
+        for it in got:
+            if it is not None:
+                self.hold(lease, BlockKey(it.key))
 
     @rule(lease=leases)
     def release(self, lease: LeaseId) -> None:
@@ -154,14 +242,45 @@ class MasterAgainstModel(RuleBasedStateMachine):
         self.dead[lease] = self.now
         self.sync()
 
-    @rule(key=keys, stale=st.booleans())
-    def discard(self, key: BlockKey, stale: bool) -> None:
+    @rule(key=keys, stale=st.booleans(), data=st.data())
+    def discard(self, key: BlockKey, stale: bool, data: st.DataObject) -> None:
         known = self.objects.get(key)
         if known is None:
             return
-        self.master.discard(key, known.version - stale)
-        assert (self.master.locate(key) is None) == (not stale)
-        self.sync(set(SEGMENTS))
+        at = data.draw(st.sampled_from(known.replicas)).segment
+        self.master.discard(key, known.version - stale, at)
+        assert ((at, key) in {(it.segment, key) for it in known.replicas}) or stale
+        self.sync([at])
+        assert stale == ((at, key) in self.replayed)
+
+    @rule(wanted=st.lists(keys, max_size=3, unique=True), force=st.booleans())
+    def remove(self, wanted: list[BlockKey], force: bool) -> None:
+        expected: list[Any] = []
+        for key in wanted:
+            known = self.objects.get(key)
+            if known is None:
+                expected.append(("missing", None))
+            elif self.is_leased(key) and not force:
+                expected.append(("leased", None))
+            else:
+                expected.append(("removed", known.version))
+        removals = self.master.remove(self.now, wanted, force)
+        assert [(it.outcome, it.version) for it in removals] == expected
+        self.sync(may_remove=wanted)
+
+    @rule(key=keys, pinned=st.booleans())
+    def pin(self, key: BlockKey, pinned: bool) -> None:
+        assert self.master.pin([key], pinned) == [key in self.objects]
+        if key in self.objects:
+            (self.pinned.add if pinned else self.pinned.discard)(key)
+
+    @rule(name=segments)
+    def drain(self, name: SegmentId) -> None:
+        known = name in self.master.addresses()
+        if known:
+            self.draining.add(name)
+        assert self.master.drain(self.now, name) == known
+        self.sync()
 
     @rule(us=st.integers(1, 45))
     def time_passes(self, us: int) -> None:
@@ -171,21 +290,56 @@ class MasterAgainstModel(RuleBasedStateMachine):
             del self.leased[lease], self.lease_ends[lease]
         for lease in [it for it, at in self.dead.items() if at + TERMS.lease_ttl_us <= self.now]:
             del self.dead[lease]
-        self.sync(set(lost))
+        self.sync(lost)
+
+    @rule()
+    def restart(self) -> None:
+        """Another master; every owner has heard of everything, and mounts with what it holds."""
+        mounted = list(self.master.addresses())
+        for name in mounted:
+            orders = self.master.beat(self.now, name, self.epochs[name], self.catalogues[name].seen)
+            assert orders is not None
+            self.catalogues[name].apply(orders)
+        self.lives += 1
+        self.master = Master(TERMS, self.lives << 20, self.now + 1)
+        self.replayed.clear()
+        before, pinned = dict(self.objects), set(self.pinned)
+        for name in mounted:
+            self.catalogues[name].restart()
+            for page, held in enumerate(pages := self.catalogues[name].pages(2)):
+                last = page == len(pages) - 1
+                assert self.master.mount(self.now, self.mount_of(name), held, page, last)
+        self.tickets, self.leased, self.lease_ends, self.dead = {}, {}, {}, {}
+        self.draining = set()
+        self.now += 1
+        self.master.reap(self.now)
+        self.sync()
+        assert set(self.objects) == set(before)
+        for key, found in self.objects.items():
+            assert (found.version, found.checksum) == (before[key].version, before[key].checksum)
+            assert set(found.replicas) == set(before[key].replicas)
+        assert self.pinned == pinned
 
     @invariant()
     def finds_exactly_what_the_events_replay_to(self) -> None:
-        assert [k for k in KEYS if self.master.locate(k) is not None] == sorted(self.replayed)
+        there = {
+            (replica.segment, found.key)
+            for found in self.master.scan(b"", None, 100)
+            for replica in found.replicas
+        }
+        assert there == self.replayed
         stats = self.master.stats()
-        by_segment = {s.id: s.objects for s in stats.segments}
-        assert stats.objects == len(self.replayed) == sum(by_segment.values())
+        assert stats.objects == len({key for _, key in there})
+        assert sum(it.objects for it in stats.segments) == len(there)
 
     @invariant()
-    def evictable_is_exactly_what_no_lease_holds(self) -> None:
+    def evictable_is_exactly_what_nothing_holds(self) -> None:
         free = dict.fromkeys(self.master.addresses(), 0)
         for key, it in self.objects.items():
-            if not any(held.get(key) == it.version for held in self.leased.values()):
-                free[it.replicas[0].segment] += aligned(it.size)
+            copied = self.master._copies.coming(key)
+            if not self.is_leased(key) and key not in self.pinned and not copied:
+                for replica in it.replicas:
+                    free[replica.segment] += aligned(it.size)
         assert {s.id: s.evictable_bytes for s in self.master.stats().segments} == free
 
     @invariant()
@@ -195,29 +349,35 @@ class MasterAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def no_two_live_extents_overlap(self) -> None:
-        extents = [(it.replicas[0], it.size) for it in self.objects.values()]
-        for number in self.tickets:
-            _, size, ticket = self.tickets[number]
+        spans = {name: list[tuple[int, int]]() for name in SEGMENTS}
+        for it in self.objects.values():
+            for replica in it.replicas:
+                spans[replica.segment].append((replica.offset, it.size))
+        for number, (_, size, ticket) in self.tickets.items():
             if number in self.master._puts:  # the model does not track which were reaped
-                extents.append((ticket, size))
-        for name in SEGMENTS:
-            spans = sorted((at.offset, size) for at, size in extents if at.segment == name)
-            for (start, size), (after, _) in itertools.pairwise(spans):
+                spans[ticket.segment].append((ticket.offset, size))
+        for task in self.master._copies._tasks.values():
+            spans[task.target.segment].append((task.target.offset, task.size))
+        used = {it.id: it.used_bytes for it in self.master.stats().segments}
+        for name, extents in spans.items():
+            extents.sort()
+            for (start, size), (after, _) in itertools.pairwise(extents):
                 assert start + size <= after
-            assert all(start + size <= CAPACITY for start, size in spans)
+            assert all(start + size <= CAPACITY for start, size in extents)
+            assert sum(aligned(size) for _, size in extents) == used.get(name, 0)
+        assert sum(self.master.stats().tenants.values()) == sum(used.values())
 
     def teardown(self) -> None:
-        """Once every lease and put ran out and every segment left, nothing is counted any more."""
+        """Once every lease, put and copy ran out and every segment left, nothing is counted."""
         for name, epoch in self.epochs.items():
             self.master.beat(self.now, name, epoch)
         self.master.reap(self.now + TERMS.lease_ttl_us)
         stats = self.master.stats()
         assert (stats.leases, stats.pending_puts) == (0, 0)
-        for segment in stats.segments:
-            assert segment.evictable_bytes == segment.used_bytes
-        self.master.reap(self.now + TERMS.segment_ttl_us)
+        self.master.reap(self.now + 3 * TERMS.segment_ttl_us)
         stats = self.master.stats()
-        assert (stats.objects, stats.segments) == (0, ())
+        assert (stats.objects, stats.segments, stats.pending_copies) == (0, (), 0)
+        assert stats.tenants == {}
 
 
 TestMaster = MasterAgainstModel.TestCase

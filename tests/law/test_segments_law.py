@@ -26,6 +26,16 @@ class ExtentsAgainstBitmap(RuleBasedStateMachine):
             self.taken[offset // ALIGN : offset // ALIGN + need] = [True] * need
             self.live[offset] = need
 
+    @rule(line=st.integers(0, LINES + 2), size=st.integers(1, 6 * ALIGN))
+    def reserve(self, line: int, size: int) -> None:
+        need = -(-size // ALIGN)
+        fits = line + need <= LINES and not any(self.taken[line : line + need])
+        assert self.extents.reserve(line * ALIGN, size) == fits
+        assert not self.extents.reserve(line * ALIGN + 1, size)
+        if fits:
+            self.taken[line : line + need] = [True] * need
+            self.live[line * ALIGN] = need
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:

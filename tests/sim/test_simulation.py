@@ -33,9 +33,9 @@ WHOLE = SMALL.chunk_tokens
 A800 = PROFILES["a800"].cost()
 
 
-def tuned(policy: str = "kvcache_centric", refuse: Any = "none") -> Tuning:
+def tuned(policy: str = "kvcache_centric", admission: Any = "none") -> Tuning:
     """A policy that works for GOAL."""
-    return Tuning(policy=policy, slo=GOAL, admission=refuse)
+    return Tuning(policy=policy, slo=GOAL, admission=admission)
 
 
 def ran(trace: Trace = CHAT, **changes: Any) -> Simulation:
@@ -348,7 +348,7 @@ def test_who_would_be_late_is_refused_before_any_work() -> None:
     """With refusal nobody who is served misses the TTFT goal, and no prefill is wasted."""
     rows = [(0, 10_000, 100, range(20 * k, 20 * k + 20)) for k in range(40)]
     burst = trace_of(*rows)
-    all_served, refused = (ran(burst, tuning=tuned(refuse=refuse)) for refuse in ("none", "ttft"))
+    all_served, refused = (ran(burst, tuning=tuned(admission=mode)) for mode in ("none", "ttft"))
     complete(all_served)
     balanced(refused)
     found = measure(refused, 0.0)

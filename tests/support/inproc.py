@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from moonserve.core.cost import Cost
 from moonserve.core.facts import Role
-from moonserve.core.units import SegmentId
+from moonserve.core.pool import Found
+from moonserve.core.units import Micros, SegmentId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.process import Gateway
@@ -37,6 +38,7 @@ class Site:
         self.http = http
         self.workers: dict[str, Worker] = {}
         self.members: dict[str, asyncio.Task[None]] = {}
+        self.stores: dict[str, StoreClient] = {}
         self._stack = stack
 
     @property
@@ -45,23 +47,34 @@ class Site:
         return f"http://127.0.0.1:{self.gateway.port}"
 
     async def add(
-        self, name: str, role: Role, cost: Cost | None = None, epoch: int = 0, blocks: int = 256
+        self,
+        name: str,
+        role: Role,
+        cost: Cost | None = None,
+        epoch: int = 0,
+        blocks: int = 256,
+        read_us: Micros = 0,
+        **more: Any,
     ) -> Worker:
-        """Start a worker and wait until it has joined."""
+        """Start a worker and wait until it has joined; `more` goes into its WorkerConfig.
+
+        read_us: how much longer its store takes to read a block.
+        """
         control = Control(self.http, self.url, TOKEN)
-        config = WorkerConfig(
-            name=name, role=role, model=DEFAULT_MODEL, engine="fake", token=TOKEN, block_size=BLOCK
-        )
+        common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK}
+        config = WorkerConfig(name=name, role=role, model=DEFAULT_MODEL, **{**common, **more})
         epoch = epoch or next(_epochs)
         settings = StoreSettings(
             segment=SegmentId(name), epoch=epoch, capacity_bytes=4 << 20, token=TOKEN.encode()
         )
         store = await StoreClient.open(control.store, settings)
         self._stack.push_async_callback(store.close)
+        self.stores[name] = store
         store.start_beats()
         engine = FakeEngine(
-            block_size=BLOCK, num_blocks=blocks, max_len=4096, cost=cost or fake_cost()
+            block_size=BLOCK, num_blocks=blocks, max_len=8192, cost=cost or fake_cost()
         )
+        store.read = _slowed(store.read, read_us)  # type: ignore[method-assign]
         worker = await Worker.start(config, engine, store, model=DEFAULT_MODEL, epoch=epoch)
         self._stack.push_async_callback(worker.stop, 0)
         joined = asyncio.Event()
@@ -76,6 +89,20 @@ class Site:
         self.workers[name] = worker
         self.members[name] = task
         return worker
+
+    def busy_decode(self) -> list[str]:
+        """Decode workers that run something."""
+        busy = [name for name, worker in self.workers.items() if worker.runner.ledger().running]
+        return [name for name in busy if self.workers[name].info.role == "decode"]
+
+    async def lose(self, name: str) -> None:
+        """The worker is gone with its segment, as after a kill: it ends no stream and says no
+        goodbye.
+        """
+        self.members.pop(name).cancel()
+        worker = self.workers.pop(name)
+        await self.stores.pop(name).close()
+        await worker.stop(0)
 
     async def tokens(self, prompt: list[int], count: int, **headers: str) -> list[int]:
         """Token ids of a streamed completion; raises AssertionError on an error event."""
@@ -107,7 +134,7 @@ class Site:
 
     def reference(self, prompt: list[int], count: int) -> list[int]:
         """What one engine alone generates."""
-        engine = FakeEngine(block_size=BLOCK, num_blocks=256, max_len=4096)
+        engine = FakeEngine(block_size=BLOCK, num_blocks=512, max_len=8192)
         return list(engine.reference(prompt, count))
 
     async def settle(self) -> None:
@@ -119,7 +146,7 @@ class Site:
     def ledgers(self) -> dict[str, int]:
         """Promises, leases, puts and what every worker holds."""
         promised = self.gateway.conductor.core.promised()
-        stats = self.gateway.store.master.stats()
+        stats = self.gateway.pool.service.master.stats()
         ledger = {
             "requests": promised.requests,
             "prefills": promised.prefills,
@@ -129,8 +156,16 @@ class Site:
         }
         for name, worker in self.workers.items():
             own = worker.runner.ledger()
-            ledger[name] = own.running + own.waiting + own.streams + own.blocks_used
+            ledger[name] = own.running + own.waiting + own.streams + own.blocks_used + own.ahead
         return ledger
+
+
+def _slowed(read: Any, us: Micros) -> Any:
+    async def slow(found: Sequence[Found], into: Sequence[memoryview]) -> int:
+        await asyncio.sleep(us * len(found) / 1e6)
+        return int(await read(found, into))
+
+    return slow
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from moonserve.core.pool import Found
-from moonserve.core.units import BlockKey, LeaseId
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
 
 class DictStore:
@@ -18,6 +18,8 @@ class DictStore:
         self.lost = lost
         self.delay_s = 0.0
         self.puts = 0
+        self.near: list[SegmentId | None] = []
+        """Where each put should have gone."""
         self.reads = 0
 
     async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
@@ -45,7 +47,9 @@ class DictStore:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None = None,
+        near: SegmentId | None = None,
     ) -> int:
+        self.near.append(near)
         await asyncio.sleep(self.delay_s)
         for key, view in items:
             self.data.setdefault(key, bytes(view))

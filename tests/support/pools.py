@@ -132,7 +132,7 @@ class Pool:
         """Flip the last bit of a stored object."""
         found = self.service.master.locate(name)
         assert found is not None
-        self.writer._region.view[found.replicas[0].offset + found.size - 1] ^= 1
+        self.writer.owners[0].region.view[found.replicas[0].offset + found.size - 1] ^= 1
 
     async def lose(self, name: BlockKey) -> None:
         """Let an object vanish, leased or not."""
@@ -164,6 +164,7 @@ class MooncakePool:
         self.kind = "mooncake"
         self.index = PrefixIndex()
         self._reported = Reported(POOL)
+        self._now_us = 0
         with socket.socket() as trial:
             trial.bind(("127.0.0.1", 0))
             self._port = trial.getsockname()[1]
@@ -190,12 +191,13 @@ class MooncakePool:
                     await asyncio.sleep(0.1)
 
     async def _tell(self, events: Sequence[BlockEvent]) -> None:
-        """What the gateway does with it."""
+        """What the gateway does with it, if time goes by meanwhile."""
+        self._now_us += 10_000_000
         for event in events:
             if isinstance(event, BlocksStored):
-                replay(self.index, self._reported.stored(event.keys, event.parent))
+                replay(self.index, self._reported.stored(self._now_us, event.keys, event.parent))
             elif isinstance(event, BlocksRemoved):
-                replay(self.index, self._reported.removed(event.keys))
+                replay(self.index, self._reported.removed(self._now_us, event.keys))
 
     async def empty(self) -> None:
         """Remove everything, leased or not, and what is known of it."""
@@ -225,7 +227,7 @@ class MooncakePool:
         """See Pool. Mooncake's objects do not change, so a wrong one takes its place."""
         found = await self.writer.find([name], LEASE)
         size = found[0].size + 8
-        async with self.writer._lane() as lane:
+        async with self.writer._lanes.take() as lane:
             _, (place,) = lane.places([size])
             assert self.writer.store.batch_get_into([name.hex()], [place], [size]) == [size]
             lane.memory[size - 9] ^= 1

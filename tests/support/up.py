@@ -140,6 +140,8 @@ def children_of(pid: int) -> list[int]:
 
 def _name(pid: int) -> str:
     argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    if argv[0].endswith("mooncake_master"):
+        return "mooncake"
     return argv[argv.index("--name") + 1] if "--name" in argv else "gateway"
 
 

@@ -149,6 +149,7 @@ class WorkerStore:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None = None,
+        near: SegmentId | None = None,
     ) -> int:
         shared, node = self._shared, self._node
         for key, view in items:

@@ -1,11 +1,13 @@
 """The command line: light, clear in error, and `ask` against a scripted gateway."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -63,6 +65,8 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
+        (["segment", "--name", "../x"], "error: name: must be 1 to 64 letters"),
+        (["worker", "--role", "both", "--name", ""], "error: name: must be 1 to 64 letters"),
     ],
 )
 def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: str) -> None:
@@ -363,3 +367,30 @@ def test_up_names_a_host_it_cannot_listen_on() -> None:
     result = run("up", "--host", "203.0.113.1", "--port", "0")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: host:")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full: nothing is ever full")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["trace", "synthesize", "-n", "9"],
+        ["trace", "synthesize", "-n", "9", "-o", "/dev/full"],
+        ["trace", "stats", "TRACE", "--json"],
+        ["simulate", "TRACE", "--json"],
+    ],
+)
+def test_a_full_disk_is_one_line_and_exit_code_1(argv: list[str], tmp_path: Path) -> None:
+    """No traceback, not even from the interpreter's own flush at its end."""
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [0]}\n')
+    words = [str(trace) if word == "TRACE" else word for word in argv]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "moonserve", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")

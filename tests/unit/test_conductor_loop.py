@@ -136,6 +136,7 @@ def test_a_served_request_has_a_record_with_both_times() -> None:
         assert isinstance(prefill, Prefill)
         record = loop.records[R]
         assert (record.outcome, record.attempts) == ("running", 1)
+        assert (loop.placed, loop.waited_us) == (1, prefill.decision.waited_us)
         loop.first_token(R, 4)
         loop.close(R, "length", 1_234)
         assert record.ttft_us is not None

@@ -23,7 +23,22 @@ def test_objectives_are_milliseconds(headers: dict[str, str], expected: Slo) -> 
 
 @pytest.mark.parametrize("name", [TTFT, TBT])
 @pytest.mark.parametrize(
-    "text", ["", "0", "0.0001", "-5", "+5", "nan", "inf", "1e3", "1_000", "5 s", "9" * 400, "²"]
+    "text",
+    [
+        "",
+        "0",
+        "0.0001",
+        "-5",
+        "+5",
+        "nan",
+        "inf",
+        "1e3",
+        "1_000",
+        "500, 900",
+        "5 s",
+        "9" * 400,
+        "²",
+    ],
 )
 def test_a_bad_objective_names_its_header_and_the_remedy(name: str, text: str) -> None:
     """No number of milliseconds above zero is a 400."""

@@ -505,3 +505,15 @@ def test_port_in_use_names_the_field() -> None:
             await serve(rig.app, "192.0.2.1", 0)
 
     run(use)
+
+
+def test_a_repeated_header_is_one_with_commas() -> None:
+    """RFC 9110, 5.3: so what takes one value sees that there are two, rather than the last."""
+
+    async def nothing() -> dict[str, object]:
+        raise AssertionError("no body is read")
+
+    headers = [(b"x-slo", b"5"), (b"accept", b"a"), (b"x-slo", b"9")]
+    scope = {"method": "GET", "path": "/", "query_string": b"", "headers": headers}
+    request = HttpRequest(scope, nothing, 0, 1.0)
+    assert request.headers == {"x-slo": "5, 9", "accept": "a"}

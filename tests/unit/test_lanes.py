@@ -33,6 +33,35 @@ def test_a_run_is_bounded_by_bytes_and_by_slices() -> None:
     assert sizes == [(0, 1), (2,), (3,), (4, 5, 6), (7,)]
 
 
+def test_a_large_group_is_spread_and_a_small_one_is_not() -> None:
+    """Lanes share a large group evenly; what one lane does as well is left to one."""
+    terms = LaneTerms(spread_bytes=4, run_bytes=100)
+    lanes = Lanes([0, 0, 0], terms)
+    lanes.submit(1, [1] * 24, FAR_OFF)
+    runs = lanes.assign(0)
+    assert [len(run.slices) for run in runs] == [8, 8, 8]
+    lanes = Lanes([0, 0, 0], terms)
+    lanes.submit(1, [1] * 4, FAR_OFF)
+    assert lanes.assign(0) == [Run(0, 1, (0, 1, 2, 3))]
+
+
+def test_a_lane_is_lent_only_while_nobody_waits_and_all_are_trusted() -> None:
+    """What skips the queue never overtakes it, and never takes the place of a trial."""
+    lanes = Lanes([1, 0], LaneTerms(failures=1, probation_us=100))
+    assert lanes.lend(8, 1) == 1
+    assert lanes.lend(8, 1) == 0
+    assert lanes.lend(8, 1) is None
+    lanes.submit(1, [1], FAR_OFF)
+    assert lanes.assign(0) == []
+    lanes.give_back(1, 0, 1, 8, None)
+    assert lanes.lend(8, 1) is None
+    assert lanes.assign(0) == [Run(1, 1, (0,))]
+    lanes.give_back(0, 0, 0, 0, "lane")
+    lanes.ended(1, 0, [True], None)
+    assert lanes.lend(8, 1) is None
+    assert lanes.counters(1).bytes == 9
+
+
 def test_groups_take_turns() -> None:
     """A long transfer does not hold up a short one that came after it."""
     lanes = Lanes([0], LaneTerms(run_slices=1))
@@ -54,7 +83,7 @@ def test_a_failed_slice_is_tried_elsewhere_up_to_the_bound() -> None:
         tried.append(runs[0].lane)
         runs = answer(lanes, runs[0], 0, "lane")
     assert tried == [0, 1, 2]
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(0, "failed")]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(0, "failed")]
     assert [lanes.counters(lane).retries for lane in range(3)] == [0, 1, 1]
     assert not any(lanes.on_probation(lane) for lane in range(3))
 
@@ -66,7 +95,7 @@ def test_what_arrived_before_the_lane_failed_is_not_sent_again() -> None:
     lanes.assign(0)
     lanes.ended(0, 0, [True, True, False], "lane")
     assert lanes.assign(0) == [Run(1, 1, (2,))]
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(0, None), (1, None)]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(0, None), (1, None)]
     assert lanes.counters(0).bytes == 11
 
 
@@ -127,7 +156,7 @@ def test_late_slices_end_and_blame_no_lane() -> None:
     lanes.submit(1, [1, 1], 50)
     (run,) = lanes.assign(49)
     assert lanes.assign(50) == []
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(1, "late")]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(1, "late")]
     assert answer(lanes, run, 50, "late") == []
-    assert [(end.index, end.loss) for end in lanes.take_ends()] == [(0, "late")]
+    assert [(end.slice, end.loss) for end in lanes.take_ends()] == [(0, "late")]
     assert not lanes.on_probation(0)

@@ -428,3 +428,15 @@ def test_what_came_lately_is_known_though_nobody_waited_since(leaves: bool, next
     urgent = arrived("b", Slo(ttft_us=44_000_000), length=390)  # must begin by 44 s
     c.step(39_000_001, [urgent, arrived("c", Slo(ttft_us=90_000_000), length=50)])
     assert prefills(c.step(40_000_000, [ended("z")])) == [(next_one, "p0")]
+
+
+def test_one_that_has_waited_fills_decode_further() -> None:
+    """Room is kept for a joiner's own gap, but not at the price of its TTFT objective."""
+    c = cluster("p0", "d0", slo=Slo(ttft_us=8_000_000, tbt_us=500), admission="none")
+    decode, number = c.view.instances[InstanceId("d0")], 0
+    while decode.tbt_us(41) <= 0.7 * 500:
+        decode.promise_decode(RequestId(f"x{number}"), 41)
+        number += 1
+    assert not c.step(1, [arrived("a")])
+    assert not c.step(2_000_000, [])
+    assert [type(action) for action in c.step(2_000_002, [])] == [Prefill]

@@ -195,6 +195,34 @@ def test_the_plan_beats_its_neighbours(chat: Trace) -> None:
         assert Trials(chat, setup, 0.99)(best.speed + 0.25).attainment < 0.99
     assert best.missed is not None
     assert best.missed.attainment < 0.99
+    for split in others:
+        assert (split.speed is None) == (split.not_above is not None)
+
+
+def test_what_binds_is_what_one_more_of_helps() -> None:
+    """Late binding holds back before prefill what decode has no room for: TTFT misses, and decode
+    binds; with short answers and long prompts prefill does."""
+    tuning = Tuning(policy="late_binding", slo=GOAL, admission="none")
+    setup = msgspec.structs.replace(SETUP, tuning=tuning)
+    chatty = rows(300, 0.3, output=900)
+    best, *others = plan(chatty, setup, 3, tolerance=0.1)
+    assert {split.binds for split in (best, *others)} == {"decode"}
+    assert best.missed is not None
+    assert best.missed.attainment_ttft < best.missed.attainment_tbt
+    reading = Trace(
+        "r",
+        512,
+        [Row(i * 1_000_000, 20_480, 2, tuple(range(i * 40, i * 40 + 40))) for i in range(80)],
+    )
+    assert {split.binds for split in plan(reading, setup, 3, tolerance=0.1)} == {"prefill"}
+    assert plan(rows(1, 1.0), setup, 2)[0].binds == "nothing"
+
+
+def test_a_request_too_long_for_its_objective_binds_neither() -> None:
+    """No instance more makes one prefill shorter."""
+    goal = Slo(1_000, None)
+    setup = msgspec.structs.replace(SETUP, goal=goal, tuning=Tuning(slo=goal, admission="none"))
+    assert plan(rows(3, 1.0), setup, 2)[0].binds == "neither"
 
 
 @pytest.mark.parametrize(
@@ -227,5 +255,13 @@ def test_the_program_plans(chat: Trace, tmp_path: Path) -> None:
     assert best["prefill"] + best["decode"] == 3
     span_s = (chat.rows[-1].at_us - chat.rows[0].at_us) / 1e6
     assert found["requests_per_s"] == pytest.approx(best["speed"] * 300 / span_s, rel=1e-3)
-    said = CliRunner().invoke(cli, argv).stdout
+    piped = CliRunner().invoke(cli, argv)
+    said = piped.stdout
+    missed = best["missed"]
+    share = int(missed["attainment"] * 10_000 + 1e-6) / 100
+    assert f"{share:.2f}% meet both objectives (" in said
+    worse = [split for split in found["splits"] if split["speed"] is None]
+    assert worse
+    for split in worse:
+        assert f"not above {split['not_above']:.2f}x" in piped.stderr
     assert f"{best['prefill']} prefill + {best['decode']} decode" in said

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from moonserve.cli import cli
-from moonserve.cli.mirror import _value
+from moonserve.cli import cli, mirror
+from moonserve.cli.mirror import Watch, _value
 from moonserve.cli.replay import prompt_of, summary
+from moonserve.core.errors import BadRequest
 from moonserve.core.profiles import PROFILES, Profile
 from moonserve.live.replay import Answered, Due, replay
 from moonserve.sim.cluster import Simulation
@@ -123,6 +124,19 @@ def test_refusals_and_failures_are_counted_apart() -> None:
     assert all(one.error for one in got[:5])
 
 
+def test_what_fails_all_ends_the_replay_at_once() -> None:
+    """A model or a path that is not there is told by the first answer; the rest is not sent."""
+    seen = []
+
+    async def nope(number: int, writer: asyncio.StreamWriter) -> None:
+        seen.append(number)
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 12\r\n\r\nno model nope")
+
+    with pytest.raises(BadRequest, match="the gateway answers 404 no model"):
+        sent(nope, 50, bound=1)
+    assert len(seen) <= 2
+
+
 def test_the_loop_is_open_and_its_bound_shows_as_lateness() -> None:
     """Requests do not wait for answers; at the bound they do, and the wait is in their times."""
     arrived = asyncio.Event()
@@ -220,3 +234,73 @@ def test_a_metric_is_read_from_a_page() -> None:
     """All samples of one name are added; names that only begin alike are others."""
     page = 'a_sum{engine="0"} 1.5\na_sum_more 9\na_sum 2\n# a_sum 7\n'
     assert _value(page, "a_sum") == 3.5
+
+
+class Gateway:
+    """Says what a cluster of one prefill and one decode instance says, before and after a run."""
+
+    def __init__(self, url: str) -> None:
+        """The mirror makes one for each instance, by its URL."""
+
+    after = False
+
+    def get(self, path: str) -> object:
+        """The API's views."""
+        cost = {"pass_us": [200.0, 10, 0, 0, 200, 100, 0], "load_us": [500.0, 1e-3]}
+        one = {"url": "", "kv_blocks": 64, "block_bytes": 256, "block_size": 32, "max_seqs": 8}
+        one |= {"chunk_tokens": 512, "cost": cost}
+        if path == "/api/instances":
+            return [{"id": "p0", "role": "prefill", **one}, {"id": "d0", "role": "decode", **one}]
+        waits = {"placed": 4, "waited_us": 8_000_000} if Gateway.after else {}
+        return {"store": {"segments": []}, "tuning": {}, "placed": 0, "waited_us": 0} | waits
+
+    def text(self, path: str) -> str:
+        """The worker's metrics: four first tokens of 0.5 s each, hand-overs of 10 ms."""
+        if not Gateway.after:
+            return ""
+        pairs = (
+            ("vllm:time_to_first_token_seconds", 2.0),
+            ("moonserve:kv_hand_over_seconds", 0.04),
+        )
+        return "".join(f"{name}_sum {total}\n{name}_count 4\n" for name, total in pairs)
+
+
+def fitted(
+    monkeypatch: pytest.MonkeyPatch, ttft_us: int, count: int = 4, late_us: int = 0
+) -> Watch:
+    """A profile from answers that all came so late."""
+    monkeypatch.setattr(mirror, "Client", Gateway)
+    monkeypatch.setattr(Gateway, "after", False)
+    watch = Watch(Gateway(""), 32)  # type: ignore[arg-type]
+    monkeypatch.setattr(Gateway, "after", True)
+    answer = Answered("r", late_us, "completed", "", [ttft_us + late_us])
+    watch.end("t", [answer] * count)
+    return watch
+
+
+def test_a_wait_at_the_conductor_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is what clients waited beyond the workers' TTFT and the wait before it, which the
+    simulated Conductor has again."""
+    watch = fitted(monkeypatch, 2_530_000)
+    assert watch.profile.call_us == pytest.approx(30_000)
+    assert watch.profile.hand_over_us == pytest.approx(10_000)
+    assert watch.doubts == []
+
+
+@pytest.mark.parametrize(
+    ("ttft_us", "count", "late_us", "told"),
+    [
+        (5_000_000, 4, 0, "short of CPUs"),
+        (2_530_000, 3, 0, "requests of others were served meanwhile (1)"),
+        (2_530_000, 4, 1_000_000, "this client was overloaded"),
+        (2_000_000, 4, 0, "call_us is set to 0"),
+    ],
+)
+def test_a_profile_of_the_run_more_than_of_the_cluster_is_doubted(
+    monkeypatch: pytest.MonkeyPatch, ttft_us: int, count: int, late_us: int, told: str
+) -> None:
+    """Each sign of it is one warning."""
+    watch = fitted(monkeypatch, ttft_us, count, late_us)
+    [doubt] = watch.doubts
+    assert told in doubt
+    assert watch.profile.call_us >= 0

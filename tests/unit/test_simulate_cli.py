@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from moonserve import __version__
 from moonserve.cli import cli
 from moonserve.core.policies import POLICIES
 from moonserve.core.profiles import PROFILES
+from moonserve.sim.metrics import percent
 from moonserve.sim.synthesize import synthesize
 from moonserve.sim.trace import write_trace
 
@@ -250,6 +252,104 @@ def test_what_was_simulated_says_what_is_off(path: Path) -> None:
     assert "h800 (not validated), " in table
     assert "slow d001 x3 at 20 s, kill p000 at 9 s" in table
     assert "not validated" not in run(path).stdout
+
+
+def test_json_says_how_to_repeat_it(path: Path, tmp_path: Path) -> None:
+    """`setup` has every option; run with these, the same trace gives the same digest."""
+    import msgspec
+
+    mine = tmp_path / "mine.json"
+    mine.write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(PROFILES["h800"], name="mine", call_us=5_000))
+    )
+    argv = ("--policy", "random", "--seed", "4", "--speed", "3", "--limit", "30", "--racks", "2")
+    found = figures(path, *argv, "--profile", mine, "--fault", "kill:p000@3", "--no-overlap")
+    setup = found["setup"]
+    assert isinstance(setup, dict)
+    assert (setup["trace"], setup["trace_rows"], setup["moonserve"]) == ("chat", 30, __version__)
+    assert figures(path)["setup"]["trace_digest"] != setup["trace_digest"]  # type: ignore[index]
+    mine.write_bytes(msgspec.json.encode(setup["profile"]))
+    units = {"ttft_slo_s": "ttft_slo", "tbt_slo_ms": "tbt_slo", "profile": ""}
+    again: list[str | Path] = ["--profile", mine]
+    for name, value in setup.items():
+        option = "--" + units.get(name, name).replace("_", "-")
+        if name in ("moonserve", "profile") or name.startswith("trace") or value in (None, False):
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            again += [option] if one is True else [option, str(one)]
+    assert figures(path, *again)["digest"] == found["digest"]
+
+
+def test_the_table_names_what_is_not_usual(path: Path) -> None:
+    """Options that no figure and no title shows stand in the second line."""
+    usual = run(path).stdout.splitlines()[1]
+    assert usual.endswith("admission none")
+    argv = ("--seed", "3", "--keep-output", "--chunk-tokens", "512", "--limit", "9")
+    line = run(path, *argv).stdout.splitlines()[1]
+    assert line == f"{usual}, keep-output, chunk-tokens 512, seed 3, limit 9"
+
+
+def test_losses_are_counted_by_reason(path: Path, tmp_path: Path) -> None:
+    """Refusals and failures of like reasons make one line, with the first of them."""
+    small = tmp_path / "small.json"
+    import msgspec
+
+    profile = msgspec.structs.replace(PROFILES["a800"], name="small", kv_tokens=4_096)
+    small.write_bytes(msgspec.json.encode(profile))
+    found = figures(path, "--profile", small)
+    lost = found["lost"]
+    assert isinstance(lost, list)
+    by_outcome = {"refused": 0, "failed": 0}
+    for group in lost:
+        by_outcome[group["outcome"]] += group["count"]
+    assert by_outcome == {"refused": found["rejected"], "failed": found["failed"]}
+    assert by_outcome["refused"] > 1
+    [refused] = [group for group in lost if group["outcome"] == "refused"]
+    assert refused["reason"] == "kv_memory"
+    said = f"{refused['count']} refused as {refused['first']}: {refused['why']}"
+    assert said in run(path, "--profile", small).stdout
+
+
+def test_not_all_is_never_100_percent() -> None:
+    """Shares that people read are rounded down."""
+    assert [percent(x) for x in (1.0, 0.99996, 0.57, 0.29, 0.0)] == [
+        *("100.0%", "99.9%", "57.0%", "29.0%", "0.0%")
+    ]
+    assert percent(0.98996, 2) == "98.99%"
+
+
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        (("--policy", "late_binding", "--threshold", "2"), "--threshold"),
+        (("--mixed", "2", "--no-overlap"), "--no-overlap"),
+        (("--mixed", "2", "--keep-output"), "--keep-output"),
+        (("--mixed", "2", "--prefill-seqs", "2"), "--prefill-seqs"),
+        (("--cache-blocks", "infinite", "--eviction", "fifo"), "--eviction"),
+    ],
+)
+def test_options_that_change_nothing_are_told(
+    path: Path, argv: tuple[str, ...], option: str
+) -> None:
+    """A line of warning, for each that another option makes idle; none for what works."""
+    assert run(path, *argv).stderr.startswith(f"warning: {option} changes nothing: ")
+    assert "warning" not in run(path, "--threshold", "2", "--no-overlap").stderr
+
+
+def test_no_output_is_written_over_another_file_of_the_run(path: Path, tmp_path: Path) -> None:
+    """Neither the trace, by whatever name, nor another output; before anything runs."""
+    before = path.read_text()
+    link = tmp_path / "link.jsonl"
+    link.hardlink_to(path)
+    for option in ("--report", "--rows", "--cprofile"):
+        for name in (path, link):
+            done = run(path, option, name, code=2)
+            assert done.stderr == f"error: {option}: {name} is also TRACE; name another file\n"
+    both = ("--report", tmp_path / "x", "--rows", tmp_path / "." / "x")
+    assert "is also --report; name another file" in run(path, *both, code=2).stderr
+    assert "is also --rep" in run(path, "--report", "-", "--rows", "-", code=2).stderr
+    assert path.read_text() == before
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_mixed_cluster_is_nothing_else(path: Path) -> None:

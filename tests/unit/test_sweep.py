@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,10 @@ def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
         ({"trace": "t", "split": ["8+0"]}, "prefill and decode"),
         ({"trace": "t", "speed": ["fast"]}, "speed"),
         ({"trace": "t", "seed": []}, "seed"),
-        ({"trace": "t", "refuse": "all"}, "refuse"),
+        ({"trace": "t", "admission": "all"}, "admission"),
         ({"trace": "t", "profile": "b900"}, "profile"),
+        ({"trace": "t", "eviction": "best"}, "eviction"),
+        ({"trace": "t", "kvcache_balancing_threshold": "0"}, "kvcache_balancing_threshold"),
         ({"trace": "t", "cache_blocks": "-1"}, "cache_blocks"),
         ({"trace": "t", "cache_blocks": "lots"}, "cache_blocks"),
         ({"trace": "t", "ttft_slo_s": "-1"}, "ttft_slo_s"),
@@ -118,13 +120,68 @@ def test_rows_have_their_values_and_stable_names(trace: str, tmp_path: Path) -> 
     assert rows[0]["ttft_mean_s"] < rows[1]["ttft_mean_s"]
 
 
-def test_a_cell_that_fails_loses_no_other(trace: str) -> None:
-    """A cell whose trace cannot be read is a row with its error; the command ends with 1."""
-    done = run("--trace", f"none.jsonl,{trace}", "--split", "1+1", "--json")
+def test_a_cell_that_fails_loses_no_other(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell whose process dies is a row with its error; the command ends with 1."""
+
+    def one_dies(calls: list[Callable[[], object]], at_once: int) -> Iterator[tuple[int, object]]:
+        yield 0, Failed("its process ended with -9")
+        yield 1, calls[1]()
+
+    monkeypatch.setattr("moonserve.cli.jobs.run_jobs", one_dies)
+    done = run("--trace", trace, "--split", "1+1", "--seed", "0,1", "--json")
     failed, good = json.loads(done.stdout)
     assert done.exit_code == 1
-    assert "none.jsonl" in failed["error"]
+    assert failed["error"] == "its process ended with -9"
     assert good["completed"] == 40
+    table = run("--trace", trace, "--split", "1+1", "--set", "cache_blocks=infinite,9").stdout
+    assert table.splitlines()[1].split() == ["infinite", "its", "process", "ended", "with", "-9"]
+
+
+def test_a_sweep_stopped_at_once_writes_nothing(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before the first cell is done: no file, no empty table, and how many were done."""
+
+    def stopped(calls: object, at_once: int) -> Iterator[tuple[int, object]]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("moonserve.cli.jobs.run_jobs", stopped)
+    out = tmp_path / "x.csv"
+    done = run("--trace", trace, "--seed", "1,2,3", "-o", out)
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "stopped, 0 of 3 done\n"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--trace", "TRACE,none.jsonl"), "error: none.jsonl: cannot be read: "),
+        (("--trace", "TRACE", "--speed", "1,0"), "error: speed: 0.0 must be above 0"),
+        (("--trace", "TRACE", "--speed", "1,1e-300"), "error: speed: 1e-300 is too slow"),
+        (("--trace", "TRACE", "--set", "eviction=lru,x"), "error: eviction: x is none of lru"),
+        (("--trace", "TRACE", "--set", "seed=1,x"), "error: seed: 'x' is not a whole number"),
+        (
+            ("--trace", "TRACE", "--admission", "all"),
+            "error: admission: 'all' is not none or",
+        ),
+        (("--trace", "-"), "error: trace: "),
+        (("--trace", "TRACE", "-o", "TRACE.csv"), "error: --output: TRACE.csv is also trace "),
+    ],
+)
+def test_all_cells_are_looked_at_before_the_first_runs(
+    trace: str, argv: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last cell's fault is told in one line, and nothing has run."""
+    monkeypatch.chdir(tmp_path)
+    Path("TRACE").write_text(Path(trace).read_text())
+    Path("TRACE.csv").hardlink_to("TRACE")
+    monkeypatch.setattr("moonserve.cli.jobs.run_jobs", None)
+    done = run(*argv)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(told)
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_process_that_dies_takes_no_other_with_it() -> None:

@@ -65,16 +65,18 @@ def test_azure_csv_is_read(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "why"),
     [
-        (GOOD + "{", "2: row", "one JSON object"),
-        (GOOD + GOOD.replace("5", '"5"'), "2: timestamp", "Expected `int | float`, got `str`"),
-        (GOOD.replace('"hash_ids": [0, 1]', '"ids": 0'), "1: hash_ids", "missing required field"),
-        (GOOD.replace("600", "6.5"), "1: input_length", "Expected `int`, got `float`"),
+        (GOOD + "{", "2: row", "is no JSON; write one object"),
+        (GOOD + "[]", "2: row", "is no JSON object; write one"),
+        (GOOD + GOOD.replace("5", '"5"'), "2: timestamp", "is not a number of milliseconds"),
+        (GOOD.replace('"hash_ids": [0, 1]', '"ids": 0'), "1: hash_ids", "is missing; it is a list"),
+        (GOOD.replace("[0, 1]", '[0, "1"]'), "1: hash_ids", "is not a list of whole numbers"),
+        (GOOD.replace("600", "6.5"), "1: input_length", "is not a whole number of tokens"),
         (GOOD + GOOD.replace("5", "4.5"), "2: timestamp", "goes back by 0.5 ms; sort"),
         (GOOD.replace("5", "-5"), "1: timestamp", "must not be negative"),
         (GOOD.replace("5", "-1e308"), "1: timestamp", "must not be negative"),
         (GOOD + GOOD.replace("5", "1e308"), "2: timestamp", "is too large to be a time in ms"),
         (GOOD.replace("5", "1" + "0" * 15), "1: timestamp", "is too large to be a time in ms"),
-        (GOOD.replace("5", "1e400"), "1: timestamp", "one JSON object"),
+        (GOOD.replace("5", "1e400"), "1: timestamp", "is not a number of milliseconds"),
         (SIMPLE + "1e15,1,1,1", "2: timestamp_ms", "is too large to be a time in ms"),
         (SIMPLE + "inf,1,1,1", "2: timestamp_ms", "is not a time"),
         (GOOD.replace("600", "0"), "1: input_length", "0 must be between 1 and"),
@@ -244,6 +246,34 @@ def test_validate_ends_with_one_on_faults(path: Path) -> None:
     path.write_text(GOOD + "{}\n")
     done = run("validate", path)
     assert (done.exit_code, "t.jsonl:2: timestamp: " in done.stdout) == (1, True)
+
+
+def test_a_trace_without_requests_says_so(path: Path) -> None:
+    """A header alone is a fault with a reason, in text and in JSON."""
+    path.write_text(SIMPLE)
+    done = run("validate", path)
+    assert done.exit_code == 1
+    assert "no requests in this file" in done.stdout
+    [fault] = json.loads(run("validate", path, "--json").stdout)["faults"]
+    assert fault["message"] == "no requests in this file"
+
+
+def test_a_trace_is_not_written_over_itself(path: Path) -> None:
+    """Neither head nor scale; what was there stays."""
+    path.write_text(GOOD * 3)
+    for argv in (("head", path, "-n", "1"), ("scale", path, "--speed", "2")):
+        done = run(*argv, "-o", path)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr == f"error: --output: {path} is also FILE; name another file\n"
+    assert path.read_text() == GOOD * 3
+
+
+def test_capacities_need_a_policy(path: Path) -> None:
+    """Alone they would say nothing."""
+    path.write_text(GOOD)
+    done = run("stats", path, "--capacity", "10")
+    assert (done.exit_code, "--capacity" in done.stderr) == (2, True)
+    assert run("stats", path, "--capacity", "10", "--policy", "lru").exit_code == 0
 
 
 def test_faults_are_one_line(path: Path) -> None:

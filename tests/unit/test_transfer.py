@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path as File
 
 import pytest
 
@@ -15,8 +15,10 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.pool import Address
 from moonserve.live.transfer import frames, region
 from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.transfer.ports import Path
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer
+from moonserve.live.transfer.tcp import TcpTransport
 
 TOKEN = b"secret"
 SIZE = 1 << 20
@@ -169,15 +171,15 @@ def test_out_of_threads_turns_one_peer_away(
 @pytest.mark.parametrize("frame", [b"\x07\x01\x00", b"\x01\x00\x00", b"\x01\xff\xff"])
 def test_a_malformed_frame_ends_the_connection(server: TransferServer, frame: bytes) -> None:
     """Unknown operations and counts out of bounds are never answered."""
-    transfer = Transfer(TOKEN, shared_memory=False)
-    address = server.address("127.0.0.1")
-    assert transfer.read(address, [Slice(0, memoryview(bytearray(8)))], soon()) == [True]
-    sock = transfer._take(address)
-    assert sock is not None
-    sock.sendall(frame)
-    sock.settimeout(5)
-    assert sock.recv(1) == b""
-    sock.close()
+    link = TcpTransport(TOKEN).open(Path("tcp", server.address("127.0.0.1")))
+    done = [False]
+    link.run("read", [Slice(0, memoryview(bytearray(8)))], soon(), done)
+    assert done == [True]
+    assert link._sock is not None
+    link._sock.sendall(frame.ljust(frames.LEAST, b"\0"))
+    link._sock.settimeout(5)
+    assert link._sock.recv(1) == b""
+    link.close()
 
 
 def test_no_room_is_said_with_its_remedy() -> None:
@@ -207,7 +209,7 @@ def test_only_dead_owners_regions_are_removed(memory: Region) -> None:
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    path = Path(owner.stdout.readline().strip())
+    path = File(owner.stdout.readline().strip())
     region.clean_stale()
     assert path.exists()
     owner.kill()
@@ -230,3 +232,49 @@ def test_forgetting_an_address_keeps_copies_in_flight_safe(
     assert not transfer.is_near(address)
     assert transfer.read(address, [Slice(4, memoryview(got))], soon()) == [True]
     assert bytes(got) == bytes(memory.view[4:8])
+
+
+def test_nothing_is_written_past_the_deadline(memory: Region, server: TransferServer) -> None:
+    """A put that waited too long for a thread: its extent may be another's, in memory too."""
+    transfer = Transfer(TOKEN)
+    transfer.adopt(memory)
+    address = server.address("127.0.0.1")
+    assert transfer.write(address, [Slice(0, memoryview(b"first"))], soon()) == [True]
+    assert transfer.write(address, [Slice(0, memoryview(b"later"))], soon(-0.001)) == [False]
+    assert bytes(memory.view[:5]) == b"first"
+    into = bytearray(5)  # reading late does no harm: the caller waits
+    assert transfer.read(address, [Slice(0, memoryview(into))], soon(-0.001)) == [True]
+    transfer.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "a..b"])
+def test_a_host_that_is_no_name_is_a_lost_peer(host: str) -> None:
+    """An owner that advertises nonsense costs its readers a miss, not an error."""
+    transfer = Transfer(TOKEN)
+    address = Address(host, 80, "", b"i" * 16)
+    assert transfer.read(address, [Slice(0, memoryview(bytearray(5)))], soon()) == [False]
+    transfer.close()
+
+
+def test_two_threads_that_meet_a_segment_first_register_it_once(
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the second would cut off what the first has begun to read."""
+    transfer = Transfer(TOKEN, shared_memory=False)
+    register, met = transfer.engine.register, []
+
+    def slow(location: str, paths: list[Path]) -> None:
+        met.append(location)
+        time.sleep(0.1)
+        register(location, paths)
+
+    monkeypatch.setattr(transfer.engine, "register", slow)
+    slices = [Slice(0, memoryview(bytearray(5)))]
+    args = (server.address("127.0.0.1"), slices, soon())
+    threads = [threading.Thread(target=transfer.read, args=args) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    transfer.close()
+    assert len(met) == 1

@@ -62,19 +62,21 @@ def test_priority_goes_first_and_is_deferred_last() -> None:
 
 
 def test_large_prompts_are_deferred_when_more_comes_than_can_be_done() -> None:
-    """The load of the window, not only who waits now, says what is too large."""
+    """The load of the window says what is too large, once more waits than patience lasts for."""
     urgent, small = waiter("urgent", 1.6, 119, goal_s=1.7), waiter("small", 0.5, 119)
-    for large_s, first in ((0.1, "urgent"), (1.5, "small")):
+    for large_s, stay, first in ((0.1, 21, "urgent"), (1.5, 0, "urgent"), (1.5, 21, "small")):
         room = WaitingRoom()
         for at_s in range(119):  # beside the large ones 0.3 s of work a second
-            for name, work_s in ((f"s{at_s}", 0.3), (f"l{at_s}", large_s)):
-                room.add(waiter(name, work_s, at_s))
-                room.remove(RequestId(name))
+            room.add(waiter(f"s{at_s}", 0.3, at_s))
+            room.add(waiter(f"l{at_s}", large_s, at_s))
+            room.remove(RequestId(f"s{at_s}"))
+            if at_s < 119 - stay:
+                room.remove(RequestId(f"l{at_s}"))
         room.add(urgent)
         room.add(small)
         found = room.next(119 * S, [119 * S])
         assert found is not None
-        assert found.request == first, large_s
+        assert found.request == first, (large_s, stay)
 
 
 def test_without_an_objective_patience_orders() -> None:

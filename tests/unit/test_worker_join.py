@@ -252,13 +252,13 @@ def test_the_whole_process() -> None:
                 pass  # still publishing
         usage = msgspec.json.decode(reply.body)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 96
-        assert gateway.master.lookup()["objects"] == 3
+        assert gateway.master.master.stats().objects == 3
         name = gateway.master.master.addresses()[SegmentId("p0")].region
         assert _is_there(name)
         os.kill(os.getpid(), signal.SIGTERM)
         await task
         await gateway.hears("leave")
-        assert gateway.master.lookup()["segments"] == []
+        assert gateway.master.master.stats().segments == ()
         assert not _is_there(name)
         assert lines[-1] == "stopped"
         await gateway.stop()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moonserve.core.request import Stopping
-from moonserve.core.units import LeaseId
+from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.worker.job import KVDeadlines
 from tests.support.kvstore import DictStore
@@ -258,7 +258,8 @@ def test_decode_stores_what_it_generates(decode_kv: Any, midway: int, at_end: in
         chain = decode.keys([*tokens, *answer[:-1]])[2:]  # the last token has no KV
         [first] = await prefill.tokens(job("x", tokens, new=1, send_kv=True))
         await prefill.idle()
-        stream = decode.runner.generate(job("x", tokens, 18, take_kv=True, first_token=first))
+        mine = job("x", tokens, 18, take_kv=True, first_token=first, near=SegmentId("p0"))
+        stream = decode.runner.generate(mine)
         got = []
         async for piece in stream:
             got.append(piece.token)
@@ -268,6 +269,7 @@ def test_decode_stores_what_it_generates(decode_kv: Any, midway: int, at_end: in
         assert got == answer
         await decode.idle()
         assert sum(key in store.data for key in chain) == at_end
+        assert store.near.count(SegmentId("p0")) == {"off": 0, "end": 1, 2: 2, 1: 4}[decode_kv]
         assert store.leases == []
         again = Bench(store)
         longer = (*tokens, *answer, *prompt(3, 5))

@@ -142,7 +142,7 @@ def test_store_errors_and_delays_cost_no_request() -> None:
         async def find(self, keys: Any, lease: Any) -> Any:
             raise TransferFailed("no")
 
-        async def put(self, items: Any, lease: Any, parent: Any) -> Any:
+        async def put(self, items: Any, lease: Any, parent: Any, near: Any) -> Any:
             raise ConnectionResetError("no")
 
         async def release(self, lease: Any) -> None:

@@ -6,6 +6,9 @@ Users never see a traceback for an operating error; anything else that escapes i
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from importlib import import_module
 
 import click
@@ -26,7 +29,12 @@ _COMMANDS = {
     "replay": "moonserve.cli.replay:replay",
     "gateway": "moonserve.cli.roles:gateway",
     "worker": "moonserve.cli.roles:worker",
+    "store": "moonserve.cli.store:store",
+    "segment": "moonserve.cli.store:segment",
 }
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Cli(click.Group):
@@ -75,5 +83,15 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the program."""
-    cli(prog_name="moonserve")
+    """Run the program. Where what it writes finds no room, that is one line and code 1."""
+    try:
+        try:
+            cli(prog_name="moonserve")
+        finally:
+            sys.stdout.flush()
+    except OSError as err:
+        if err.errno not in _NO_ROOM:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in it
+        click.echo(f"error: cannot write: {os.strerror(err.errno)}", err=True)
+        sys.exit(1)

@@ -5,18 +5,67 @@ For `moonserve simulate`, which prints them.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from string import Formatter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moonserve import __version__
+from moonserve.core.profiles import PROFILES
 
 if TYPE_CHECKING:
+    import click
+
     from moonserve.core.explain import Explanation
     from moonserve.sim.cluster import Simulation
     from moonserve.sim.metrics import Result
     from moonserve.sim.served import Served
+    from moonserve.sim.setup import Setup
+    from moonserve.sim.trace import Trace
 
 
-def titles(sim: Simulation, speed: float) -> tuple[str, str]:
-    """What was simulated: the trace, and the cluster."""
+_SAID = {
+    *("prefill", "decode", "mixed", "policy", "profile", "cache_blocks", "eviction", "pool"),
+    *("admission", "fault", "speed", "ttft_slo", "tbt_slo", "trace", "explain", "as_json"),
+    *("report", "rows", "cprofile"),
+}
+"""Options that the titles and the table say in words, and those that change nothing simulated."""
+
+
+def setup_of(read: Trace, setup: Setup, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a run came of, to repeat it: the trace as it was read, and the options' values."""
+    given = dict(options)
+    given["prefill"], given["decode"] = setup.prefill, setup.decode
+    given["cache_blocks"] = "infinite" if setup.cache_blocks is None else setup.cache_blocks
+    given["ttft_slo_s"], given["tbt_slo_ms"] = given.pop("ttft_slo"), given.pop("tbt_slo")
+    if setup.profile.name not in PROFILES:
+        given["profile"] = setup.profile
+    rows = hashlib.sha256(msgspec.msgpack.encode(read.rows))
+    return {
+        "moonserve": __version__,
+        "trace": read.name,
+        "trace_rows": len(read.rows),
+        "trace_digest": rows.hexdigest()[:16],
+        "block_size": read.block_size,
+        **given,
+    }
+
+
+def unusual(ctx: click.Context) -> list[str]:
+    """Options that differ from their defaults, of those that nothing else says."""
+    return [
+        param.opts[0].lstrip("-") + ("" if ctx.params[param.name] is True else f" {value}")
+        for param in ctx.command.params
+        if param.name is not None and param.name not in _SAID
+        for value in [ctx.params[param.name]]
+        if value not in (None, False, param.default)
+    ]
+
+
+def titles(sim: Simulation, speed: float, more: Sequence[str] = ()) -> tuple[str, str]:
+    """What was simulated: the trace, and the cluster; `more` is what differs from the usual."""
     setup = sim.setup
     nodes = f"{setup.prefill} prefill + {setup.decode} decode"
     nodes = f"{setup.mixed} mixed" if setup.mixed else nodes
@@ -34,6 +83,7 @@ def titles(sim: Simulation, speed: float) -> tuple[str, str]:
             f"at {it.at_us / 1e6:g} s"
             for it in setup.breakdowns
         ),
+        *more,
     ]
     return f"{sim.trace.name} at {speed:g}x", ", ".join(parts)
 
@@ -42,12 +92,16 @@ class Form(Formatter):
     """Shows what there is none of as a dash."""
 
     def format_field(self, value: object, spec: str) -> str:
-        """See Formatter."""
+        """See Formatter. Percent are rounded down."""
+        from moonserve.sim.metrics import percent
+
+        if isinstance(value, float) and spec.endswith("%"):
+            return percent(value, int(spec[1:-1]))
         return "-" if value is None else str(super().format_field(value, spec))
 
 
-def table(sim: Simulation, result: Result) -> str:
-    """The figures in lines that people read."""
+def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
+    """The figures in lines that people read, below what was simulated."""
     found = result.summary
     goal = sim.setup.goal
     assert goal.ttft_us is not None
@@ -57,6 +111,10 @@ def table(sim: Simulation, result: Result) -> str:
     lines = [
         "requests   {requests:,} in {span_s:,.0f} s: {completed:,} completed, "
         "{rejected:,} refused, {failed:,} failed",
+        *(
+            f"           {one.count:,} {one.outcome} as {one.first}: {_literal(one.why)}"
+            for one in result.lost
+        ),
         "TTFT       mean {ttft_mean_s:.2f} s, p50 {ttft_p50_s:.2f}, p90 {ttft_p90_s:.2f}, "
         f"p99 {{ttft_p99_s:.2f}}; goal {goal.ttft_us / 1e6:g} s met by {{attainment_ttft:.1%}}",
         "TBT        p50 {tbt_p50_ms:,.0f} ms, p90 {tbt_p90_ms:,.0f}, p99 {tbt_p99_ms:,.0f}; "
@@ -82,8 +140,12 @@ def table(sim: Simulation, result: Result) -> str:
     if sim.setup.tuning.admission == "none":
         lines = [line for line in lines if not line.startswith("refused")]
     form = Form()
-    above = "\n".join(titles(sim, found["speed"]))
-    return above + "\n\n" + "\n".join(form.vformat(line, (), found) for line in lines)
+    return "\n".join(above) + "\n\n" + "\n".join(form.vformat(line, (), found) for line in lines)
+
+
+def _literal(text: str) -> str:
+    """As it stands, in a form."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def explanation_of(served: Served) -> Explanation:

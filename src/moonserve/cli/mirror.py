@@ -8,7 +8,7 @@ one that the cluster measured of itself, or the clients of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +17,7 @@ from moonserve.cli.client import Client
 from moonserve.core.errors import ConfigError, EngineFailed
 from moonserve.core.policies import Tuning
 from moonserve.core.profiles import Profile
-from moonserve.core.units import Bytes, Tokens
+from moonserve.core.units import Bytes, Micros, Tokens
 
 if TYPE_CHECKING:
     from moonserve.live.replay import Answered
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _TTFT = "vllm:time_to_first_token_seconds"
 _HAND_OVER = "moonserve:kv_hand_over_seconds"
+_MUCH, _MUCH_US = 1 / 3, 20_000
+"""What a call and a hand-over may take of a TTFT, or at all, before that is worth a word."""
 _COMPARED = (
     "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "tbt_mean_ms", "tbt_p50_ms", "tbt_p90_ms",
     "gap_p50_ms", "hit_rate_tokens", "span_s",
@@ -63,6 +65,8 @@ class _Store(msgspec.Struct):
 class _Stats(msgspec.Struct):
     store: _Store
     tuning: Tuning
+    placed: int
+    waited_us: Micros
 
 
 class Watch:
@@ -71,7 +75,7 @@ class Watch:
     def __init__(self, client: Client, block_size: Tokens) -> None:
         """`block_size`: the trace's, which must be the cluster's. Raises ConfigError."""
         self._client = client
-        self._instances, _ = self._look()
+        self._instances, self._stats = self._look()
         roles = {it.role for it in self._instances}
         if roles not in ({"both"}, {"prefill", "decode"}):
             raise ConfigError("this cluster has no prefill or no decode instances", "url")
@@ -144,14 +148,17 @@ class Watch:
             ) from None
 
     def _waits(self) -> tuple[float, ...]:
-        """Of all prefill instances: (seconds, count) of first tokens, and of hand-overs."""
+        """(seconds, count) of prefill instances' first tokens and hand-overs, then of placements.
+
+        The last is what requests waited at the Conductor, which a simulation lets them wait again.
+        """
         sums = [0.0] * 4
         for instance in self._of("prefill"):
             page = Client(instance.url).text("/metrics")
             for at, name in enumerate((_TTFT, _HAND_OVER)):
                 sums[2 * at] += _value(page, f"{name}_sum")
                 sums[2 * at + 1] += _value(page, f"{name}_count")
-        return tuple(sums)
+        return (*sums, self._stats.waited_us / 1e6, self._stats.placed)
 
     def _fit(
         self,
@@ -161,14 +168,21 @@ class Watch:
         firsts: float,
         hand_s: float,
         hands: float,
+        waited_s: float,
+        placed: float,
     ) -> Profile:
         """Means over the instances of a role; the rest of what clients waited is the calls'."""
-        ttfts = [a.tokens_us[0] - a.late_us for a in answers if a.tokens_us]
-        inside_us = 1e6 * first_s / firsts if firsts else 0.0
+        ttft_us = _mean([a.tokens_us[0] - a.late_us for a in answers if a.tokens_us])
+        waits = ((first_s, firsts), (waited_s, placed))
+        inside_us = sum(1e6 * seconds / count for seconds, count in waits if count)
         at_prefill = [it.cost.pass_us for it in self._of("prefill")]
         at_decode = [it.cost.pass_us for it in self._of("decode")]
         loads = [it.cost.load_us for it in self._instances]
         one = self._instances[0]
+        call_us = ttft_us - inside_us
+        hand_over_us = 1e6 * hand_s / hands if hands else 0.0
+        late_us = max((a.late_us for a in answers), default=0)
+        self.doubts = list(_doubts(ttft_us, call_us, hand_over_us, late_us, placed - len(answers)))
         fitted = [_mean([c[i] for c in (at_prefill if i < 4 else at_decode)]) for i in range(7)]
         return Profile(
             name=f"live-{name}",
@@ -179,9 +193,28 @@ class Watch:
             link_bytes_per_s=1e6 / max(1e-9, _mean([per_byte for _, per_byte in loads])),
             kv_tokens=min(it.kv_blocks for it in self._of("decode")) * one.block_size,
             load_base_us=_mean([base for base, _ in loads]),
-            call_us=max(0.0, _mean(ttfts) - inside_us),
-            hand_over_us=1e6 * hand_s / hands if hands else 0.0,
+            call_us=max(0.0, call_us),
+            hand_over_us=hand_over_us,
         )
+
+
+def _doubts(
+    ttft_us: float, call_us: float, hand_over_us: float, late_us: float, others: float
+) -> Iterator[str]:
+    """Why a profile may say more of this run than of the cluster; `others`: requests not ours."""
+    if others > 0:
+        yield f"requests of others were served meanwhile ({others:,.0f}), and are in its means"
+    beside_us = call_us + hand_over_us
+    if beside_us > max(_MUCH_US, _MUCH * ttft_us):
+        yield (
+            f"of a mean TTFT of {ttft_us / 1e3:,.0f} ms, {beside_us / 1e3:,.0f} ms went into calls "
+            "and hand-overs, which need nothing but CPUs: they were short of CPUs, and will not be "
+            "at another load"
+        )
+    if late_us > max(_MUCH_US, _MUCH * ttft_us):
+        yield f"requests were sent up to {late_us / 1e3:,.0f} ms late: this client was overloaded"
+    if call_us < 0:
+        yield "first tokens came sooner than the workers say they made them; call_us is set to 0"
 
 
 def _mean(values: Sequence[float]) -> float:

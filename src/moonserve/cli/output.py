@@ -1,11 +1,12 @@
 """Where a command writes what it found: looked at before it works for minutes, not after.
 
-For `moonserve simulate`, `sweep` and `replay`. Writes nothing itself.
+For `moonserve simulate`, `sweep`, `plan`, `trace` and `replay`. Writes nothing itself.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,39 @@ class Output(click.File):
         if isinstance(value, str | os.PathLike) and os.fspath(value) != "-":
             check_writable(Path(value), param.opts[0] if param else "output")
         return super().convert(value, param, ctx)
+
+
+def input_path(file: Path) -> Path:
+    """The file to read: "-" is stdin."""
+    return Path("/dev/stdin") if str(file) == "-" else file
+
+
+def check_apart(
+    read: Mapping[str, str | os.PathLike[str] | None], **written: IO[Any] | Path | None
+) -> None:
+    """Raise ConfigError where two outputs are one file, or one is a file that is read.
+
+    By option; None is not given. "-" among outputs is stdout, which only one can have.
+    """
+    taken = {_real(path): option for option, path in read.items() if path is not None}
+    for name, file in written.items():
+        if file is None:
+            continue
+        option = "--" + name.replace("_", "-")
+        path = file if isinstance(file, Path) else getattr(file, "name", "")
+        real = "stdout" if path in ("-", "<stdout>") else _real(path)
+        if real in taken:
+            raise ConfigError(f"{path} is also {taken[real]}; name another file", option)
+        taken[real] = option
+
+
+def _real(path: str | os.PathLike[str]) -> str:
+    """The same for all names of one file."""
+    found = Path(path)
+    if not found.exists():
+        return str(found.resolve())
+    is_now = found.stat()
+    return f"{is_now.st_dev}:{is_now.st_ino}"
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from moonserve.cli.output import input_path
 from moonserve.core.errors import ConfigError
 from moonserve.core.profiles import PROFILES
 
@@ -22,7 +23,9 @@ _option = partial(click.option, show_default=True)
 
 
 @click.command(short_help="Search the best split of instances, and its highest speed.")
-@click.option("--trace", required=True, type=click.Path(path_type=Path), help="Requests.")
+@click.option(
+    "--trace", required=True, type=click.Path(path_type=Path), help="Requests; - is stdin."
+)
 @_option("--ttft-slo", default=30.0, metavar="S", help="Objective for the first token.")
 @_option("--tbt-slo", default=200.0, metavar="MS", help="Objective between tokens.")
 @_option(
@@ -80,9 +83,9 @@ def plan(
 
     A speed is met if --attainment of all requests meet both objectives. The search begins with the
     split that the costs alone suggest, and goes on to a neighbour while that is faster; runs that
-    missed too many are not seen to their end. Each split says what binds it: prefill, where first
-    tokens come too late above its speed, or decode, where tokens come too slowly. Beside it
-    stands what an endless load is bounded by. A trace may be faster, above all a short one: what
+    missed too many are not seen to their end. Each split says what binds it above its speed: of
+    which one more instance would serve more, by simulation. Beside it stands what an endless load
+    is bounded by. A trace may be faster, above all a short one: what
     waits when its last request has come still has until its objective.
     """
     import msgspec
@@ -97,7 +100,7 @@ def plan(
     goals = {"ttft_slo_s": ttft_slo, "tbt_slo_ms": tbt_slo}
     settings["cache_blocks"] = value_of("cache_blocks", settings["cache_blocks"])
     setup = setup_of({**settings, **goals})
-    read = read_trace(trace)
+    read = read_trace(input_path(trace))
 
     def tell(split: Split) -> None:
         click.echo(_line(split), err=True)
@@ -105,7 +108,7 @@ def plan(
     splits = search(read, setup, nodes, attainment, tolerance, tell)
     best = splits[0]
     if as_json:
-        asked = {**settings, **goals, "nodes": nodes, "attainment": attainment}
+        asked = {"trace": read.name, **settings, **goals, "nodes": nodes, "attainment": attainment}
         found = {"best": best, "requests_per_s": _rps(read, best), "splits": splits}
         click.echo(msgspec.json.encode({**asked, **found}))
     else:
@@ -119,23 +122,35 @@ def _rps(trace: Trace, split: Split) -> float | None:
 
 
 def _line(split: Split) -> str:
-    speed = "-" if split.speed is None else f"{split.speed:.2f}x"
+    speed = "none" if split.speed is None else f"{split.speed:.2f}x"
+    if split.not_above is not None:
+        speed = f"not above {split.not_above:.2f}x"
     bounds = f"prefill {split.prefill_bound:.2f}x, decode {split.decode_bound:.2f}x"
     name = f"{split.prefill:>3} + {split.decode:<3}"
-    return f"{name} {speed:>7}  {split.binds} binds; endless load: {bounds}"
+    return f"{name} {speed:>16}  {_bound(split)}; endless load: {bounds}"
+
+
+def _bound(split: Split) -> str:
+    return "prefill and decode bind" if split.binds == "both" else f"{split.binds} binds"
 
 
 def _verdict(trace: Trace, best: Split) -> str:
+    from moonserve.sim.metrics import percent
+
     name = f"{best.prefill} prefill + {best.decode} decode"
     missed = best.missed
     if missed is None:
         why = "no speed is too high"
     else:
         most = "" if missed.whole else "at most "
-        ttft, tbt = missed.attainment_ttft, missed.attainment_tbt
-        why = f"at {missed.speed:.2f}x {most}{ttft:.2%} meet their TTFT and {tbt:.2%} their TBT"
+        both, ttft, tbt = (
+            percent(share, 2)
+            for share in (missed.attainment, missed.attainment_ttft, missed.attainment_tbt)
+        )
+        why = f"at {missed.speed:.2f}x {most}{both} meet both objectives"
+        why += f" ({ttft} their TTFT, {tbt} their TBT)"
     if best.speed is None:
         return f"no speed meets the objectives; {name} is nearest: {why}"
     rps = _rps(trace, best)
     rate = "" if rps is None else f", {rps:.2f} requests/s"
-    return f"{name}: {best.speed:.2f}x{rate}; {best.binds} binds: {why}"
+    return f"{name}: {best.speed:.2f}x{rate}; {_bound(best)}: {why}"

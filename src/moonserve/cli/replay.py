@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from moonserve.cli.client import URL, Client
-from moonserve.cli.output import Output
+from moonserve.cli.output import Output, check_apart, input_path
 from moonserve.core.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def replay(
     from moonserve.sim.trace import read_trace
     from moonserve.sim.trace import scale as scaled
 
-    path = Path("/dev/stdin") if str(trace) == "-" else trace
-    read = scaled(read_trace(path, limit, block_size), speed, scale)
+    check_apart({"TRACE": trace}, rows=rows, profile_out=profile_out)
+    read = scaled(read_trace(input_path(trace), limit, block_size), speed, scale)
     client = Client(url)
     model = model or client.first_model()
     watch = None
@@ -104,6 +104,8 @@ def replay(
         _write_rows(read, answers, rows)
     if watch is not None:
         watch.end(read.name, answers)
+        for doubt in watch.doubts:
+            click.echo(f"warning: the fitted profile: {doubt}", err=True)
         if profile_out is not None:
             profile_out.write(msgspec.json.format(msgspec.json.encode(watch.profile)).decode())
         if compare:

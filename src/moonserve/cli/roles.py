@@ -13,18 +13,24 @@ from typing import Any, Literal
 
 import click
 
-from moonserve.cli.settings import TOKEN, read_settings, settings_options
+from moonserve.cli.settings import (
+    TOKEN,
+    advertise_host_option,
+    read_settings,
+    settings_options,
+)
+from moonserve.config import check_name
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
 
 
 @click.command()
 @settings_options(
-    "model", "host", "port", "policy", "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor",
-    "threshold", "max_body_bytes", "drain_s",
+    "model", "host", "port", "store_url", "eviction", "policy", "ttft_slo_ms", "tbt_slo_ms",
+    "admission", "predictor", "threshold", "max_body_bytes", "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
-    """Run one gateway, with the Conductor and the store's master in it."""
+    """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
     settings = read_settings(config, flags)
     token = os.environ.get(TOKEN, "")
     from moonserve.live.supervise import die_with_parent
@@ -33,13 +39,15 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
 
-    _run(
+    run_role(
         run_gateway(
             GatewayConfig(
                 host=settings.host,
                 port=settings.port,
                 token=token,
                 model=settings.model,
+                store_url=settings.store_url,
+                eviction=settings.eviction,
                 drain_s=settings.drain_s,
                 threshold=settings.threshold,
                 policy=settings.policy,
@@ -63,14 +71,11 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     show_default=True,
     help="The worker's own port; 0 takes a free one.",
 )
-@click.option(
-    "--advertise-host",
-    metavar="ADDRESS",
-    help="Where others reach it, if not at --host; needed with 0.0.0.0.",
-)
+@advertise_host_option
 @settings_options(
-    "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "store",
-    "mooncake_master", "kv_memory_bytes",
+    "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "disk_bytes",
+    "disk_dir", "replicas", "node", "store_url", "store",
+    "mooncake_master", "kv_memory_bytes", "decode_kv",
 )  # fmt: skip
 def worker(
     config: Path | None,
@@ -82,7 +87,7 @@ def worker(
     **flags: str | None,
 ) -> None:
     """Run one prefill or decode worker."""
-    settings = read_settings(config, flags)
+    settings, name = read_settings(config, flags), check_name(name)
     token = os.environ.get(TOKEN, "")
     from moonserve.live.supervise import die_with_parent
 
@@ -90,7 +95,7 @@ def worker(
     from moonserve.live.worker.config import WorkerConfig
     from moonserve.live.worker.main import run_worker
 
-    _run(
+    run_role(
         run_worker(
             WorkerConfig(
                 name=name,
@@ -106,9 +111,15 @@ def worker(
                 dtype=settings.dtype,
                 block_size=settings.block_size,
                 segment_bytes=settings.segment_bytes,
+                disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
+                disk_bytes=settings.disk_bytes,
+                replicas=settings.replicas,
+                node=settings.node,
+                store_url=settings.store_url,
                 store=settings.store,
                 mooncake_master=settings.mooncake_master,
                 kv_memory_bytes=settings.kv_memory_bytes,
+                decode_kv=settings.decode_kv,
             )
         )
     )
@@ -118,7 +129,7 @@ def _us(ms: float | None) -> Micros | None:
     return None if ms is None else round(ms * 1_000)
 
 
-def _run(main: Coroutine[Any, Any, None]) -> None:
+def run_role(main: Coroutine[Any, Any, None]) -> None:
     """Run a role on uvloop, or on asyncio's own loop where there is none (Windows)."""
     try:
         import uvloop

@@ -14,6 +14,12 @@ from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load
 
 TOKEN = ENV_PREFIX + "TOKEN"
 """The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
+advertise_host_option = click.option(
+    "--advertise-host",
+    metavar="ADDRESS",
+    help="Where others reach it, if not at --host; needed with 0.0.0.0.",
+)
+"""Of every role that others connect to; by role, so it is no setting."""
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 # Setting: (metavar, help). Flags carry no default of their own: a flag not given is None, and
@@ -28,9 +34,16 @@ _HELP: dict[str, tuple[str, str]] = {
     "dtype": ("TYPE", "float32, bfloat16, or auto: bfloat16 where the CPU multiplies it"),
     "block_size": ("TOKENS", "tokens in one KV block"),
     "segment_bytes": ("SIZE", "each worker's share of the KV store"),
+    "disk_bytes": ("SIZE", "each one's share of the KV store on disk; none: no disk"),
+    "disk_dir": ("FOLDER", "where the share on disk lies"),
+    "replicas": ("N", "copies of each block in the KV store, on different nodes"),
+    "node": ("NAME", "what fails together with it, such as a host; none: it alone"),
+    "store_url": ("URL", "where the KV store's master is; none: in the gateway"),
+    "eviction": ("NAME", "what the KV store evicts first; a wrong name is answered with all"),
     "store": ("NAME", "whose KV store: embedded, or mooncake (needs its wheel)"),
     "mooncake_master": ("ADDRESS", "host:port of Mooncake's master; none: up starts one"),
     "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
+    "decode_kv": ("WHEN", "store the KV of answers: off, end, or every so many blocks"),
     "max_body_bytes": ("SIZE", "largest request body"),
     "threshold": ("RATIO", "fetch a prefix this much longer than one's own, rather than compute"),
     "policy": ("NAME", "who serves a request; a wrong name is answered with all there are"),
@@ -97,7 +110,7 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
 
 def _shown(value: object, name: str) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value >> 20}MiB"
+        return f"{value >> 20}MiB" if value else "none"
     if value is None or value == "":
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

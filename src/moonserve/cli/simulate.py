@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import process_time
@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from moonserve.cli.figures import explanation_of, story, table, titles
-from moonserve.cli.output import Output
+from moonserve.cli.figures import explanation_of, setup_of, story, table, titles, unusual
+from moonserve.cli.output import Output, check_apart, input_path
 from moonserve.core.errors import ConfigError
 from moonserve.core.evict import EVICTIONS
 from moonserve.core.policies import POLICIES
@@ -235,9 +235,18 @@ def simulate(
     from moonserve.sim.metrics import measure, queues
     from moonserve.sim.trace import read_trace, scale
 
+    check_apart(
+        {"TRACE": trace, "--profile": cluster["profile"]},
+        report=report,
+        rows=rows,
+        cprofile=cprofile,
+    )
     setup = _setup(**cluster)
-    path = Path("/dev/stdin") if str(trace) == "-" else trace
-    read = scale(read_trace(path, limit, block_size), speed)
+    for idle in _idle(setup, **cluster):
+        click.echo(f"warning: {idle}", err=True)
+    read = read_trace(input_path(trace), limit, block_size)
+    told = setup_of(read, setup, {"speed": speed, "limit": limit, **cluster})
+    read = scale(read, speed)
     if explain is not None and explain not in (f"r{at:06}" for at in range(len(read.rows))):
         raise ConfigError(f"{explain} is none of r000000 to r{len(read.rows) - 1:06}", "--explain")
     span_us = read.rows[-1].at_us - read.rows[0].at_us
@@ -245,18 +254,48 @@ def simulate(
     sim = Simulation(read, msgspec.structs.replace(setup, sample_us=sample_us))
     result = measure(sim, _run(sim, cprofile))
     result.summary = {"trace": read.name, "speed": speed, **result.summary}
+    more = unusual(click.get_current_context())
     if report is not None:
-        _write_report(sim, result, speed, report)
+        _write_report(sim, result, titles(sim, speed, more), report)
     if rows is not None:
         _write_rows(result, rows)
     asked = [one for one in sim.served if one.id == explain]
     if as_json:
-        told = {"explanation": explanation_of(asked[0])} if asked else {}
-        click.echo(msgspec.json.encode(result.summary | {"queues": queues(sim)} | told))
+        further: dict[str, Any] = {"lost": result.lost, "setup": told, "queues": queues(sim)}
+        if asked:
+            further["explanation"] = explanation_of(asked[0])
+        click.echo(msgspec.json.encode(result.summary | further))
         return
-    click.echo(table(sim, result))
+    click.echo(table(sim, result, titles(sim, speed, more)))
     for one in asked:
         click.echo("\n" + story(explanation_of(one), one))
+
+
+def _idle(
+    setup: Setup,
+    *,
+    threshold: float,
+    keep_output: bool,
+    no_overlap: bool,
+    prefill_seqs: int,
+    eviction: str,
+    **_: object,
+) -> Iterator[str]:
+    """Options that were given and change nothing beside the others."""
+    from moonserve.core.policies import policy_of
+
+    fetches = policy_of(setup.tuning.policy).fetch
+    if threshold != 1.0 and fetches != "threshold":
+        yield f"--threshold changes nothing: {setup.tuning.policy} does not balance by it"
+    if setup.cache_blocks is None and eviction != "lru":
+        yield "--eviction changes nothing: an infinite cache never evicts"
+    for option, given in (
+        ("--no-overlap", no_overlap),
+        ("--keep-output", keep_output),
+        ("--prefill-seqs", prefill_seqs != 1),
+    ):
+        if setup.mixed and given:
+            yield f"{option} changes nothing: --mixed instances decode where they prefill"
 
 
 def _profile(name: str) -> Profile:
@@ -327,10 +366,10 @@ def _write_profile(profiler: Profiler, out: IO[bytes]) -> None:
     click.echo(f"python -m pstats {name} shows more (sort cumtime, stats 30, callers)", err=True)
 
 
-def _write_report(sim: Simulation, result: Result, speed: float, out: TextIO) -> None:
+def _write_report(sim: Simulation, result: Result, titles: tuple[str, str], out: TextIO) -> None:
     from moonserve.sim.report import report
 
-    out.write(report(sim, result, *titles(sim, speed)))
+    out.write(report(sim, result, *titles))
 
 
 def _write_rows(result: Result, out: TextIO) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import click
 
-from moonserve.cli.output import check_writable
+from moonserve.cli.output import check_apart, check_writable
 from moonserve.core.errors import ConfigError
 
 _SHOWN = {
@@ -57,12 +57,14 @@ def sweep(
     wrong name prints them all. Where nothing else is said: 8+8 of profile a800-loaded, 30 s to
     the first token, 200 ms between tokens, admission none.
 
-    A cell that fails is told and named in the table; the others go on. Ctrl-C keeps what is done.
+    All values are looked at before the first run. A cell that fails is told and named in the
+    table; the others go on. Ctrl-C keeps what is done.
 
     \b
     Example:
       moonserve sweep --trace t.jsonl --policy kvcache_centric,late_binding --speed 1,1.5,2
     """
+    from moonserve.sim.sweep import check
     from moonserve.sim.sweep import grid as make
 
     if output is not None:
@@ -73,20 +75,19 @@ def sweep(
     axes |= {name: text.split(",") for name, text in flags.items() if text is not None}
     axes |= dict(_axis(text) for text in more)
     cells = make(axes)
+    traces = {f"trace {cell.values['trace']}": cell.values["trace"] for cell in cells}
+    check_apart({"GRID": grid.name if grid else None, **traces}, output=output)
+    check(cells)
     varied = [n for n in cells[0].values if len({str(c.values[n]) for c in cells}) > 1]
     done: dict[int, dict[str, Any]] = {}
     try:
         _run(cells, jobs or os.cpu_count() or 1, varied, done)
     finally:  # also where it is interrupted
         rows = [done[at] for at in sorted(done)]
-        try:
-            if as_json:
-                click.echo(json.dumps(rows))
-            else:
-                _print(rows, varied)
-        finally:  # also where nobody reads what is printed
-            if output is not None:
-                _write(rows, output)
+        if len(rows) < len(cells):
+            click.echo(f"stopped, {len(rows)} of {len(cells)} done", err=True)
+        if rows:
+            _tell(rows, varied, as_json, output)
     if any("error" in row for row in rows):
         click.get_current_context().exit(1)
 
@@ -126,8 +127,22 @@ def _run(
         else:
             done[at] = outcome
             told = f"attainment {outcome['attainment']:.4f}, {outcome['cpu_s']:.1f} CPU s"
-        what = " ".join(f"{name}={values[name]}" for name in varied)
+        what = " ".join(f"{name}={_said(values, name)}" for name in varied)
         click.echo(f"{len(done)}/{len(cells)}  {what}  {told}", err=True)
+
+
+def _tell(
+    rows: Sequence[Mapping[str, Any]], varied: Sequence[str], as_json: bool, output: Path | None
+) -> None:
+    """Print what is done, and write it; also where nobody reads what is printed."""
+    try:
+        if as_json:
+            click.echo(json.dumps(rows))
+        else:
+            _print(rows, varied)
+    finally:
+        if output is not None:
+            _write(rows, output)
 
 
 def _write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -138,16 +153,27 @@ def _write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
         table = csv.DictWriter(file, list(names))
         table.writeheader()
-        table.writerows(rows)
+        table.writerows(
+            {**row} | {name: _said(row, name) for name in ("cache_blocks",) if name in row}
+            for row in rows
+        )
+
+
+def _said(row: Mapping[str, Any], name: str) -> str:
+    """A cell's value for people."""
+    value = row[name]
+    if value is None:
+        return "infinite" if name == "cache_blocks" else "none"
+    return str(value)
 
 
 def _print(rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
-    widths = {n: max(len(n), *(len(str(row[n])) for row in rows)) for n in varied if rows}
+    widths = {n: max(len(n), *(len(_said(row, n)) for row in rows)) for n in varied}
     heads = [f"{name:<{width}}" for name, width in widths.items()]
     heads += [f"{name:>{int(form.partition('.')[0])}}" for name, form in _SHOWN.items()]
     click.echo("  ".join(heads))
     for row in rows:
-        cells = [f"{row[name]!s:<{width}}" for name, width in widths.items()]
+        cells = [f"{_said(row, name):<{width}}" for name, width in widths.items()]
         if "error" in row:
             cells.append(str(row["error"]))
         else:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from moonserve.cli.output import check_apart, input_path
+from moonserve.core.errors import ConfigError
 from moonserve.core.evict import EVICTIONS
 
 if TYPE_CHECKING:
@@ -87,6 +89,8 @@ def stats(
     """
     from moonserve.sim import stats as count
 
+    if not policy and capacity != _CAPACITIES:
+        raise ConfigError("says how large a cache of --policy is; give that too", "--capacity")
     read = _read(file, block_size)
     found = count.stats(read)
     curve = [count.hits(read, size) for size in lru]
@@ -114,7 +118,7 @@ def validate(file: Path, at_most: int, block_size: int, as_json: bool) -> None:
 
     from moonserve.sim.trace import validate as check
 
-    good, faults = check(_path(file), at_most, block_size)
+    good, faults = check(input_path(file), at_most, block_size)
     if as_json:
         click.echo(msgspec.json.encode({"good_rows": good, "faults": faults}))
     else:
@@ -122,7 +126,7 @@ def validate(file: Path, at_most: int, block_size: int, as_json: bool) -> None:
             click.echo(f"{file}:{fault.line}: {fault.field}: {fault.message}")
         more = " (stopped there)" if len(faults) >= at_most else ""
         click.echo(f"{good} good rows, {len(faults)} faults{more}")
-    if faults or not good:
+    if faults:
         raise SystemExit(1)
 
 
@@ -135,7 +139,8 @@ def head(file: Path, requests: int, block_size: int, output: TextIO) -> None:
     """Write the first requests of FILE."""
     from moonserve.sim.trace import read_trace, write_trace
 
-    write_trace(read_trace(_path(file), requests, block_size), output)
+    check_apart({"FILE": file}, output=output)
+    write_trace(read_trace(input_path(file), requests, block_size), output)
 
 
 @trace.command()
@@ -152,6 +157,7 @@ def scale(file: Path, speed: float, lengths: int, block_size: int, output: TextI
     """
     from moonserve.sim import trace as traces
 
+    check_apart({"FILE": file}, output=output)
     traces.write_trace(traces.scale(_read(file, block_size), speed, lengths), output)
 
 
@@ -189,15 +195,10 @@ def synthesize(
     write_trace(make(seed, requests, rps, msgspec.convert(shape, Shape), block_size), output)
 
 
-def _path(file: Path) -> Path:
-    """The file to read: "-" is stdin."""
-    return Path("/dev/stdin") if str(file) == "-" else file
-
-
 def _read(file: Path, block_size: int) -> Trace:
     from moonserve.sim.trace import read_trace
 
-    return read_trace(_path(file), block_size=block_size)
+    return read_trace(input_path(file), block_size=block_size)
 
 
 def _print_json(found: Stats, curve: list[Hits], lru: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ its target. Both end with it: by its owner's answer, by its deadline, or with th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -20,7 +21,9 @@ _AT_ONCE = 64
 _AT_ONCE_BYTES: Bytes = 256 << 20
 """Bounds of what is being copied to one segment: it must be done within a put's time to live."""
 
-Why: TypeAlias = Literal["repair", "demote", "promote"]
+_MAX_BECAME = 4_096
+
+Why: TypeAlias = Literal["repair", "drain", "demote", "promote"]
 
 
 @dataclass(slots=True)
@@ -51,9 +54,18 @@ class Copies:
         self._tasks: dict[int, Task] = {}
         self._by_target: dict[SegmentId, dict[int, Task]] = {}
         self._by_key: dict[Key, dict[int, Task]] = {}
+        self._became: OrderedDict[int, Key] = OrderedDict()
+
+        self._called: dict[SegmentId, None] = {}
+        """Segments with new tasks since the driver last asked."""
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def drain_called(self) -> list[SegmentId]:
+        """The segments that tasks were begun for since the last call."""
+        called, self._called = self._called, {}
+        return list(called)
 
     def coming(self, key: Key) -> list[SegmentId]:
         """The segments that copies of an object are being made to."""
@@ -71,12 +83,15 @@ class Copies:
     def start(
         self, now_us: Micros, id: int, of: Object, to: Shelf, why: Why, source: Shelf | None = None
     ) -> bool:
-        """Begin a copy, evicting for it if need be, unless it is a promotion. False: no room."""
+        """Begin a copy, evicting for it if need be, unless it is a promotion. False: no room, or
+        the tenant may have no more (what moves is its already)."""
         found, tenant = of.found, of.options.tenant
-        stock = self._stock
+        stock, room = self._stock, self._room
         stock.hold(of)  # not to be evicted for its own sake
-        take = stock.take if why == "promote" else self._room.take
-        offset = take(to, found.size, tenant)
+        promote = why == "promote"
+        fits = why in ("demote", "drain") or room.fits_quota(tenant, found.size, evict=not promote)
+        take = stock.take if promote else room.take
+        offset = take(to, found.size, tenant) if fits else None
         if offset is None:
             stock.unhold(of)
             stock.enter(of)
@@ -86,6 +101,7 @@ class Copies:
         from_shelf = stock.shelves[at.segment]
         task = Task(of, why, id, at, from_shelf, Replica(to.name, offset), deadline_us)
         self._tasks[id] = task
+        self._called[to.name] = None
         self._by_target.setdefault(to.name, {})[id] = task
         self._by_key.setdefault(found.key, {})[id] = task
         if why == "demote":
@@ -131,7 +147,15 @@ class Copies:
             stock.give(shelf, offset, task.size, of.options.tenant)
             return task, False
         stock.add_replica(of, shelf, offset, id)
+        self._became[id] = key
+        if len(self._became) > _MAX_BECAME:
+            self._became.popitem(last=False)
         return task, True
+
+    def became(self, segment: SegmentId, id: int) -> bool:
+        """Whether a copy that ended lately is a replica still: the owner did not get the answer."""
+        key = self._became.get(id)
+        return key is not None and self._stock.shelves[segment].objects.get(key) == id
 
     def overdue(self, now_us: Micros) -> list[Task]:
         """The tasks whose time is up."""

@@ -36,8 +36,10 @@ class LaneTerms(msgspec.Struct, frozen=True):
     probation_us: Micros = 200_000
     """The first probation; each failed trial doubles it, up to the next."""
     probation_max_us: Micros = 30_000_000
-    run_bytes: Bytes = 4 << 20
+    run_bytes: Bytes = 16 << 20
     """The most one run carries (one slice may be larger)."""
+    spread_bytes: Bytes = 4 << 20
+    """A group larger than this is spread evenly over the healthy lanes, in runs not smaller."""
     run_slices: int = 256
 
 
@@ -53,7 +55,7 @@ class SliceEnd(NamedTuple):
     """One slice is over; `loss` None: all its bytes arrived."""
 
     group: int
-    index: int
+    slice: int
     loss: Loss | None
 
 
@@ -87,19 +89,21 @@ class _Lane:
         self.id = id
         self.distance = distance
         self.run: tuple[_Slice, ...] = ()
+        self.lent = False
         self.failures = 0  # in a row
         self.delay_us: Micros = 0
         self.until_us: Micros | None = None  # on probation until then, and during the trial after
         self.counters = LaneCounters()
 
     def usable(self, now_us: Micros) -> bool:
-        return not self.run and (self.until_us is None or self.until_us <= now_us)
+        return not self.run and not self.lent and (self.until_us is None or self.until_us <= now_us)
 
 
 class _Group:
     def __init__(self, deadline_us: Micros, slices: list[_Slice]) -> None:
         self.deadline_us = deadline_us
         self.fresh = deque(slices)
+        self.bytes = sum([slice.size for slice in slices])
         self.left = len(slices)
         self.dropped = False
 
@@ -112,6 +116,7 @@ class Lanes:
         assert distances
         self._terms = terms
         self._lanes = [_Lane(id, distance) for id, distance in enumerate(distances)]
+        self._nearest = sorted(self._lanes, key=lambda it: (it.distance, it.id))
         self._groups: dict[int, _Group] = {}
         self._turns: deque[int] = deque()
         """Groups with fresh slices, whose turn it is first."""
@@ -167,18 +172,22 @@ class Lanes:
 
     def assign(self, now_us: Micros) -> list[Run]:
         """The runs to start now. Each is to be answered by one `ended`."""
+        runs: list[Run] = []
+        if not self._turns and not self._retries:
+            return runs
         for group in self.groups:
             if self._groups[group].deadline_us <= now_us:
                 self.drop(group)
-        runs: list[Run] = []
-        usable = [lane for lane in self._lanes if lane.usable(now_us)]
+        usable = [lane for lane in self._nearest if lane.usable(now_us)]
         # A due trial first: a lane that is never tried never comes back.
-        for lane in sorted(usable, key=lambda it: (it.until_us is None, it.distance, it.id)):
+        due = [lane for lane in usable if lane.until_us is not None]
+        for lane in due + [lane for lane in usable if lane.until_us is None]:
             lane.run = self._take(lane)
             if lane.run:
-                indices = tuple(slice.index for slice in lane.run)
+                indices = tuple([slice.index for slice in lane.run])
                 runs.append(Run(lane.id, lane.run[0].group, indices))
-        if not self.running:  # all are on probation: better to know now than at the deadline
+        if not any(lane.run or lane.lent for lane in self._lanes):
+            # All are on probation: better to know now than at the deadline.
             for group in list(self._turns):
                 self._retries += self._groups[group].fresh
                 self._groups[group].fresh.clear()
@@ -214,6 +223,40 @@ class Lanes:
                     self._retries.append(slice)
                 else:
                     self._end(slice, "failed")
+
+    def lend(self, size: Bytes, slices: int) -> int | None:
+        """Reserve the nearest lane for a run that needs no queue; ends by `give_back`.
+
+        None: it is too large for one run or ought to be spread, others wait, all lanes are busy, or
+        one is on probation and owed its trial.
+        """
+        terms = self._terms
+        most = (
+            terms.run_bytes if len(self._lanes) == 1 else min(terms.run_bytes, terms.spread_bytes)
+        )
+        if size > most or not 0 < slices <= terms.run_slices or self._turns or self._retries:
+            return None
+        free: _Lane | None = None
+        for lane in self._nearest:
+            if lane.until_us is not None:
+                return None
+            if free is None and not lane.run and not lane.lent:
+                free = lane
+        if free is None:
+            return None
+        free.lent = True
+        return free.id
+
+    def give_back(
+        self, lane: int, now_us: Micros, slices: int, size: Bytes, fault: Fault | None
+    ) -> None:
+        """The reserved lane's run is over: so many slices and bytes arrived. Then `assign`."""
+        it = self._lanes[lane]
+        assert it.lent
+        it.lent = False
+        it.counters.slices += slices
+        it.counters.bytes += size
+        self._judge(it, now_us, fault)
 
     def take_ends(self) -> list[SliceEnd]:
         """The slices that ended since the last call."""
@@ -254,15 +297,17 @@ class Lanes:
             return tuple(run)
         if not self._turns:
             return ()
-        group = self._turns.popleft()
-        fresh = self._groups[group].fresh
-        while fresh and len(run) < most:
-            if run and size + fresh[0].size > self._terms.run_bytes:
+        id_ = self._turns.popleft()
+        group = self._groups[id_]
+        healthy = sum(it.until_us is None for it in self._lanes)
+        share = max(self._terms.spread_bytes, -(-group.bytes // max(healthy, 1)))
+        while group.fresh and len(run) < most:
+            if run and size + group.fresh[0].size > min(share, self._terms.run_bytes):
                 break
-            size += fresh[0].size
-            run.append(fresh.popleft())
-        if fresh:
-            self._turns.append(group)
+            size += group.fresh[0].size
+            run.append(group.fresh.popleft())
+        if group.fresh:
+            self._turns.append(id_)
         return tuple(run)
 
     def _may(self, slice: _Slice, lane: _Lane) -> bool:

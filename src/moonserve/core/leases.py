@@ -1,6 +1,6 @@
 """Leases: which reader keeps which objects, until when, and which names are dead.
 
-For core.master. It knows names, keys and times; what a lease keeps is kept by core.stock.
+For core.master. It knows names and times; what a lease keeps is kept by core.stock.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from moonserve.core.pool import Key
+from moonserve.core.stock import Object
 from moonserve.core.units import LeaseId, Micros
 
 _MAX_DEAD = 65_536
@@ -17,8 +18,8 @@ _MAX_DEAD = 65_536
 @dataclass(slots=True)
 class _Lease:
     expires_us: Micros
-    held: dict[Key, int] = field(default_factory=dict)
-    """Key -> version, in the order taken. Grows only by what its holder asks for, until it ends."""
+    held: dict[Key, Object] = field(default_factory=dict)
+    """In the order taken, some gone since. Grows only by what its holder asks for."""
 
 
 class Leases:
@@ -37,7 +38,7 @@ class Leases:
         """The leases that hold something."""
         return list(self._leases)
 
-    def take(self, now_us: Micros, lease: LeaseId) -> dict[Key, int] | None:
+    def take(self, now_us: Micros, lease: LeaseId) -> dict[Key, Object] | None:
         """The record of what it holds, to be added to; it lasts anew. None: the lease is dead."""
         if lease in self._dead:
             return None
@@ -47,7 +48,7 @@ class Leases:
         record.expires_us = now_us + self._ttl_us
         return record.held
 
-    def release(self, lease: LeaseId) -> dict[Key, int]:
+    def release(self, lease: LeaseId) -> dict[Key, Object]:
         """End a lease, dead from now on; what it held, nothing if it is unknown."""
         self._dead[lease] = self._now_us  # the last reap is near enough to now
         self._dead.move_to_end(lease)
@@ -55,7 +56,7 @@ class Leases:
             self._dead.popitem(last=False)
         return self._end(lease)
 
-    def reap(self, now_us: Micros) -> list[dict[Key, int]]:
+    def reap(self, now_us: Micros) -> list[dict[Key, Object]]:
         """End what ran out, but not as dead: a holder may be slow and use it again. What it held.
 
         Dead names that are old enough are forgotten.
@@ -67,6 +68,6 @@ class Leases:
         old = [name for name, lease in self._leases.items() if lease.expires_us <= now_us]
         return [self._end(name) for name in old]
 
-    def _end(self, lease: LeaseId) -> dict[Key, int]:
+    def _end(self, lease: LeaseId) -> dict[Key, Object]:
         record = self._leases.pop(lease, None)
         return {} if record is None else record.held

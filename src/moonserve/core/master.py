@@ -87,6 +87,7 @@ class Master:
         self.mount, self.unmount, self.drain = roster.mount, roster.unmount, roster.drain
         self.beat, self.has_orders, self.copied = roster.beat, roster.has_orders, roster.copied
         self.claim, self.addresses = roster.claim, roster.addresses
+        self.drain_called = self._copies.drain_called
 
     # Puts
 
@@ -122,7 +123,7 @@ class Master:
                 self._use(now_us, (existing,), lease)
                 outcomes.append(Exists())
             elif quota is not None and not self._room.fits_quota(
-                options.tenant, size * options.replicas, quota
+                options.tenant, size * options.replicas
             ):
                 outcomes.append(OverQuota(options.tenant, quota))
             elif (place := self._room.place(first, size, options.tenant)) is None:
@@ -151,9 +152,8 @@ class Master:
         ended = [self._puts.end(ticket, checksum) for ticket, checksum in ends]
         exist = [of for of in ended if of is not None]
         self._use(now_us, exist, lease)
-        drains = any(shelf.draining for shelf in self._stock.shelves.values())
         self._repair.look_at(
-            of.found.key for of in exist if drains or of.options.replicas > len(of.found.replicas)
+            of.found.key for of in exist if of.options.replicas > len(of.found.replicas)
         )
         self._repair.plan(now_us)
         return [None if of is None else of.found.version for of in ended]
@@ -293,6 +293,11 @@ class Master:
         """What appeared and disappeared since the last call, in order; runs of a kind as one."""
         return self._stock.drain_events()
 
+    def inventory(self) -> list[BlockEvent]:
+        """What is told, as events, to a listener that has heard none. Raises Recovering."""
+        self._roster.serve(None)
+        return self._stock.inventory()
+
     def stats(self) -> MasterStats:
         """The ledgers now."""
         return MasterStats(
@@ -345,9 +350,9 @@ class Master:
             stock.use(objects)
         else:
             for of in objects:
-                found = of.found
-                if held.get(found.key) != found.version:
-                    held[found.key] = found.version
+                key = of.found.key
+                if held.get(key) is not of:
+                    held[key] = of
                     of.leases += 1
                     stock.hold(of)
         near = None if reader is None else stock.shelves.get(reader)
@@ -355,13 +360,11 @@ class Master:
             for of in objects:
                 self._tiers.promote(now_us, of, near)
 
-    def _let_go(self, held: dict[Key, int]) -> None:
-        """End a lease of these versions; they are used now."""
-        let_go = []
-        for key, version in held.items():
-            of = self._stock.objects.get(key)
-            if of is not None and of.found.version == version:
-                of.leases -= 1
-                self._stock.unhold(of)
-                let_go.append(of)
+    def _let_go(self, held: dict[Key, Object]) -> None:
+        """End a lease of these; those that still exist are used now."""
+        objects = self._stock.objects
+        let_go = [of for key, of in held.items() if objects.get(key) is of]
+        for of in let_go:
+            of.leases -= 1
+            self._stock.unhold(of)
         self._stock.use(let_go)

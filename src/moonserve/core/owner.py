@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ from moonserve.core.pool import (
 )
 from moonserve.core.units import Bytes, Micros
 
-_MAX_FINISHED = 4_096
+_MAX_LATEST = 4_096
 
 
 class Catalogue:
@@ -38,11 +39,14 @@ class Catalogue:
         self.held: dict[Key, Held] = {it.key: it for it in held}
         self.seen: Seen = UNSEEN
         """For the next beat."""
+        self._gone: dict[Key, int] = {}
+        """The latest keys told as gone, with the ids that are: `add` may come after."""
 
     def add(self, held: Held) -> None:
-        """A copy is made here; to be noted before the master is told, lest its answer is lost."""
-        known = self.held.get(held.key)
-        if known is None or known.id < held.id:
+        """A put has ended here, or a copy is made; of a copy to be noted before the master is told,
+        lest its answer is lost."""
+        known, gone = self.held.get(held.key), self._gone.get(held.key)
+        if (known is None or known.id < held.id) and (gone is None or gone < held.id):
             self.held[held.key] = held
 
     def drop(self, key: Key, id: int) -> None:
@@ -58,11 +62,13 @@ class Catalogue:
         self.seen = orders.seen
         for change in orders.changes:
             self._apply(change)
+        _keep_latest(self._gone)
 
     def _apply(self, change: Change) -> None:
         known = self.held.get(change.key)
         if isinstance(change, Gone):
             self.drop(change.key, change.id)
+            self._gone[change.key] = change.id
         elif known is None or known.id <= change.id:
             self.held[change.key] = change
 
@@ -104,18 +110,18 @@ class Tasks:
                 self._queue.setdefault(id, _Running(copy, asked_us + copy.left_us))
 
     def next(self, now_us: Micros) -> Copy | None:
-        """The copy to start now; None: none, or enough run. Overdue ones are passed over."""
+        """The copy to start now, with the time left for it; None: none, or enough run.
+
+        When that has gone, its extent may be another's: no byte more is to be written. Those whose
+        time went before they could start are passed over.
+        """
         while self._queue and len(self._running) < self._at_once:
             id = next(iter(self._queue))
             running = self._queue.pop(id)
             if running.until_us > now_us:
                 self._running[id] = running
-                return running.copy
+                return msgspec.structs.replace(running.copy, left_us=running.until_us - now_us)
         return None
-
-    def overdue(self, now_us: Micros) -> list[Copy]:
-        """Running copies whose extent may be another's from now on: no byte more is written."""
-        return [it.copy for it in self._running.values() if it.until_us <= now_us]
 
     def end(self, id: int, done: bool) -> None:
         """A running copy ended: its bytes are there and verified, or not."""
@@ -131,8 +137,7 @@ class Tasks:
         for id in ids:
             self._results.pop(id, None)
             self._finished[id] = None
-        for id in list(islice(self._finished, max(0, len(self._finished) - _MAX_FINISHED))):
-            del self._finished[id]
+        _keep_latest(self._finished)
 
     def forget(self) -> list[Copy]:
         """The master gave the segment up: all tasks are void. The running ones, to be stopped."""
@@ -186,14 +191,30 @@ class Diary:
         """The master removed this on our behalf."""
         self._removed[key] = (version, now_us)
 
-    def claims(self) -> tuple[list[Claim], list[tuple[Key, int]]]:
-        """What to tell a master that has restarted."""
+    def held(self, ticket: int) -> Held | None:
+        """What a put wrote; an owner adds it to its own catalogue once the master has said yes."""
+        written = self._puts.get(ticket)
+        return None if written is None else written.claim.held
+
+    def claims(self, now_us: Micros) -> tuple[list[Claim], list[tuple[Key, int]]]:
+        """What to tell a master that may have restarted, until it answers; all is new again then,
+        since that one has yet to tell the owners."""
+        for written in self._puts.values():
+            written.at_us = now_us
+        self._removed = {key: (version, now_us) for key, (version, _) in self._removed.items()}
         claims = [it.claim for it in self._puts.values()]
         return claims, [(key, version) for key, (version, _) in self._removed.items()]
 
     def forget(self, before_us: Micros) -> None:
-        """What is older, every owner has heard of or given up."""
+        """What is older, owners have heard of, or were given up. Not while the master is silent:
+        after a good answer, with a segment's and a put's time to live ago."""
         for id in [id for id, it in self._puts.items() if it.at_us < before_us]:
             del self._puts[id]
         for key in [key for key, (_, at_us) in self._removed.items() if at_us < before_us]:
             del self._removed[key]
+
+
+def _keep_latest(names: dict[Any, Any]) -> None:
+    """Forget the oldest beyond _MAX_LATEST."""
+    for name in list(islice(names, max(0, len(names) - _MAX_LATEST))):
+        del names[name]

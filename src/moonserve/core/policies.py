@@ -37,12 +37,16 @@ from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
 from moonserve.core.units import InstanceId, Micros
 from moonserve.core.view import InstanceView
+from moonserve.core.waiting import PATIENCE_US
 
 if TYPE_CHECKING:
     from random import Random  # noqa: TID251 - for its type only
 
 KEPT = 16
 """Candidates that a decision keeps."""
+
+PRESSED, PRESSED_SHARE = 0.25, 0.9
+"""late_binding: who has waited this share of its TTFT objective may fill decode up to that."""
 
 OVERLOADED = 0.9
 """alpha_beta: an instance this loaded takes nothing while another is less so."""
@@ -80,7 +84,8 @@ class Tuning(msgspec.Struct, frozen=True):
     tbt_share: float = 0.55
     """Late binding fills decode up to this share of the TBT objective: one that joins waits for the
     pass under way before its own, and where prefill has streamed the first token, clients see it.
-    Nearly 1 will do where decode streams it."""
+    Nearly 1 will do where decode streams it; and for one that has waited long, whose TTFT would be
+    missed else."""
     bind_ahead_us: Micros = 0
     """Late binding: an instance gets its next request when this much of its work is left."""
     dead_after_us: Micros = 5_000_000
@@ -236,7 +241,7 @@ def decide(
     made.scores = policy.score(made, memory)
     row = _best(made)
     context = ask.length + ask.expected_tokens
-    share = tuning.tbt_share if policy.late else 1.0
+    share = _tbt_share(ask.waited_us, slo, tuning) if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
     decode, meets = choose_decode(context, decodes, goal_us, likely[row], leaves=policy.late)
     tbt_us = decode.tbt_us(context)
@@ -249,6 +254,12 @@ def decide(
     strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
     return Verdict(decision, late, not meets, tbt_us, breaks_us)
+
+
+def _tbt_share(waited_us: Micros, slo: Slo, tuning: Tuning) -> float:
+    """The share of its TBT objective that a request may take up, the more once it has waited."""
+    pressed = waited_us > PRESSED * (PATIENCE_US if slo.ttft_us is None else slo.ttft_us)
+    return max(tuning.tbt_share, PRESSED_SHARE) if pressed else tuning.tbt_share
 
 
 def _likely(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from moonserve.core.pool import Claim, Found, Held, Key, Mount, Replica
 from moonserve.core.shelf import Shelf
-from moonserve.core.stock import Object, Stock
+from moonserve.core.stock import Stock
 from moonserve.core.units import Micros, SegmentId
 
 _MAX_REMOVED = 65_536
@@ -88,12 +88,10 @@ class Recovery:
         for at in [it for it, (told_us, _) in self._claims.items() if told_us <= old_us]:
             del self._claims[at]
 
-    def restore(
-        self, told: Sequence[tuple[Shelf, Held]]
-    ) -> tuple[list[Object], list[tuple[Shelf, Held]]]:
+    def restore(self, told: Sequence[tuple[Shelf, Held]]) -> list[tuple[Shelf, Held]]:
         """Make objects of catalogues, and of the claims on their shelves and all mounted ones.
 
-        Gives the objects that came or got a replica, and the puts under way, their extents taken.
+        Gives the puts under way, their extents taken. Owners hear of what was not true.
         """
         stock = self._stock
         found = [(shelf, held, False) for shelf, held in told]
@@ -104,18 +102,26 @@ class Recovery:
                 found += [(shelf, claim.held, claim.writing) for claim in claims]
         found.sort(key=lambda it: (it[1].id, not it[2]), reverse=True)
         placed: list[tuple[Shelf, Held]] = []
+        latest: dict[tuple[SegmentId, Key], None] = {}
         puts: list[tuple[Shelf, Held]] = []
         for shelf, held, writing in found:
-            if self._removed.get(held.key, -1) >= held.version:
-                continue
-            if stock.reserve(shelf, held.offset, held.size, held.options.tenant):
+            removed = self._removed.get(held.key)
+            at = (shelf.name, held.key)
+            if at in latest or (removed is not None and removed >= held.version):
+                shelf.note(held.key, held.id)
+            elif stock.reserve(shelf, held.offset, held.size, held.options.tenant):
                 (puts if writing else placed).append((shelf, held))
+                if not writing:
+                    latest[at] = None
+            else:
+                shelf.note(held.key, held.id)
         placed.sort(key=lambda it: (it[1].version, -it[1].id))
-        came = [self._place(shelf, held) for shelf, held in placed]
-        return [it for it in came if it is not None], puts
+        for shelf, held in placed:
+            self._place(shelf, held)
+        return puts
 
-    def _place(self, shelf: Shelf, held: Held) -> Object | None:
-        """Make a replica of an extent that is taken; None: it is not one any more, and is freed."""
+    def _place(self, shelf: Shelf, held: Held) -> None:
+        """Make a replica of an extent that is taken, or free it if it is not one any more."""
         stock = self._stock
         of = stock.objects.get(held.key)
         same = of is not None and (of.found.size, of.found.checksum) == (held.size, held.checksum)
@@ -127,9 +133,10 @@ class Recovery:
             found = Found(held.key, held.size, held.checksum, held.version, (replica,))
             of = stock.create(found, held.parent, held.options, shelf, held.id)
             stock.enter(of)
-            return of
-        if same and held.key not in shelf.objects:
+        elif same and held.key not in shelf.objects:
+            stock.give(shelf, held.offset, held.size, held.options.tenant)
+            stock.reserve(shelf, held.offset, held.size, of.options.tenant)
             stock.add_replica(of, shelf, held.offset, held.id)
-            return of
-        stock.give(shelf, held.offset, held.size, held.options.tenant)
-        return None
+        else:
+            stock.give(shelf, held.offset, held.size, held.options.tenant)
+            shelf.note(held.key, held.id)

@@ -1,15 +1,15 @@
 """Repair: objects get the replicas they want, and leave segments that are drained.
 
 For core.master, which names the objects to look at: those just put with replicas to make, those
-that lost one with a segment, those on a segment that drains. Eviction names none: an object that
-lost a replica to it has just fewer.
+that lost one with a segment, those on a segment that drains, those that want more when a segment is
+mounted. Eviction names none: an object that lost a replica to it has just fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moonserve.core.copies import Copies
+from moonserve.core.copies import Copies, Why
 from moonserve.core.pool import Key
 from moonserve.core.shelf import Shelf
 from moonserve.core.stock import Object, Stock
@@ -17,8 +17,6 @@ from moonserve.core.units import Micros, SegmentId
 
 _MAX_LOOKS = 256
 """The most objects looked at in one call."""
-_RETRY_US: Micros = 10_000_000
-"""How long a segment to which a copy failed is not tried again for the same object."""
 
 
 class Repair:
@@ -40,7 +38,7 @@ class Repair:
             self._waiting.setdefault(key, {})
 
     def failed(self, now_us: Micros, key: Key, target: SegmentId) -> None:
-        """A copy to `target` failed: the next goes elsewhere."""
+        """A copy to `target` failed: for a put's time to live, the next goes elsewhere."""
         self._waiting.setdefault(key, {})[target] = now_us
 
     def plan(self, now_us: Micros) -> None:
@@ -60,9 +58,9 @@ class Repair:
         leaving = [it for it in here if it.draining]
         staying = [it for it in here if not it.draining]
         coming = [stock.shelves[name] for name in self._copies.coming(of.found.key)]
-        enough, targets = self._targets(of, staying + coming)
+        targets = self._targets(of, staying + coming)
         if targets:
-            self._copy(now_us, of, targets, failed)
+            self._copy(now_us, of, "drain" if leaving else "repair", targets, failed)
             return False
         if coming:
             return False
@@ -70,35 +68,38 @@ class Repair:
             for shelf in leaving:
                 stock.drop(of, shelf)
             leaving = []
-        return enough and not leaving
+        return not leaving or not staying
 
-    def _targets(self, of: Object, taken: list[Shelf]) -> tuple[bool, list[Shelf]]:
-        """Whether replicas on `taken` are enough, and where one more should go, best first.
-
-        Replicas share a node only where there is no other node.
+    def _targets(self, of: Object, taken: list[Shelf]) -> list[Shelf]:
+        """Where one more replica than those on `taken` should go, best first; none if they do, or
+        if there is no other segment. Replicas share a node only while there is no other node.
         """
         wanted = of.options.replicas
         nodes = {it.node for it in taken}
         if len(nodes) >= wanted:
-            return True, []
+            return []
         usable = [it for tier in ("dram", "disk") for it in self._stock.usable(tier)]
         usable = [it for it in usable if it not in taken]
         apart = [it for it in usable if it.node not in nodes]
-        if not apart:
-            if len(taken) >= wanted:
-                return True, []
+        if not apart and len(taken) < wanted:
             apart = usable
         apart.sort(key=lambda it: (it.tier == "disk", -it.extents.free_bytes))
-        return False, apart
+        return apart
 
     def _copy(
-        self, now_us: Micros, of: Object, targets: list[Shelf], failed: dict[SegmentId, Micros]
+        self,
+        now_us: Micros,
+        of: Object,
+        why: Why,
+        targets: list[Shelf],
+        failed: dict[SegmentId, Micros],
     ) -> None:
+        """Start one copy, to the first that takes it."""
         for shelf in targets:
             when_us = failed.get(shelf.name)
-            if when_us is not None and now_us - when_us < _RETRY_US:
+            if when_us is not None and now_us - when_us < self._stock.terms.put_ttl_us:
                 continue
             if not self._copies.accepts(shelf, of.found.size):
                 continue
-            if self._copies.start(now_us, self._new_id(), of, shelf, "repair"):
+            if self._copies.start(now_us, self._new_id(), of, shelf, why):
                 return

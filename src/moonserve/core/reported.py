@@ -3,7 +3,8 @@
 Fed by the gateway with what workers put there and what they missed there; its events go to the
 Conductor. Several workers report the same block, late and in any order, so it keeps what it has
 told: a block is told as stored once, and as removed once. It knows too much until somebody misses
-a block, and too little after a miss that crossed a put: who computes the block then puts it again.
+a block. A miss that comes soon after a put is taken for one that crossed it: who waits for a block
+looks for it until it is there.
 
 What never happens here: a second copy told of one block, or more blocks kept than the bound.
 """
@@ -14,7 +15,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from moonserve.core.facts import BlockEvent, BlocksRemoved, BlocksStored
-from moonserve.core.units import BlockKey, SegmentId
+from moonserve.core.units import BlockKey, Micros, SegmentId
+
+_CROSSING_US: Micros = 10_000_000
 
 
 class Reported:
@@ -23,13 +26,16 @@ class Reported:
     def __init__(self, holder: SegmentId, max_blocks: int = 1 << 18) -> None:
         self._holder = holder
         self._max_blocks = max_blocks
-        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        self._known: OrderedDict[BlockKey, Micros] = OrderedDict()
+        """Block -> when it was last put."""
 
     def __len__(self) -> int:
         """How many blocks are told to be there."""
         return len(self._known)
 
-    def stored(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> list[BlockEvent]:
+    def stored(
+        self, now_us: Micros, keys: Sequence[BlockKey], parent: BlockKey | None
+    ) -> list[BlockEvent]:
         """A piece of a chain was put; `parent` is the key before it."""
         runs: list[tuple[BlockKey | None, list[BlockKey]]] = []
         run: list[BlockKey] = []
@@ -40,7 +46,7 @@ class Reported:
                 if not run:
                     runs.append((parent, run))
                 run.append(key)
-                self._known[key] = None
+            self._known[key] = now_us
             parent = key
         for key in reversed(keys):  # a chain loses its tail first
             self._known.move_to_end(key)
@@ -51,9 +57,10 @@ class Reported:
         ]
         return made + self._removal(gone)
 
-    def removed(self, keys: Iterable[BlockKey]) -> list[BlockEvent]:
+    def removed(self, now_us: Micros, keys: Iterable[BlockKey]) -> list[BlockEvent]:
         """Somebody looked for these blocks, and they were not there."""
-        gone = [key for key in dict.fromkeys(keys) if key in self._known]
+        late_us = now_us - _CROSSING_US
+        gone = [key for key in dict.fromkeys(keys) if self._known.get(key, now_us) <= late_us]
         for key in gone:
             del self._known[key]
         return self._removal(gone)

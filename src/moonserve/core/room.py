@@ -78,15 +78,15 @@ class Room:
         self.evicted += 1
         return aligned(victim.found.size)
 
-    def fits_quota(self, tenant: str, size: Bytes, quota: Bytes) -> bool:
-        """Whether the tenant may have `size` bytes more, once its own oldest objects went for it.
-
-        Nothing is evicted where that would not do.
-        """
-        stock = self._stock
-        if aligned(size) > quota:
-            return False
-        while stock.tenants.get(tenant, 0) + aligned(size) > quota:
+    def fits_quota(self, tenant: str, size: Bytes, evict: bool = True) -> bool:
+        """Whether the tenant may have `size` bytes more; its own oldest objects go for it."""
+        stock, need = self._stock, aligned(size)
+        quota = stock.terms.quotas.get(tenant)
+        if quota is None:
+            return True
+        if need > quota or not evict:
+            return stock.tenants.get(tenant, 0) + need <= quota
+        while stock.tenants.get(tenant, 0) + need > quota:
             key = stock.own[tenant].pop(stock.is_free)
             if key is None:
                 return False

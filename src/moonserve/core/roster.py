@@ -97,7 +97,8 @@ class Roster:
     ) -> list[bool]:
         """Copies to a segment ended, each (id, whether the bytes are there and verified).
 
-        Per copy, whether it is a replica now; else its extent may be another's already.
+        Per copy, whether it is a replica now; else its extent may be another's already. May be
+        asked again where the answer was lost.
         """
         if self._shelf(segment, epoch) is None:
             return [False] * len(results)
@@ -128,12 +129,22 @@ class Roster:
         return {name: shelf.mount.address for name, shelf in self._stock.shelves.items()}
 
     def reap(self, now_us: Micros) -> list[SegmentId]:
-        """Drop segments not heard of (returned), give up overdue copies, end recovering in time."""
+        """Drop segments not heard of (returned), give up overdue copies, end recovering in time.
+
+        What a silent owner has not heard of is claimed for it, should it come back.
+        """
         silent_us = now_us - self._stock.terms.segment_ttl_us
         shelves = self._stock.shelves
         lost = [name for name, shelf in shelves.items() if shelf.heard_us <= silent_us]
         for name in lost:
+            shelf = shelves[name]
+            untold = [self._stock.held(shelf, key) for key in shelf.untold()]
+            epoch = shelf.mount.epoch
             self._drop(name)
+            self._recovery.claim(now_us, [Claim(name, epoch, it, False) for it in untold])
+        for shelf in shelves.values():
+            if shelf.draining:  # puts and copies to it may have ended since
+                self._repair.look_at(shelf.objects)
         self._recovery.reap(now_us, silent_us)
         for task in self._copies.overdue(now_us):
             self._end_copy(now_us, task.target.segment, task.id, False)
@@ -186,10 +197,10 @@ class Roster:
         shelves = self._stock.shelves
         told = [(shelf, it) for shelf, it in self._told if shelves.get(shelf.name) is shelf]
         self._told = []
-        came, puts = self._recovery.restore(told)
+        puts = self._recovery.restore(told)
         for shelf, held in puts:
             self._puts.claimed(shelf, held, now_us + self._stock.terms.put_ttl_us)
-        self._repair.look_at([of.found.key for of in came if of.options.replicas > 1])
+        self._repair.look_at(self._stock.short())
 
     # Inside
 
@@ -200,11 +211,11 @@ class Roster:
     def _end_copy(self, now_us: Micros, segment: SegmentId, id: int, done: bool) -> bool:
         ended = self._copies.end(segment, id, done)
         if ended is None:
-            return False
+            return self._copies.became(segment, id)
         task, became = ended
         if became:
             self._tiers.ended(task)
-        elif task.why == "repair":
+        elif task.why in ("repair", "drain"):
             self._repair.failed(now_us, task.of.found.key, segment)
         return became
 

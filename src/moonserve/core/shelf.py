@@ -5,7 +5,6 @@ For core.stock, which alone changes it. Never a byte of the segment itself.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_CHANGES = 1_024
-"""The most changes one answer carries."""
+"""The most changed keys one answer tells of."""
 
 
 class Shelf:
@@ -38,16 +37,16 @@ class Shelf:
         self.leaving_bytes: Bytes = 0
         """What goes when its copy to disk is made."""
         self.draining = False
-        self._changed: OrderedDict[Key, tuple[int, int]] = OrderedDict()
-        """Key -> (number of its last change, id of the replica put or dropped), in that order."""
+        self._changed: dict[Key, tuple[int, int]] = {}
+        """Key -> (number of its last change, highest id put or dropped), in that order."""
         self._changes = 0
         self._mounting = mounting
 
     def note(self, key: Key, id: int) -> None:
         """A replica came or went: its owner is to hear of it."""
         self._changes += 1
-        self._changed.pop(key, None)
-        self._changed[key] = (self._changes, id)
+        old = self._changed.pop(key, None)
+        self._changed[key] = (self._changes, id if old is None else max(id, old[1]))
 
     def has_changes(self) -> bool:
         """Whether there is anything that its owner has not been told, or not yet said so."""
@@ -62,10 +61,19 @@ class Shelf:
         """
         changed = self._changed
         last = seen[1] if seen[0] == self._mounting else 0
-        while changed and next(iter(changed.values()))[0] <= last:
-            changed.popitem(last=False)
+        if last:
+            changed = {key: change for key, change in changed.items() if change[0] > last}
+            self._changed = changed
         told: list[Held | Gone] = []
         for key, (number, id) in islice(changed.items(), _MAX_CHANGES):
-            told.append(held(key) if key in self.objects else Gone(key, id))
+            here = self.objects.get(key)
+            if here != id:
+                told.append(Gone(key, id))
+            if here is not None:
+                told.append(held(key))
             last = number
-        return tuple(told), (self._mounting, last), len(told) < len(changed)
+        return tuple(told), (self._mounting, last), len(changed) > _MAX_CHANGES
+
+    def untold(self) -> list[Key]:
+        """The keys here that the owner may not have heard of."""
+        return [key for key in self._changed if key in self.objects]

@@ -50,6 +50,16 @@ class Stock:
         events, self._events = self._events, []
         return merged(events)
 
+    def inventory(self) -> list[BlockEvent]:
+        """The events that told all that there is now, to whoever has heard none."""
+        events: list[BlockEvent] = []
+        for shelf in self.shelves.values():
+            for key in shelf.objects:
+                of = self.objects[key]
+                if of.options.blocks:
+                    events.append(self._stored(of, shelf))
+        return merged(events)
+
     # Extents
 
     def take(self, shelf: Shelf, size: Bytes, tenant: str) -> Bytes | None:
@@ -112,10 +122,12 @@ class Stock:
         if not of.holds:
             shelf.evictable_bytes += aligned(of.found.size)
         if of.options.blocks:
-            before = None if parent is None else BlockKey(parent)
-            self._events.append(
-                BlocksStored(shelf.name, (BlockKey(key),), before, shelf.tier, shelf.mount.epoch)
-            )
+            self._events.append(self._stored(of, shelf))
+
+    def _stored(self, of: Object, shelf: Shelf) -> BlocksStored:
+        keys = (BlockKey(of.found.key),)
+        parent = None if of.parent is None else BlockKey(of.parent)
+        return BlocksStored(shelf.name, keys, parent, shelf.tier, shelf.mount.epoch)
 
     def drop(self, of: Object, shelf: Shelf) -> None:
         """Remove the replica on `shelf`; the object goes with its last."""
@@ -172,6 +184,16 @@ class Stock:
 
     def _offset(self, of: Object, shelf: Shelf) -> Bytes:
         return next(it.offset for it in of.found.replicas if it.segment == shelf.name)
+
+    def short(self) -> list[Key]:
+        """The objects with fewer replicas than they want, or some that may share a node."""
+        found = []
+        for key, of in self.objects.items():
+            if of.options.replicas > 1:
+                nodes = {self.shelves[it.segment].node for it in of.found.replicas}
+                if len(nodes) < of.options.replicas:
+                    found.append(key)
+        return found
 
     # What may be evicted, and in which order
 

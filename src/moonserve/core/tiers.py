@@ -50,6 +50,8 @@ class Tiers:
             elif disk is None or not self._copies.start(
                 now_us, self._new_id(), victim, disk, "demote", source=shelf
             ):
+                if not evict:
+                    return
                 self._stock.drop(victim, shelf)
                 self._room.evicted += 1
 

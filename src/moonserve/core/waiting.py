@@ -7,11 +7,11 @@ from those behind it count beside its own TTFT, and more so as load grows:
 - Everybody has a time by which its prefill must begin: its TTFT objective, less its own work
   (PATIENCE_US stands in where it has no objective). While all can begin in time, the shortest
   goes first, unless that could make one before it late: so the fewest seconds are waited by all.
-- When more work arrives than the instances can do, the largest prompts are deferred, those above
-  the size that would bring the load of the last WINDOW_US back to all that they can do. When a
-  burst alone is too much, the largest of those that cannot all begin in time, as few as possible:
-  the rule of Moore and Hodgson ("An n job, one machine sequencing algorithm", 1968), with the time
-  of several servers taken as one fluid.
+- Of those that cannot all begin in time the largest are deferred, as few as possible: the rule of
+  Moore and Hodgson ("An n job, one machine sequencing algorithm", 1968), with the time of several
+  servers taken as one fluid.
+- While more than PATIENCE_US of work waits for each instance, and more comes than they can do, so
+  are all above the size that would bring the load of the last WINDOW_US back to what they can do.
 - Deferred requests go when nobody else waits, and else get SHARE of the prefill time, first come
   first served. That bounds their wait: one that has W seconds of deferred work before it, its own
   included, begins by the time that W / SHARE seconds of prefill were given to others.
@@ -203,7 +203,8 @@ class WaitingRoom:
         self, now_us: Micros, free_us: Sequence[Micros]
     ) -> tuple[list[Waiter], list[Waiter]]:
         """Those that can all begin in time, in order, and those that give way."""
-        limit_us = self._arrivals.limit_us(len(free_us))
+        behind = self.work_us > PATIENCE_US * len(free_us)
+        limit_us = self._arrivals.limit_us(len(free_us)) if behind else None
         by_size: list[tuple[int, Micros, int, RequestId]] = []
         works: dict[RequestId, Micros] = {}
         ahead_us = 0

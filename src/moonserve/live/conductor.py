@@ -70,6 +70,10 @@ class ConductorLoop:
         self._timer: asyncio.TimerHandle | None = None
         self.records: OrderedDict[RequestId, Record] = OrderedDict()
         """The latest requests, bounded; read by the API, `ask` and `explain`."""
+        self.placed = 0
+        """Requests that were placed, ever."""
+        self.waited_us: Micros = 0
+        """What they waited for that at the Conductor, together."""
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""
@@ -165,6 +169,9 @@ class ConductorLoop:
     def _decided(self, request: RequestId, decision: Decision) -> None:
         record = self.records.get(request)
         if record is not None:
+            if not record.attempts:
+                self.placed += 1
+                self.waited_us += decision.waited_us
             record.decision = decision
             record.attempts += 1
             record.outcome = "running"

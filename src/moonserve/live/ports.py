@@ -15,7 +15,7 @@ from moonserve.core.batch import Pass, PassResult
 from moonserve.core.pool import Found as Found
 from moonserve.core.pool import Replica as Replica
 from moonserve.core.request import Request
-from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, Tokens
+from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId, Tokens
 
 
 class Clock(Protocol):
@@ -89,10 +89,12 @@ class KVStore(Protocol):
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None = None,
+        near: SegmentId | None = None,
     ) -> int:
         """Store objects; those that exist already are kept and leased. Returns how many exist now.
 
         The items are a piece of a chain; `parent` comes before it, None where it heads the chain.
+        near: where they should lie, if that can be chosen and is there; None: at the caller's own.
         All or nothing per object: a reader never sees a half-written one. Less than len(items)
         means the pool was full of leased objects; the caller goes on without them.
         """

@@ -2,7 +2,7 @@
 
 For `moonserve replay`. Open loop: a request is sent when it is due, whatever became of those
 before it. Speaks OpenAI's streaming completions with vLLM's `ignore_eos` and `return_token_ids`;
-knows no traces. A request that fails is a result, never an exception.
+knows no traces. A request that fails is a result, not an exception, but for what fails all.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
+from moonserve.core.errors import BadRequest, MoonserveError
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.http.client import HttpClient, sse_events
 
 _SILENT_S = 600.0
+_HOPELESS = ("401 ", "403 ", "404 ", "405 ")
 
 
 class Due(msgspec.Struct, frozen=True):
@@ -79,7 +80,8 @@ async def replay(
     """Send all requests, which come in the order of their times; the answers, in that order.
 
     At most `bound` are under way; those that wait for that are late, which counts. `told` is
-    called as each ends.
+    called as each ends. Raises BadRequest at the first answer that all others would get too: no
+    such model or path, or no right to either.
     """
     clock = LoopClock()
     http = HttpClient(max_per_host=bound)
@@ -92,6 +94,8 @@ async def replay(
             answered = await _send(http, url, model, due, due_us, clock)
         finally:
             places.release()
+        if answered.error[:4] in _HOPELESS:
+            raise BadRequest(f"the gateway answers {answered.error}")
         told(answered)
         return answered
 
@@ -102,6 +106,8 @@ async def replay(
                 await clock.sleep_us(max(0, due_us - clock.now_us()))
                 await places.acquire()
                 tasks.append(group.create_task(one(due, due_us)))
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
     finally:
         await http.close()
     return [task.result() for task in tasks]

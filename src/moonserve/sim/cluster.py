@@ -192,8 +192,8 @@ class Simulation:
                 if any(node.cancel(served.id) for node in nodes):  # else it has failed already
                     self._failed(served, number)
             case Refuse(why=why, reason=reason, decision=decision):
-                served.outcome, served.why, served.reason = "refused", why, reason
-                served.decision = decision
+                served.outcome, served.why, served.decision = "refused", why, decision
+                served.reason = reason
             case GiveUp(why=why):
                 served.outcome, served.why = "failed", why
             case Release():

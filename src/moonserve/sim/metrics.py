@@ -5,6 +5,8 @@ Reads what the simulation left; changes nothing. Times in seconds or millisecond
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +49,18 @@ class RequestRow(msgspec.Struct, frozen=True):
     met_tbt: bool
 
 
+class Lost(msgspec.Struct, frozen=True):
+    """Requests that were refused, or failed, for like reasons."""
+
+    outcome: str
+    count: int
+    reason: str
+    """Of a refusal, for programs."""
+    why: str
+    """Of the first of them."""
+    first: str
+
+
 class Result(msgspec.Struct):
     """A run in numbers."""
 
@@ -54,6 +68,8 @@ class Result(msgspec.Struct):
     rows: list[RequestRow]
     gaps_ms: NDArray[np.float32]
     """Every gap between two tokens of one request."""
+    lost: list[Lost] = []
+    """By reason, the most frequent first."""
 
 
 def measure(sim: Simulation, cpu_s: float) -> Result:
@@ -66,7 +82,7 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
         gaps.append(own)
         rows.append(_row(served, own, sim.setup.goal))
     all_gaps = np.concatenate(gaps).astype(np.float32) if gaps else np.zeros(0, np.float32)
-    return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps)
+    return Result(_summary(sim, rows, all_gaps, cpu_s), rows, all_gaps, _lost(sim))
 
 
 def queues(sim: Simulation, most: int = 200) -> dict[str, list[float]]:
@@ -114,6 +130,20 @@ def paper_tbt_ms(gaps: Times) -> float | None:
         return None
     longest = max(1, len(gaps) // 10)
     return float(np.partition(gaps, len(gaps) - longest)[-longest:].mean())
+
+
+def _lost(sim: Simulation) -> list[Lost]:
+    """Failures are alike whose words differ in numbers only."""
+    groups: dict[tuple[str, str], list[Served]] = {}
+    for one in sim.served:
+        if one.outcome in ("refused", "failed"):
+            alike = one.reason or re.sub(r"\d+", "", one.why)
+            groups.setdefault((one.outcome, alike), []).append(one)
+    lost = [
+        Lost(outcome, len(them), them[0].reason, them[0].why, them[0].id)
+        for (outcome, _), them in groups.items()
+    ]
+    return sorted(lost, key=lambda it: -it.count)
 
 
 def _row(served: Served, gaps: Times, goal: Slo) -> RequestRow:
@@ -229,6 +259,12 @@ def _predictions(sim: Simulation) -> dict[str, Any]:
         for part, value in parts.items():
             found[name.format(part)] = None if value is None else value / unit
     return found
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share in percent, rounded down: 100% only where it is all of them."""
+    shift = 10.0 ** (digits + 2)
+    return f"{math.floor(round(share * shift, 6)) / shift:.{digits}%}"
 
 
 def _meets(value: float | None, goal_us: int | None, in_us: float) -> bool:

@@ -38,6 +38,8 @@ class Try(msgspec.Struct, frozen=True):
     """Those that missed their TTFT count as if they had met it."""
     whole: bool
     """Not left early."""
+    seen: float = 1.0
+    """The share of requests that had come when it was left."""
 
 
 class Trials:
@@ -80,6 +82,7 @@ class Trials:
             1 - misses.ttft / count,
             1 - misses.tbt / count,
             whole=misses.decided,
+            seen=len(sim.served) / count,
         )
 
 
@@ -262,15 +265,21 @@ def central_queue(trace: Trace, setup: Setup, speed: float, refuse: bool) -> tup
 # The split.
 
 
+Binds: TypeAlias = Literal["prefill", "decode", "both", "neither", "nothing"]
+"""Of which one more instance serves more of what was missed, by simulation: of one, of each as
+much, of neither. `nothing`: nothing was missed."""
+
+
 class Split(msgspec.Struct, frozen=True):
     """One way to divide the instances, and what it serves."""
 
     prefill: int
     decode: int
     speed: float | None
-    """None: no faster than the best so far, by one simulation, or too slow to be measured."""
-    binds: Literal["prefill", "decode", "nothing"]
-    """What misses first above that speed: TTFT binds prefill, TBT decode."""
+    """None: see `not_above`; where that is None too, not even at one step of the tolerance."""
+    not_above: float | None
+    """The best speed so far, which one simulation showed this split not to exceed."""
+    binds: Binds
     prefill_bound: float
     decode_bound: float
     missed: Try | None
@@ -300,15 +309,17 @@ def plan(
     def look(prefill: int, to_beat: float | None) -> Split:
         fluid = bounds(prefill)
         trials = Trials(trace, made(prefill), target)
+        not_above = None
         if to_beat is None:
             found = max_speed(trials, target, min(fluid), tolerance)
         else:
             first = trials(to_beat + tolerance)
             if first.attainment < target:
-                found = Found(None, first)
+                found, not_above = Found(None, first), to_beat or None
             else:
                 found = max_speed(trials, target, to_beat + tolerance, tolerance)
-        split = Split(prefill, nodes - prefill, found.speed, _binds(found), *fluid, found.missed)
+        binds = _binds(trace, made(prefill), target, found.missed)
+        split = Split(prefill, nodes - prefill, found.speed, not_above, binds, *fluid, found.missed)
         tell(split)
         return split
 
@@ -327,8 +338,19 @@ def plan(
     return [best, *others]
 
 
-def _binds(found: Found) -> Literal["prefill", "decode", "nothing"]:
-    missed = found.missed
+def _binds(trace: Trace, setup: Setup, target: float, missed: Try | None) -> Binds:
+    """What TTFT and TBT do not tell: where decode is full, requests may wait before prefill."""
     if missed is None:
         return "nothing"
-    return "decode" if missed.attainment_tbt < missed.attainment_ttft else "prefill"
+
+    def served(more: Setup) -> tuple[float, float]:
+        tried = Trials(trace, more, target)(missed.speed)
+        return tried.seen, tried.attainment
+
+    base = missed.seen, missed.attainment
+    replace = msgspec.structs.replace
+    by_prefill = max(base, served(replace(setup, prefill=setup.prefill + 1)))
+    by_decode = max(base, served(replace(setup, decode=setup.decode + 1)))
+    if by_prefill == by_decode:
+        return "neither" if by_prefill == base else "both"
+    return "prefill" if by_prefill > by_decode else "decode"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moonserve.sim.charts import Band, Goal, Line, columns, heatmap, line_chart
 from moonserve.sim.cluster import Simulation
-from moonserve.sim.metrics import RequestRow, Result
+from moonserve.sim.metrics import RequestRow, Result, percent
 from moonserve.sim.page import PAGE
 from moonserve.sim.served import Served
 
@@ -82,7 +82,7 @@ def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[str]:
     held = f"{s['hit_rate_available']:.1%} were held by someone"
     tokens = f"{s['goodput_tokens_per_s']:,.0f} tokens/s within both goals"
     return [
-        _tile("Both goals", f"{s['attainment']:.1%}", *_verdict(s["attainment"], "both")),
+        _tile("Both goals", percent(s["attainment"]), *_verdict(s["attainment"], "both")),
         _tile("TTFT p99", _s(s["ttft_p99_s"]), *_verdict(s["attainment_ttft"], ttft)),
         _tile("TBT p99", _ms(s["tbt_p99_ms"]), *_verdict(s["attainment_tbt"], tbt)),
         _tile("Goodput", f"{s['goodput_rps']:.2f} /s", tokens),
@@ -93,7 +93,7 @@ def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[str]:
 
 def _verdict(share: float, goal: str) -> tuple[str, str]:
     """What is to be said of a goal, and whether that is good or bad."""
-    return f"{goal} met by {share:.1%} of all requests", "good" if share >= ASKED else "bad"
+    return f"{goal} met by {percent(share)} of all requests", "good" if share >= ASKED else "bad"
 
 
 def _tile(label: str, value: str, below: str, kind: str = "") -> str:

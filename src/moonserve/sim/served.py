@@ -35,7 +35,7 @@ class Served:
         self.why = ""
         """For what, if refused or failed."""
         self.reason = ""
-        """Of a refusal: for programs."""
+        """The same for programs, if refused."""
         self.generated: Tokens = 0
         """Before the call that is out."""
         self.attempts = 0

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from moonserve.core.errors import ConfigError
+from moonserve.core.evict import EVICTIONS
 from moonserve.core.facts import InstanceInfo, Role
 from moonserve.core.policies import Tuning, policy_of
 from moonserve.core.prefix import Namespace
@@ -94,6 +95,14 @@ class Setup(msgspec.Struct, frozen=True):
             raise ConfigError(f"at most {MOST_INSTANCES} instances", "prefill, decode or mixed")
         if not 0 < self.tuning.cross_rack <= 1_000:
             raise ConfigError(f"{self.tuning.cross_rack} must be above 0, up to 1000", "cross_rack")
+        for field, given in (
+            ("kvcache_balancing_threshold", self.tuning.kvcache_balancing_threshold),
+            ("tbt_share", self.tuning.tbt_share),
+        ):
+            if not 0 < given < float("inf"):
+                raise ConfigError(f"{given} must be a number above 0", field)
+        if self.eviction not in EVICTIONS:
+            raise ConfigError(f"{self.eviction} is none of {', '.join(EVICTIONS)}", "eviction")
         if self.cache_blocks is not None and self.cache_blocks < 0:
             raise ConfigError("must be 0 or more, or infinite", "cache_blocks")
         for slo in (self.goal, self.tuning.slo):

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -22,7 +23,7 @@ from moonserve.core.units import Micros
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.setup import ALONE, Setup
-from moonserve.sim.trace import read_trace, scale
+from moonserve.sim.trace import Trace, read_trace, scale
 
 SPECIAL: Mapping[str, Any] = {
     "trace": str,
@@ -90,14 +91,41 @@ def grid(axes: Mapping[str, Any]) -> list[Cell]:
     ]
 
 
+def check(cells: Sequence[Cell]) -> None:
+    """Read what cells read, and scale it, before the first one runs. Raises ConfigError."""
+    runs = dict.fromkeys((cell.values["trace"], cell.values["speed"]) for cell in cells)
+    traces: dict[str, Trace] = {}
+    for name, speed in runs:
+        if name == "-":
+            raise ConfigError(
+                "cells run by themselves, so stdin cannot be read; name a file", "trace"
+            )
+        if name not in traces:
+            whole = read_trace(Path(name))
+            traces[name] = Trace(whole.name, whole.block_size, whole.rows[-1:])
+        scale(traces[name], speed)
+
+
 def value_of(name: str, given: Any) -> Any:
     """What an axis takes from text or YAML. Raises ConfigError naming the axis."""
     if name == "cache_blocks" and given == "infinite":
         return None
     try:
         return msgspec.convert(given, AXES[name], strict=False)
-    except msgspec.ValidationError as err:
-        raise ConfigError(f"{given!r}: {err}", name) from None
+    except msgspec.ValidationError:
+        raise ConfigError(f"{given!r} is not {_kind(AXES[name])}", name) from None
+
+
+def _kind(wanted: Any) -> str:
+    """The values of an axis, for people."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    parts: list[str] = []
+    for part in get_args(wanted) if isinstance(wanted, UnionType) else (wanted,):
+        if get_origin(part) is Literal:
+            parts += map(str, get_args(part))
+        else:
+            parts.append(names.get(part, "null"))
+    return " or ".join(parts)
 
 
 def setup_of(values: Mapping[str, Any]) -> Setup:

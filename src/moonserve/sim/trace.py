@@ -24,6 +24,7 @@ from moonserve.core.units import Micros, Tokens
 BLOCK_SIZE: Tokens = 512
 """Tokens of one block in the public traces."""
 MOST_TOKENS: Tokens = 1 << 24  # longer than any context; bounds the blocks made for one row
+_EMPTY = "no requests in this file"
 _TOO_LATE_MS = 10**15  # 30,000 years, so no time in ms, even where it counts from 1970
 _TOO_LATE_US = _TOO_LATE_MS * 1000
 
@@ -69,7 +70,7 @@ def read_trace(path: Path, limit: int | None = None, block_size: Tokens = BLOCK_
             raise ConfigError(row.message, f"{path}:{row.line}: {row.field}")
         rows.append(row)
     if not rows:
-        raise ConfigError("no requests in this file", str(path))
+        raise ConfigError(_EMPTY, str(path))
     return Trace(path.stem, block_size, rows)
 
 
@@ -84,6 +85,8 @@ def validate(path: Path, at_most: int, block_size: Tokens = BLOCK_SIZE) -> tuple
             faults.append(row)
             if len(faults) == at_most:
                 break
+    if not good and not faults:
+        faults.append(Fault(1, "file", _EMPTY))
     return good, faults
 
 
@@ -149,6 +152,12 @@ class _Format(msgspec.Struct, frozen=True):
     blocks: str
 
 
+_KINDS = {
+    "timestamp": "a number of milliseconds",
+    "input_length": "a whole number of tokens",
+    "output_length": "a whole number of tokens",
+    "hash_ids": "a list of whole numbers",
+}
 _MOONCAKE = _Format("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE = _Format("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
 _SIMPLE = _Format("timestamp_ms", "input_length", "output_length", "hash_ids")
@@ -235,12 +244,22 @@ def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
         try:
             it = decode(text)
         except msgspec.DecodeError as err:
-            named = re.search(r"(?:\$\.|required field `)(\w+)", str(err))
-            field = named[1] if named else "row"
-            yield line, Fault(line, field, f"{err}; one JSON object with four fields a line")
+            yield line, _not_json(line, err)
             continue
         at_ms = max(-_TOO_LATE_MS, min(it.timestamp, _TOO_LATE_MS))  # a product stays finite
         yield line, Row(round(at_ms * 1000), it.input_length, it.output_length, it.hash_ids)
+
+
+def _not_json(line: int, err: msgspec.DecodeError) -> Fault:
+    """What is wrong with a line of JSON; the decoder's own words name types of Python's."""
+    said = str(err)
+    named = re.search(r"(\$\.|required field `)(\w+)", said)
+    if named is None:
+        what = "no JSON object" if isinstance(err, msgspec.ValidationError) else "no JSON"
+        return Fault(line, "row", f"is {what}; write one object with four fields a line")
+    if named[1] != "$.":
+        return Fault(line, named[2], f"is missing; it is {_KINDS[named[2]]}")
+    return Fault(line, named[2], f"is not {_KINDS[named[2]]}; correct or drop the row")
 
 
 def _csv_rows(

@@ -1,4 +1,4 @@
-"""Read-only HTTP views of the cluster: instances, decisions, segments, health, stats."""
+"""Read-only HTTP views of the cluster: instances, decisions, health, stats. Not of the pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from moonserve.core.units import Micros, RequestId
 from moonserve.live.conductor import ConductorLoop, Record
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.store.server import MasterService
+from moonserve.live.store.local import LocalPool
+from moonserve.live.store.remote import RemotePool
 
 DECISIONS_PREFIX = "/api/decisions/"
 
@@ -22,15 +23,14 @@ class NoDecision(BadRequest):
 class Api:
     """Handlers of /api, to be mounted by the gateway process."""
 
-    def __init__(self, conductor: ConductorLoop, store: MasterService) -> None:
+    def __init__(self, conductor: ConductorLoop, pool: LocalPool | RemotePool) -> None:
         self._conductor = conductor
-        self._store = store
+        self._pool = pool
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
             ("GET", "/api/instances"): self._instances,
-            ("GET", "/api/segments"): self._segments,
             ("GET", "/api/health"): self._health,
             ("GET", "/api/stats"): self._stats,
         }
@@ -72,9 +72,6 @@ class Api:
             )
         return json_response(rows)
 
-    async def _segments(self, request: HttpRequest) -> Response:
-        return json_response(self._store.lookup(request.query.get("key")))
-
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})
 
@@ -83,11 +80,13 @@ class Api:
         return json_response(
             {
                 "requests": promised.requests,
+                "placed": self._conductor.placed,
+                "waited_us": self._conductor.waited_us,
                 "prefills_promised": promised.prefills,
                 "prefill_us_promised": promised.prefill_us,
                 "decodes_promised": promised.decodes,
                 "index_blocks": len(self._conductor.core.index),
-                "store": self._store.lookup(),
+                "store": await self._pool.lookup({}),
                 "tuning": self._conductor.core.tuning,
             }
         )

@@ -11,7 +11,7 @@ from moonserve.core.units import Bytes
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway with its Conductor and store master."""
+    """One gateway with its Conductor and, unless it is elsewhere, the store's master."""
 
     model: str
     """Catalog name, Hugging Face folder or GGUF file: for tokens and the chat template."""
@@ -20,6 +20,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes any free port."""
     token: str = ""
     """Workers must present it on /internal; empty only when bound to loopback."""
+    store_url: str = ""
+    """Where the store's master is; empty: in this process."""
+    eviction: str = "lru"
+    """What its segments evict first: one of core.evict.EVICTIONS; for a master in this process."""
     drain_s: float = 30.0
     """How long running requests may take to finish after a stop was asked for."""
     threshold: float = 1.0

@@ -1,8 +1,7 @@
-"""The control plane that workers speak to: join, beat, leave, the store's operations, and what they
-saw of a pool that has a master of its own.
+"""The control plane that workers speak to: join, beat, leave, and what they saw of a foreign pool.
 
-msgpack bodies, guarded by the cluster token. Translates to facts for the Conductor and calls on the
-master; decides only whether an instance may join.
+msgpack bodies, guarded by the cluster token. Translates to facts for the Conductor; decides only
+whether an instance may join. The store's operations are live.store.local's.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.reports import POOL
-from moonserve.live.store.server import MasterService
 
 T = TypeVar("T")
 
-STORE_PREFIX = "/internal/store/"
 _MSGPACK = "application/msgpack"
 
 
@@ -74,18 +71,8 @@ class Incompatible(BadRequest):
 class Internal:
     """Handlers of /internal, to be mounted by the gateway process."""
 
-    def __init__(
-        self,
-        conductor: ConductorLoop,
-        store: MasterService,
-        after_store: Callable[[], None],
-        token: str,
-        models: Collection[str],
-    ) -> None:
-        """`after_store` runs after each store operation, to pass its events on."""
+    def __init__(self, conductor: ConductorLoop, token: str, models: Collection[str]) -> None:
         self._conductor = conductor
-        self._store = store
-        self._after_store = after_store
         self._token = token
         self._models = models
         self._reported = Reported(POOL)
@@ -98,10 +85,6 @@ class Internal:
             ("POST", "/internal/leave"): self._guarded(self._leave),
             ("POST", "/internal/blocks"): self._guarded(self._blocks),
         }
-
-    def prefixes(self) -> dict[tuple[str, str], Handler]:
-        """Path prefixes."""
-        return {("POST", STORE_PREFIX): self._guarded(self._store_op)}
 
     def _guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
         async def checked(request: HttpRequest) -> Response:
@@ -142,22 +125,16 @@ class Internal:
         return _reply({})
 
     async def _blocks(self, request: HttpRequest) -> Response:
-        for event in _decode(await request.body(), BlocksBody).events:
+        body = _decode(await request.body(), BlocksBody)
+        now_us = self._conductor.now_us()
+        for event in body.events:
             if event.segment != POOL:
                 raise BadRequest(f"blocks of {event.segment} are told by the master", "segment")
             if isinstance(event, BlocksStored):
-                self._conductor.tell(*self._reported.stored(event.keys, event.parent))
+                self._conductor.tell(*self._reported.stored(now_us, event.keys, event.parent))
             else:
-                self._conductor.tell(*self._reported.removed(event.keys))
+                self._conductor.tell(*self._reported.removed(now_us, event.keys))
         return _reply({})
-
-    async def _store_op(self, request: HttpRequest) -> Response:
-        op = request.path.removeprefix(STORE_PREFIX)
-        try:
-            reply = self._store.handle(op, await request.body())
-        finally:
-            self._after_store()
-        return Response(200, reply, content_type=_MSGPACK)
 
 
 def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:

@@ -1,4 +1,4 @@
-"""The gateway process: OpenAI API, Conductor and store master in one event loop.
+"""The gateway process: OpenAI API, Conductor and, by default, store master in one event loop.
 
 `Gateway.start` wires the parts; `run_gateway` adds signals and the drain. For the CLI and tests;
 everything it wires can be had without it.
@@ -11,10 +11,10 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moonserve.core.conductor import Conductor
-from moonserve.core.facts import Tick
+from moonserve.core.facts import BlockEvent, Tick
 from moonserve.core.master import Master
 from moonserve.core.policies import Tuning
 from moonserve.core.pool import Terms
@@ -34,6 +34,8 @@ from moonserve.live.http.server import App, Server, serve
 from moonserve.live.instances.wire import WireClient
 from moonserve.live.model.catalog import ModelRef, resolve
 from moonserve.live.model.config import load_config
+from moonserve.live.store.local import LocalPool
+from moonserve.live.store.remote import RemotePool
 from moonserve.live.store.server import MasterService
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
@@ -52,8 +54,6 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out
-        self.store = MasterService(Master(Terms(), first_ticket), LoopClock().now_us)
         tuning = Tuning(
             policy=config.policy,
             kvcache_balancing_threshold=config.threshold,
@@ -65,6 +65,7 @@ class Gateway:
         )
         self.conductor = ConductorLoop(Conductor(tuning, random.Random(0)), self._release)
         self._http = HttpClient()
+        self.pool = self._open_pool()
         self._front: GatewayApp | None = None
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -95,6 +96,7 @@ class Gateway:
             await self._server.stop(0)
         if self._ticker is not None:
             self._ticker.cancel()
+        await self.pool.close()
         self.conductor.stop()
         await self._http.close()
 
@@ -109,13 +111,11 @@ class Gateway:
             cluster, {found.name: text}.__getitem__, Limits(max_in_flight=config.max_in_flight)
         )
         front.metrics.registry.register(Predictions(self.conductor.core.outlook))
-        internal = Internal(
-            self.conductor, self.store, self._pass_events, config.token, [found.name]
-        )
-        api = Api(self.conductor, self.store)
+        internal = Internal(self.conductor, config.token, [found.name])
+        api = Api(self.conductor, self.pool)
         app = App(
-            front.routes() | internal.routes() | api.routes(),
-            front.prefixes() | internal.prefixes() | api.prefixes(),
+            front.routes() | internal.routes() | api.routes() | self.pool.routes(),
+            front.prefixes() | api.prefixes() | self.pool.prefixes(),
             max_body_bytes=config.max_body_bytes,
             body_limits={"/internal/": _INTERNAL_BODY_BYTES},
             name="gateway",
@@ -126,17 +126,22 @@ class Gateway:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.store.reap()
-            self._pass_events()
+            self.pool.tick()
             self.conductor.tell(Tick())
 
     def _release(self, lease: LeaseId) -> None:
-        self.store.master.release(lease)
+        self.pool.release(lease)
 
-    def _pass_events(self) -> None:
-        events = self.store.master.drain_events()
-        if events:
-            self.conductor.tell(*events)
+    def _open_pool(self) -> LocalPool | RemotePool:
+        config = self._config
+        if config.store_url:
+            return RemotePool(self._http, config.store_url, config.token, self._tell)
+        first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out
+        master = Master(Terms(eviction=config.eviction), first_ticket)
+        return LocalPool(MasterService(master, LoopClock().now_us), config.token, self._tell)
+
+    def _tell(self, events: Sequence[BlockEvent]) -> None:
+        self.conductor.tell(*events)
 
 
 def _read_model(ref: str) -> tuple[ModelRef, Tokens, ModelText]:

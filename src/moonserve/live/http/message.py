@@ -134,7 +134,8 @@ def error_response(error: MoonserveError) -> Response:
 
 
 class HttpRequest:
-    """One request as a handler sees it. `headers` has lower-case names; a repeated one's last wins.
+    """One request as a handler sees it. `headers` has lower-case names; repeated ones are
+    one with commas between (RFC 9110, 5.3).
 
     `id` is the client's x-request-id where that is sane (1 to 128 letters, digits and ._:@-), else
     made here; the server puts it on the reply. A handler may replace it.
@@ -165,9 +166,10 @@ class HttpRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query_string: bytes = scope["query_string"]
-        self.headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        self.headers: dict[str, str] = {}
+        for raw_name, raw in scope["headers"]:
+            name, value = raw_name.decode("latin-1"), raw.decode("latin-1")
+            self.headers[name] = f"{self.headers[name]}, {value}" if name in self.headers else value
         self.id = _request_id(self.headers.get("x-request-id"))
         self.gone = False
         """Whether the client was seen to leave."""

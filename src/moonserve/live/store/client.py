@@ -1,269 +1,242 @@
-"""The pool of KV blocks as one worker holds it: KVStore over the master and the transfer rooms.
+"""The pool as one process uses it: KVStore over the master and the transfer rooms.
 
-Used from one event loop. It owns this process's segment: shared memory, its TCP server, and the
-beats that keep it mounted. Bytes are copied in a few threads of its own; the loop itself copies
-only what is small and mapped already.
+Used from one event loop. It owns this process's segments, if it has any. Bytes are copied in a few
+threads of its own; the loop itself copies only what is small and mapped already.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
-from moonserve.core.errors import ConfigError, MoonserveError, StoreError
-from moonserve.core.pool import Address, Exists, Found, Mount, Outcome, Ticket
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Bytes, LeaseId, SegmentId
+from moonserve.core.errors import ConfigError, StoreError
+from moonserve.core.pool import (
+    Exists,
+    Found,
+    Key,
+    Outcome,
+    PutOptions,
+    Removal,
+    Ticket,
+)
+from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store import wire
-from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.store.copying import Copier, Write
+from moonserve.live.store.disk import open_disk
+from moonserve.live.store.link import FAILURES, Link, now_us, text
+from moonserve.live.store.link import Rpc as Rpc
+from moonserve.live.store.owner import Owner
+from moonserve.live.store.settings import StoreSettings as StoreSettings
+from moonserve.live.transfer.client import Transfer
 from moonserve.live.transfer.region import Region
-from moonserve.live.transfer.server import TransferServer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Rpc = Callable[[str, bytes], Awaitable[bytes]]
-"""Runs one operation of MasterService somewhere. May raise MoonserveError or OSError."""
-
-_INLINE_BYTES = 256 << 10  # copied on the loop: handing over to a thread would take longer
-_BEATS_PER_TTL = 4
-_BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew
-_FAILURES = (MoonserveError, OSError)  # TimeoutError is an OSError
-_encode = msgspec.msgpack.Encoder().encode
-
-
-class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker's share in the pool is made of."""
-
-    segment: SegmentId
-    epoch: int
-    """Larger at every start of this worker, such as its start time in microseconds."""
-    capacity_bytes: Bytes
-    token: bytes
-    """The cluster's shared secret: who has it may read and write segments over TCP."""
-    host: str = "127.0.0.1"
-    """Where the segment's TCP server listens."""
-    port: int = 0
-    advertise_host: str | None = None
-    """What peers connect to; None: `host`."""
-    shared_memory: bool = True
-    threads: int = 4
-    call_s: float = 5.0
-    """The longest a call to the master may take."""
-    transfer_s: float = 10.0
-    """The longest the bytes of one batch may take; below the master's put_ttl_us."""
-
-
-class _Fetched(NamedTuple):
-    good: set[int]
-    corrupt: list[int]
-
 
 class StoreClient:
-    """A KVStore with a segment of its own. Made by `open`, ended by `close`.
+    """A KVStore, and what else the master does. Made by `open`, ended by `close`.
 
-    The master out of reach is a pool that has nothing: find and put answer so, and a warning is
-    logged. Once started, find, read, put and release run to their end (bounded by call_s and
-    transfer_s) even if the caller is cancelled, so that no thread writes to a buffer its owner
-    thinks is free, and no lease or ticket is left behind.
+    Towards KVStore, the master out of reach is a pool that has nothing: find and put answer so, and
+    a warning is logged. Once started, find, read, put and release run to their end (bounded by
+    call_s and transfer_s) even if the caller is cancelled, so that no thread writes to a buffer its
+    owner thinks is free, and no lease or ticket is left behind.
+
+    The other calls raise MoonserveError or OSError where the master does not answer.
     """
 
     def __init__(self, rpc: Rpc, settings: StoreSettings) -> None:
         """Reserve the memory and listen; `open` does this and mounts."""
         self.settings = settings
-        self._rpc = rpc
-        self._region = Region.create(settings.capacity_bytes)
-        try:
-            self._server = TransferServer(
-                self._region, settings.token, settings.host, settings.port
-            )
-        except OSError as error:
-            self._region.close()
-            at = f"{settings.host}:{settings.port}"
-            raise ConfigError(f"cannot listen on {at}: {error.strerror}", "host") from None
-        self.address = self._server.address(settings.advertise_host or settings.host)
-        self._transfer = Transfer(settings.token, shared_memory=settings.shared_memory)
-        self._transfer.adopt(self._region)
+        self.link = Link(rpc, settings.call_s)
+        self.transfer = Transfer(settings.token, shared_memory=settings.shared_memory)
         self._threads = ThreadPoolExecutor(settings.threads, "kv-copy")
-        self._addresses: dict[SegmentId, Address] = {}
-        """As the master last told them; every beat brings all that are mounted."""
-        self._beat_s = 1.0
-        self._beats: asyncio.Task[None] | None = None
+        self._copier = Copier(self.link, self.transfer, self._threads)
+        self._segment = settings.segment if settings.capacity_bytes else None
+        self.owners: list[Owner] = []
+        if settings.capacity_bytes:
+            region = Region.create(settings.capacity_bytes)
+            self.owners.append(Owner(self.link, self.transfer, self._threads, region, settings))
+        if settings.disk_dir is not None:
+            self.owners.append(self._own_disk(settings.disk_dir))
+        self._mine = {owner.mounting.id: owner for owner in self.owners}
+
+    def _own_disk(self, folder: Path) -> Owner:
+        """The segment on disk: of the same node, its bytes verified. Raises ConfigError."""
+        mine = self.settings
+        try:
+            region, journal = open_disk(folder, mine.disk_bytes)
+        except ConfigError:
+            self.transfer.close()
+            self._close_blocking()
+            raise
+        settings = msgspec.structs.replace(
+            mine,
+            segment=SegmentId(f"{mine.segment}-disk"),
+            node=mine.node or mine.segment,
+            port=0,
+        )
+        held = list(journal.held.values())
+        return Owner(
+            self.link, self.transfer, self._threads, region, settings, "disk", held, journal
+        )
 
     @classmethod
     async def open(cls, rpc: Rpc, settings: StoreSettings) -> StoreClient:
-        """Make the segment and mount it. Raises what the master's refusal or absence raises."""
+        """Make the segments and mount them. Raises what the master's refusal or absence raises."""
         client = await asyncio.to_thread(cls, rpc, settings)
         try:
-            await client._mount()
+            for owner in client.owners:
+                await owner.mount()
         except BaseException:
             await client.close()
             raise
         return client
 
     def start_beats(self) -> None:
-        """Keep the segment mounted from now on, also by a master that restarts."""
-        if self._beats is None:
-            self._beats = asyncio.create_task(self._beat_forever())
-            self._beats.add_done_callback(self._beats_ended)
+        """Keep the segments mounted from now on, also by a master that restarts."""
+        for owner in self.owners:
+            owner.start_beats(self._heard)
+
+    def _heard(self) -> None:
+        """Segments that are gone need no memory mapped, and no connections."""
+        own = [owner.mounting.address for owner in self.owners]
+        self.transfer.retain([*own, *self.link.addresses.values()])
+
+    async def close(self) -> None:
+        """Leave the pool: what lies in this process's memory is gone."""
+        for owner in self.owners:
+            await owner.leave()
+        await asyncio.to_thread(self.transfer.close)
+        for owner in self.owners:
+            await owner.idle()
+        await asyncio.to_thread(self._close_blocking)
+
+    def _close_blocking(self) -> None:
+        self._threads.shutdown()
+        for owner in self.owners:
+            owner.close()
+
+    # KVStore
 
     async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
         """See KVStore.find."""
         return await _to_the_end(self._find(keys, lease))
 
     async def read(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
-        """See KVStore.read. What arrives corrupt is reported to the master, which removes it."""
+        """See KVStore.read. Corrupt replicas are reported to the master, which drops them."""
         assert [it.size for it in found] == [len(memory) for memory in into]
-        return await _to_the_end(self._read(found, into))
+        missing = await _to_the_end(self._fetch(found, into, self.settings.transfer_s))
+        return missing[0] if missing else len(found)
 
     async def put(
         self,
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None = None,
+        near: SegmentId | None = None,
     ) -> int:
         """See KVStore.put."""
-        return await _to_the_end(self._put(items, lease, parent))
+        options = self.settings.options
+        if near is not None:
+            options = msgspec.structs.replace(options, preferred=near)
+        return await _to_the_end(self._put(items, lease, parent, options))
 
     async def release(self, lease: LeaseId) -> None:
         """See KVStore.release. With the master out of reach, the lease ends by its time to live."""
-        await _to_the_end(self._tell("release", wire.ReleaseCall(lease)))
+        await _to_the_end(self.link.tell("release", wire.ReleaseCall(lease)))
 
-    async def close(self) -> None:
-        """Leave the pool: what this segment held is gone."""
-        beats, self._beats = self._beats, None
-        if beats is not None:
-            beats.cancel()
-            await asyncio.wait([beats])
-        await self._tell("unmount", wire.SegmentCall(self.settings.segment, self.settings.epoch))
-        await asyncio.to_thread(self._close_blocking)
+    # What else there is, up to wire.MAX_BATCH keys a call
 
-    def _close_blocking(self) -> None:
-        self._threads.shutdown()
-        self._transfer.close()
-        self._server.close()
-        self._region.close()
+    async def get(self, keys: Sequence[Key], lease: LeaseId) -> list[Found | None]:
+        """What each key names, leased; `read` brings it."""
+        call = wire.FindCall(keys, lease, self._segment)
+        reply = await self.link.call("get", call, wire.GotReply)
+        self.link.addresses.update(reply.addresses)
+        return reply.found
 
-    # The master
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """Whether each key names an object; no lease, no use of it."""
+        return (await self.link.call("exists", wire.KeysCall(keys), wire.Answer)).yes
 
-    async def _call(
-        self, op: str, call: msgspec.Struct, reply: type[T], most_s: float | None = None
-    ) -> T:
-        async with asyncio.timeout(most_s or self.settings.call_s):
-            body = await self._rpc(op, _encode(call))
-        try:
-            return msgspec.msgpack.decode(body, type=reply)
-        except msgspec.DecodeError as error:
-            raise StoreError(f"the master's reply to {op!r} is not understood: {error}") from None
+    async def scan(self, prefix: bytes, after: Key | None, limit: int) -> list[Found]:
+        """The first objects, in the order of keys, that start with `prefix` and come after."""
+        reply = await self.link.call("scan", wire.ScanCall(prefix, after, limit), wire.FoundReply)
+        self.link.addresses.update(reply.addresses)
+        return reply.found
 
-    async def _tell(self, op: str, call: msgspec.Struct) -> None:
-        try:
-            await self._call(op, call, wire.Done)
-        except _FAILURES as error:
-            # At a stop of the whole cluster the master is gone first, and forgets by itself.
-            level = logging.DEBUG if op == "unmount" else logging.WARNING
-            log.log(level, "store master: %s failed: %s", op, _text(error))
+    async def remove(self, keys: Sequence[Key], force: bool = False) -> list[Removal]:
+        """Remove objects, pinned ones too; leased ones only with `force`."""
+        reply = await self.link.call("remove", wire.RemoveCall(keys, force), wire.Removed)
+        for key, removal in zip(keys, reply.removals, strict=True):
+            if removal.version is not None:
+                self.link.diary.removed(now_us(), key, removal.version)
+        self.link.tidy()
+        return reply.removals
 
-    async def _mount(self) -> None:
-        mine = self.settings
-        mount = Mount(mine.segment, mine.epoch, len(self._region.view), self.address)
-        reply = await self._call("mount", wire.MountCall(mount), wire.Mounted)
-        if not reply.accepted:
-            raise StoreError(
-                f"segment {mine.segment!r} was refused: a later start of it is mounted"
-            )
-        self._beat_s = reply.terms.segment_ttl_us / MICROS_PER_SECOND / _BEATS_PER_TTL
+    async def pin(self, keys: Sequence[Key], pinned: bool = True) -> list[bool]:
+        """Keep objects from eviction, or no longer; whether each exists."""
+        return (await self.link.call("pin", wire.PinCall(keys, pinned), wire.Answer)).yes
 
-    async def _beat_forever(self) -> None:
-        call = wire.SegmentCall(self.settings.segment, self.settings.epoch)
-        while True:
-            await asyncio.sleep(self._beat_s)
-            try:
-                reply = await self._call("beat", call, wire.Beaten, _BEAT_CALL_S)
-                if not reply.mounted:
-                    log.warning("the store master forgot segment %s: mounting again", call.segment)
-                    await self._mount()
-            except _FAILURES as error:
-                log.warning("store master: beat failed: %s", _text(error))
-                continue
-            self._addresses = reply.addresses
-            self._transfer.retain([self.address, *reply.addresses.values()])
+    async def drain(self, segment: SegmentId) -> bool:
+        """Move all off a segment. False: there is no such segment."""
+        return (await self.link.call("drain", wire.DrainCall(segment), wire.Answer)).yes[0]
 
-    def _beats_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug must not cost the segment in silence: say it, and beat on."""
-        if task is self._beats and not task.cancelled():
-            log.critical("the store's beats broke off", exc_info=task.exception())
-            self._beats = None
-            self.start_beats()
+    async def evict(self, segment: SegmentId, size: Bytes) -> Bytes:
+        """Evict until `size` bytes more of a segment are free; how many that freed."""
+        return (await self.link.call("evict", wire.EvictCall(segment, size), wire.Freed)).size
+
+    async def fetch(
+        self, found: Sequence[Found], into: Sequence[memoryview], most_s: float
+    ) -> list[int]:
+        """As `read`, but the indices of all that did not arrive, and the others did."""
+        return await _to_the_end(self._fetch(found, into, most_s))
+
+    async def write(
+        self,
+        items: Sequence[tuple[Key, memoryview]],
+        lease: LeaseId | None,
+        parent: Key | None,
+        options: PutOptions,
+    ) -> list[Outcome | None]:
+        """As `put` of up to a batch, but what became of each: Ticket if this call wrote it.
+
+        None: it did not get where it should have lain. Raises where the master does not answer.
+        """
+        return await _to_the_end(self._write(items, lease, parent, options))
 
     # Reading
 
     async def _find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
         found: list[Found] = []
         for start in range(0, len(keys), wire.MAX_BATCH):
-            batch = list(keys[start : start + wire.MAX_BATCH])
+            batch = keys[start : start + wire.MAX_BATCH]
             try:
-                reply = await self._call("find", wire.FindCall(batch, lease), wire.FoundReply)
-            except _FAILURES as error:
-                log.warning("store master: find failed: %s", _text(error))
+                call = wire.FindCall(batch, lease, self._segment)
+                reply = await self.link.call("find", call, wire.FoundReply)
+            except FAILURES as error:
+                log.warning("store master: find failed: %s", text(error))
                 break
-            self._addresses.update(reply.addresses)
+            self.link.addresses.update(reply.addresses)
             found += reply.found
             if len(reply.found) < len(batch):
                 break
         return found
 
-    async def _read(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
-        deadline_s = time.monotonic() + self.settings.transfer_s
-        missing = list(range(len(found)))
-        corrupt: dict[int, None] = {}
-        for turn in range(max((len(it.replicas) for it in found), default=0)):
-            jobs = []
-            for address, indices in self._by_address(found, missing, turn):
-                slices = [Slice(found[i].replicas[turn].offset, into[i]) for i in indices]
-                sums = [found[i].checksum for i in indices]
-                jobs.append(self._copy(address, slices, self._fetch, indices, sums, deadline_s))
-            for fetched in await asyncio.gather(*jobs):
-                missing = [i for i in missing if i not in fetched.good]
-                corrupt.update(dict.fromkeys(fetched.corrupt))
-        if corrupt:
-            objects = [(found[i].key, found[i].version, None) for i in corrupt]
-            await self._tell("discard", wire.DiscardCall(objects[: wire.MAX_BATCH]))
-        return missing[0] if missing else len(found)
-
-    def _by_address(
-        self, found: Sequence[Found], missing: Sequence[int], turn: int
-    ) -> list[tuple[Address, list[int]]]:
-        groups: dict[SegmentId, list[int]] = {}
-        for index in missing:
-            if turn < len(found[index].replicas):
-                groups.setdefault(found[index].replicas[turn].segment, []).append(index)
-        return [(self._addresses[s], g) for s, g in groups.items() if s in self._addresses]
-
-    def _fetch(
-        self,
-        address: Address,
-        slices: Sequence[Slice],
-        indices: Sequence[int],
-        checksums: Sequence[int],
-        deadline_s: float,
-    ) -> _Fetched:
-        """Copy and verify; in a thread, or on the loop when small."""
-        fetched = _Fetched(set(), [])
-        arrived = self._transfer.read(address, slices, deadline_s)
-        for index, piece, checksum, here in zip(indices, slices, checksums, arrived, strict=True):
-            if here:
-                if xxhash.xxh3_64_intdigest(piece.memory) == checksum:
-                    fetched.good.add(index)
-                else:
-                    fetched.corrupt.append(index)
-        return fetched
+    async def _fetch(
+        self, found: Sequence[Found], into: Sequence[memoryview], most_s: float
+    ) -> list[int]:
+        fetched = await self._copier.read(found, into, most_s)
+        if fetched.corrupt:
+            bad = [(found[i].key, found[i].version, segment) for i, segment in fetched.corrupt]
+            await self.link.tell("discard", wire.DiscardCall(bad[: wire.MAX_BATCH]))
+        return fetched.missing
 
     # Writing
 
@@ -272,91 +245,80 @@ class StoreClient:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None,
+        options: PutOptions,
     ) -> int:
         exist = 0
         for start in range(0, len(items), wire.MAX_BATCH):
             batch = items[start : start + wire.MAX_BATCH]
             try:
-                exist += await self._put_batch(batch, lease, parent)
-                parent = batch[-1][0]
-            except _FAILURES as error:  # what was started is reaped by its time to live
-                log.warning("store master: put failed: %s", _text(error))
+                outcomes = await self._write(batch, lease, parent, options)
+            except FAILURES as error:  # what was started is reaped by its time to live
+                log.warning("store master: put failed: %s", text(error))
                 break
+            exist += sum(isinstance(it, Exists | Ticket) for it in outcomes)
+            parent = batch[-1][0]
         return exist
 
-    async def _put_batch(
+    async def _write(
         self,
-        items: Sequence[tuple[BlockKey, memoryview]],
+        items: Sequence[tuple[Key, memoryview]],
         lease: LeaseId | None,
-        parent: BlockKey | None,
-    ) -> int:
+        parent: Key | None,
+        options: PutOptions,
+    ) -> list[Outcome | None]:
         sizes = [(key, len(memory)) for key, memory in items]
-        outcomes = await self._put_start(
-            wire.PutStartCall(self.settings.segment, sizes, lease, parent)
+        outcomes = await self._start(
+            wire.PutStartCall(self._segment, sizes, lease, parent, options)
         )
-        exist = sum(isinstance(outcome, Exists) for outcome in outcomes)
-        groups: dict[SegmentId, list[tuple[Ticket, memoryview]]] = {}
-        for (_, memory), outcome in zip(items, outcomes, strict=True):
+        writes = []
+        for (key, memory), outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Ticket):
-                groups.setdefault(outcome.segment, []).append((outcome, memory))
-        deadline_s = time.monotonic() + self.settings.transfer_s
-        jobs = []
-        for segment, writes in groups.items():
-            slices = [Slice(ticket.offset, memory) for ticket, memory in writes]
-            ids = [ticket.id for ticket, _ in writes]
-            jobs.append(self._copy(self._addresses[segment], slices, self._write, ids, deadline_s))
-        ends: list[tuple[int, int]] = []
-        failed: list[int] = []
-        for written in await asyncio.gather(*jobs):
-            for ticket_id, checksum in written:
-                if checksum is None:
-                    failed.append(ticket_id)
-                else:
-                    ends.append((ticket_id, checksum))
-        if failed:
-            await self._tell("put_abort", wire.PutAbortCall(failed))
-        if ends:
-            ended = await self._call("put_end", wire.PutEndCall(ends, lease), wire.PutEnded)
-            exist += sum(version is not None for version in ended.versions)
-        return exist
+                self.link.diary.writing(now_us(), outcome, key, len(memory), parent, options)
+                writes.append(Write(outcome, memory))
+            parent = key if options.blocks else None
+        if not writes:
+            return list(outcomes)
+        self.link.tidy()
+        exist = await self._write_and_end(writes, lease)
+        return [None if isinstance(it, Ticket) and it.id not in exist else it for it in outcomes]
 
-    async def _put_start(self, call: wire.PutStartCall) -> list[Outcome]:
-        reply = await self._call("put_start", call, wire.PutStarted)
+    async def _start(self, call: wire.PutStartCall) -> list[Outcome]:
+        reply = await self.link.call("put_start", call, wire.PutStarted)
         if reply.outcomes is None:
-            await self._mount()
-            reply = await self._call("put_start", call, wire.PutStarted)
+            await self.owners[0].mount()
+            reply = await self.link.call("put_start", call, wire.PutStarted)
         if reply.outcomes is None:
             raise StoreError("the master takes no puts of this segment, though it was mounted")
-        self._addresses.update(reply.addresses)
+        self.link.addresses.update(reply.addresses)
         return reply.outcomes
 
-    def _write(
-        self,
-        address: Address,
-        slices: Sequence[Slice],
-        ids: Sequence[int],
-        deadline_s: float,
-    ) -> list[tuple[int, int | None]]:
-        """Copy; (ticket id, checksum) of each, None where the bytes did not get there."""
-        there = self._transfer.write(address, slices, deadline_s)
-        return [
-            (id, xxhash.xxh3_64_intdigest(piece.memory) if done else None)
-            for id, piece, done in zip(ids, slices, there, strict=True)
-        ]
-
-    async def _copy(
-        self,
-        address: Address,
-        slices: Sequence[Slice],
-        run: Callable[..., T],
-        *args: Any,
-    ) -> T:
-        """Run a copying function in a thread, or here if that is sooner over."""
-        size = sum(len(piece.memory) for piece in slices)
-        if size <= _INLINE_BYTES and self._transfer.is_near(address):
-            return run(address, slices, *args)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, run, address, slices, *args)
+    async def _write_and_end(self, writes: Sequence[Write], lease: LeaseId | None) -> set[int]:
+        """The ids of the tickets whose objects exist then."""
+        diary = self.link.diary
+        sums = await self._copier.write(writes, self.settings.transfer_s)
+        written: list[Write] = []
+        ends: list[tuple[int, int]] = []
+        failed: list[int] = []
+        for write, checksum in zip(writes, sums, strict=True):
+            id = write.ticket.id
+            if checksum is None:
+                diary.drop(id)
+                failed.append(id)
+            else:
+                diary.ended(now_us(), id, checksum)
+                written.append(write)
+                ends.append((id, checksum))
+        if failed:
+            await self.link.tell("put_abort", wire.PutAbortCall(failed))
+        if not ends:
+            return set()
+        ended = await self.link.call("put_end", wire.PutEndCall(ends, lease), wire.PutEnded)
+        for write, (id, _), version in zip(written, ends, ended.versions, strict=True):
+            if version != id:
+                diary.drop(id)
+            elif (mine := self._mine.get(write.ticket.segment)) and (held := diary.held(id)):
+                mine.wrote(held)
+        return {id for (id, _), it in zip(ends, ended.versions, strict=True) if it is not None}
 
 
 async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
@@ -373,7 +335,3 @@ async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
             task.exception()  # seen; the cancel is what counts now
         raise cancelled
     return task.result()
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__

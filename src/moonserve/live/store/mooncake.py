@@ -1,10 +1,10 @@
 """The pool of KV blocks on the real Mooncake Store: KVStore over its MooncakeDistributedStore.
 
 Used from one event loop. An object lies under the hex of its key, with an XXH3-64 of its bytes
-behind them: Mooncake does not verify what it brings. It calls into C++ that may wait for long, so
-every call runs in a daemon thread, with a deadline, and on memory of its own (a lane); bytes are
-copied between lanes and callers on the loop, object by object. A call that hangs costs its lane,
-never a caller's buffer; with all lanes hung, this is a pool that has nothing.
+behind them: Mooncake does not verify what it brings. Every call runs on a lane (mooncake_calls):
+with a deadline, and on memory of the lane's own, from and to which bytes are copied on the loop,
+object by object. A call that hangs costs its lane, never a caller's buffer; with all lanes hung,
+this is a pool that has nothing.
 
 Mooncake has no leases that one can end: what is found, and what is put under a lease, is kept from
 eviction for as long as its master is set to (--default_kv_lease_ttl), and what is put under a lease
@@ -14,21 +14,19 @@ is also pinned softly (evicted after the rest). What was evicted all the same, `
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.facts import BlocksRemoved, BlocksStored
 from moonserve.core.pool import Found
-from moonserve.core.units import BlockKey, Bytes, LeaseId
+from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
+from moonserve.live.store.mooncake_calls import Lane, Lanes, called
 from moonserve.live.store.mooncake_master import require
 from moonserve.live.store.reports import POOL, Reports, Tell
 
@@ -61,28 +59,6 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The longest the bytes of one call may take."""
 
 
-class _Lane:
-    """Memory that Mooncake may read and write, for one call at a time."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.call: asyncio.Future[Any] | None = None
-        self._allocate(_LANE_BYTES)
-
-    def _allocate(self, size: Bytes) -> None:
-        self._array = np.empty(size, np.uint8)
-        self.memory = self._array.data
-        self._store.register_buffer(self._array.ctypes.data, size)
-
-    def places(self, sizes: Sequence[Bytes]) -> tuple[list[int], list[int]]:
-        """Offsets and addresses for values of these sizes; grows where they need it."""
-        if sum(sizes) > len(self.memory):
-            self._store.unregister_buffer(self._array.ctypes.data)
-            self._allocate(sum(sizes))
-        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
-        return offsets, [self._array.ctypes.data + offset for offset in offsets]
-
-
 class MooncakeStore:
     """A KVStore that lends a segment to a Mooncake pool. Made by `open`, ended by `close`.
 
@@ -96,9 +72,7 @@ class MooncakeStore:
         self.store = store
         self._module = module
         self._reports = Reports(tell)
-        self._lanes: asyncio.LifoQueue[_Lane] = asyncio.LifoQueue()  # the one still in the cache
-        for _ in range(settings.lanes):
-            self._lanes.put_nowait(_Lane(store))
+        self._lanes = Lanes(store, settings.lanes, _LANE_BYTES, settings.call_s)
 
     @classmethod
     async def open(cls, settings: MooncakeSettings, tell: Tell) -> MooncakeStore:
@@ -115,11 +89,10 @@ class MooncakeStore:
             os.environ.setdefault(name, value)
         module = await asyncio.to_thread(_load)
         store = module.MooncakeDistributedStore()
-        joining = _start(
-            store.setup, settings.host, "P2PHANDSHAKE", settings.segment_bytes, 0, "tcp", "",
-            settings.master,
+        code = await called(
+            settings.call_s, store.setup, settings.host, "P2PHANDSHAKE", settings.segment_bytes, 0,
+            "tcp", "", settings.master,
         )  # fmt: skip
-        code = await _end(joining, settings.call_s, "setup")
         if code:
             raise StoreError(f"no Mooncake master at {settings.master} (setup gave {code})")
         return cls(module, store, settings, tell)
@@ -142,11 +115,9 @@ class MooncakeStore:
     async def read(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
         """See KVStore.read. What arrives corrupt is removed."""
         assert [it.size for it in found] == [len(memory) for memory in into]
-        parts = _parts([it.size for it in found])
-        jobs = [self._get(found[part], into[part]) for part in parts]
         good = 0
-        for part, count in zip(parts, await asyncio.gather(*jobs), strict=True):
-            good += count
+        for part in _parts([it.size for it in found]):
+            good += await self._get(found[part], into[part])
             if good < part.stop:
                 self._missed(BlockKey(found[good].key))
                 break
@@ -157,20 +128,18 @@ class MooncakeStore:
         items: Sequence[tuple[BlockKey, memoryview]],
         lease: LeaseId | None,
         parent: BlockKey | None = None,
+        near: SegmentId | None = None,
     ) -> int:
-        """See KVStore.put."""
+        """See KVStore.put; `near` has no meaning here."""
         if not items:
             return 0
         keys = [key for key, _ in items]
         try:
             exist = await self._exist(keys)
             new = [item for item, there in zip(items, exist, strict=True) if not there]
-            parts = _parts([len(memory) for _, memory in new])
-            done = await asyncio.gather(*(self._set(new[part], lease) for part in parts))
-            stored = [key for part in done for key in part]
-            if stored and lease is not None:
-                leased = await self._exist(stored)
-                stored = [key for key, there in zip(stored, leased, strict=True) if there]
+            stored: list[BlockKey] = []
+            for part in _parts([len(memory) for _, memory in new]):
+                stored += await self._set(new[part], lease)
         except StoreError as error:
             log.warning("put: %s", error)
             return 0
@@ -186,43 +155,18 @@ class MooncakeStore:
         """Leave the pool: what lies on this segment is gone. Skipped while a call hangs."""
         await self._reports.close()
         try:
-            async with asyncio.timeout(self.settings.call_s):
-                for _ in range(self.settings.lanes):
-                    await self._lanes.get()
-            await _end(_start(self.store.close), self.settings.call_s, "close")
-        except (TimeoutError, StoreError):
+            await self._lanes.close()
+            await called(self.settings.call_s, self.store.close)
+        except StoreError:
             log.warning("Mooncake does not let go: left without goodbye")
 
     # Calls, each on a lane
-
-    @contextlib.asynccontextmanager
-    async def _lane(self) -> AsyncIterator[_Lane]:
-        """A lane, given back when nothing runs on it any more."""
-        try:
-            async with asyncio.timeout(self.settings.call_s):
-                lane = await self._lanes.get()
-        except TimeoutError:
-            raise StoreError("Mooncake does not answer: all calls under way hang") from None
-        try:
-            yield lane
-        finally:
-            if lane.call is None or lane.call.done():
-                self._lanes.put_nowait(lane)
-            else:
-                lane.call.add_done_callback(lambda _: self._lanes.put_nowait(lane))
-
-    async def _call(
-        self, lane: _Lane, within_s: float, call: Callable[..., Any], *args: Any
-    ) -> Any:
-        lane.call = _start(call, *args)
-        return await _end(lane.call, within_s, call.__name__)
-
     async def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
         """1 or 0 for each; those that exist are leased."""
         names = [key.hex() for key in keys]
-        async with self._lane() as lane:
-            codes: list[int] = await self._call(
-                lane, self.settings.call_s, self.store.batch_is_exist, names
+        async with self._lanes.take() as lane:
+            codes: list[int] = await lane.run(
+                self.settings.call_s, self.store.batch_is_exist, names
             )
         if min(codes) < 0:
             raise StoreError(f"Mooncake's master does not answer (code {min(codes)})")
@@ -231,9 +175,9 @@ class MooncakeStore:
     async def _sizes(self, keys: Sequence[BlockKey]) -> list[Bytes]:
         """Of the leading objects that are still there."""
         names = [key.hex() for key in keys]
-        async with self._lane() as lane:
-            replicas = await self._call(
-                lane, self.settings.call_s, self.store.batch_get_replica_desc, names
+        async with self._lanes.take() as lane:
+            replicas = await lane.run(
+                self.settings.call_s, self.store.batch_get_replica_desc, names
             )
         sizes: list[Bytes] = []
         for name in names:
@@ -248,10 +192,10 @@ class MooncakeStore:
         names = [it.key.hex() for it in found]
         sizes = [it.size + _SUM_BYTES for it in found]
         try:
-            async with self._lane() as lane:
+            async with self._lanes.take() as lane:
                 offsets, places = lane.places(sizes)
-                lengths = await self._call(
-                    lane, self.settings.transfer_s, self.store.batch_get_into, names, places, sizes
+                lengths = await lane.run(
+                    self.settings.transfer_s, self.store.batch_get_into, names, places, sizes
                 )
                 for at, offset in enumerate(offsets):
                     if lengths[at] != sizes[at]:
@@ -260,7 +204,7 @@ class MooncakeStore:
                     if _sum(lane.memory[offset:end]) != lane.memory[end : end + _SUM_BYTES]:
                         log.warning("object %s is corrupt and removed", names[at])
                         call = self.store.remove
-                        await self._call(lane, self.settings.call_s, call, names[at], True)
+                        await lane.run(self.settings.call_s, call, names[at], True)
                         return at
                     into[at][:] = lane.memory[offset:end]
                     await asyncio.sleep(0)
@@ -275,7 +219,7 @@ class MooncakeStore:
         """The keys of those that exist now."""
         sizes = [len(memory) + _SUM_BYTES for _, memory in items]
         try:
-            async with self._lane() as lane:
+            async with self._lanes.take() as lane:
                 offsets, places = lane.places(sizes)
                 for (_, memory), offset in zip(items, offsets, strict=True):
                     end = offset + len(memory)
@@ -283,21 +227,28 @@ class MooncakeStore:
                     lane.memory[end : end + _SUM_BYTES] = _sum(lane.memory[offset:end])
                     await asyncio.sleep(0)
                 names = [key.hex() for key, _ in items]
-                codes = await self._write(lane, names, places, sizes, self._config(lease))
+                codes = await self._write(lane, names, places, sizes, lease)
         except StoreError as error:
             log.warning("put: %s", error)
             return []
+        refused = [code for code in codes if code not in (0, _NO_SPACE)]
+        if refused:
+            log.warning("put: Mooncake refused %d objects (code %d)", len(refused), refused[0])
         return [key for (key, _), code in zip(items, codes, strict=True) if code == 0]
 
     async def _write(
         self,
-        lane: _Lane,
+        lane: Lane,
         names: Sequence[str],
         places: Sequence[int],
         sizes: Sequence[Bytes],
-        config: Any,
+        lease: LeaseId | None,
     ) -> list[int]:
-        """Mooncake's code for each; waits a little for the master to make room."""
+        """Mooncake's code for each; waits a little for the master to make room.
+
+        What is under a lease is asked for at once, which leases it; evicted before, it is written
+        again.
+        """
         codes = [_NO_SPACE] * len(names)
         for turn in range(_EVICTION_TRIES):
             left = [at for at, code in enumerate(codes) if code == _NO_SPACE]
@@ -306,8 +257,15 @@ class MooncakeStore:
             if turn:
                 await asyncio.sleep(_EVICTION_S)
             columns = [[column[at] for at in left] for column in (names, places, sizes)]
-            put = self.store.batch_put_from
-            got = await self._call(lane, self.settings.transfer_s, put, *columns, config)
+            put, ask = self.store.batch_put_from, self.store.batch_is_exist
+            config = self._config(lease)
+            got = await lane.run(self.settings.transfer_s, put, *columns, config)
+            if lease is not None:
+                held = await lane.run(self.settings.call_s, ask, columns[0])
+                got = [
+                    _NO_SPACE if code == 0 and there == 0 else code
+                    for code, there in zip(got, held, strict=True)
+                ]
             for at, code in zip(left, got, strict=True):
                 codes[at] = code
         return codes
@@ -364,34 +322,3 @@ def _parts(sizes: Sequence[Bytes]) -> list[slice]:
             start, filled = at, 0
         filled += size + _SUM_BYTES
     return [*parts, slice(start, len(sizes))] if sizes else []
-
-
-def _start(call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-    """Run a blocking call in a thread of its own, which nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def done(results: list[Any]) -> None:
-        if results:
-            future.set_result(results[0])
-        else:
-            future.set_exception(StoreError(f"{call.__name__} failed; its thread said how"))
-
-    def run() -> None:
-        results: list[Any] = []
-        try:
-            results.append(call(*args))
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(done, results)
-
-    threading.Thread(target=run, name="mooncake", daemon=True).start()
-    return future
-
-
-async def _end(future: asyncio.Future[Any], within_s: float, name: str) -> Any:
-    """Its result, or StoreError; the call itself cannot be ended."""
-    done, _ = await asyncio.wait({future}, timeout=within_s)
-    if not done:
-        raise StoreError(f"Mooncake's {name} did not end within {within_s:g} s")
-    return future.result()

@@ -26,6 +26,7 @@ Tell = Callable[[Sequence[BlockEvent]], Awaitable[None]]
 _MAX_UNTOLD = 1_024
 _MAX_AT_ONCE = 64
 _PAUSE_S = 1.0
+_GAP_S = 0.005  # who waits for blocks looks for them often; what it misses is told together
 
 
 class Reports:
@@ -54,6 +55,7 @@ class Reports:
             while self._untold:
                 count = min(_MAX_AT_ONCE, len(self._untold))
                 await self._deliver(merged([self._untold.popleft() for _ in range(count)]))
+                await asyncio.sleep(_GAP_S)
 
     async def _deliver(self, events: Sequence[BlockEvent]) -> None:
         failures = 0

@@ -1,7 +1,7 @@
 """The store master as a service: bytes in, bytes out.
 
-The gateway process mounts `handle` at POST /internal/store/<op> and `lookup` at GET /api/segments,
-calls `reap` on a timer, and drains the master's events after each of them. No I/O, no waiting.
+live.store.local puts it behind HTTP, calls `reap` on a timer, and drains the master's events after
+each of them. No I/O, no waiting.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, Recovering, UnknownSegment
 from moonserve.core.master import Master
-from moonserve.core.pool import Address, Found, SegmentStats, Ticket
-from moonserve.core.units import BlockKey, Micros, SegmentId
+from moonserve.core.pool import Address, Found, Ticket
+from moonserve.core.units import Micros, SegmentId
 from moonserve.live.store import wire
 
 log = logging.getLogger(__name__)
@@ -53,24 +53,6 @@ class MasterService:
         for segment in self.master.reap(self._now_us()):
             log.warning("segment %s was not heard of in time: its objects are dropped", segment)
 
-    def lookup(self, key: str | None = None) -> dict[str, Any]:
-        """The JSON of GET /api/segments: all segments, or where one key (hex) lies.
-
-        Raises BadRequest if `key` is not 64 hex digits.
-        """
-        if key is None:
-            stats = self.master.stats()
-            segments = [_segment_json(segment) for segment in stats.segments]
-            return msgspec.structs.asdict(stats) | {"segments": segments}
-        try:
-            raw = bytes.fromhex(key)
-        except ValueError:
-            raw = b""
-        if len(raw) != 32:
-            raise BadRequest("key must be a block key in 64 hex digits", "key")
-        found = self.master.locate(BlockKey(raw))
-        return {"key": raw.hex(), "exists": found is not None} | _found_json(found)
-
     # Operations
 
     def _mount(self, call: wire.MountCall) -> wire.Mounted:
@@ -107,6 +89,8 @@ class MasterService:
         return wire.Answer([self.master.drain(self._now_us(), call.segment)])
 
     def _put_start(self, call: wire.PutStartCall) -> wire.PutStarted:
+        if not 1 <= call.options.replicas <= wire.MAX_REPLICAS:
+            raise BadRequest(f"replicas must be 1..{wire.MAX_REPLICAS}", "replicas")
         try:
             outcomes = self.master.put_start(
                 self._now_us(), call.owner, call.items, call.lease, call.parent, call.options
@@ -192,19 +176,3 @@ OPS = {
     "discard": _op(wire.DiscardCall, MasterService._discard),
 }
 """Every operation: how its body is read and what runs it."""
-
-
-def _segment_json(stats: SegmentStats) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(stats)
-    return fields | {"address": f"{stats.address.host}:{stats.address.port}"}
-
-
-def _found_json(found: Found | None) -> dict[str, Any]:
-    if found is None:
-        return {"replicas": []}
-    return {
-        "size": found.size,
-        "checksum": f"{found.checksum:016x}",
-        "version": found.version,
-        "replicas": [msgspec.structs.asdict(replica) for replica in found.replicas],
-    }

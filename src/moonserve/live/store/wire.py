@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from moonserve.core import pool
+from moonserve.core.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.pool import Address, Claim, Found, Held, Mount, Orders, Outcome, Removal, Terms
 from moonserve.core.units import Bytes, LeaseId, SegmentId
 
@@ -56,11 +57,15 @@ class SegmentCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BeatCall(msgspec.Struct, frozen=True, array_like=True):
-    """The owner lives, and knows all changes of its segment up to `seen`."""
+    """The owner lives, and knows all changes of its segment up to `seen`.
+
+    Over HTTP the answer may wait for copies to be made, up to `wait_s`.
+    """
 
     segment: Segment
     epoch: int
     seen: pool.Seen = pool.UNSEEN
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
 
 
 class Beaten(msgspec.Struct, frozen=True, array_like=True):
@@ -226,6 +231,26 @@ class DiscardCall(msgspec.Struct, frozen=True, array_like=True):
     """Drop replicas whose bytes were found corrupt: (key, version, segment; None: all)."""
 
     objects: Annotated[Sequence[tuple[Key, int, Segment | None]], _BATCH]
+
+
+class EventsCall(msgspec.Struct, frozen=True, array_like=True):
+    """What came after event `after` of that start of the master; waits for it up to `wait_s`."""
+
+    start: int
+    after: int
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class EventsReply(msgspec.Struct, frozen=True, array_like=True):
+    """Events, and how far they go. `anew`: all that is known is void, and this tells all there is.
+
+    So it is for whoever is new, too far behind, or knows another start of the master.
+    """
+
+    start: int
+    at: int
+    anew: bool
+    events: list[BlocksStored | BlocksRemoved | BlocksCleared]
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):

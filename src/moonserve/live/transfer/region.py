@@ -53,6 +53,11 @@ class Region:
         self._mapped = mapped
         self._lock_fd = lock_fd
 
+    @staticmethod
+    def header(identity: bytes) -> bytes:
+        """How the page before the data starts."""
+        return _MAGIC + identity
+
     @property
     def name(self) -> str:
         """The file's name, which an Address carries."""
@@ -98,7 +103,7 @@ class Region:
             os.close(fd)
             raise
         identity = secrets.token_bytes(IDENTITY_BYTES)
-        mapped[: len(_MAGIC) + IDENTITY_BYTES] = _MAGIC + identity
+        mapped[: len(_MAGIC) + IDENTITY_BYTES] = cls.header(identity)
         return cls(path, identity, mapped, fd)
 
     @classmethod
@@ -112,7 +117,7 @@ class Region:
             except OSError:
                 continue
             try:
-                if os.pread(fd, len(_MAGIC) + IDENTITY_BYTES, 0) != _MAGIC + identity:
+                if os.pread(fd, len(_MAGIC) + IDENTITY_BYTES, 0) != cls.header(identity):
                     continue
                 mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | _MAP_POPULATE)
             except (OSError, ValueError):  # ValueError: empty, being made

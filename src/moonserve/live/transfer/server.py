@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import socket
+import ssl
 import threading
 import time
 
-from moonserve.core.errors import DeadlineExceeded, MoonserveError, TransferFailed
+from moonserve.core.errors import MoonserveError, TransferFailed
 from moonserve.core.pool import Address
 from moonserve.live.transfer import frames
 from moonserve.live.transfer.region import IDENTITY_BYTES, Region
@@ -23,6 +25,7 @@ from moonserve.live.transfer.region import IDENTITY_BYTES, Region
 log = logging.getLogger(__name__)
 
 _GREET_S = 5.0
+_STALL_S = 10.0  # a peer that neither sends nor takes a byte
 _CLOSE_S = 5.0
 
 
@@ -36,18 +39,23 @@ class TransferServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        max_connections: int = 64,
+        max_connections: int = 256,
         idle_s: float = 300.0,
         frame_s: float = 30.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`port` 0 takes a free one. `frame_s`: the most one frame's bytes may take."""
+        """`port` 0 takes a free one. `frame_s`: the most one frame's bytes may take.
+
+        With `tls`, a server's context, everything but the bytes in shared memory is encrypted.
+        """
         self._region = region
         self._token = token
         self._idle_s = idle_s
         self._frame_s = frame_s
         self._max_connections = max_connections
+        self._tls = tls
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
+        self._open: dict[threading.Thread, socket.socket] = {}
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=64)
@@ -63,8 +71,8 @@ class TransferServer:
         """Stop listening, cut every connection, and wait for the threads to end."""
         with self._lock:
             self._closing = True
-            threads = [self._acceptor, *self._open.values()]
-            for sock in (self._listener, *self._open):
+            threads = [self._acceptor, *self._open]
+            for sock in (self._listener, *self._open.values()):
                 _cut(sock)
         self._listener.close()
         for thread in threads:
@@ -93,56 +101,77 @@ class TransferServer:
                     log.warning("a peer was turned away: %s", error)
                     sock.close()
                     continue
-                self._open[sock] = thread
+                self._open[thread] = sock
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._greet(sock):
-                while self._answer(sock):
+            if self._tls is not None:
+                sock = self._encrypt(sock, self._tls)
+            channel = frames.prepare(sock)
+            if self._greet(channel):
+                while self._answer(channel):
                     pass
         except (MoonserveError, OSError) as error:
             log.debug("a peer was dropped: %s", error)
         finally:
             with self._lock:
-                del self._open[sock]
+                del self._open[threading.current_thread()]
             sock.close()
 
-    def _greet(self, sock: socket.socket) -> bool:
+    def _encrypt(self, sock: socket.socket, tls: ssl.SSLContext) -> socket.socket:
+        sock.settimeout(_GREET_S)
+        made = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        with self._lock:  # `close` must cut the socket that lives now
+            self._open[threading.current_thread()] = made
+            if self._closing:
+                _cut(made)
+        try:
+            made.do_handshake()
+        except OSError:
+            made.close()
+            raise
+        return made
+
+    def _greet(self, channel: frames.Channel) -> bool:
         deadline_s = time.monotonic() + _GREET_S
         nonce = secrets.token_bytes(frames.NONCE_BYTES)
-        frames.send_all(sock, [frames.MAGIC, nonce], deadline_s)
-        identity = frames.recv_bytes(sock, IDENTITY_BYTES, deadline_s)
-        given = frames.recv_bytes(sock, frames.MAC_BYTES, deadline_s)
+        channel.send_all([frames.MAGIC, nonce], deadline_s, _GREET_S)
+        identity = channel.recv_bytes(IDENTITY_BYTES, deadline_s, _GREET_S)
+        given = channel.recv_bytes(frames.MAC_BYTES, deadline_s, _GREET_S)
         known = hmac.compare_digest(given, frames.proof(self._token, nonce, identity))
         good = known and identity == self._region.identity
-        frames.send_all(sock, [bytes([frames.OK if good else frames.REFUSED])], deadline_s)
+        size = len(self._region.view) if good else 0
+        welcome = frames.WELCOME.pack(frames.OK if good else frames.REFUSED, size)
+        channel.send_all([welcome], deadline_s, _GREET_S)
         return good
 
-    def _answer(self, sock: socket.socket) -> bool:
+    def _answer(self, channel: frames.Channel) -> bool:
         """Serve one frame; False ends the connection in good order."""
         try:
-            head = frames.recv_bytes(sock, frames.HEADER.size, time.monotonic() + self._idle_s)
-        except (TransferFailed, DeadlineExceeded):
+            head = channel.recv_bytes(frames.LEAST, math.inf, self._idle_s)
+        except TransferFailed:
             return False
-        op, count = frames.HEADER.unpack(head)
+        op, count = frames.HEADER.unpack_from(head)
         if op not in (frames.READ, frames.WRITE) or not 0 < count <= frames.MAX_SLICES:
             raise TransferFailed(f"malformed frame: op {op}, {count} slices")
         deadline_s = time.monotonic() + self._frame_s
-        table = frames.recv_bytes(sock, count * frames.SLICE.size, deadline_s)
+        more = frames.request_bytes(count) - len(head)
+        if more:
+            head += channel.recv_bytes(more, deadline_s, _STALL_S)
+        table = memoryview(head)[frames.HEADER.size :][: count * frames.SLICE.size]
         slices = list(frames.SLICE.iter_unpack(table))
         capacity = len(self._region.view)
         bounded = all(offset + length <= capacity for offset, length in slices)
         if not bounded or sum(length for _, length in slices) > frames.MAX_FRAME_BYTES:
-            frames.send_all(sock, [bytes([frames.OUT_OF_BOUNDS])], deadline_s)
-            return bool(op == frames.READ)  # after a refused WRITE its bytes would read as frames
+            channel.send_all([frames.STATUS.pack(frames.OUT_OF_BOUNDS)], deadline_s, _STALL_S)
+            return False  # after a refused WRITE its bytes would read as frames
         memory = [self._region.view[offset : offset + length] for offset, length in slices]
+        parts: list[bytes | memoryview] = [frames.STATUS.pack(frames.OK)]
         if op == frames.READ:
-            frames.send_all(sock, [bytes([frames.OK]), *memory], deadline_s)
+            parts += memory
         else:
-            for piece in memory:
-                frames.recv_exact(sock, piece, deadline_s)
-            frames.send_all(sock, [bytes([frames.OK])], deadline_s)
+            channel.recv_all(memory, deadline_s, _STALL_S)
+        channel.send_all(parts, deadline_s, _STALL_S)
         return True
 
 

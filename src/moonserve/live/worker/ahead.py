@@ -22,9 +22,11 @@ from moonserve.live.worker.kv import WorkerKV
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 0.5
+_SHORTEST_S = 0.02
+_LONGEST_S = 0.5
+_SECOND_S = 0.1
 _SLOWER = 1.5
+_LOOKS = 8
 
 
 class Puller:
@@ -103,15 +105,23 @@ class Puller:
             self._leaving += 1
 
     async def _run(self, ahead: Ahead) -> None:
-        pause_s = _FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        pause_s, longest_s = _SHORTEST_S, _LONGEST_S
+        last_s: float | None = None
         try:
             # A block that was lost on the way ends it: what comes after is loaded by the request.
             while not ahead.closed.is_set() and ahead.loaded == len(ahead.blocks):
                 came = await self._look(ahead) if self._spare() > 0 else 0
                 if ahead.loaded == len(ahead.keys):
                     return
-                pause_s = _FIRST_PAUSE_S if came else min(pause_s * _SLOWER, _LONGEST_PAUSE_S)
+                if came:  # look again at once, and then some times as long as a chunk may take
+                    now_s = loop.time()
+                    gap_s = _LOOKS * _SECOND_S if last_s is None else now_s - last_s
+                    longest_s = min(max(gap_s / _LOOKS, _SHORTEST_S), _LONGEST_S)
+                    pause_s, last_s = _SHORTEST_S, now_s
+                    continue
                 await _or_timeout(ahead.closed, pause_s)
+                pause_s = min(pause_s * _SLOWER, longest_s)
         finally:
             ahead.idle.set()
             if ahead.unwanted:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from moonserve.core.facts import Role
 from moonserve.core.units import Bytes, Tokens
+from moonserve.live.worker.job import DecodeKV
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_bytes: Bytes | None = None
     segment_bytes: Bytes = 512 << 20
     """Its share of the KV store."""
+    disk_dir: Path | None = None
+    """Where its segment on disk lies; None: it has none."""
+    disk_bytes: Bytes = 0
+    replicas: int = 1
+    """Copies of each block it puts, on different nodes."""
+    node: str = ""
+    """What fails together with this worker; empty: it alone."""
+    store_url: str = ""
+    """Where the store's master is; empty: in the gateway."""
     store: Literal["embedded", "mooncake"] = "embedded"
     mooncake_master: str = ""
     """host:port; for mooncake."""
@@ -43,6 +54,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in one pass."""
     chunk_tokens: Tokens = 512
     """Tokens in one pass."""
+    decode_kv: DecodeKV = "end"
+    """When the KV of generated tokens is stored."""
     threads: int | None = None
     """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
     drain_s: float = 5.0

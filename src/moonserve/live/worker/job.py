@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -16,7 +16,7 @@ from moonserve.core.prefix import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 
-DecodeKV: TypeAlias = Literal["off", "end"] | int
+DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
 """When the KV of generated tokens is stored: never, at the generation's end, or every so many
 blocks and at the end."""
 
@@ -115,8 +115,9 @@ class Ledger(msgspec.Struct, frozen=True):
 class Stage(msgspec.Struct, frozen=True):
     """What happened to a request's KV here, and when; for who measures the hand-over."""
 
-    what: Literal["put", "read", "ahead", "prefilled", "handed_over", "loaded"]
-    """ahead: read before the request came; loaded: all that there was is here."""
+    what: Literal["put", "read", "ahead", "handed_over", "loaded"]
+    """ahead: read before the request came. handed_over: from prefill's last pass until all its KV
+    was in the store. loaded: from the request's admission until its KV was here."""
     lease: LeaseId
     began_us: Micros
     """On this machine's monotonic clock."""

@@ -14,6 +14,7 @@ import msgspec
 from moonserve.core.errors import ConfigError, MoonserveError, StoreError
 from moonserve.core.facts import BlockEvent, InstanceInfo, InstanceLoad
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.store.remote import HttpRpc
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class Control:
     def __init__(self, http: HttpClient, gateway: str, token: str) -> None:
         self._http = http
         self.gateway = gateway.rstrip("/")
+        self.store = HttpRpc(http, self.gateway, token)
+        """The operations of a store's master in the gateway."""
         self._headers = {"content-type": "application/msgpack"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
@@ -48,13 +51,6 @@ class Control:
     async def ping(self) -> None:
         """Return if the gateway answers at all. Raises UpstreamError, DeadlineExceeded."""
         await self._http.request("GET", f"{self.gateway}/health", timeout_s=_CALL_S)
-
-    async def store(self, op: str, body: bytes) -> bytes:
-        """One operation of the store's master; the rpc of StoreClient. Raises StoreError too."""
-        reply = await self.call(f"store/{op}", body)
-        if reply.status != 200:
-            raise StoreError(f"{op}: {_message(reply)}")
-        return reply.body
 
     async def blocks(self, events: Sequence[BlockEvent]) -> None:
         """What this worker saw of a pool whose master does not tell. Raises StoreError too."""

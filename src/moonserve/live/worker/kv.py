@@ -297,7 +297,8 @@ class WorkerKV:
         ]
         try:
             async with asyncio.timeout(self._deadlines.put_s):
-                await self._store.put(items, put.lease, put.parent)
+                # Beside the prompt: there it outlives this worker, and the next turn looks for it.
+                await self._store.put(items, put.lease, put.parent, put.job.near)
             self.note("put", put.job.lease, began_us, len(items))
         except (MoonserveError, OSError) as error:  # TimeoutError is an OSError
             self._failed("put", put.job.request, error)

@@ -7,7 +7,6 @@ the CLI. Prints one line per step for the person who started it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError, MoonserveError
 from moonserve.core.facts import InstanceInfo, InstanceLoad
+from moonserve.core.pool import PutOptions
 from moonserve.core.prefix import Namespace
 from moonserve.core.units import InstanceId, SegmentId
 from moonserve.live.clock import LoopClock
@@ -32,6 +32,7 @@ from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
 from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.remote import HttpRpc, mounted
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.worker.app import WorkerApp
 from moonserve.live.worker.config import WorkerConfig
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 _FAKE_BLOCKS = 1024
-_MOUNT_PAUSE_S = 0.5
-_MOUNT_DEADLINE_S = 120.0
 _CLEAN_UP_S = 30.0
 _WILDCARD = ("0.0.0.0", "::")
 
@@ -75,7 +74,9 @@ class Worker:
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
-        limits = Limits(chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs)
+        limits = Limits(
+            chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs, decode_kv=config.decode_kv
+        )
         pool_len = shape.num_blocks * shape.block_size
         runner = Runner(engine, store, namespace, limits, metrics, LoopClock())
         info = InstanceInfo(
@@ -135,7 +136,8 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             samples = await warm_up(engine, config.role, config.chunk_tokens)
             control = Control(http, config.gateway, config.token)
             epoch = time.time_ns() // 1000
-            store = await _mount(control, config, epoch, stop)
+            rpc = HttpRpc(http, config.store_url or config.gateway, config.token)
+            store = await mounted(rpc, lambda: _open_store(control, rpc, config, epoch), stop)
             if store is not None:
                 stack.push_async_callback(store.close)
                 worker = await Worker.start(
@@ -194,27 +196,7 @@ async def _belong(worker: Worker, control: Control, stop: asyncio.Event, say: Sa
     await member.leave()
 
 
-async def _mount(
-    control: Control, config: WorkerConfig, epoch: int, stop: asyncio.Event
-) -> KVStore | None:
-    """Mount this worker's segment, waiting for the masters to be there; None: stopped before."""
-    deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
-    while not stop.is_set():
-        try:
-            await control.ping()  # a segment reserves its memory before it mounts
-            return await _open_store(control, config, epoch)
-        except ConfigError:
-            raise
-        except MoonserveError as error:
-            if time.monotonic() > deadline_s:
-                raise
-            log.info("waiting to mount: %s", error)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), _MOUNT_PAUSE_S)
-    return None
-
-
-async def _open_store(control: Control, config: WorkerConfig, epoch: int) -> KVStore:
+async def _open_store(control: Control, rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
     """One attempt. Raises ConfigError where another is in vain, else MoonserveError."""
     if config.store == "mooncake":
         from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
@@ -226,12 +208,17 @@ async def _open_store(control: Control, config: WorkerConfig, epoch: int) -> KVS
         )
         return await MooncakeStore.open(settings, control.blocks)
     client = await StoreClient.open(
-        control.store,
+        rpc,
         StoreSettings(
             segment=SegmentId(config.name),
             epoch=epoch,
             capacity_bytes=config.segment_bytes,
+            disk_dir=config.disk_dir,
+            disk_bytes=config.disk_bytes,
             token=config.token.encode(),
+            node=config.node,
+            rack=config.rack,
+            options=PutOptions(replicas=config.replicas),
             host=config.host,
             advertise_host=config.advertise_host,
         ),

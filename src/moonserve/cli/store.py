@@ -1,0 +1,346 @@
+"""`moonserve store`: the store's master alone, and a look into a pool; `moonserve segment`.
+
+A face over live/store; nothing else imports it. Heavy imports stay inside the functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import msgspec
+
+from moonserve.cli.client import URL, Client
+from moonserve.cli.output import Output
+from moonserve.cli.roles import run_role
+from moonserve.cli.settings import (
+    TOKEN,
+    advertise_host_option,
+    read_settings,
+    settings_options,
+)
+from moonserve.config import check_name
+from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
+
+if TYPE_CHECKING:
+    from moonserve.live.store.client import StoreClient
+
+T = TypeVar("T")
+
+_POLL_S = 0.2
+_url = click.option(
+    "--url",
+    default=URL,
+    show_default=True,
+    help="The gateway, or the store's master where it is a process of its own.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_text = click.option("--text", "is_text", is_flag=True, help="Keys are given as text, not in hex.")
+
+
+@click.group()
+def store() -> None:
+    """Run the store's master alone, and look into a pool."""
+
+
+@store.command()
+@settings_options("host", "eviction")
+@click.option(
+    "--listen",
+    type=click.IntRange(0, 65535),
+    default=8100,
+    show_default=True,
+    help="Its port; 0 takes a free one.",
+)
+@click.option(
+    "--recover-s",
+    type=click.FloatRange(0, 600),
+    default=3.0,
+    show_default=True,
+    help="Ask segments for so long what they hold, before anything is answered; 0: a new pool.",
+)
+@click.option(
+    "--segment-ttl-s",
+    type=click.FloatRange(0.1, 3600),
+    default=10.0,
+    show_default=True,
+    help="A segment silent for so long is dropped, and its objects copied anew from others.",
+)
+@click.option(
+    "--quota",
+    "quotas",
+    metavar="TENANT=SIZE",
+    multiple=True,
+    help="The most that a tenant may have in the pool, all copies counted; repeatable.",
+)
+def serve(
+    config: Path | None,
+    listen: int,
+    recover_s: float,
+    segment_ttl_s: float,
+    quotas: tuple[str, ...],
+    **flags: str | None,
+) -> None:
+    """Run the master of a pool, for gateways, workers and segments with its --store-url."""
+    settings = read_settings(config, flags)
+    from moonserve.core.pool import Terms
+    from moonserve.live.store.process import MasterConfig, run_master
+
+    terms = Terms(
+        eviction=settings.eviction,
+        segment_ttl_us=round(segment_ttl_s * 1_000_000),
+        quotas=dict(_quota(text) for text in quotas),
+    )
+    token = os.environ.get(TOKEN, "")
+    run_role(
+        run_master(
+            MasterConfig(
+                host=settings.host, port=listen, token=token, recover_s=recover_s, terms=terms
+            )
+        )
+    )
+
+
+@click.command()
+@click.option("--name", required=True, help="Unique in the pool, such as s0.")
+@click.option(
+    "--listen",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="The port of its memory; 0 takes a free one.",
+)
+@advertise_host_option
+@settings_options(
+    "store_url", "host", "node", "rack", "segment_bytes", "disk_bytes", "disk_dir", "drain_s"
+)
+def segment(
+    config: Path | None, name: str, listen: int, advertise_host: str | None, **flags: str | None
+) -> None:
+    """Give a pool memory, and disk, without an engine.
+
+    When told to stop, it first has what lies in its memory moved elsewhere.
+    """
+    settings, name = read_settings(config, flags), check_name(name)
+    import time
+
+    from moonserve.core.units import SegmentId
+    from moonserve.live.store.client import StoreSettings
+    from moonserve.live.store.process import SegmentConfig, run_segment
+
+    mine = StoreSettings(
+        segment=SegmentId(name),
+        epoch=time.time_ns() // 1_000,
+        capacity_bytes=settings.segment_bytes,
+        disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
+        disk_bytes=settings.disk_bytes,
+        token=os.environ.get(TOKEN, "").encode(),
+        node=settings.node,
+        rack=settings.rack,
+        host=settings.host,
+        port=listen,
+        advertise_host=advertise_host,
+    )
+    url = settings.store_url or URL
+    run_role(run_segment(SegmentConfig(settings=mine, store_url=url, drain_s=settings.drain_s)))
+
+
+@store.command()
+@click.argument("prefix", default="")
+@click.option("--after", default="", metavar="KEY", help="Only what comes after this key.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True)
+@_text
+@_url
+@_json
+def ls(prefix: str, after: str, limit: int, is_text: bool, url: str, as_json: bool) -> None:
+    """List objects whose keys start with PREFIX, in the order of keys."""
+    query = {
+        "prefix": _key(prefix, is_text).hex(),
+        "after": _key(after, is_text).hex(),
+        "limit": str(limit),
+    }
+    objects = _lookup(url, query)["objects"]
+    if as_json:
+        _print_json(objects)
+        return
+    for it in objects:
+        places = " ".join(replica["segment"] for replica in it["replicas"])
+        click.echo(f"{it['key']}  {it['size']:>11}  {places}{_readable(it['key'])}")
+
+
+@store.command()
+@click.argument("key", default="")
+@_text
+@_url
+@_json
+def stat(key: str, is_text: bool, url: str, as_json: bool) -> None:
+    """Show the pool's ledgers; with KEY, where that object lies."""
+    told = _lookup(url, {"key": _key(key, is_text).hex()} if key else {})
+    if key and not told["exists"]:
+        raise StoreError(f"there is no object {key}")
+    if as_json:
+        _print_json(told)
+        return
+    if key:
+        click.echo(f"{told['key']}  {told['size']} bytes  version {told['version']}")
+        for replica in told["replicas"]:
+            click.echo(f"  {replica['segment']} at {replica['offset']}")
+        return
+    for it in told["segments"]:
+        share = it["used_bytes"] / it["capacity_bytes"]
+        drains = "  draining" if it["draining"] else ""
+        click.echo(
+            f"{it['id']:<16} {it['tier']:<4} {share:>6.1%} of {it['capacity_bytes'] >> 20} MiB"
+            f"  {it['objects']} objects  {it['address']}  node {it['node']}{drains}"
+        )
+    names = ("objects", "leases", "pending_puts", "pending_copies", "waiting", "evicted")
+    click.echo("  ".join(f"{name} {told[name]}" for name in names))
+    if told["recovering"]:
+        click.echo("The master has just started, and asks segments what they hold.")
+
+
+@store.command()
+@click.argument("key")
+@click.option("--output", "-o", type=Output("wb"), default="-", help="Write it to this file.")
+@_text
+@_url
+def get(key: str, output: Any, is_text: bool, url: str) -> None:
+    """Write the bytes of object KEY to stdout. Needs the cluster's token."""
+    from moonserve.live.store.objects import Objects
+
+    name = _key(key, is_text)
+    (got,) = _with_client(url, lambda client: Objects(client).get([name]))
+    if got is None:
+        raise StoreError(f"there is no object {key}")
+    output.write(got)
+
+
+@store.command()
+@click.argument("segment")
+@click.argument("size")
+@_url
+def evict(segment: str, size: str, url: str) -> None:
+    """Evict from SEGMENT until SIZE more is free there. Needs the cluster's token.
+
+    What is evicted is gone, unless another segment has a copy: nothing is moved to disk first.
+    """
+    from moonserve.core.units import SegmentId
+
+    _check_segment(url, segment)
+    freed = _with_client(url, lambda client: client.evict(SegmentId(segment), _size(size, "size")))
+    click.echo(f"{freed} bytes freed")
+
+
+@store.command()
+@click.argument("segment")
+@click.option(
+    "--wait-s", type=click.FloatRange(0), help="Return when it is empty; fail after this."
+)
+@_url
+def drain(segment: str, wait_s: float | None, url: str) -> None:
+    """Move everything off SEGMENT, so that it may leave. Needs the cluster's token."""
+    import time
+
+    from moonserve.core.units import SegmentId
+
+    _check_segment(url, segment)
+    _with_client(url, lambda client: client.drain(SegmentId(segment)))
+    if wait_s is None:
+        click.echo(f"{segment} is being drained; moonserve store stat shows how far it is")
+        return
+    end = time.monotonic() + wait_s
+    while left := _objects_on(url, segment):
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"{segment} still holds {left} objects after {wait_s:g} s")
+        time.sleep(_POLL_S)
+    click.echo(f"{segment} is empty")
+
+
+def _lookup(url: str, query: dict[str, str]) -> dict[str, Any]:
+    from urllib.parse import urlencode
+
+    return Client(url).get(f"/api/segments?{urlencode(query)}")
+
+
+def _objects_on(url: str, segment: str) -> int:
+    """How many objects a segment holds; none once it has left."""
+    found = [it for it in _lookup(url, {})["segments"] if it["id"] == segment]
+    return int(found[0]["objects"]) if found else 0
+
+
+def _check_segment(url: str, segment: str) -> None:
+    names = [it["id"] for it in _lookup(url, {})["segments"]]
+    if segment not in names:
+        known = ", ".join(names) or "none"
+        raise ConfigError(f"no segment {segment!r} is in the pool; there are: {known}", "segment")
+
+
+def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
+    """Do something as a member of the pool that has no segment."""
+    import time
+
+    from moonserve.core.units import SegmentId
+    from moonserve.live.http.client import HttpClient
+    from moonserve.live.store.client import StoreClient, StoreSettings
+    from moonserve.live.store.remote import HttpRpc
+
+    token = os.environ.get(TOKEN, "")
+
+    async def body() -> T:
+        http = HttpClient()
+        settings = StoreSettings(
+            segment=SegmentId(f"cli-{os.getpid()}"),
+            epoch=time.time_ns() // 1_000,
+            capacity_bytes=0,
+            token=token.encode(),
+        )
+        client = await StoreClient.open(HttpRpc(http, url, token), settings)
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+            await http.close()
+
+    return asyncio.run(body())
+
+
+def _key(text: str, is_text: bool) -> bytes:
+    if is_text:
+        return text.encode()
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is not in hex; with --text it is taken as text", "key"
+        ) from None
+
+
+def _readable(key: str) -> str:
+    """A key that is text, for people."""
+    raw = bytes.fromhex(key)
+    return f"  {raw.decode()!r}" if raw.isascii() and raw.decode().isprintable() else ""
+
+
+def _size(text: str, field: str) -> int:
+    from moonserve.config import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as err:
+        raise ConfigError(str(err), field) from None
+
+
+def _quota(text: str) -> tuple[str, int]:
+    tenant, _, size = text.partition("=")
+    if not tenant or not size:
+        raise ConfigError(f"write it like team-a=20GiB, not {text!r}", "quota")
+    return tenant, _size(size, "quota")
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")

@@ -1,0 +1,75 @@
+"""What a person may ask about the pool: the JSON of GET /api/segments. Read-only.
+
+For live.store.local. Keys travel in hex.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.master import Master
+from moonserve.core.pool import Found, Key, SegmentStats
+
+_MAX_LISTED = 1_000
+
+
+def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
+    """Ledgers of all segments; with `key`, where it lies; with `prefix`, what there is.
+
+    The listing goes by key, after `after`, up to `limit`. Raises BadRequest, Recovering.
+    """
+    if "key" in query:
+        key = _key(query["key"], "key")
+        if not key:
+            raise BadRequest("key must be 1 to 256 bytes in hex", "key")
+        found = master.locate(key)
+        told = {"replicas": []} if found is None else _json(found)
+        return {"key": key.hex(), "exists": found is not None} | told
+    if "prefix" in query:
+        after = _key(query["after"], "after") if query.get("after") else None
+        listed = master.scan(_key(query["prefix"], "prefix"), after, _limit(query))
+        return {"objects": [_json(found) for found in listed]}
+    return ledgers(master)
+
+
+def ledgers(master: Master) -> dict[str, Any]:
+    """How much lies where, and what is under way."""
+    stats = master.stats()
+    segments = [_segment_json(segment) for segment in stats.segments]
+    return msgspec.structs.asdict(stats) | {"segments": segments}
+
+
+def _key(text: str, name: str) -> Key:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        raise BadRequest(f"{name} must be in hex, not {text[:80]!r}", name) from None
+    if len(key) > 256:
+        raise BadRequest(f"{name} must be at most 256 bytes", name)
+    return key
+
+
+def _limit(query: Mapping[str, str]) -> int:
+    text = query.get("limit", "100")
+    if not text.isdecimal() or not 0 < int(text) <= _MAX_LISTED:
+        raise BadRequest(f"limit must be 1..{_MAX_LISTED}, not {text[:20]!r}", "limit")
+    return int(text)
+
+
+def _segment_json(stats: SegmentStats) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(stats)
+    return fields | {"address": f"{stats.address.host}:{stats.address.port}"}
+
+
+def _json(found: Found) -> dict[str, Any]:
+    return {
+        "key": found.key.hex(),
+        "size": found.size,
+        "checksum": f"{found.checksum:016x}",
+        "version": found.version,
+        "replicas": [msgspec.structs.asdict(replica) for replica in found.replicas],
+    }

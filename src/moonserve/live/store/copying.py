@@ -1,0 +1,171 @@
+"""Moves objects' bytes between this process's buffers and segments, verified by checksum.
+
+For live.store.client, on its event loop. What is large or far goes to threads; what is small and
+mapped already is copied on the loop, since handing it over would take longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple, TypeVar
+
+import xxhash
+
+from moonserve.core.pool import Address, Found, Replica, Ticket
+from moonserve.core.units import Bytes, SegmentId
+from moonserve.live.store.link import Link
+from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.transfer.ports import Op
+
+T = TypeVar("T")
+
+_INLINE_BYTES: Bytes = 1 << 20
+
+
+class Write(NamedTuple):
+    """Bytes and where they may be written."""
+
+    ticket: Ticket
+    memory: memoryview
+
+
+class Fetched(NamedTuple):
+    """What came of reading some objects, by their indices."""
+
+    missing: list[int]
+    """No replica of them arrived whole."""
+    corrupt: list[tuple[int, SegmentId]]
+    """Replicas whose bytes are not what was put."""
+
+
+class Copier:
+    """Reads and writes by one transfer, in these threads; the link says where segments are."""
+
+    def __init__(self, link: Link, transfer: Transfer, threads: Executor) -> None:
+        self._link = link
+        self._transfer = transfer
+        self._threads = threads
+
+    async def read(
+        self, found: Sequence[Found], into: Sequence[memoryview], most_s: float
+    ) -> Fetched:
+        """Fill the buffers: from the nearest replica of each, else from the others in turn.
+
+        Each turn may take its share of the time, so that one silent peer leaves some for the rest.
+        """
+        end_s = time.monotonic() + most_s
+        missing, corrupt = list(range(len(found))), []
+        known = self._link.addresses  # as of now: a beat meanwhile may bring others
+        orders = [self._near_first(it.replicas, known) for it in found]
+        turns = max(map(len, orders), default=0)
+        for turn in range(turns):
+            groups: dict[SegmentId, list[int]] = {}
+            for index in missing:
+                if turn < len(orders[index]):
+                    groups.setdefault(orders[index][turn].segment, []).append(index)
+            now_s = time.monotonic()
+            deadline_s = now_s + (end_s - now_s) / (turns - turn)
+            jobs = []
+            for segment, indices in groups.items():
+                slices = [Slice(orders[i][turn].offset, into[i]) for i in indices]
+                sums = [found[i].checksum for i in indices]
+                address = known[segment]
+                jobs.append(
+                    self._run(address, slices, self._fetch, segment, indices, sums, deadline_s)
+                )
+            good: set[int] = set()
+            for fetched, bad in await _all(jobs):
+                good.update(fetched)
+                corrupt += bad
+            missing = [index for index in missing if index not in good]
+            if not missing:
+                break
+        return Fetched(missing, corrupt)
+
+    async def write(self, writes: Sequence[Write], most_s: float) -> list[int | None]:
+        """Write each to its extent; its checksum, None where not all bytes got there."""
+        deadline_s = time.monotonic() + most_s
+        groups: dict[SegmentId, list[int]] = {}
+        for index, write in enumerate(writes):
+            groups.setdefault(write.ticket.segment, []).append(index)
+        jobs = []
+        for segment, indices in groups.items():
+            slices = [Slice(writes[i].ticket.offset, writes[i].memory) for i in indices]
+            address = self._link.addresses[segment]
+            jobs.append(self._run(address, slices, self._send, indices, deadline_s))
+        sums: list[int | None] = [None] * len(writes)
+        for sent in await _all(jobs):
+            for index, checksum in sent:
+                sums[index] = checksum
+        return sums
+
+    def _near_first(
+        self, replicas: Sequence[Replica], known: Mapping[SegmentId, Address]
+    ) -> Sequence[Replica]:
+        """The replicas that can be reached, those in mapped memory first."""
+        reachable = [it for it in replicas if it.segment in known]
+        if len(reachable) > 1:
+            reachable.sort(key=lambda it: not self._transfer.is_near(known[it.segment]))
+        return reachable
+
+    async def _run(
+        self, address: Address, slices: Sequence[Slice], copy: Callable[..., T], *args: Any
+    ) -> T:
+        """Run a copying function in a thread, or here if that is sooner over."""
+        size = sum(len(piece.memory) for piece in slices)
+        in_memory = bool(address.region)  # what lies on disk may have to be waited for
+        if size <= _INLINE_BYTES and in_memory and self._transfer.is_near(address):
+            return copy(address, slices, *args)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, copy, address, slices, *args)
+
+    def _fetch(
+        self,
+        address: Address,
+        slices: Sequence[Slice],
+        segment: SegmentId,
+        indices: Sequence[int],
+        checksums: Sequence[int],
+        deadline_s: float,
+    ) -> tuple[list[int], list[tuple[int, SegmentId]]]:
+        """Copy and verify: what is good, and what is corrupt."""
+        good, corrupt = [], []
+        sums = self._sums("read", address, slices, deadline_s)
+        for index, checksum, got in zip(indices, checksums, sums, strict=True):
+            if got == checksum:
+                good.append(index)
+            elif got is not None:
+                corrupt.append((index, segment))
+        return good, corrupt
+
+    def _send(
+        self, address: Address, slices: Sequence[Slice], indices: Sequence[int], deadline_s: float
+    ) -> list[tuple[int, int | None]]:
+        """Copy: the checksum of each, None where the bytes did not get there."""
+        return list(zip(indices, self._sums("write", address, slices, deadline_s), strict=True))
+
+    def _sums(
+        self, op: Op, address: Address, slices: Sequence[Slice], deadline_s: float
+    ) -> list[int | None]:
+        """Copy the slices; the checksum of each, None where not all bytes arrived."""
+        run = self._transfer.read if op == "read" else self._transfer.write
+        return [
+            xxhash.xxh3_64_intdigest(it.memory) if here else None
+            for it, here in zip(slices, run(address, slices, deadline_s), strict=True)
+        ]
+
+
+async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, once all jobs are over, also if one breaks off: no thread is still copying then.
+
+    A single job needs no task of its own.
+    """
+    if len(jobs) == 1:
+        return [await jobs[0]]
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    if tasks:
+        await asyncio.wait(tasks)
+    return [task.result() for task in tasks]

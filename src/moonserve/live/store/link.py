@@ -1,0 +1,119 @@
+"""The way to the store's master, and what this process must tell one that has restarted.
+
+For live.store's client and owners, on one event loop. A master that has just started answers nil:
+it is then told what was done here lately, and asked again until the call's time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+import msgspec
+
+from moonserve.core.errors import DeadlineExceeded, MoonserveError, Recovering, StoreError
+from moonserve.core.owner import Diary
+from moonserve.core.pool import Address
+from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId, seconds_to_us
+from moonserve.live.store import wire
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Rpc = Callable[[str, bytes], Awaitable[bytes]]
+"""Runs one operation of MasterService somewhere. May raise MoonserveError or OSError."""
+
+FAILURES: Final = (MoonserveError, OSError)  # TimeoutError is an OSError
+_NIL: Final = b"\xc0"
+_AGAIN_S = 0.05
+_CLAIM_EVERY_S = 1.0
+_TIDY_EVERY_US: Micros = MICROS_PER_SECOND
+_KEPT_US: Micros = 30 * MICROS_PER_SECOND
+"""How long the diary keeps what was done: by then owners know it by their beats."""
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Link:
+    """Calls to one master, the diary of what they did, and where it said that segments are."""
+
+    def __init__(self, rpc: Rpc, call_s: float) -> None:
+        self.rpc = rpc
+        self.call_s = call_s
+        self.diary = Diary()
+        self.addresses: dict[SegmentId, Address] = {}
+        self._claimed_s = float("-inf")
+        self._tidied_us = 0
+
+    async def call(
+        self, op: str, call: msgspec.Struct, reply: type[T], most_s: float | None = None
+    ) -> T:
+        """One operation, its reply decoded. Raises MoonserveError or OSError within `most_s`."""
+        body = _encode(call)
+        deadline_s = _now_s() + (most_s or self.call_s)
+        while True:
+            answer = await self._once(op, body, deadline_s)
+            if answer != _NIL:
+                break
+            await self._claim_at_times(deadline_s)
+            if _now_s() + _AGAIN_S > deadline_s:
+                raise Recovering("the store's master has started, and still gathers what there is")
+            await asyncio.sleep(_AGAIN_S)
+        try:
+            return msgspec.msgpack.decode(answer, type=reply)
+        except msgspec.DecodeError as error:
+            raise StoreError(f"the master's reply to {op!r} is not understood: {error}") from None
+
+    async def tell(self, op: str, call: msgspec.Struct) -> None:
+        """One operation whose failure changes nothing for the caller: it is logged."""
+        try:
+            await self.call(op, call, wire.Done)
+        except FAILURES as error:
+            # At a stop of the whole cluster the master is gone first, and forgets by itself.
+            level = logging.DEBUG if op == "unmount" else logging.WARNING
+            log.log(level, "store master: %s failed: %s", op, text(error))
+
+    async def claim(self) -> None:
+        """Tell the master what it may not know: puts and removals of the last half minute."""
+        self._claimed_s = _now_s()
+        claims, removed = self.diary.claims(now_us())
+        for start in range(0, max(len(claims), len(removed)), wire.MAX_BATCH):
+            part = slice(start, start + wire.MAX_BATCH)
+            await self.tell("claim", wire.ClaimCall(claims[part], removed[part]))
+
+    def tidy(self) -> None:
+        """Forget what is old, now and then; to be called by who adds to the diary."""
+        if now_us() >= self._tidied_us + _TIDY_EVERY_US:
+            self._tidied_us = now_us()
+            self.diary.forget(self._tidied_us - _KEPT_US)
+
+    async def _claim_at_times(self, deadline_s: float) -> None:
+        if _now_s() < self._claimed_s + _CLAIM_EVERY_S:
+            return
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self.claim()
+        except TimeoutError:
+            log.debug("store master: no time left to claim")
+
+    async def _once(self, op: str, body: bytes, deadline_s: float) -> bytes:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await self.rpc(op, body)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the store's master did not answer {op!r} in time") from None
+
+
+def now_us() -> Micros:
+    """The loop's clock, which diaries and tasks go by."""
+    return seconds_to_us(_now_s())
+
+
+def text(error: BaseException) -> str:
+    """What to say of a failure."""
+    return str(error) or type(error).__name__
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

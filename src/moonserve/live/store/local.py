@@ -1,0 +1,164 @@
+"""The store's master behind HTTP: its operations, what people may ask, and the events it tells.
+
+Mounted by the gateway process or by a master of its own. The operations are guarded by the cluster
+token; GET /api/segments is not, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, Recovering
+from moonserve.core.facts import BlockEvent
+from moonserve.core.units import LeaseId, SegmentId
+from moonserve.live.http.auth import check_token
+from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.server import Handler
+from moonserve.live.store import admin, wire
+from moonserve.live.store.server import MasterService
+
+STORE_PREFIX = "/internal/store/"
+EVENTS_PATH = STORE_PREFIX + "events"
+_MSGPACK = "application/msgpack"
+_encode = msgspec.msgpack.Encoder().encode
+_decode_beat = msgspec.msgpack.Decoder(wire.BeatCall).decode
+
+
+class LocalPool:
+    """The pool whose master is in this process."""
+
+    def __init__(
+        self,
+        service: MasterService,
+        token: str,
+        tell: Callable[[Sequence[BlockEvent]], None],
+    ) -> None:
+        """`tell` gets the master's events, in order, right after what caused them."""
+        self.service = service
+        self._token = token
+        self._tell = tell
+        self._called: dict[SegmentId, asyncio.Event] = {}
+        """By segment that ever beat: there are new copies to be made to it."""
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {("GET", "/api/segments"): self._segments}
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes."""
+        return {("POST", STORE_PREFIX): self.guarded(self._operation)}
+
+    async def lookup(self, query: Mapping[str, str]) -> Any:
+        """See admin.lookup."""
+        return admin.lookup(self.service.master, query)
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease."""
+        self.service.master.release(lease)
+
+    def tick(self) -> None:
+        """To be called about twice a second."""
+        self.service.reap()
+        self._pass_events()
+
+    async def close(self) -> None:
+        """Nothing to do: what there is, owners know."""
+
+    async def _segments(self, request: HttpRequest) -> Response:
+        return json_response(await self.lookup(request.query))
+
+    def guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
+        """The handler, for who has the token."""
+
+        async def checked(request: HttpRequest) -> Response:
+            check_token(request, self._token)
+            return await handler(request)
+
+        return checked
+
+    async def _operation(self, request: HttpRequest) -> Response:
+        op = request.path.removeprefix(STORE_PREFIX)
+        body = await request.body()
+        if op == "beat":
+            await self._wait_for_copies(body)
+        try:
+            reply = self.service.handle(op, body)
+        finally:
+            self._pass_events()
+        return Response(200, reply, content_type=_MSGPACK)
+
+    async def _wait_for_copies(self, body: bytes) -> None:
+        """Hold a beat back while there is nothing to copy, as long as it says."""
+        try:
+            call = _decode_beat(body)
+        except msgspec.DecodeError:
+            return  # which the service says better
+        called = self._called.setdefault(call.segment, asyncio.Event())
+        try:
+            async with asyncio.timeout(call.wait_s):
+                await called.wait()
+        except TimeoutError:
+            pass
+        called.clear()
+
+    def _pass_events(self) -> None:
+        for segment in self.service.master.drain_called():
+            if segment in self._called:
+                self._called[segment].set()
+        events = self.service.master.drain_events()
+        if events:
+            self._tell(events)
+
+
+class EventLog:
+    """The latest events of a master, for listeners elsewhere; `handle` is POST EVENTS_PATH.
+
+    Whoever is further behind than it reaches is told all that there is.
+    """
+
+    def __init__(self, start: int, inventory: Callable[[], list[BlockEvent]], most: int) -> None:
+        """`start` is another number at each start of the master; `most` events are kept."""
+        self._start = start
+        self._inventory = inventory
+        self._events: deque[BlockEvent] = deque(maxlen=most)
+        self._at = 0
+        self._news = asyncio.Event()
+
+    def add(self, events: Sequence[BlockEvent]) -> None:
+        """The master tells these."""
+        self._events.extend(events)
+        self._at += len(events)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def answer(self, call: wire.EventsCall) -> wire.EventsReply | None:
+        """What a listener misses, waiting for it; None while the master recovers."""
+        behind = self._at - call.after
+        if call.start != self._start or not 0 <= behind <= len(self._events):
+            try:
+                return wire.EventsReply(self._start, self._at, True, self._inventory())
+            except Recovering:
+                return None
+        if not behind:
+            try:
+                async with asyncio.timeout(call.wait_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return wire.EventsReply(self._start, self._at, False, [])
+            return await self.answer(call)
+        told = [self._events[i] for i in range(len(self._events) - behind, len(self._events))]
+        return wire.EventsReply(self._start, self._at, False, told)
+
+    async def handle(self, request: HttpRequest) -> Response:
+        """One call over HTTP, its token checked before."""
+        try:
+            call = msgspec.msgpack.decode(await request.body(), type=wire.EventsCall)
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"store operation 'events': {error}", "body") from None
+        request.cancel_on_disconnect()
+        return Response(200, _encode(await self.answer(call)), content_type=_MSGPACK)

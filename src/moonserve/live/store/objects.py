@@ -1,0 +1,124 @@
+"""Whole objects of any bytes under any key, for programs and people rather than for requests.
+
+Over a StoreClient, on its event loop. Where KVStore goes on without what the pool does not give,
+this tries again until its time is up, and then says why not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from moonserve.core.errors import ConfigError, StoreError
+from moonserve.core.pool import Found, Full, Key, OverQuota, PutOptions
+from moonserve.core.units import LeaseId
+from moonserve.live.store.client import StoreClient
+from moonserve.live.store.link import FAILURES, text
+
+_AGAIN_S = 0.1
+_OBJECTS = PutOptions(blocks=False)
+
+
+class Objects:
+    """Puts and gets of one client. Each takes at most `most_s` and a call to the master more."""
+
+    def __init__(self, client: StoreClient, most_s: float | None = None) -> None:
+        """`most_s` None: the client's transfer_s."""
+        self._client = client
+        self._most_s = most_s or client.settings.transfer_s
+        self._numbers = itertools.count(1)
+
+    async def put(
+        self, items: Sequence[tuple[Key, memoryview]], options: PutOptions = _OBJECTS
+    ) -> None:
+        """Store up to a batch of objects; one that exists already stays as it is.
+
+        Raises StoreError unless all exist then: at once where the pool is full or the tenant over
+        its quota. Some may exist all the same.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._most_s
+        left, why = list(items), "the segments chosen for it do not answer"
+        while left:
+            try:
+                outcomes = await self._client.write(left, None, None, options)
+            except ConfigError:
+                raise
+            except FAILURES as error:
+                why = text(error)
+            else:
+                for (key, memory), outcome in zip(left, outcomes, strict=True):
+                    if isinstance(outcome, Full):
+                        raise StoreError(f"{_name(key)}: no room for {len(memory)} bytes: {_FULL}")
+                    if isinstance(outcome, OverQuota):
+                        raise StoreError(
+                            f"{_name(key)}: tenant {outcome.tenant!r} has its quota of"
+                            f" {outcome.quota_bytes} bytes in use, and none of it may be evicted"
+                        )
+                left = [it for it, outcome in zip(left, outcomes, strict=True) if outcome is None]
+            if left and loop.time() + _AGAIN_S > end_s:
+                raise StoreError(f"{_name(left[0][0])} is not stored: {why}")
+            if left:
+                await asyncio.sleep(_AGAIN_S)
+
+    async def get(self, keys: Sequence[Key]) -> list[bytearray | None]:
+        """The bytes of up to a batch of objects; None: there is none.
+
+        Raises StoreError where there is one, and no replica of it can be read in time.
+        """
+        mine = self._client.settings
+        lease = LeaseId(f"{mine.segment}-{mine.epoch}-{next(self._numbers)}")
+        seen: dict[Key, Found] = {}
+        try:
+            return await self._get(keys, lease, seen)
+        finally:
+            if seen:
+                await self._client.release(lease)
+
+    async def _get(
+        self, keys: Sequence[Key], lease: LeaseId, seen: dict[Key, Found]
+    ) -> list[bytearray | None]:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._most_s
+        got: dict[Key, bytearray] = {}
+        left, why = list(dict.fromkeys(keys)), ""
+        while left:
+            try:
+                told = await self._client.get(left, lease)
+            except ConfigError:
+                raise
+            except FAILURES as error:
+                why = text(error)
+            else:
+                there = [it for it in told if it is not None]
+                buffers = [bytearray(it.size) for it in there]
+                into = [memoryview(it) for it in buffers]
+                lost = await self._client.fetch(there, into, max(_AGAIN_S, end_s - loop.time()))
+                for index, it in enumerate(there):
+                    if index not in lost:
+                        got[it.key] = buffers[index]
+                seen |= {it.key: it for it in there}
+                left = [key for key in left if key in seen and key not in got]
+                for key in left:
+                    if key not in {it.key for it in there}:
+                        raise StoreError(f"{_name(key)} is lost: {_where(seen[key])} left the pool")
+                why = _where(seen[left[0]]) + " cannot be read" if left else ""
+            if left and loop.time() + _AGAIN_S > end_s:
+                raise StoreError(f"{_name(left[0])} is out of reach: {why}")
+            if left:
+                await asyncio.sleep(_AGAIN_S)
+        return [got.get(key) for key in keys]
+
+
+_FULL = "all segments are full of what is leased or pinned"
+
+
+def _name(key: Key) -> str:
+    return f"object {key.hex()}"
+
+
+def _where(found: Found) -> str:
+    """Its segments, in words."""
+    names = " and ".join(it.segment for it in found.replicas)
+    return f"segment {names}, where it lay," if len(found.replicas) == 1 else f"segments {names}"

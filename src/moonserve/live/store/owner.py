@@ -1,0 +1,323 @@
+"""A segment's owner: its memory, the server peers reach it by, its beats, and copies made to it.
+
+For live.store.client, one per segment. The catalogue of what lies here, and which copies are to be
+made, is core.owner's; this brings it to the master and back, and moves the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Literal, NamedTuple, Protocol
+
+import xxhash
+
+from moonserve.core.errors import ConfigError, StoreError
+from moonserve.core.owner import Catalogue, Tasks
+from moonserve.core.pool import Change, Copy, Gone, Held, Medium, Mount, Orders
+from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId
+from moonserve.live.store import wire
+from moonserve.live.store.link import FAILURES, Link, now_us, text
+from moonserve.live.store.settings import StoreSettings
+from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.transfer.region import Region
+from moonserve.live.transfer.server import TransferServer
+
+log = logging.getLogger(__name__)
+
+_COPIES_AT_ONCE = 32
+_COPIES_A_BATCH = 8
+_STOP_COPIES_S = 1.0
+_BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew
+_BEAT_S = 0.5  # copies wait for one
+_BEATS_PER_TTL = 4
+_BUSY_S = 0.001  # between beats while there is more to hear of
+
+
+class _Job(NamedTuple):
+    """Copies from one segment, made by one thread."""
+
+    copies: list[Copy]
+    until_us: Micros
+    mounts: int
+    """The mounting that they were ordered in."""
+
+
+_Pulled = Literal["here", "lost", "corrupt"]
+
+
+class Journal(Protocol):
+    """Where a segment's catalogue outlives its owner."""
+
+    def write(self, changes: Sequence[Change]) -> None:
+        """Note what changed, in order. Raises nothing: what is not noted is not kept."""
+
+    def flush(self, held: Sequence[Held]) -> None:
+        """Let the bytes of objects outlive the machine; blocks. May raise OSError."""
+
+    def close(self) -> None:
+        """All that was noted is kept."""
+
+
+class Owner:
+    """One mounted segment. Made and closed by its client; `mount` it, then `start_beats`."""
+
+    def __init__(
+        self,
+        link: Link,
+        transfer: Transfer,
+        threads: Executor,
+        region: Region,
+        settings: StoreSettings,
+        tier: Medium = "dram",
+        held: Sequence[Held] = (),
+        journal: Journal | None = None,
+    ) -> None:
+        """Listen for peers. Takes `region` over. Raises ConfigError: it cannot listen there."""
+        self.region = region
+        self.catalogue = Catalogue(held)
+        self.tasks = Tasks(_COPIES_AT_ONCE)
+        self._link = link
+        self._transfer = transfer
+        self._threads = threads
+        self._journal = journal
+        try:
+            self.server = TransferServer(region, settings.token, settings.host, settings.port)
+        except OSError as error:
+            region.close()
+            at = f"{settings.host}:{settings.port}"
+            raise ConfigError(f"cannot listen on {at}: {error.strerror}", "host") from None
+        self.mounting = Mount(
+            settings.segment,
+            settings.epoch,
+            len(region.view),
+            self.server.address(settings.advertise_host or settings.host),
+            settings.node or settings.segment,
+            tier,
+            settings.rack,
+        )
+        transfer.adopt(region)
+        self._one_mount = asyncio.Lock()
+        self._mounts = 0
+        self._beat_s = _BEAT_S
+        self._telling = asyncio.Lock()
+        self._copying: set[asyncio.Task[None]] = set()
+        self._beats: asyncio.Task[None] | None = None
+
+    async def mount(self) -> None:
+        """Offer the segment with all that lies on it. Raises what refusal or absence raises."""
+        seen = self._mounts
+        async with self._one_mount:
+            if self._mounts != seen:  # another has done it while this one waited
+                return
+            self._mounts += 1
+            self.tasks.forget()
+            self.catalogue.restart()
+            if self._copying:  # what still writes does so into extents that may be others' soon
+                await asyncio.wait(self._copying, timeout=_STOP_COPIES_S)
+            if not await self._offer() and not await self._offer():
+                raise StoreError(
+                    f"segment {self.mounting.id!r} was refused: a later start of it is mounted"
+                )
+            self._mounts += 1
+        await self._link.claim()
+
+    async def _offer(self) -> bool:
+        """All pages; False: refused, or the master lost some between."""
+        pages = self.catalogue.pages(wire.MAX_BATCH)
+        for number, page in enumerate(pages):
+            last = number == len(pages) - 1
+            call = wire.MountCall(self.mounting, page, number, last)
+            reply = await self._link.call("mount", call, wire.Mounted)
+            if not reply.accepted:
+                return False
+            ttl_s = reply.terms.segment_ttl_us / MICROS_PER_SECOND
+            self._beat_s = min(_BEAT_S, ttl_s / _BEATS_PER_TTL)
+        return True
+
+    def start_beats(self, heard: Callable[[], None]) -> None:
+        """Keep the segment mounted from now on, also by a master that restarts.
+
+        `heard` is called after each beat, the link's addresses being those of all segments.
+        """
+        if self._beats is None:
+            self._beats = asyncio.create_task(self._beat_forever(heard))
+            self._beats.add_done_callback(lambda task: self._beats_ended(task, heard))
+
+    def wrote(self, held: Held) -> None:
+        """A put of this process has ended here, or a copy to here."""
+        self.catalogue.add(held)
+        if self.catalogue.held.get(held.key) is held:  # else it was gone before this was known
+            self._note([held])
+
+    async def leave(self) -> None:
+        """Beat no more and unmount: what lies here is out of the pool."""
+        beats, self._beats = self._beats, None
+        if beats is not None:
+            beats.cancel()
+            await asyncio.wait([beats])
+        if self._journal is not None and beats is not None:
+            try:  # or what was removed a moment ago would be back at the next start
+                await self.catch_up()
+            except FAILURES as error:
+                log.debug("store master: no last beat: %s", text(error))
+        self.tasks.forget()  # what runs is waited for, and no more is begun
+        await self._link.tell("unmount", wire.SegmentCall(self.mounting.id, self.mounting.epoch))
+
+    async def idle(self) -> None:
+        """Return when no copy is being made."""
+        while self._copying:  # those that end may begin others
+            await asyncio.wait(self._copying)
+
+    def close(self) -> None:
+        """Serve no more and let go of the memory; blocks. Nothing is copied any more."""
+        self.server.close()
+        if self._journal is not None:
+            self._journal.close()
+        self.region.close()
+
+    # Beats
+
+    async def _beat_forever(self, heard: Callable[[], None]) -> None:
+        reached = True
+        loop = asyncio.get_running_loop()
+        while True:
+            next_s = loop.time() + self._beat_s  # a master behind HTTP waits for most of it
+            try:
+                await self._tell_results()
+                orders = await self._beat(self._beat_s)
+                heard()
+                if orders is None or orders.more or orders.copies:
+                    next_s = loop.time() + _BUSY_S
+                reached = True
+            except FAILURES as error:
+                level = logging.WARNING if reached else logging.DEBUG
+                log.log(level, "store master: beat failed: %s; still trying", text(error))
+                reached = False
+            await asyncio.sleep(max(0.0, next_s - loop.time()))
+
+    async def catch_up(self) -> None:
+        """Hear all that has changed here up to now."""
+        while (orders := await self._beat(0.0)) is not None:
+            if orders.seen == self.catalogue.seen and not orders.more:
+                return  # else a beat meanwhile was answered first, and this answer was late
+
+    async def _beat(self, wait_s: float) -> Orders | None:
+        """One beat, and what it brought; None: the segment had to be mounted again."""
+        me = self.mounting
+        asked_us = now_us()
+        call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, wait_s)
+        reply = await self._link.call("beat", call, wire.Beaten, _BEAT_CALL_S)
+        orders = reply.orders
+        if orders is None:
+            log.warning("the store master forgot segment %s: mounting again", me.id)
+            await self.mount()
+            return None
+        if orders.after == self.catalogue.seen:
+            self.catalogue.apply(orders)
+            self._note(orders.changes)
+        self._link.addresses = reply.addresses
+        self.tasks.take(asked_us, orders.copies)
+        self._start_copies()
+        return orders
+
+    def _beats_ended(self, task: asyncio.Task[None], heard: Callable[[], None]) -> None:
+        """A bug must not cost the segment in silence: say it, and beat on."""
+        if task is self._beats and not task.cancelled():
+            log.critical("the store's beats broke off", exc_info=task.exception())
+            self._beats = None
+            self.start_beats(heard)
+
+    def _note(self, changes: Sequence[Change]) -> None:
+        if self._journal is not None and changes:
+            self._journal.write(changes)
+
+    # Copies
+
+    def _start_copies(self) -> None:
+        jobs: dict[SegmentId, list[Copy]] = {}
+        at_us = now_us()
+        while (copy := self.tasks.next(at_us)) is not None:
+            jobs.setdefault(copy.source.segment, []).append(copy)
+        for copies in jobs.values():
+            for start in range(0, len(copies), _COPIES_A_BATCH):
+                batch = copies[start : start + _COPIES_A_BATCH]
+                until_us = at_us + min(copy.left_us for copy in batch)
+                task = asyncio.create_task(self._copy(_Job(batch, until_us, self._mounts)))
+                self._copying.add(task)
+                task.add_done_callback(self._copying.discard)
+
+    async def _copy(self, job: _Job) -> None:
+        """Make some copies and note them, to be told with the next beat."""
+        loop = asyncio.get_running_loop()
+        end_s = time.monotonic() + (job.until_us - now_us()) / MICROS_PER_SECOND
+        pulled: list[_Pulled] = ["lost"] * len(job.copies)
+        corrupt = []
+        try:
+            pulled = await loop.run_in_executor(self._threads, self._pull, job.copies, end_s)
+        finally:
+            for copy, outcome in zip(job.copies, pulled, strict=True):
+                held = copy.held
+                if outcome == "here" and job.mounts == self._mounts:
+                    self.wrote(held)
+                elif outcome == "corrupt":
+                    corrupt.append((held.key, held.version, copy.source.segment))
+                self.tasks.end(held.id, outcome == "here")
+        if corrupt:
+            await self._link.tell("discard", wire.DiscardCall(corrupt))
+        try:
+            await self._tell_results()
+        except FAILURES as error:
+            log.debug("store master: copied failed: %s", text(error))  # told with the next beat
+        self._start_copies()
+
+    def _pull(self, copies: Sequence[Copy], end_s: float) -> list[_Pulled]:
+        """Bring the bytes of copies from one segment here and verify them; in a thread.
+
+        It may have waited for the thread past `end_s`: the extents may be others' then.
+        """
+        address = self._link.addresses.get(copies[0].source.segment)
+        if address is None or time.monotonic() >= end_s:
+            return ["lost"] * len(copies)
+        slices = []
+        for copy in copies:
+            held = copy.held
+            memory = self.region.view[held.offset : held.offset + held.size]
+            slices.append(Slice(copy.source.offset, memory))
+        arrived = self._transfer.read(address, slices, end_s)
+        pulled: list[_Pulled] = []
+        for copy, piece, here in zip(copies, slices, arrived, strict=True):
+            if here and xxhash.xxh3_64_intdigest(piece.memory) != copy.held.checksum:
+                pulled.append("corrupt")
+            else:
+                pulled.append("here" if here else "lost")
+        if self._journal is not None:
+            try:
+                self._journal.flush([copy.held for copy in copies])
+            except OSError as error:
+                log.error("segment %s: %s", self.mounting.id, text(error))
+                return ["lost"] * len(copies)
+        return pulled
+
+    async def _tell_results(self) -> None:
+        """Tell which copies ended, one call at a time."""
+        async with self._telling:
+            await self._tell_some()
+
+    async def _tell_some(self) -> None:
+        results = self.tasks.results()[: wire.MAX_BATCH]
+        if not results:
+            return
+        call = wire.CopiedCall(self.mounting.id, self.mounting.epoch, results)
+        became = (await self._link.call("copied", call, wire.Answer)).yes
+        self.tasks.told([id for id, _ in results])
+        stale = [id for (id, done), yes in zip(results, became, strict=True) if done and not yes]
+        if not stale:  # nearly always: it saves a look at all that is held
+            return
+        gone = [Gone(it.key, it.id) for it in self.catalogue.held.values() if it.id in stale]
+        for it in gone:
+            self.catalogue.drop(it.key, it.id)
+        self._note(gone)

@@ -1,0 +1,43 @@
+"""What one member's share in the pool is made of; plain values, for live.store and who opens it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from moonserve.core.pool import PutOptions
+from moonserve.core.units import Bytes, SegmentId
+
+
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One member of the pool: its segments, and how it reaches others."""
+
+    segment: SegmentId
+    """Its segment in memory; that on disk is named after it."""
+    epoch: int
+    """Larger at every start of this member, such as its start time in microseconds."""
+    capacity_bytes: Bytes
+    """Of memory; 0: a client without a segment there."""
+    token: bytes
+    """The cluster's shared secret: who has it may read and write segments over TCP."""
+    disk_dir: Path | None = None
+    """Where its segment on disk lies; None: it has none."""
+    disk_bytes: Bytes = 0
+    node: str = ""
+    """What fails together with it, such as a host; empty: this member alone."""
+    rack: str = ""
+    options: PutOptions = PutOptions()
+    """For every put of blocks."""
+    host: str = "127.0.0.1"
+    """Where its segments' TCP servers listen."""
+    port: int = 0
+    """Of the segment in memory; 0 takes any."""
+    advertise_host: str | None = None
+    """What peers connect to; None: `host`."""
+    shared_memory: bool = True
+    threads: int = 4
+    call_s: float = 5.0
+    """The longest a call to the master may take, a recovery of it included."""
+    transfer_s: float = 10.0
+    """The longest the bytes of one batch may take; below the master's put_ttl_us."""

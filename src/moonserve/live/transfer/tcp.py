@@ -1,0 +1,203 @@
+"""The TCP transport: blocking sockets on threads, the interpreter lock let go while bytes move.
+
+Who may connect is settled by the shared token (frames.proof), and by TLS where a context is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+
+from moonserve.core.errors import DeadlineExceeded, TransferFailed
+from moonserve.core.units import Bytes
+from moonserve.live.transfer import frames
+from moonserve.live.transfer.ports import Op, Path, Slice
+
+log = logging.getLogger(__name__)
+
+_CONNECT_S = 3.0
+_RESET = struct.pack("ii", 1, 0)  # linger 0: closing drops what is not sent yet
+
+
+class TcpTransport:
+    """Segments served by a TransferServer."""
+
+    def __init__(
+        self, token: bytes, *, stall_s: float = 3.0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`stall_s`: a peer silent for longer is given up. `tls`: a client's context."""
+        self.token = token
+        self.stall_s = stall_s
+        self.tls = tls
+
+    def open(self, path: Path) -> TcpLink:
+        """See Transport.open."""
+        return TcpLink(self, path)
+
+    def most_lanes(self, path: Path) -> int:
+        """See Transport.most_lanes.
+
+        Over loopback each keeps two threads of one host's cores copying (measured on two cores:
+        the second lane takes two thirds of the speed away).
+        """
+        if path.address.host in ("localhost", "::1") or path.address.host.startswith("127."):
+            return max(1, (os.cpu_count() or 1) // 4)
+        return 8
+
+
+class TcpLink:
+    """One connection, made when first needed and again when it was lost between two runs."""
+
+    def __init__(self, transport: TcpTransport, path: Path) -> None:
+        self._transport = transport
+        self._path = path
+        self._sock: socket.socket | None = None
+        """Also while it connects, so that `cut` finds it."""
+        self._channel: frames.Channel | None = None
+        self._capacity: Bytes = 0
+        self._cut = False
+
+    def arm(self) -> None:
+        """See Link.arm."""
+        self._cut = False
+
+    def run(self, op: Op, slices: Sequence[Slice], deadline_s: float, done: list[bool]) -> None:
+        """See Link.run."""
+        try:
+            if self._channel is not None:
+                try:
+                    self._exchange(self._channel, op, slices, deadline_s, done)
+                    return
+                except (TransferFailed, OSError) as error:
+                    if self._cut or isinstance(error, frames.Stalled):
+                        raise
+                    # The peer dropped an idle connection, or restarted: that is no failure yet.
+                    log.debug("%s: connecting again: %s", self._path.address.host, error)
+                    self._reset()
+            self._exchange(self._connect(deadline_s), op, slices, deadline_s, done)
+        except BaseException:
+            self._reset()
+            raise
+
+    def cut(self) -> None:
+        """See Link.cut."""
+        self._cut = True
+        sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):  # not connected yet, or not any more
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See Link.close."""
+        sock, self._sock, self._channel = self._sock, None, None
+        if sock is not None:
+            sock.close()
+
+    def _reset(self) -> None:
+        """Close; what was not sent must not arrive later, when the extent may be another's."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.close()
+
+    def _exchange(
+        self,
+        channel: frames.Channel,
+        op: Op,
+        slices: Sequence[Slice],
+        deadline_s: float,
+        done: list[bool],
+    ) -> None:
+        """One frame there and back; marks what arrived."""
+        capacity, stall_s = self._capacity, self._transport.stall_s
+        head = [b""]
+        into = [memoryview(bytearray(frames.STATUS.size))]
+        asked: list[int] = []
+        for index, (offset, memory) in enumerate(slices):
+            size = len(memory)
+            if not done[index] and 0 <= offset <= capacity - size:
+                asked.append(index)
+                head.append(frames.SLICE.pack(offset, size))
+                into.append(memory)
+        if not asked:
+            return
+        head[0] = frames.HEADER.pack(frames.READ if op == "read" else frames.WRITE, len(asked))
+        request = b"".join(head).ljust(frames.request_bytes(len(asked)), b"\0")
+        status, *memories = into
+        if op == "write":
+            channel.send_all([request, *memories], deadline_s, stall_s)
+            into = [status]
+        else:
+            channel.send_all([request], deadline_s, stall_s)
+        at = marked = 0
+        while at < len(into):
+            at = channel.recv_some(into, at, deadline_s, stall_s)
+            if status[0] != frames.OK:
+                raise TransferFailed("the peer found the slices out of bounds")
+            while op == "read" and marked < at - 1:
+                done[asked[marked]] = True
+                marked += 1
+        for index in asked if op == "write" else ():
+            done[index] = True
+
+    def _connect(self, deadline_s: float) -> frames.Channel:
+        address = self._path.address
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        except UnicodeError:
+            raise TransferFailed(f"{address.host!r} is no host's name") from None
+        *others, last = found
+        for family, _, _, _, target in others:
+            try:
+                return self._connect_to(family, target, deadline_s)
+            except OSError as error:
+                if self._cut:
+                    raise
+                log.debug("%s: trying its next address: %s", address.host, error)
+                self.close()
+        return self._connect_to(last[0], last[4], deadline_s)
+
+    def _connect_to(
+        self, family: socket.AddressFamily, target: tuple[object, ...], deadline_s: float
+    ) -> frames.Channel:
+        sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
+        if self._cut:
+            raise TransferFailed("cut")
+        if self._path.source:
+            sock.bind((self._path.source, 0))
+        wait_s = min(deadline_s - time.monotonic(), _CONNECT_S)
+        if wait_s <= 0:
+            raise DeadlineExceeded("no time left to connect")
+        sock.settimeout(wait_s)
+        sock.connect(target)
+        if self._transport.tls is not None:
+            host = self._path.address.host
+            sock = self._sock = self._transport.tls.wrap_socket(
+                sock, server_hostname=host, do_handshake_on_connect=False
+            )
+            if self._cut:
+                raise TransferFailed("cut")
+            self._sock.do_handshake()
+        channel = frames.prepare(sock)
+        self._greet(channel, deadline_s)
+        self._channel = channel
+        return channel
+
+    def _greet(self, channel: frames.Channel, deadline_s: float) -> None:
+        identity, stall_s = self._path.address.identity, self._transport.stall_s
+        size = len(frames.MAGIC) + frames.NONCE_BYTES
+        greeting = channel.recv_bytes(size, deadline_s, stall_s)
+        if not greeting.startswith(frames.MAGIC):
+            raise TransferFailed("another protocol listens there")
+        proof = frames.proof(self._transport.token, greeting[len(frames.MAGIC) :], identity)
+        channel.send_all([identity, proof], deadline_s, stall_s)
+        welcome = channel.recv_bytes(frames.WELCOME.size, deadline_s, stall_s)
+        status, self._capacity = frames.WELCOME.unpack(welcome)
+        if status != frames.OK:
+            raise TransferFailed("refused: wrong token, or the segment's owner restarted")

@@ -1,0 +1,103 @@
+"""A cluster on the real Mooncake Store: its master's life, and deaths. Fake engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from moonserve.live.store import mooncake_master
+from tests.support.up import PROGRAM, Up, children_of, gone
+
+pytestmark = [pytest.mark.model, pytest.mark.mooncake]  # model: for its tokenizer
+FLAGS = ("--engine", "fake", "--segment-bytes", "64MiB", "--store", "mooncake")
+PROMPT = list(range(1000, 1600))
+CACHED = 576  # whole blocks of 32
+
+
+@contextmanager
+def cluster(*flags: str) -> Iterator[Up]:
+    """One that is ended, whatever happens."""
+    up = Up(*FLAGS, *flags)
+    try:
+        yield up
+    finally:
+        up.end()
+
+
+def complete(up: Up, prompt: list[int]) -> tuple[list[int], int]:
+    """Token ids, and how many of the prompt were cached."""
+    body: dict[str, Any] = {
+        "model": up.get("/v1/models")["data"][0]["id"],
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    reply = up.post("/v1/completions", body)
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return reply["choices"][0]["token_ids"], cached
+
+
+def test_a_prefix_outlives_neither_its_master_nor_its_owner_and_is_computed_again() -> None:
+    """With the master or the owner killed, requests are answered alike, and hits come back."""
+    with cluster("--prefill", "2") as up:
+        tokens, cached = complete(up, PROMPT)
+        assert cached == 0
+        up.until(lambda: complete(up, PROMPT) == (tokens, CACHED))
+        for victim in ("mooncake", "p0"):
+            os.kill(up.children()[victim], signal.SIGKILL)
+            assert complete(up, PROMPT)[0] == tokens
+            up.until(lambda: complete(up, PROMPT) == (tokens, CACHED))
+        up.settle()
+
+
+def test_nothing_is_left_of_a_killed_cluster() -> None:
+    """Mooncake's master ends with the supervisor, even when that is killed."""
+    with cluster() as up:
+        assert up.url
+        pids = up.children()
+        assert set(pids) == {"mooncake", "gateway", "p0", "d0"}
+        up.process.kill()
+        up.until(lambda: all(gone(pid) for pid in pids.values()))
+
+
+def test_a_master_that_is_there_already_is_used() -> None:
+    """--mooncake-master names one; the cluster starts none, and leaves it running."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    argv = mooncake_master.command("127.0.0.1", port)
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as master:
+        try:
+            with cluster("--mooncake-master", f"127.0.0.1:{port}") as up:
+                tokens, _ = complete(up, PROMPT)
+                up.until(lambda: complete(up, PROMPT) == (tokens, CACHED))
+                assert "mooncake" not in up.children()
+            assert master.poll() is None
+        finally:
+            master.kill()
+
+
+def test_without_the_wheel_up_says_what_to_install() -> None:
+    """One line, exit code 2, and no process was started."""
+    code = (
+        "import importlib.util as u, runpy, sys; u.find_spec = (lambda f: lambda name, *a:"
+        " None if name == 'mooncake' else f(name, *a))(u.find_spec);"
+        f" sys.argv = ['moonserve', 'up', '--port', '0', *{FLAGS!r}];"
+        " runpy.run_module('moonserve', run_name='__main__')"
+    )
+    ended = subprocess.run(
+        [PROGRAM[0], "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert "pip install 'moonserve[mooncake]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert children_of(os.getpid()) == []

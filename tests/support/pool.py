@@ -1,0 +1,89 @@
+"""A master by hand: segments of so many blocks, puts and copies carried through."""
+
+from __future__ import annotations
+
+from moonserve.core.master import Master
+from moonserve.core.pool import (
+    Address,
+    Copy,
+    Key,
+    Medium,
+    Mount,
+    Outcome,
+    PutOptions,
+    Terms,
+    Ticket,
+)
+from moonserve.core.units import LeaseId, SegmentId
+
+TERMS = Terms(lease_ttl_us=100, put_ttl_us=50, segment_ttl_us=200, high=1.0)
+A, B, C = SegmentId("a"), SegmentId("b"), SegmentId("c")
+LEASE = LeaseId("r1")
+BLOCK = 128
+
+
+def key(number: int) -> Key:
+    """A key named by a number."""
+    return number.to_bytes(32, "big")
+
+
+def mount(
+    name: SegmentId, blocks: int, epoch: int = 1, node: str = "", tier: Medium = "dram"
+) -> Mount:
+    """A segment with room for so many blocks."""
+    address = Address("127.0.0.1", 1, "", bytes(16))
+    return Mount(name, epoch, blocks * BLOCK, address, node, tier)
+
+
+def master(terms: Terms = TERMS, **blocks: int) -> Master:
+    """A master with these segments, each a node of its own."""
+    made = Master(terms, first_id=1)
+    for name, count in blocks.items():
+        assert made.mount(0, mount(SegmentId(name), count))
+    return made
+
+
+def start(
+    it: Master,
+    number: int,
+    owner: SegmentId = A,
+    options: PutOptions = PutOptions(),  # noqa: B008 - frozen
+    parent: Key | None = None,
+) -> Outcome:
+    """Start the put of one block."""
+    (outcome,) = it.put_start(0, owner, [(key(number), BLOCK)], None, parent, options)
+    return outcome
+
+
+def store(
+    it: Master,
+    number: int,
+    owner: SegmentId = A,
+    options: PutOptions = PutOptions(),  # noqa: B008 - frozen
+    parent: Key | None = None,
+    lease: LeaseId | None = None,
+) -> Ticket:
+    """Put one block through."""
+    ticket = start(it, number, owner, options, parent)
+    assert isinstance(ticket, Ticket)
+    assert it.put_end(0, [(ticket.id, number)], lease) == [ticket.id]
+    return ticket
+
+
+def copies(it: Master, segment: SegmentId, now_us: int = 0) -> list[Copy]:
+    """What the owner of a segment is to copy."""
+    orders = it.beat(now_us, segment, 1)
+    assert orders is not None
+    return list(orders.copies)
+
+
+def copy_all(it: Master, segment: SegmentId, done: bool = True) -> list[bool]:
+    """Answer all copies to a segment."""
+    results = [(copy.held.id, done) for copy in copies(it, segment)]
+    return it.copied(0, segment, 1, results)
+
+
+def where(it: Master, number: int) -> list[SegmentId]:
+    """The segments a block lies on."""
+    found = it.locate(key(number))
+    return [] if found is None else [replica.segment for replica in found.replicas]

@@ -1,0 +1,230 @@
+"""A segment on disk: what is whole comes back, what is torn does not; the tiers work together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import xxhash
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.pool import Gone, Held, PutOptions, Terms
+from moonserve.core.units import LeaseId, SegmentId
+from moonserve.live.store import disk
+from moonserve.live.store.disk import open_disk
+from moonserve.live.store.objects import Objects
+from tests.support.pools import ROOM, Pool, blocks, key, read_all
+
+SIZE = 5000
+CAPACITY = 1 << 20
+
+
+def held(number: int, memory: memoryview, id: int | None = None) -> Held:
+    """Object `number` as written by put `id` (its number), at its own place."""
+    checksum = xxhash.xxh3_64_intdigest(memory)
+    id = number if id is None else id
+    return Held(key(number), SIZE, checksum, 7, id, number * 8192, None, PutOptions())
+
+
+def write(folder: Path, *numbers: int) -> list[Held]:
+    """Own the folder, write these objects, and let it go."""
+    region, journal = open_disk(folder, CAPACITY)
+    made = []
+    for number in numbers:
+        memory = region.view[number * 8192 : number * 8192 + SIZE]
+        memory[:] = os.urandom(SIZE)
+        made.append(held(number, memory))
+    journal.flush(made)
+    journal.write(made)
+    journal.close()
+    region.close()
+    return made
+
+
+def kept(folder: Path, capacity: int = CAPACITY) -> list[Held]:
+    """What an owner finds when it starts."""
+    region, journal = open_disk(folder, capacity)
+    found = sorted(journal.held.values(), key=lambda it: it.key)
+    journal.close()
+    region.close()
+    return found
+
+
+def test_what_is_whole_is_kept(tmp_path: Path) -> None:
+    """All that was noted comes back as it was, also after the second start, but what went."""
+    made = write(tmp_path, 1, 2, 3)
+    assert kept(tmp_path) == made
+    region, journal = open_disk(tmp_path, CAPACITY)
+    journal.write([Gone(key(2), 2), Gone(key(3), 2)])
+    journal.close()
+    region.close()
+    assert kept(tmp_path) == [made[0], made[2]]
+
+
+def test_what_was_written_over_is_not_kept(tmp_path: Path) -> None:
+    """One flipped bit in an object, or an extent beyond a smaller disk: that object is gone."""
+    made = write(tmp_path, 1, 2, 30)
+    with (tmp_path / "data").open("r+b") as file:
+        file.seek(4096 + 8192 + 17)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    assert kept(tmp_path) == made[1:]
+    assert kept(tmp_path, 100_000) == [made[1]]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, 60])
+def test_a_torn_journal_ends_before_the_tear(tmp_path: Path, cut: int) -> None:
+    """A record half written, or changed, and all after it were never noted."""
+    made = write(tmp_path, 1, 2, 3)
+    path = tmp_path / "journal"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    assert kept(tmp_path) == made[:2]
+    path.write_bytes(whole[: -cut - 1] + bytes([whole[-cut - 1] ^ 1]) + whole[len(whole) - cut :])
+    assert kept(tmp_path) == made[:2]
+    path.write_bytes(b"something else")
+    assert kept(tmp_path) == []
+
+
+def test_the_journal_does_not_grow_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is rewritten once it is far larger than what it tells."""
+    monkeypatch.setattr(disk, "_ROOM_TO_GROW", 1000)
+    (made,) = write(tmp_path, 1)
+    region, journal = open_disk(tmp_path, CAPACITY)
+    for id in range(2, 500):
+        journal.write([_again(made, id)])
+        assert (tmp_path / "journal").stat().st_size < 3000
+    journal.close()
+    region.close()
+    assert [it.id for it in kept(tmp_path)] == [499]
+
+
+def test_a_long_record_ends_no_journal(tmp_path: Path) -> None:
+    """An object whose tenant has a long name is kept, and so is what was noted after it."""
+    made = write(tmp_path, 1, 2, 3)
+    long = msgspec.structs.replace(made[1], id=9, options=PutOptions(tenant="t" * 5000))
+    region, journal = open_disk(tmp_path, CAPACITY)
+    journal.write([long, Gone(key(1), 1)])
+    journal.close()
+    region.close()
+    assert kept(tmp_path) == [long, made[2]]
+
+
+def test_bytes_are_synced_once_a_batch_while_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call that lets go of the interpreter's lock (mmap.flush does not); so is a journal
+    that is written anew at the start, before it takes the old one's place."""
+    synced: list[str] = []
+    sync, data_sync = os.fsync, os.fdatasync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(_file(fd)), sync(fd)))
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(_file(fd)), data_sync(fd)))
+    write(tmp_path, 1, 2, 3)
+    assert synced == ["journal.new", "data"]
+
+
+def _file(fd: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{fd}")).name
+
+
+def _again(it: Held, id: int) -> Held:
+    return Held(it.key, it.size, it.checksum, it.version, id, it.offset, None, it.options)
+
+
+def test_a_folder_has_one_owner_and_errors_name_the_setting(tmp_path: Path) -> None:
+    """A second owner is refused; so is a folder that cannot be, and more than the disk has."""
+    region, journal = open_disk(tmp_path, CAPACITY)
+    with pytest.raises(ConfigError, match=r"disk_dir: .* belongs to a process that runs"):
+        open_disk(tmp_path, CAPACITY)
+    journal.close()
+    region.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="disk_dir: "):
+        open_disk(tmp_path / "file", CAPACITY)
+    with pytest.raises(ConfigError, match=r"disk_bytes: .* no room for"):
+        open_disk(tmp_path / "huge", 1 << 55)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_memory_spills_to_disk_and_comes_back(kind: str, tmp_path: Path) -> None:
+    """More than memory holds is read whole: from disk, and from memory once it was read; what lay
+    on disk survives its owner.
+    """
+
+    async def test() -> None:
+        pool = Pool(kind, Terms(segment_ttl_us=40_000, high=0.5, low=0.3))
+        settings = {"disk_dir": tmp_path, "disk_bytes": 4 * ROOM}
+        owner = await pool.client("a", **settings)
+        reader = await pool.client("r", room=4096)
+        owner.start_beats()
+        items = blocks(*[60_000] * 32)
+        names = [name for name, _ in items]
+        for number, item in enumerate(items):
+            parent = names[number - 1] if number else None
+            assert await owner.put([item], None, parent) == 1
+            await settle(pool)
+        stats = {it.id: it for it in pool.service.master.stats().segments}
+        assert stats[SegmentId("a-disk")].node == stats[SegmentId("a")].node == "a"
+        assert stats[SegmentId("a-disk")].objects > 10
+        contents = [bytes(memory) for _, memory in items]
+        assert await read_all(reader, names) == contents
+        assert await read_all(owner, names[-1:]) == contents[-1:]
+        gone = next(iter(owner.owners[1].catalogue.held))
+        assert [it.outcome for it in await reader.remove([gone], force=True)] == ["removed"]
+        await owner.close()
+        again = await pool.client("a", **settings)
+        again.start_beats()
+        on_disk = {it.key for it in again.owners[1].catalogue.held.values()}
+        assert len(on_disk) > 10
+        assert gone not in on_disk
+        got = await Objects(reader).get(names)
+        assert [memory is not None for memory in got] == [name in on_disk for name in names]
+        assert all(memory in (None, content) for memory, content in zip(got, contents, strict=True))
+        (some, *_) = on_disk
+        assert await again.get([some], LeaseId("x")) != [None]
+        await settle(pool)
+        found = pool.service.master.locate(some)
+        assert found is not None
+        assert found.replicas[0].segment == "a"
+        await again.close()
+        await reader.close()
+
+    asyncio.run(asyncio.wait_for(test(), 40))
+
+
+async def settle(pool: Pool) -> None:
+    """Until no copy is to be made."""
+    pool.service.reap()
+    async with asyncio.timeout(5):
+        while pool.service.master.stats().pending_copies:
+            await asyncio.sleep(0.005)
+
+
+def test_what_was_removed_before_its_put_was_answered_does_not_come_back(tmp_path: Path) -> None:
+    """The owner hears first that it is gone: then its journal must not tell of it either."""
+
+    async def body() -> None:
+        pool = Pool("shm")
+        client = await pool.client("a", disk_dir=tmp_path, disk_bytes=CAPACITY)
+        owner, handle = client.owners[1], pool.service.handle
+
+        async def rpc(op: str, call: bytes) -> bytes:
+            reply = handle(op, call)
+            if op == "put_end":
+                pool.service.master.remove(0, [key(1)], True)
+                await owner.catch_up()
+            return reply
+
+        client.link.rpc = rpc
+        options = PutOptions(preferred=owner.mounting.id)
+        await client.write([(key(1), memoryview(bytes(SIZE)))], None, None, options)
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+    assert kept(tmp_path) == []
