@@ -129,12 +129,24 @@ def test_a_silent_peer_costs_no_more_than_the_deadline() -> None:
         assert time.monotonic() - started < 10  # not the system's minutes
 
 
-def test_connections_are_bounded(memory: Region) -> None:
-    """Over the bound, a peer is turned away at once; when another leaves, there is room again."""
+def join(server: TransferServer) -> socket.socket:
+    """A connection of somebody who knows the token; the server's answer is still to be read."""
+    peer = socket.create_connection(("127.0.0.1", server.port), 5)
+    nonce = peer.recv(40, socket.MSG_WAITALL)[8:]
+    identity = server.address("").identity
+    peer.sendall(identity + frames.proof(TOKEN, nonce, identity))
+    return peer
+
+
+def test_members_are_bounded(memory: Region) -> None:
+    """Over the bound, a member is turned away at once; when another leaves, there is room again."""
     server = TransferServer(memory, TOKEN, max_connections=2)
-    peers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(3)]
-    greetings = [peer.recv(40) for peer in peers]
-    assert [greeting[:8] for greeting in greetings] == [frames.MAGIC, frames.MAGIC, b""]
+    peers = [join(server)]
+    assert peers[0].recv(1) == bytes([frames.OK])
+    peers += [join(server)]
+    assert peers[1].recv(1) == bytes([frames.OK])
+    peers += [join(server)]
+    assert peers[2].recv(1) == bytes([frames.REFUSED])
     for peer in peers:
         peer.close()
     transfer = Transfer(TOKEN, shared_memory=False)
@@ -144,6 +156,33 @@ def test_connections_are_bounded(memory: Region) -> None:
         assert time.monotonic() < deadline
     transfer.close()
     server.close()
+
+
+def test_strangers_take_no_members_place(memory: Region) -> None:
+    """However many connect and say nothing, who knows the token is served at once."""
+    server = TransferServer(memory, TOKEN, max_connections=2)
+    strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(100)]
+    transfer = Transfer(TOKEN, shared_memory=False)
+    one = [Slice(0, memoryview(bytearray(8)))]
+    assert transfer.read(server.address("127.0.0.1"), one, soon()) == [True]
+    assert len(server._strangers) <= 64
+    transfer.close()
+    server.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_an_overheard_proof_opens_nothing(server: TransferServer) -> None:
+    """What showed the token on one connection is refused on the next: the nonce is another."""
+    identity = server.address("").identity
+    with socket.create_connection(("127.0.0.1", server.port), 5) as first:
+        said = identity + frames.proof(TOKEN, first.recv(40, socket.MSG_WAITALL)[8:], identity)
+        first.sendall(said)
+        assert first.recv(1) == bytes([frames.OK])
+    with socket.create_connection(("127.0.0.1", server.port), 5) as second:
+        second.recv(40, socket.MSG_WAITALL)
+        second.sendall(said)
+        assert second.recv(1) == bytes([frames.REFUSED])
 
 
 def test_out_of_threads_turns_one_peer_away(
@@ -253,6 +292,30 @@ def test_a_host_that_is_no_name_is_a_lost_peer(host: str) -> None:
     transfer = Transfer(TOKEN)
     address = Address(host, 80, "", b"i" * 16)
     assert transfer.read(address, [Slice(0, memoryview(bytearray(5)))], soon()) == [False]
+    transfer.close()
+
+
+def test_a_resolver_that_hangs_costs_no_more_than_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slice is not there, the wait is over, and one thread at most is left behind."""
+    answer, asked = threading.Event(), []
+
+    def hang(host: str, *args: object, flags: int = 0, **kwargs: object) -> None:
+        if not flags:
+            asked.append(host)
+            answer.wait(30)
+        raise socket.gaierror("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    transfer = Transfer(TOKEN, shared_memory=False)
+    address = Address("owner.example", 80, "", b"i" * 16)
+    started = time.monotonic()
+    for _ in range(2):
+        assert transfer.read(address, [Slice(0, memoryview(bytearray(5)))], soon(0.1)) == [False]
+    assert time.monotonic() - started < 10
+    assert len(asked) <= transfer.engine.settings.lanes  # a lookup that hangs is not asked again
+    answer.set()
     transfer.close()
 
 

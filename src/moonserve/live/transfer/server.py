@@ -1,8 +1,10 @@
 """Serves one region's bytes over TCP to peers that know the token.
 
-One accepting thread and one per connection, bounded. A peer that is idle, slow or wrong is
-dropped; nothing it sends reaches memory outside the region. Whether an extent is still the peer's
-to use is not known here: the master's tickets and leases, and readers' checksums, see to that.
+One accepting thread and one per connection, bounded. Who has not shown the token yet is a stranger:
+too many of them drop the one that has taken longest, and take no member's place. A peer that is
+idle, slow or wrong is dropped; nothing it sends reaches memory outside the region. Whether an
+extent is still the peer's to use is not known here: the master's tickets and leases, and readers'
+checksums, see to that.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 _GREET_S = 5.0
 _STALL_S = 10.0  # a peer that neither sends nor takes a byte
 _CLOSE_S = 5.0
+_MAX_STRANGERS = 64
 
 
 class TransferServer:
@@ -56,6 +59,9 @@ class TransferServer:
         self._tls = tls
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, socket.socket] = {}
+        self._strangers: dict[threading.Thread, None] = {}
+        """Those of them that have not shown the token, longest here first."""
+        self._members: dict[threading.Thread, None] = {}
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=64)
@@ -91,7 +97,7 @@ class TransferServer:
                 target=self._serve, args=(sock,), name="kv-serve", daemon=True
             )
             with self._lock:
-                if self._closing or len(self._open) >= self._max_connections:
+                if self._closing or not self._has_room():
                     sock.close()
                     continue
                 # Started in here: whoever is in the table runs, and none is gone before it is in.
@@ -102,6 +108,15 @@ class TransferServer:
                     sock.close()
                     continue
                 self._open[thread] = sock
+                self._strangers[thread] = None
+
+    def _has_room(self) -> bool:
+        """Under the lock: whether one stranger more may come, in place of another if need be."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            longest = next(iter(self._strangers))
+            del self._strangers[longest]
+            _cut(self._open[longest])
+        return len(self._open) < self._max_connections + _MAX_STRANGERS
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -115,15 +130,19 @@ class TransferServer:
             log.debug("a peer was dropped: %s", error)
         finally:
             with self._lock:
-                del self._open[threading.current_thread()]
+                me = threading.current_thread()
+                del self._open[me]
+                self._strangers.pop(me, None)
+                self._members.pop(me, None)
             sock.close()
 
     def _encrypt(self, sock: socket.socket, tls: ssl.SSLContext) -> socket.socket:
         sock.settimeout(_GREET_S)
         made = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        with self._lock:  # `close` must cut the socket that lives now
-            self._open[threading.current_thread()] = made
-            if self._closing:
+        me = threading.current_thread()
+        with self._lock:  # whoever cuts it must cut the socket that lives now
+            self._open[me] = made
+            if self._closing or me not in self._strangers:
                 _cut(made)
         try:
             made.do_handshake()
@@ -139,11 +158,21 @@ class TransferServer:
         identity = channel.recv_bytes(IDENTITY_BYTES, deadline_s, _GREET_S)
         given = channel.recv_bytes(frames.MAC_BYTES, deadline_s, _GREET_S)
         known = hmac.compare_digest(given, frames.proof(self._token, nonce, identity))
-        good = known and identity == self._region.identity
+        good = known and identity == self._region.identity and self._admit()
         size = len(self._region.view) if good else 0
         welcome = frames.WELCOME.pack(frames.OK if good else frames.REFUSED, size)
         channel.send_all([welcome], deadline_s, _GREET_S)
         return good
+
+    def _admit(self) -> bool:
+        """This thread's peer has shown the token; whether there is room for one member more."""
+        me = threading.current_thread()
+        with self._lock:
+            if len(self._members) >= self._max_connections:
+                return False
+            self._strangers.pop(me, None)
+            self._members[me] = None
+            return True
 
     def _answer(self, channel: frames.Channel) -> bool:
         """Serve one frame; False ends the connection in good order."""

@@ -11,10 +11,14 @@ import os
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
 
 from moonserve.core.errors import DeadlineExceeded, TransferFailed
+from moonserve.core.pool import Address
 from moonserve.core.units import Bytes
 from moonserve.live.transfer import frames
 from moonserve.live.transfer.ports import Op, Path, Slice
@@ -23,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
 _RESET = struct.pack("ii", 1, 0)  # linger 0: closing drops what is not sent yet
+_Found: TypeAlias = Sequence[tuple[socket.AddressFamily, object, int, str, tuple[object, ...]]]
 
 
 class TcpTransport:
@@ -62,10 +67,15 @@ class TcpLink:
         self._channel: frames.Channel | None = None
         self._capacity: Bytes = 0
         self._cut = False
+        self._lookup: Future[_Found] | None = None
+        """The resolver's answer, also while it is waited for: one thread per link at most."""
+        self._wake = threading.Event()
+        """There is an answer, or a cut."""
 
     def arm(self) -> None:
         """See Link.arm."""
         self._cut = False
+        self._wake.clear()
 
     def run(self, op: Op, slices: Sequence[Slice], deadline_s: float, done: list[bool]) -> None:
         """See Link.run."""
@@ -88,6 +98,7 @@ class TcpLink:
     def cut(self) -> None:
         """See Link.cut."""
         self._cut = True
+        self._wake.set()
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):  # not connected yet, or not any more
@@ -148,10 +159,7 @@ class TcpLink:
 
     def _connect(self, deadline_s: float) -> frames.Channel:
         address = self._path.address
-        try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        except UnicodeError:
-            raise TransferFailed(f"{address.host!r} is no host's name") from None
+        found = self._resolve(address, deadline_s)
         *others, last = found
         for family, _, _, _, target in others:
             try:
@@ -162,6 +170,30 @@ class TcpLink:
                 log.debug("%s: trying its next address: %s", address.host, error)
                 self.close()
         return self._connect_to(last[0], last[4], deadline_s)
+
+    def _resolve(self, address: Address, deadline_s: float) -> _Found:
+        """The system's resolver knows no deadline, so a thread asks it that can be left behind."""
+        with contextlib.suppress(OSError):  # numbers, which nobody has to be asked for
+            return _ask(address, socket.AI_NUMERICHOST)
+        lookup = self._lookup
+        if lookup is None or lookup.done():
+            lookup = self._lookup = Future()
+            lookup.add_done_callback(lambda _: self._wake.set())
+            thread = threading.Thread(
+                target=_answer, args=(lookup, address), name="kv-resolve", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # out of threads: others must end first
+                lookup.set_exception(TransferFailed(str(error)))
+        self._wake.wait(max(0.0, min(deadline_s - time.monotonic(), _CONNECT_S)))
+        if self._cut:
+            raise TransferFailed("cut")
+        if lookup.done():
+            return lookup.result()
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded(f"{address.host} is not resolved in time")
+        raise TransferFailed(f"{address.host} is not resolved within {_CONNECT_S:g} s")
 
     def _connect_to(
         self, family: socket.AddressFamily, target: tuple[object, ...], deadline_s: float
@@ -200,4 +232,20 @@ class TcpLink:
         welcome = channel.recv_bytes(frames.WELCOME.size, deadline_s, stall_s)
         status, self._capacity = frames.WELCOME.unpack(welcome)
         if status != frames.OK:
-            raise TransferFailed("refused: wrong token, or the segment's owner restarted")
+            raise TransferFailed(
+                "refused: wrong token, the segment's owner restarted, or it serves too many"
+            )
+
+
+def _ask(address: Address, flags: int = 0) -> _Found:
+    try:
+        return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError:
+        raise TransferFailed(f"{address.host!r} is no host's name") from None
+
+
+def _answer(lookup: Future[_Found], address: Address) -> None:
+    try:
+        lookup.set_result(_ask(address))
+    except (TransferFailed, OSError) as error:
+        lookup.set_exception(error)
