@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from moonserve.core.errors import BadRequest, ConfigError, StoreError
+from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.pool import Terms
 from moonserve.core.units import LeaseId, SegmentId
@@ -277,16 +277,38 @@ def test_closing_leaves_the_pool() -> None:
     run("embedded", test)
 
 
-def test_a_second_start_takes_the_segment_over() -> None:
-    """The older of two starts of one segment is refused, and leaves no memory behind."""
+@pytest.mark.parametrize("epoch", [0, 1 << 60])
+def test_of_two_living_segments_of_one_name_the_second_is_refused(epoch: int) -> None:
+    """Whichever started later: it is told where the first is, which goes on as before."""
 
     async def test(it: Pool) -> None:
-        newer = await it.client("w", epoch=10**9)
-        with pytest.raises(StoreError, match="later start"):
-            await it.client("w", epoch=10**9 - 1)
-        await newer.close()
+        it.writer.start_beats()
+        items = blocks(100, 100)
+        assert await it.writer.put(items, None) == 2
+        at = it.writer.owners[0].mounting.address
+        with pytest.raises(ConfigError, match=rf"name: w is held by {at.host}:{at.port}; choose"):
+            await it.client("w", epoch=epoch)
+        assert await read_all(it.reader, [name for name, _ in items]) == [
+            bytes(m) for _, m in items
+        ]
 
-    run("embedded", test)
+    run("embedded", test, Terms(segment_ttl_us=40_000))
+
+
+def test_a_segment_that_was_killed_is_back_before_it_is_missed() -> None:
+    """A restart gets its name back once no beat of the dead one comes for longer than they take."""
+
+    async def test(it: Pool) -> None:
+        dead = it.writer.owners[0].mounting.address
+        starting = asyncio.create_task(it.client("w"))
+        await asyncio.sleep(0.05)
+        assert it.service.master.addresses() == {"w": dead}
+        it.now_us += 20_000
+        again = await starting
+        assert it.service.master.addresses() == {"w": again.owners[0].mounting.address}
+        await again.close()
+
+    run("embedded", test, Terms(segment_ttl_us=40_000))
 
 
 def test_a_listener_that_cannot_be_is_a_clear_error() -> None:

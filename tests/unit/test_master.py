@@ -1,11 +1,12 @@
 """Master: the rules of puts, leases, eviction and segments, one example each."""
 
+import msgspec
 import pytest
 
 from moonserve.core.errors import UnknownSegment
 from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.master import Master
-from moonserve.core.pool import Address, Exists, Full, Mount, Terms, Ticket
+from moonserve.core.pool import Address, Exists, Full, Holder, Mount, Terms, Ticket
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
 TERMS = Terms(lease_ttl_us=100, put_ttl_us=50, segment_ttl_us=200, high=1.0)
@@ -193,13 +194,15 @@ def test_dead_names_are_forgotten_by_time_and_number(monkeypatch: pytest.MonkeyP
 
 
 def test_a_restarted_owner_starts_empty() -> None:
-    """A newer epoch drops the old one's objects, leased or not; an older epoch is refused."""
+    """A newer epoch drops the old one's objects, leased or not, once that one has been silent for
+    longer than beats take; an older epoch is refused."""
     it = master(a=2)
     store(it, 1, lease=LEASE)
     it.drain_events()
     assert it.mount(0, mount(A, 2, epoch=1))
     assert it.locate(key(1)) is not None
-    assert it.mount(0, mount(A, 2, epoch=2))
+    assert not it.mount(99, mount(A, 2, epoch=2))
+    assert it.mount(100, mount(A, 2, epoch=2))
     assert it.drain_events() == [BlocksCleared(A, "dram", 1)]
     assert not it.mount(0, mount(A, 2, epoch=1))
     assert not it.beat(0, A, epoch=1)
@@ -207,6 +210,23 @@ def test_a_restarted_owner_starts_empty() -> None:
     assert list(it.addresses()) == [A]
     it.release(LEASE)
     assert it.stats().segments[0].used_bytes == 0
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_a_name_stays_with_whom_is_heard(epoch: int) -> None:
+    """While a segment beats, no other start of it gets its name, whatever its epoch; the other is
+    told who has it, and counts the beats."""
+    it = master(a=2)
+    other = msgspec.structs.replace(
+        mount(A, 2, epoch=epoch), address=Address("h", 9, "", b"x" * 16)
+    )
+    for now_us in range(0, 500, 50):
+        assert it.beat(now_us, A, 1)
+        assert not it.mount(now_us + 49, other)
+    assert it.holder(A) == Holder(mount(A, 2).address, 10)
+    it.unmount(A, 1)
+    assert it.holder(A) is None
+    assert it.mount(500, other)
 
 
 def test_a_silent_segment_is_dropped_with_its_owners_puts_elsewhere() -> None:

@@ -156,9 +156,9 @@ def test_a_newer_epoch_brings_only_what_it_says() -> None:
     ticket = store(it, 1)
     store(it, 2)
     again = Held(key(1), BLOCK, 1, ticket.id, ticket.id, ticket.offset, None, PutOptions())
-    assert it.mount(0, mount(A, 4, epoch=2), [again])
+    assert it.mount(100, mount(A, 4, epoch=2), [again])
     assert [where(it, n) for n in (1, 2)] == [[A], []]
-    assert not it.mount(0, mount(A, 4, epoch=1), [again])
+    assert not it.mount(100, mount(A, 4, epoch=1), [again])
 
 
 def test_a_lease_does_not_outlive_its_objects_absence() -> None:

@@ -46,6 +46,14 @@ class Mount(msgspec.Struct, frozen=True):
     """Nodes of one rack reach each other faster; empty: not said."""
 
 
+class Holder(msgspec.Struct, frozen=True):
+    """The start of a segment that is mounted, as another start of it is told."""
+
+    address: Address
+    beats: int
+    """How many were heard of it: while they grow, it lives."""
+
+
 class Terms(msgspec.Struct, frozen=True):
     """How the master keeps the pool: what it waits for, what it evicts, who may have how much."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from moonserve.core.copies import Copies
 from moonserve.core.errors import Recovering
-from moonserve.core.pool import UNSEEN, Address, Claim, Held, Key, Mount, Orders, Seen
+from moonserve.core.pool import UNSEEN, Address, Claim, Held, Holder, Key, Mount, Orders, Seen
 from moonserve.core.puts import Puts
 from moonserve.core.recovery import Recovery
 from moonserve.core.repair import Repair
@@ -18,6 +18,10 @@ from moonserve.core.shelf import Shelf
 from moonserve.core.stock import Object, Stock
 from moonserve.core.tiers import Tiers
 from moonserve.core.units import Micros, SegmentId
+
+_SILENT_US: Micros = 2_000_000
+"""An owner that lives beats several times meanwhile: twice a second, or four times a segment's time
+to live."""
 
 
 class Roster:
@@ -57,14 +61,23 @@ class Roster:
     ) -> bool:
         """Add a segment: empty, or with what lies on it, told in pages from 0 on.
 
-        False: refused. A newer epoch is mounted or, after page 0, pages are missing: start again.
-        The same epoch again is a repeated message. A newer one is a restarted owner: all that the
-        old one held is dropped first. It is mounted with its last page.
+        False: refused. Another start of it is mounted (`holder` says where) or, after page 0, pages
+        are missing: start again. The same mount again is a repeated message. It is mounted with
+        its last page.
+
+        A name has one holder: whoever else asks for it gets it once that one is silent for longer
+        than any beat takes, all it held being dropped first, or has left. So a restarted owner is
+        back soon, and of two that live the second is refused. Older epochs never take over: theirs
+        may be late messages.
         """
         old = self._stock.shelves.get(mount.id)
-        if old is not None and old.mount.epoch >= mount.epoch:
-            old.heard_us = now_us
-            return old.mount.epoch == mount.epoch
+        if old is not None:
+            if old.mount == mount:
+                old.heard_us = now_us
+                return True
+            silent_us = min(_SILENT_US, self._stock.terms.segment_ttl_us // 2)
+            if mount.epoch < old.mount.epoch or now_us < old.heard_us + silent_us:
+                return False
         self._drop(mount.id)
         whole = self._recovery.page(now_us, mount, held, page, last)
         if whole is None or not last:
@@ -76,6 +89,11 @@ class Roster:
             self._restore(now_us)
         return True
 
+    def holder(self, segment: SegmentId) -> Holder | None:
+        """Who holds this name, if anybody does."""
+        shelf = self._stock.shelves.get(segment)
+        return None if shelf is None else Holder(shelf.mount.address, shelf.beats)
+
     def beat(
         self, now_us: Micros, segment: SegmentId, epoch: int, seen: Seen = UNSEEN
     ) -> Orders | None:
@@ -84,6 +102,7 @@ class Roster:
         if shelf is None:
             return None
         shelf.heard_us = now_us
+        shelf.beats += 1
         changes, now_seen, more = shelf.changes(seen, lambda key: self._stock.held(shelf, key))
         return Orders(seen, changes, now_seen, more, self._copies.orders(now_us, segment))
 

@@ -29,6 +29,7 @@ class Shelf:
         self.node = mount.node or mount.id
         self.tier = mount.tier
         self.heard_us = heard_us
+        self.beats = 0
         self.extents = Extents(mount.capacity_bytes)
         self.chains = Chains(eviction)
         self.objects: dict[Key, int] = {}

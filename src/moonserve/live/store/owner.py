@@ -17,7 +17,7 @@ import xxhash
 
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.owner import Catalogue, Tasks
-from moonserve.core.pool import Change, Copy, Gone, Held, Medium, Mount, Orders
+from moonserve.core.pool import Change, Copy, Gone, Held, Holder, Medium, Mount, Orders
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.link import FAILURES, Link, now_us, text
@@ -35,6 +35,8 @@ _BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew
 _BEAT_S = 0.5  # copies wait for one
 _BEATS_PER_TTL = 4
 _BUSY_S = 0.001  # between beats while there is more to hear of
+_HELD_S = 0.1  # between looks whether who holds the name still lives
+_BEATS_OF_LIFE = 2  # one of the dead may be under way
 
 
 class _Job(NamedTuple):
@@ -119,9 +121,7 @@ class Owner:
             if self._copying:  # what still writes does so into extents that may be others' soon
                 await asyncio.wait(self._copying, timeout=_STOP_COPIES_S)
             if not await self._offer() and not await self._offer():
-                raise StoreError(
-                    f"segment {self.mounting.id!r} was refused: a later start of it is mounted"
-                )
+                raise StoreError(f"segment {self.mounting.id!r} was refused")
             self._mounts += 1
         await self._link.claim()
 
@@ -132,11 +132,28 @@ class Owner:
             last = number == len(pages) - 1
             call = wire.MountCall(self.mounting, page, number, last)
             reply = await self._link.call("mount", call, wire.Mounted)
+            if reply.holder is not None:
+                reply = await self._wait_for(reply.holder, call)
             if not reply.accepted:
                 return False
             ttl_s = reply.terms.segment_ttl_us / MICROS_PER_SECOND
             self._beat_s = min(_BEAT_S, ttl_s / _BEATS_PER_TTL)
         return True
+
+    async def _wait_for(self, holder: Holder, call: wire.MountCall) -> wire.Mounted:
+        """Ask until who holds the name is given up. Raises ConfigError: it lives."""
+        name, lives = self.mounting.id, holder.beats + _BEATS_OF_LIFE
+        log.info("segment %s was held a moment ago: waiting until its holder is given up", name)
+        while True:
+            reply = await self._link.call("mount", call, wire.Mounted)
+            if reply.holder is None:
+                return reply
+            if reply.holder.address != holder.address:
+                holder, lives = reply.holder, reply.holder.beats + _BEATS_OF_LIFE
+            if reply.holder.beats >= lives:
+                at = f"{holder.address.host}:{holder.address.port}"
+                raise ConfigError(f"{name} is held by {at}; choose another, or stop it", "name")
+            await asyncio.sleep(_HELD_S)
 
     def start_beats(self, heard: Callable[[], None]) -> None:
         """Keep the segment mounted from now on, also by a master that restarts.

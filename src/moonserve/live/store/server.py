@@ -63,10 +63,11 @@ class MasterService:
                 "capacity_bytes",
             )
         accepted = self.master.mount(self._now_us(), mount, call.held, call.page, call.last)
-        log.info(
-            "segment %s, epoch %d, page %d: taken=%s", mount.id, mount.epoch, call.page, accepted
-        )
-        return wire.Mounted(accepted, self.master.terms)
+        told = (mount.id, mount.epoch, call.page, accepted)
+        level = logging.INFO if accepted else logging.DEBUG  # who waits for a name asks often
+        log.log(level, "segment %s, epoch %d, page %d: taken=%s", *told)
+        holder = None if accepted else self.master.holder(mount.id)
+        return wire.Mounted(accepted, self.master.terms, holder)
 
     def _unmount(self, call: wire.SegmentCall) -> wire.Done:
         self.master.unmount(call.segment, call.epoch)

@@ -42,11 +42,13 @@ class MountCall(msgspec.Struct, frozen=True, array_like=True):
 class Mounted(msgspec.Struct, frozen=True, array_like=True):
     """Whether it was taken, and the master's terms.
 
-    Not: a newer epoch is mounted or, after page 0, pages are missing: start again with page 0.
+    Not: another start of it is mounted, the holder, which may be gone; ask again. Or, after page 0,
+    pages are missing: start again with page 0.
     """
 
     accepted: bool
     terms: Terms
+    holder: pool.Holder | None = None
 
 
 class SegmentCall(msgspec.Struct, frozen=True, array_like=True):
