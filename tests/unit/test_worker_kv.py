@@ -242,6 +242,24 @@ def test_a_hand_over_does_not_wait_for_a_store_for_ever() -> None:
     run(main())
 
 
+def test_a_lease_is_released_after_the_last_put_under_it() -> None:
+    """A put that outlasts the flush deadline does not take the lease again, for nobody to end."""
+
+    async def main() -> None:
+        store = DictStore()
+        store.delay_s = 0.2
+        bench = Bench(store, kv=KVDeadlines(flush_s=0.02))
+        pieces = bench.runner.generate(job("x", prompt(64), new=5, send_kv=True))
+        await anext(pieces)
+        await pieces.aclose()
+        await bench.idle()
+        await asyncio.sleep(0.3)
+        assert store.puts
+        assert store.leases == []
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("decode_kv", "midway", "at_end"), [("off", 0, 0), ("end", 0, 4), (2, 2, 4), (1, 3, 4)]
 )

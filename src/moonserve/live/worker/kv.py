@@ -319,6 +319,8 @@ class WorkerKV:
         try:
             if self._unfinished[request]:  # a later put would take the lease again
                 await self.flushed(request)
+                async with self._progress:  # the one under way ends by its own deadline
+                    await self._progress.wait_for(lambda: not self._unfinished[request])
             async with asyncio.timeout(self._deadlines.release_s):
                 await self._store.release(lease)
         except (MoonserveError, OSError) as error:
