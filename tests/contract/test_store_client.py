@@ -238,6 +238,25 @@ def test_beats_go_on_after_a_bug(
     run("embedded", test, Terms(segment_ttl_us=4000))
 
 
+def test_a_bug_in_every_beat_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats that break off come again at their own pace, not at once."""
+
+    async def test(it: Pool) -> None:
+        calls = 0
+
+        def buggy(addresses: object) -> None:
+            nonlocal calls
+            calls += 1
+            raise KeyError("bug")
+
+        monkeypatch.setattr(it.writer.transfer, "retain", buggy)
+        it.writer.start_beats()
+        await asyncio.sleep(0.1)
+        assert calls == 1
+
+    run("embedded", test)
+
+
 def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A master that hangs in a beat is asked again within the beat's own deadline."""
     monkeypatch.setattr("moonserve.live.store.owner._BEAT_CALL_S", 0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -331,6 +332,34 @@ def test_a_copy_that_starts_too_late_writes_nothing() -> None:
         await owner._copy(_Job([copy], now_us() + 100_000, owner._mounts))
         assert owner.region.view[copy.held.offset] == 0
         assert b"k" not in owner.catalogue.held
+
+    run(test)
+
+
+def test_no_segment_is_mounted_while_copies_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new master may give their extents to others; the next beat mounts it once they end."""
+    monkeypatch.setattr("moonserve.live.store.owner._STOP_COPIES_S", 0.02)
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        (owner,) = members[1].owners
+        copy = await a_copy(members)
+        go = threading.Event()
+
+        def slow(*args: Any) -> list[bool]:
+            go.wait(10)
+            return [False]
+
+        monkeypatch.setattr(members[1].transfer, "read", slow)
+        owner.tasks.take(now_us(), [copy])
+        owner._start_copies()
+        await asyncio.sleep(0)
+        with pytest.raises(StoreError, match="still being copied to"):
+            await owner.mount()
+        pool.service.master.unmount(SegmentId("b"), owner.mounting.epoch)
+        await asyncio.sleep(0.1)
+        assert "b" not in pool.service.master.addresses()
+        go.set()
+        await until(lambda: "b" in pool.service.master.addresses())
 
     run(test)
 

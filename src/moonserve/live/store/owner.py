@@ -107,6 +107,8 @@ class Owner:
         self._beat_s = _BEAT_S
         self._telling = asyncio.Lock()
         self._copying: set[asyncio.Task[None]] = set()
+        self._pulling: set[asyncio.Future[list[_Pulled]]] = set()
+        """Those of them that may write to the memory now."""
         self._beats: asyncio.Task[None] | None = None
 
     async def mount(self) -> None:
@@ -118,8 +120,10 @@ class Owner:
             self._mounts += 1
             self.tasks.forget()
             self.catalogue.restart()
-            if self._copying:  # what still writes does so into extents that may be others' soon
-                await asyncio.wait(self._copying, timeout=_STOP_COPIES_S)
+            if self._pulling:  # what still writes would do so into extents that are others' soon
+                await asyncio.wait(self._pulling, timeout=_STOP_COPIES_S)
+            if self._pulling:  # they end by their deadlines
+                raise StoreError(f"segment {self.mounting.id!r} is still being copied to")
             if not await self._offer() and not await self._offer():
                 raise StoreError(f"segment {self.mounting.id!r} was refused")
             self._mounts += 1
@@ -155,13 +159,14 @@ class Owner:
                 raise ConfigError(f"{name} is held by {at}; choose another, or stop it", "name")
             await asyncio.sleep(_HELD_S)
 
-    def start_beats(self, heard: Callable[[], None]) -> None:
+    def start_beats(self, heard: Callable[[], None], pause_s: float = 0.0) -> None:
         """Keep the segment mounted from now on, also by a master that restarts.
 
         `heard` is called after each beat, the link's addresses being those of all segments.
+        `pause_s`: before the first beat.
         """
         if self._beats is None:
-            self._beats = asyncio.create_task(self._beat_forever(heard))
+            self._beats = asyncio.create_task(self._beat_forever(heard, pause_s))
             self._beats.add_done_callback(lambda task: self._beats_ended(task, heard))
 
     def wrote(self, held: Held) -> None:
@@ -198,7 +203,8 @@ class Owner:
 
     # Beats
 
-    async def _beat_forever(self, heard: Callable[[], None]) -> None:
+    async def _beat_forever(self, heard: Callable[[], None], pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
         reached = True
         loop = asyncio.get_running_loop()
         while True:
@@ -225,18 +231,20 @@ class Owner:
     async def _beat(self, wait_s: float) -> Orders | None:
         """One beat, and what it brought; None: the segment had to be mounted again."""
         me = self.mounting
-        asked_us = now_us()
+        asked_us, mounts = now_us(), self._mounts
         call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, wait_s)
         reply = await self._link.call("beat", call, wire.Beaten, _BEAT_CALL_S)
         orders = reply.orders
+        if mounts != self._mounts:
+            return orders  # it speaks of a mounting that is over
         if orders is None:
             log.warning("the store master forgot segment %s: mounting again", me.id)
             await self.mount()
             return None
+        self._link.addresses = reply.addresses
         if orders.after == self.catalogue.seen:
             self.catalogue.apply(orders)
             self._note(orders.changes)
-        self._link.addresses = reply.addresses
         self.tasks.take(asked_us, orders.copies)
         self._start_copies()
         return orders
@@ -246,7 +254,7 @@ class Owner:
         if task is self._beats and not task.cancelled():
             log.critical("the store's beats broke off", exc_info=task.exception())
             self._beats = None
-            self.start_beats(heard)
+            self.start_beats(heard, self._beat_s)
 
     def _note(self, changes: Sequence[Change]) -> None:
         if self._journal is not None and changes:
@@ -274,7 +282,11 @@ class Owner:
         pulled: list[_Pulled] = ["lost"] * len(job.copies)
         corrupt = []
         try:
-            pulled = await loop.run_in_executor(self._threads, self._pull, job.copies, end_s)
+            if job.mounts == self._mounts:
+                pull = loop.run_in_executor(self._threads, self._pull, job.copies, end_s)
+                self._pulling.add(pull)
+                pull.add_done_callback(self._pulling.discard)
+                pulled = await pull
         finally:
             for copy, outcome in zip(job.copies, pulled, strict=True):
                 held = copy.held
