@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moonserve.core.owner import Diary
-from moonserve.core.pool import Exists, Found, Full, OverQuota, PutOptions, Removal, Ticket
+from moonserve.core.pool import (
+    Exists,
+    Found,
+    Full,
+    OverQuota,
+    PutOptions,
+    Removal,
+    Ticket,
+    TooLarge,
+)
 from moonserve.core.segments import ALIGN
 from moonserve.core.units import LeaseId
 from tests.support.pool_nodes import AGAIN, LOST, TERMS, Node, Segment, checksum, lines, tags
@@ -100,7 +109,7 @@ class Client:
                     self.oracle.content[outcome.id] = (key, content, size, replicas)
                     writes.append((outcome, content, size))
                 else:
-                    assert isinstance(outcome, (Exists, Full, OverQuota))
+                    assert isinstance(outcome, (Exists, Full, OverQuota, TooLarge))
                 before = key if blocks else None
             self._write(writes, 0, sent_us, lambda: self._end(diary, writes, lease))
 

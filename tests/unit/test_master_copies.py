@@ -2,7 +2,7 @@
 
 from moonserve.core.facts import BlocksRemoved, BlocksStored
 from moonserve.core.master import Master
-from moonserve.core.pool import Full, PutOptions, Terms, Ticket
+from moonserve.core.pool import Full, PutOptions, Terms, Ticket, TooLarge
 from moonserve.core.units import BlockKey, SegmentId
 from tests.support.pool import (
     BLOCK,
@@ -195,7 +195,7 @@ def test_the_last_segment_keeps_what_it_has_when_drained() -> None:
     it.drain(0, A)
     it.reap(1)
     assert where(it, 1) == [A]
-    assert start(it, 2) == Full()
+    assert start(it, 2) == TooLarge(0), "no segment takes objects"
     it.mount(1, mount(B, 4))
     it.reap(2)
     copy_all(it, B)

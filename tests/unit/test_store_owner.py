@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from moonserve.core.errors import Recovering, StoreError
+from moonserve.core.errors import BadRequest, Recovering, StoreError
 from moonserve.core.master import Master
 from moonserve.core.pool import Copy, Found, Held, PutOptions, Terms, Ticket
 from moonserve.core.units import LeaseId, SegmentId
@@ -25,7 +25,7 @@ from moonserve.live.store.objects import Objects
 from moonserve.live.store.owner import _Job
 from moonserve.live.store.server import MasterService
 from moonserve.live.transfer import region
-from tests.support.pools import Pool, blocks, key, read_all
+from tests.support.pools import ROOM, Pool, blocks, key, read_all
 
 TERMS = Terms(segment_ttl_us=40_000)  # beats come every 10 ms; the master's clock stands still
 TWICE = PutOptions(replicas=2, blocks=False)
@@ -242,13 +242,91 @@ def test_no_room_and_no_quota_are_clear_errors() -> None:
         with pytest.raises(StoreError, match="no room for 1048576 bytes"):
             await objects.put([(b"more", big)])
         mine = PutOptions(blocks=False, pin=True, tenant="t")
-        with pytest.raises(StoreError, match="tenant 't' has its quota of 1000 bytes"):
+        with pytest.raises(StoreError, match="tenant 't' has a quota of 1000 bytes"):
             await objects.put([(b"t", memoryview(bytes(2000)))], mine)
         assert await members[0].pin([bytes([0]), b"none"], False) == [True, False]
         await objects.put([(b"more", big)])
         assert await members[0].exists([bytes([0]), b"more"]) == [False, True]
 
     run(test, Terms(segment_ttl_us=40_000, quotas={"t": 1000}))
+
+
+@pytest.mark.parametrize(
+    ("items", "options", "field", "says"),
+    [
+        ([(b"", b"1")], {}, "key", "1 to 256 bytes, not 0"),
+        ([(b"k" * 257, b"1")], {}, "key", "1 to 256 bytes, not 257"),
+        ([("k", b"1")], {}, "key", "must be bytes, not str"),
+        ([(b"k", b"")], {}, "data", "1 to 1073741824 bytes, not 0"),
+        ([(b"k", "text")], {}, "data", "must be contiguous bytes, not str"),
+        ([(b"k", memoryview(b"1234")[::2])], {}, "data", "contiguous"),
+        ([(b"k", b"1")] * 4097, {}, "items", "at most 4096 a call, not 4097"),
+        ([(b"k", b"1")], {"replicas": 0}, "replicas", "1 to 8, not 0"),
+        ([(b"k", b"1")], {"replicas": -1}, "replicas", "1 to 8, not -1"),
+        ([(b"k", b"1")], {"replicas": 9}, "replicas", "1 to 8, not 9"),
+        ([(b"k", b"1")], {"replicas": "2"}, "replicas", "Expected `int`"),
+        ([(b"k", b"1")], {"tenant": 5}, "tenant", "Expected `str`"),
+        ([(b"k", b"1")], {"preferred": "nope"}, "preferred", "no segment 'nope'; there are: a, b"),
+    ],
+)
+def test_what_can_never_be_put_is_refused_at_once(
+    items: Any, options: dict[str, Any], field: str, says: str
+) -> None:
+    """By an error that names the field and its limit, though the call might take long."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        asked_s = time.monotonic()
+        with pytest.raises(BadRequest, match=says) as raised:
+            await Objects(members[0], 20.0).put(items, PutOptions(blocks=False, **options))
+        assert raised.value.param == field
+        if field in ("key", "items"):
+            with pytest.raises(BadRequest, match=says):
+                await Objects(members[0], 20.0).get([key for key, _ in items])
+        assert time.monotonic() < asked_s + 5
+        assert pool.service.master.stats().pending_puts == 0
+
+    run(test)
+
+
+def test_any_buffer_is_put_and_a_segment_that_left_is_no_wrong_wish() -> None:
+    """Items of four bytes are four bytes each; preferring who died since puts elsewhere."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        numbers = memoryview(bytes(range(32))).cast("I")
+        await drop(pool, "b", members)
+        gone = PutOptions(blocks=False, preferred=SegmentId("b"))
+        await Objects(members[0]).put([(b"numbers", numbers)], gone)
+        assert await Objects(members[2]).get([b"numbers"]) == [bytes(range(32))]
+        assert places(pool, b"numbers") == ["a"]
+
+    run(test)
+
+
+def test_what_is_larger_than_any_segment_is_said_to_be() -> None:
+    """With both sizes; and where no segment takes objects, that."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        large = memoryview(bytes(ROOM + 1))
+        with pytest.raises(StoreError, match=f"no room for {ROOM + 1} bytes: .* has {ROOM}$"):
+            await Objects(members[0]).put([(b"k", large)])
+        for name in "abc":
+            await members[0].drain(SegmentId(name))
+        with pytest.raises(StoreError, match="no segment takes objects"):
+            await Objects(members[0]).put([(b"k", memoryview(b"1"))])
+
+    run(test)
+
+
+def test_a_client_without_a_segment_says_at_once_that_no_master_answers() -> None:
+    """Opening it fails, not its first use."""
+
+    async def body() -> None:
+        pool = Pool("embedded")
+        pool.is_down = True
+        with pytest.raises(OSError, match="master is down"):
+            await pool.client("x", room=0)
+
+    asyncio.run(body())
 
 
 def test_objects_are_listed_by_prefix_and_removed() -> None:

@@ -42,6 +42,7 @@ from moonserve.core.pool import (
     SegmentStats,
     Terms,
     Ticket,
+    TooLarge,
 )
 from moonserve.core.puts import Put, Puts
 from moonserve.core.repair import Repair
@@ -107,11 +108,15 @@ class Master:
         `parent` comes before it, None where it heads the chain. Else onto the segment with most
         free bytes, else in place of what the first one evicts, else of what another does. Objects
         that exist are leased, unless the lease is dead. UnknownSegment: the owner is not mounted.
+        BadRequest: the segment that should have them never was, and they are no blocks, whose
+        hints may be old.
         """
         self._roster.serve(now_us)
         shelves = self._stock.shelves
         if owner is not None and owner not in shelves:
             raise UnknownSegment(f"put by {owner!r}, which is not mounted")
+        if options.preferred is not None and not options.blocks:
+            self._roster.check_known(options.preferred)
         own = None if owner is None else shelves[owner]
         first = own if options.preferred is None else shelves.get(options.preferred, own)
         outcomes: list[Outcome] = []
@@ -128,7 +133,8 @@ class Master:
             ):
                 outcomes.append(OverQuota(options.tenant, quota))
             elif (place := self._room.place(first, size, options.tenant)) is None:
-                outcomes.append(Full())
+                largest = self._room.largest(first)
+                outcomes.append(TooLarge(largest) if size > largest else Full())
             else:
                 shelf, offset = place
                 id = self._new_id()

@@ -79,7 +79,8 @@ class PutOptions(msgspec.Struct, frozen=True):
     replicas: int = 1
     """Copies wanted, the primary one included; the others are made after the put has ended."""
     preferred: SegmentId | None = None
-    """Where the primary should lie; None: on the owner's own segment."""
+    """Where the primary should lie, if there is room and that segment has not left meanwhile; None:
+    on the owner's own segment."""
     tenant: str = ""
     pin: bool = False
     """Never evicted, until unpinned."""
@@ -132,7 +133,13 @@ class OverQuota(msgspec.Struct, frozen=True, tag=True):
     quota_bytes: Bytes
 
 
-Outcome: TypeAlias = Ticket | Exists | Full | OverQuota
+class TooLarge(msgspec.Struct, frozen=True, tag=True):
+    """It is larger than any segment that takes objects; 0: there is none."""
+
+    largest_bytes: Bytes
+
+
+Outcome: TypeAlias = Ticket | Exists | Full | OverQuota | TooLarge
 
 
 class Removal(msgspec.Struct, frozen=True):

@@ -44,6 +44,13 @@ class Room:
                 return shelf, offset
         return None
 
+    def largest(self, first: Shelf | None) -> Bytes:
+        """The most bytes that one object may have, were all else evicted."""
+        usable = [*self._stock.usable("dram")]
+        if first is not None and not first.draining:
+            usable.append(first)
+        return max((it.extents.capacity_bytes for it in usable), default=0)
+
     def take(self, shelf: Shelf, size: Bytes, tenant: str) -> Bytes | None:
         """An extent on this shelf, evicting what must go for it; None: that would not do."""
         offset = self._stock.take(shelf, size, tenant)

@@ -6,10 +6,11 @@ recovers, and lets a segment go together with all that hangs on it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from moonserve.core.copies import Copies
-from moonserve.core.errors import Recovering
+from moonserve.core.errors import BadRequest, Recovering
 from moonserve.core.pool import UNSEEN, Address, Claim, Held, Holder, Key, Mount, Orders, Seen
 from moonserve.core.puts import Puts
 from moonserve.core.recovery import Recovery
@@ -22,6 +23,7 @@ from moonserve.core.units import Micros, SegmentId
 _SILENT_US: Micros = 2_000_000
 """An owner that lives beats several times meanwhile: twice a second, or four times a segment's time
 to live."""
+_MAX_KNOWN = 4_096
 
 
 class Roster:
@@ -46,6 +48,8 @@ class Roster:
         self._first_id = new_id()
         self._until_us = recovering_until_us
         self._recovery = Recovery(stock)
+        self._known: OrderedDict[SegmentId, None] = OrderedDict()
+        """Names of segments that are mounted or were, the latest last."""
         self._told: list[tuple[Shelf, Held]] = []
         """What catalogues told while recovering."""
 
@@ -84,6 +88,10 @@ class Roster:
             return whole is not None
         shelf = Shelf(mount, self._stock.terms.eviction, self._new_id(), now_us)
         self._stock.shelves[mount.id] = shelf
+        self._known[mount.id] = None
+        self._known.move_to_end(mount.id)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
         self._told += [(shelf, it) for it in whole]
         if not self.recovering:
             self._restore(now_us)
@@ -93,6 +101,12 @@ class Roster:
         """Who holds this name, if anybody does."""
         shelf = self._stock.shelves.get(segment)
         return None if shelf is None else Holder(shelf.mount.address, shelf.beats)
+
+    def check_known(self, segment: SegmentId) -> None:
+        """Raise BadRequest if no segment of this name is mounted, nor was since this start."""
+        if segment not in self._known:
+            there = ", ".join(self._stock.shelves) or "none"
+            raise BadRequest(f"preferred: no segment {segment!r}; there are: {there}", "preferred")
 
     def beat(
         self, now_us: Micros, segment: SegmentId, epoch: int, seen: Seen = UNSEEN

@@ -89,11 +89,16 @@ class StoreClient:
 
     @classmethod
     async def open(cls, rpc: Rpc, settings: StoreSettings) -> StoreClient:
-        """Make the segments and mount them. Raises what the master's refusal or absence raises."""
+        """Make the segments and mount them; without any, make sure that the master answers.
+
+        Raises what its refusal or absence raises.
+        """
         client = await asyncio.to_thread(cls, rpc, settings)
         try:
             for owner in client.owners:
                 await owner.mount()
+            if not client.owners:
+                await client.exists([])
         except BaseException:
             await client.close()
             raise

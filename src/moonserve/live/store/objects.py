@@ -10,9 +10,12 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from moonserve.core.errors import ConfigError, StoreError
-from moonserve.core.pool import Found, Full, Key, OverQuota, PutOptions
+import msgspec
+
+from moonserve.core.errors import BadRequest, ConfigError, StoreError
+from moonserve.core.pool import Found, Full, Key, Outcome, OverQuota, PutOptions, TooLarge
 from moonserve.core.units import LeaseId
+from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient
 from moonserve.live.store.link import FAILURES, text
 
@@ -32,30 +35,28 @@ class Objects:
     async def put(
         self, items: Sequence[tuple[Key, memoryview]], options: PutOptions = _OBJECTS
     ) -> None:
-        """Store up to a batch of objects; one that exists already stays as it is.
+        """Store up to wire.MAX_BATCH objects, from any buffers; one that exists already stays as it
+        is.
 
-        Raises StoreError unless all exist then: at once where the pool is full or the tenant over
-        its quota. Some may exist all the same.
+        Raises BadRequest at once where a key, a buffer or an option is none, naming it and its
+        limit. Raises StoreError unless all exist then: at once where the pool is full or the tenant
+        over its quota. Some may exist all the same.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._most_s
-        left, why = list(items), "the segments chosen for it do not answer"
+        left = _checked(items)
+        _check_options(options)
+        why = "the segments chosen for it do not answer"
         while left:
             try:
                 outcomes = await self._client.write(left, None, None, options)
-            except ConfigError:
+            except (ConfigError, BadRequest):
                 raise
             except FAILURES as error:
                 why = text(error)
             else:
                 for (key, memory), outcome in zip(left, outcomes, strict=True):
-                    if isinstance(outcome, Full):
-                        raise StoreError(f"{_name(key)}: no room for {len(memory)} bytes: {_FULL}")
-                    if isinstance(outcome, OverQuota):
-                        raise StoreError(
-                            f"{_name(key)}: tenant {outcome.tenant!r} has its quota of"
-                            f" {outcome.quota_bytes} bytes in use, and none of it may be evicted"
-                        )
+                    _check_outcome(key, len(memory), outcome)
                 left = [it for it, outcome in zip(left, outcomes, strict=True) if outcome is None]
             if left and loop.time() + _AGAIN_S > end_s:
                 raise StoreError(f"{_name(left[0][0])} is not stored: {why}")
@@ -63,10 +64,14 @@ class Objects:
                 await asyncio.sleep(_AGAIN_S)
 
     async def get(self, keys: Sequence[Key]) -> list[bytearray | None]:
-        """The bytes of up to a batch of objects; None: there is none.
+        """The bytes of up to wire.MAX_BATCH objects; None: there is none.
 
-        Raises StoreError where there is one, and no replica of it can be read in time.
+        Raises BadRequest at once where a key is none. Raises StoreError where there is one, and no
+        replica of it can be read in time.
         """
+        _check_count(len(keys))
+        for key in keys:
+            _check_key(key)
         mine = self._client.settings
         lease = LeaseId(f"{mine.segment}-{mine.epoch}-{next(self._numbers)}")
         seen: dict[Key, Found] = {}
@@ -86,7 +91,7 @@ class Objects:
         while left:
             try:
                 told = await self._client.get(left, lease)
-            except ConfigError:
+            except (ConfigError, BadRequest):
                 raise
             except FAILURES as error:
                 why = text(error)
@@ -111,7 +116,62 @@ class Objects:
         return [got.get(key) for key in keys]
 
 
-_FULL = "all segments are full of what is leased or pinned"
+def _checked(items: Sequence[tuple[Key, memoryview]]) -> list[tuple[Key, memoryview]]:
+    """The items with their bytes as such. Raises BadRequest."""
+    _check_count(len(items))
+    checked = []
+    for key, data in items:
+        _check_key(key)
+        try:
+            memory = memoryview(data).cast("B")
+        except TypeError:
+            kind = type(data).__name__
+            raise BadRequest(f"data must be contiguous bytes, not {kind}", "data") from None
+        if not 0 < len(memory) <= wire.MAX_OBJECT_BYTES:
+            most = wire.MAX_OBJECT_BYTES
+            raise BadRequest(f"data must be 1 to {most} bytes, not {len(memory)}", "data")
+        checked.append((key, memory))
+    return checked
+
+
+def _check_count(count: int) -> None:
+    if count > wire.MAX_BATCH:
+        raise BadRequest(f"items must be at most {wire.MAX_BATCH} a call, not {count}", "items")
+
+
+def _check_key(key: Key) -> None:
+    if not isinstance(key, bytes):
+        raise BadRequest(f"key must be bytes, not {type(key).__name__}", "key")
+    if not 0 < len(key) <= wire.MAX_KEY_BYTES:
+        raise BadRequest(f"key must be 1 to {wire.MAX_KEY_BYTES} bytes, not {len(key)}", "key")
+
+
+def _check_options(options: PutOptions) -> None:
+    try:
+        msgspec.convert(msgspec.to_builtins(options), PutOptions)
+    except (msgspec.ValidationError, TypeError) as error:
+        wrong, _, path = str(error).partition(" - at `$.")
+        field = path.rstrip("`") or "options"
+        raise BadRequest(f"{field}: {wrong}", field) from None
+    if not 1 <= options.replicas <= wire.MAX_REPLICAS:
+        most = wire.MAX_REPLICAS
+        raise BadRequest(f"replicas must be 1 to {most}, not {options.replicas}", "replicas")
+
+
+def _check_outcome(key: Key, size: int, outcome: Outcome | None) -> None:
+    """Raise StoreError where trying again is in vain."""
+    match outcome:
+        case Full():
+            why = "all segments are full of what is leased or pinned"
+            raise StoreError(f"{_name(key)}: no room for {size} bytes: {why}")
+        case TooLarge(largest):
+            why = f"the largest segment has {largest}" if largest else "no segment takes objects"
+            raise StoreError(f"{_name(key)}: no room for {size} bytes: {why}")
+        case OverQuota(tenant, quota):
+            raise StoreError(
+                f"{_name(key)}: tenant {tenant!r} has a quota of {quota} bytes, and no room in it"
+                f" for {size}: what it has may not be evicted"
+            )
 
 
 def _name(key: Key) -> str:

@@ -19,10 +19,11 @@ from moonserve.core.units import Bytes, LeaseId, SegmentId
 
 MAX_BATCH = 4096
 """The most items one call may name."""
+MAX_KEY_BYTES: Bytes = 256
 MAX_OBJECT_BYTES: Bytes = 1 << 30
 MAX_REPLICAS = 8
 
-Key: TypeAlias = Annotated[pool.Key, msgspec.Meta(min_length=1, max_length=256)]
+Key: TypeAlias = Annotated[pool.Key, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Size: TypeAlias = Annotated[Bytes, msgspec.Meta(gt=0, le=MAX_OBJECT_BYTES)]
 Name: TypeAlias = Annotated[LeaseId, msgspec.Meta(min_length=1, max_length=256)]
 Segment: TypeAlias = Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=256)]
