@@ -231,6 +231,37 @@ def test_what_cannot_be_read_is_a_clear_error() -> None:
     run(test, kind="tcp")
 
 
+@pytest.mark.parametrize("end", ["left", "lost"])
+def test_a_get_that_hears_nothing_leaves_no_lease(end: str) -> None:
+    """The master leased the objects, and its answer is not waited for, or lost on the way."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        a = members[0]
+        await Objects(a).put([(b"k", memoryview(b"x"))])
+        answer, asked = a.link.rpc, asyncio.Event()
+
+        async def deaf(op: str, body: bytes) -> bytes:
+            reply = await answer(op, body)
+            if op == "get":
+                asked.set()
+                if end == "lost":
+                    raise StoreError("lost")
+                await asyncio.sleep(60)
+            return reply
+
+        a.link.rpc = deaf
+        getting = asyncio.create_task(Objects(a, most_s=0.05).get([b"k"]))
+        await asked.wait()
+        assert pool.service.master.stats().leases == 1
+        if end == "left":
+            getting.cancel()
+        with pytest.raises((StoreError, asyncio.CancelledError)):
+            await getting
+        assert pool.service.master.stats().leases == 0
+
+    run(test)
+
+
 def test_no_room_and_no_quota_are_clear_errors() -> None:
     """Full of pinned objects, and over a tenant's quota: said at once, with numbers."""
 

@@ -74,16 +74,13 @@ class Objects:
             _check_key(key)
         mine = self._client.settings
         lease = LeaseId(f"{mine.segment}-{mine.epoch}-{next(self._numbers)}")
-        seen: dict[Key, Found] = {}
         try:
-            return await self._get(keys, lease, seen)
-        finally:
-            if seen:
-                await self._client.release(lease)
+            return await self._get(keys, lease)
+        finally:  # whatever was heard: an answer that was lost may have told of a lease
+            await self._client.release(lease)
 
-    async def _get(
-        self, keys: Sequence[Key], lease: LeaseId, seen: dict[Key, Found]
-    ) -> list[bytearray | None]:
+    async def _get(self, keys: Sequence[Key], lease: LeaseId) -> list[bytearray | None]:
+        seen: dict[Key, Found] = {}
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._most_s
         got: dict[Key, bytearray] = {}
