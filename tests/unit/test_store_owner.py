@@ -380,6 +380,25 @@ def test_objects_are_listed_by_prefix_and_removed() -> None:
     run(test)
 
 
+def test_a_client_without_a_segment_lets_go_of_what_is_no_longer_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would keep the memory of dead owners mapped; what is there still is met again."""
+    monkeypatch.setattr("moonserve.live.store.client._UNNAMED_S", 0.05)
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        reader = await pool.client("reader", room=0)
+        await Objects(members[0]).put([(b"k", memoryview(b"x"))])
+        for _ in range(2):
+            assert await Objects(reader).get([b"k"]) == [b"x"]
+            assert reader.transfer.engine.locations()
+            await until(lambda: not reader.transfer.engine.locations())
+            assert not reader.link.addresses
+        await reader.close()
+
+    run(test)
+
+
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_segments_that_leave_under_a_copy_are_no_error(op: str) -> None:
     """A beat that no longer names a segment, while bytes move to or from two, raises nothing."""

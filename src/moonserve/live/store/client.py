@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.pool import (
+    Address,
     Exists,
     Found,
     Key,
@@ -38,6 +39,9 @@ from moonserve.live.transfer.region import Region
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_UNNAMED_S = 300.0
+"""Longer than a lease lasts: what was found on a segment may be read for as long as that."""
 
 
 class StoreClient:
@@ -66,6 +70,9 @@ class StoreClient:
         if settings.disk_dir is not None:
             self.owners.append(self._own_disk(settings.disk_dir))
         self._mine = {owner.mounting.id: owner for owner in self.owners}
+        self._named_s: dict[SegmentId, float] = {}
+        """When the master last named each segment, if no beat says which there are."""
+        self._forgetting: asyncio.TimerHandle | None = None
 
     def _own_disk(self, folder: Path) -> Owner:
         """The segment on disk: of the same node, its bytes verified. Raises ConfigError."""
@@ -114,8 +121,32 @@ class StoreClient:
         own = [owner.mounting.address for owner in self.owners]
         self.transfer.retain([*own, *self.link.addresses.values()])
 
+    def _learn(self, addresses: Mapping[SegmentId, Address]) -> None:
+        """The master named these segments."""
+        self.link.addresses.update(addresses)
+        if self.owners:  # their beats bring all there are
+            return
+        loop = asyncio.get_running_loop()
+        self._named_s |= dict.fromkeys(addresses, loop.time())
+        if self._forgetting is None and addresses:
+            self._forgetting = loop.call_later(_UNNAMED_S, self._forget_unnamed)
+
+    def _forget_unnamed(self) -> None:
+        """Let go of the segments not named for long; they are met anew where they still are."""
+        loop = asyncio.get_running_loop()
+        old_s = loop.time() - _UNNAMED_S
+        self._named_s = {name: at_s for name, at_s in self._named_s.items() if at_s > old_s}
+        known = self.link.addresses  # replaced and not changed: who reads by it goes on
+        self.link.addresses = {name: known[name] for name in self._named_s}
+        self._heard()
+        self._forgetting = None
+        if self._named_s:
+            self._forgetting = loop.call_later(_UNNAMED_S, self._forget_unnamed)
+
     async def close(self) -> None:
         """Leave the pool: what lies in this process's memory is gone."""
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         for owner in self.owners:
             await owner.leave()
         await asyncio.to_thread(self.transfer.close)
@@ -163,7 +194,7 @@ class StoreClient:
         """What each key names, leased; `read` brings it."""
         call = wire.FindCall(keys, lease, self._segment)
         reply = await self.link.call("get", call, wire.GotReply)
-        self.link.addresses.update(reply.addresses)
+        self._learn(reply.addresses)
         return reply.found
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
@@ -173,7 +204,7 @@ class StoreClient:
     async def scan(self, prefix: bytes, after: Key | None, limit: int) -> list[Found]:
         """The first objects, in the order of keys, that start with `prefix` and come after."""
         reply = await self.link.call("scan", wire.ScanCall(prefix, after, limit), wire.FoundReply)
-        self.link.addresses.update(reply.addresses)
+        self._learn(reply.addresses)
         return reply.found
 
     async def remove(self, keys: Sequence[Key], force: bool = False) -> list[Removal]:
@@ -228,7 +259,7 @@ class StoreClient:
             except FAILURES as error:
                 log.warning("store master: find failed: %s", text(error))
                 break
-            self.link.addresses.update(reply.addresses)
+            self._learn(reply.addresses)
             found += reply.found
             if len(reply.found) < len(batch):
                 break
@@ -294,7 +325,7 @@ class StoreClient:
             reply = await self.link.call("put_start", call, wire.PutStarted)
         if reply.outcomes is None:
             raise StoreError("the master takes no puts of this segment, though it was mounted")
-        self.link.addresses.update(reply.addresses)
+        self._learn(reply.addresses)
         return reply.outcomes
 
     async def _write_and_end(self, writes: Sequence[Write], lease: LeaseId | None) -> set[int]:
