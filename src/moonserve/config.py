@@ -92,6 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
+_LEAST_SEGMENT: Bytes = 1 << 20
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -194,8 +195,7 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
         raise _named(err, merged, origin) from err
     _check_policy(settings.policy, origin)
     _check_eviction(settings.eviction, origin)
-    if settings.disk_bytes and not settings.disk_dir:
-        raise ConfigError("say in which folder, with disk_dir", "disk_bytes")
+    _check_segment(settings, origin)
     _check_master(settings.mooncake_master, origin)
     return settings
 
@@ -209,6 +209,17 @@ def check_name(name: str) -> str:
             "name",
         )
     return name
+
+
+def _check_segment(settings: Settings, origin: Mapping[str, str]) -> None:
+    for name in ("segment_bytes", "disk_bytes"):
+        size = getattr(settings, name)
+        if 0 < size < _LEAST_SEGMENT:
+            raise ConfigError(f"must be 1MiB or more ({size} from {origin[name]})", name)
+    if settings.disk_bytes and not settings.disk_dir:
+        raise ConfigError("say in which folder, with disk_dir", "disk_bytes")
+    if settings.disk_dir and not settings.disk_bytes:
+        raise ConfigError("say how much of it, with disk_bytes", "disk_dir")
 
 
 def _check_policy(name: str, origin: Mapping[str, str]) -> None:

@@ -66,6 +66,8 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["segment", "--name", "../x"], "error: name: must be 1 to 64 letters"),
+        (["segment", "--name", "s", "--disk-dir", "/d"], "error: disk_dir: say how much of it"),
+        (["store", "get", "--text", "k" * 300], "error: key: must be at most 256 bytes, not 300"),
         (["worker", "--role", "both", "--name", ""], "error: name: must be 1 to 64 letters"),
     ],
 )

@@ -38,7 +38,7 @@ def test_logging_layers_merge(file: Path) -> None:
 def test_sizes_are_human(text: str, size: int) -> None:
     """Sizes are read in units of 1,024, in flags, environment and file alike."""
     assert parse_bytes(text) == size
-    assert load(None, {"MOONSERVE_SEGMENT_BYTES": text}, {}).segment_bytes == size
+    assert load(None, {"MOONSERVE_MAX_BODY_BYTES": text}, {}).max_body_bytes == size
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,10 @@ def test_sizes_are_human(text: str, size: int) -> None:
         ("store: redis", r"^store: must be embedded or mooncake \('redis' from"),
         ("mooncake_master: here", r"^mooncake_master: write it like 127.0.0.1:50051 \('here' from"),
         ("segment_bytes: lots", r"^segment_bytes: 'lots' is not a size; write it like 512MiB"),
+        ("segment_bytes: 10", r"^segment_bytes: must be 1MiB or more \(10 from .*moonserve.yaml\)"),
+        ("{disk_bytes: 10, disk_dir: /d}", r"^disk_bytes: must be 1MiB or more \(10 from "),
+        ("disk_bytes: 1GiB", r"^disk_bytes: say in which folder, with disk_dir"),
+        ("disk_dir: /d", r"^disk_dir: say how much of it, with disk_bytes"),
         ("logging: {levle: INFO}", r"^logging.levle: unknown setting in .*; did you mean .*level"),
         ("logging: {modules: {a: LOUD}}", r"^logging.modules: a level is DEBUG, INFO"),
         ("- a list", r"^config: .* must be a map of settings"),

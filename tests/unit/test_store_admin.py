@@ -70,6 +70,9 @@ def test_lookup_tells_where_a_key_lies() -> None:
         ({"prefix": "", "after": "x"}, "after"),
         ({"prefix": "", "limit": "0"}, "limit"),
         ({"prefix": "", "limit": "many"}, "limit"),
+        ({"limit": "many"}, "limit must be 1..1000, not 'many'"),
+        ({"limit": "5"}, "limit goes with prefix"),
+        ({"after": "00"}, "after goes with prefix"),
     ],
 )
 def test_wrong_questions_are_refused(query: dict[str, str], named: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -145,10 +148,83 @@ def test_a_folder_has_one_owner_and_errors_name_the_setting(tmp_path: Path) -> N
     journal.close()
     region.close()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="disk_dir: "):
+    with pytest.raises(ConfigError, match=r"disk_dir: .*file: File exists; choose a folder that"):
         open_disk(tmp_path / "file", CAPACITY)
-    with pytest.raises(ConfigError, match=r"disk_bytes: .* no room for"):
+    with pytest.raises(ConfigError, match=r"disk_bytes: .* no room for .*: the disk has \d+ free"):
         open_disk(tmp_path / "huge", 1 << 55)
+
+
+def test_what_is_refused_leaves_nothing_and_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder and no file where there was none; what lies in a folder stays, also where a smaller
+    one cannot be mapped, or its journal not written."""
+    made = write(tmp_path / "old", 1, 30)
+    with pytest.raises(ConfigError, match="disk_bytes"):
+        open_disk(tmp_path / "old", 1 << 55)
+    with pytest.raises(ConfigError, match="disk_bytes"):
+        open_disk(tmp_path / "deep" / "er", 1 << 55)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.mmap, "mmap", _full)
+        with pytest.raises(ConfigError, match="disk_bytes"):
+            open_disk(tmp_path / "old", 100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.DiskJournal, "_append", _full)
+        for name in ("old", "new"):
+            with pytest.raises(ConfigError, match=r"disk_dir: .*No space left"):
+                open_disk(tmp_path / name, CAPACITY)
+    assert os.listdir(tmp_path) == ["old"]
+    assert kept(tmp_path / "old") == made
+
+
+def _full(*args: object, **more: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_busy_disk_holds_up_nobody_who_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is written, and written anew when it has grown, by a thread of its own."""
+    made = write(tmp_path, 1, 2)
+    region, journal = open_disk(tmp_path, CAPACITY)
+    monkeypatch.setattr(journal, "_limit", 0)
+    gate, synced = threading.Event(), threading.Event()
+    sync = os.fsync
+
+    def slow(fd: int) -> None:
+        gate.wait(5)
+        synced.set()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    journal.write([Gone(key(1), 1)])
+    journal.write([Gone(key(2), 1)])
+    assert not synced.is_set()
+    gate.set()
+    journal.close()
+    region.close()
+    assert kept(tmp_path) == made[1:]
+
+
+@pytest.mark.parametrize("room_again", [True, False])
+def test_a_full_disk_brings_back_nothing_that_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_again: bool
+) -> None:
+    """What cannot be noted ends the journal; once there is room again, it tells all there is."""
+    made = write(tmp_path, 1, 2, 3)
+    region, journal = open_disk(tmp_path, CAPACITY)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.DiskJournal, "_append", _full)
+        journal.write([Gone(key(1), 1)])
+        if not room_again:
+            journal.close()
+        journal._writer.shutdown()
+    if room_again:
+        journal._writer = ThreadPoolExecutor(1)
+        journal.write([Gone(key(2), 2)])
+        journal.close()
+    region.close()
+    assert kept(tmp_path) == (made[2:] if room_again else [])
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])

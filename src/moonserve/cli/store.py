@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 0.2
+_MAX_KEY_BYTES = 256  # as in live.store.wire, whose import takes its time
 _url = click.option(
     "--url",
     default=URL,
@@ -310,14 +311,15 @@ def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
 
 
 def _key(text: str, is_text: bool) -> bytes:
-    if is_text:
-        return text.encode()
     try:
-        return bytes.fromhex(text)
+        key = text.encode() if is_text else bytes.fromhex(text)
     except ValueError:
         raise ConfigError(
             f"{text!r} is not in hex; with --text it is taken as text", "key"
         ) from None
+    if len(key) > _MAX_KEY_BYTES:
+        raise ConfigError(f"must be at most {_MAX_KEY_BYTES} bytes, not {len(key)}", "key")
+    return key
 
 
 def _readable(key: str) -> str:

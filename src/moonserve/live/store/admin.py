@@ -29,10 +29,14 @@ def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
         found = master.locate(key)
         told = {"replicas": []} if found is None else _json(found)
         return {"key": key.hex(), "exists": found is not None} | told
+    limit = _limit(query)
     if "prefix" in query:
         after = _key(query["after"], "after") if query.get("after") else None
-        listed = master.scan(_key(query["prefix"], "prefix"), after, _limit(query))
+        listed = master.scan(_key(query["prefix"], "prefix"), after, limit)
         return {"objects": [_json(found) for found in listed]}
+    for name in ("limit", "after"):
+        if name in query:
+            raise BadRequest(f"{name} goes with prefix, which may be empty", name)
     return ledgers(master)
 
 

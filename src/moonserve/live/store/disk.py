@@ -6,20 +6,22 @@ has grown; and `lock`, held while somebody owns it.
 
 A copy's bytes are on the disk before the journal tells of it (sync, then append), so that what the
 journal tells is whole even after a power failure, but for what was overwritten meanwhile. Hence
-opening it reads everything and keeps what still has its checksum. The journal itself is not synced,
-but at the start: what it loses with the machine is lost from the pool, never wrong.
+opening it reads everything and keeps what still has its checksum. The journal itself is synced only
+when it is written anew: what it loses with the machine is lost from the pool, never wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import logging
 import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,13 +32,15 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.pool import Change, Held, Key
 from moonserve.core.segments import ALIGN
 from moonserve.core.units import Bytes
-from moonserve.live.transfer.region import HEADER_BYTES, IDENTITY_BYTES, Region
+from moonserve.live.transfer.region import HEADER_BYTES, IDENTITY_BYTES, Region, lock_file
 
 log = logging.getLogger(__name__)
 
 _MAGIC = b"moonserve-disk-1"
 _HEAD = struct.Struct("<IQ")  # length and XXH3-64 of a record
 _ROOM_TO_GROW: Bytes = 1 << 20
+_RETRY_S = 5.0
+_TOO_LARGE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Change).decode
 
@@ -48,14 +52,20 @@ class DiskRegion(Region):
         """Map the file, made or resized to `size` with the header. Takes `lock_fd` over."""
         self._disk_lock_fd = lock_fd
         self._data_fd = fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        before = os.fstat(fd).st_size
+        before = os.fstat(fd)
         try:
-            os.ftruncate(fd, size)
+            disk = os.fstatvfs(fd)
+            free = disk.f_bavail * disk.f_frsize
+            if size - before.st_blocks * 512 > free:  # asked for first: else it is filled up to see
+                raise OSError(errno.ENOSPC, f"the disk has {free} free")
+            if size > before.st_size:
+                os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, size)  # else a full disk is a SIGBUS later
             mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+            os.ftruncate(fd, size)  # a larger one last: nothing is lost where mapping fails
         except OSError:
-            os.ftruncate(fd, before)  # what was taken of a disk that is too small
+            os.ftruncate(fd, before.st_size)  # what was taken of a disk that is too small
             os.close(fd)
             raise
         identity = secrets.token_bytes(IDENTITY_BYTES)
@@ -83,22 +93,29 @@ class DiskRegion(Region):
 
 
 class DiskJournal:
-    """The Journal of one folder; see Owner. Not to be used by two."""
+    """The Journal of one folder; see Owner. Not to be used by two.
+
+    What is noted is written by a thread of its own: a busy disk holds up nobody else.
+    """
 
     def __init__(self, path: Path, region: DiskRegion) -> None:
         """Read what the journal tells, keep what is whole, and write that anew."""
         self._path = path
         self._region = region
         self.held: dict[Key, Held] = {}
+        """What the journal tells; the thread's, once anything is noted."""
         for change in _records(path):
             self._apply(change)
         told = len(self.held)
         self.held = {key: it for key, it in self.held.items() if self._is_whole(it)}
         if told:
-            log.info("%s: %d of %d objects are whole", path.parent, len(self.held), told)
+            level = logging.INFO if told == len(self.held) else logging.WARNING
+            log.log(level, "%s: %d of %d objects are whole", path.parent, len(self.held), told)
         self._file: BinaryIO | None = None
         self._written = self._limit = 0
-        self._rewrite(sync=True)
+        self._retry_s = 0.0
+        self._rewrite()
+        self._writer = ThreadPoolExecutor(1, "kv-journal")
 
     def _is_whole(self, it: Held) -> bool:
         end = it.offset + it.size
@@ -115,40 +132,55 @@ class DiskJournal:
             del self.held[change.key]
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Note what changed, in order. What cannot be noted is not kept, and that is logged."""
+        """Note what changed, in order, soon. What cannot be noted is not kept: see _note."""
+        self._writer.submit(self._note, list(changes))
+
+    def _note(self, changes: Sequence[Change]) -> None:
+        """On a full disk the journal goes, lest it brings back what went since, and is written anew
+        once there is room."""
         for change in changes:
             self._apply(change)
-        if self._file is None:
-            return
         try:
-            self._append(changes)
-            if self._written > self._limit:
+            if self._file is not None:
+                self._append(changes)
+            if self._written > self._limit or self._is_due():
                 self._rewrite()
         except OSError as error:
-            log.error("%s: no more is noted: %s", self._path, error)
-            self.close()
+            log.error("%s: %s; until it can be written, nothing is kept", self._path, error)
+            self._forget()
 
-    def _append(self, changes: Sequence[Change]) -> None:
+    def _is_due(self) -> bool:
+        return self._file is None and time.monotonic() >= self._retry_s
+
+    def _forget(self) -> None:
+        self._close_file()
+        self._retry_s = time.monotonic() + _RETRY_S
+        for path in (self._path, self._fresh):
+            path.unlink(missing_ok=True)
+
+    def _append(self, changes: Iterable[Change]) -> None:
         assert self._file is not None
         data = b"".join(map(_record, changes))
         self._file.write(data)
         self._file.flush()
         self._written += len(data)
 
-    def _rewrite(self, *, sync: bool = False) -> None:
-        """Begin the journal anew with what is held.
+    @property
+    def _fresh(self) -> Path:
+        return self._path.with_suffix(".new")
 
-        `sync`, which blocks: a power failure soon after leaves it or the old one whole.
+    def _rewrite(self) -> None:
+        """Begin the journal anew with what is held: a power failure leaves it or the old one whole.
+
+        May raise OSError.
         """
-        fresh = self._path.with_suffix(".new")
-        self.close()
-        self._file = fresh.open("wb")
+        self._close_file()
+        self._file = self._fresh.open("wb")
         self._file.write(_MAGIC)
         self._written = 0
-        self._append(list(self.held.values()))
-        if sync:
-            os.fsync(self._file.fileno())
-        fresh.replace(self._path)
+        self._append(self.held.values())
+        os.fsync(self._file.fileno())
+        self._fresh.replace(self._path)
         self._limit = 2 * self._written + _ROOM_TO_GROW
 
     def flush(self, held: Sequence[Held]) -> None:
@@ -157,7 +189,13 @@ class DiskJournal:
             self._region.flush()
 
     def close(self) -> None:
-        """Note no more."""
+        """All that was noted is written; note no more."""
+        self._retry_s = 0.0
+        self._writer.submit(self._note, [])
+        self._writer.shutdown()
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -165,30 +203,46 @@ class DiskJournal:
 
 
 def open_disk(folder: Path, capacity_bytes: Bytes) -> tuple[DiskRegion, DiskJournal]:
-    """Own a folder, made if need be. Reads all that it holds. Raises ConfigError."""
+    """Own a folder, made if need be. Reads all that it holds. Raises ConfigError, and then leaves
+    nothing that was not there."""
+    size = HEADER_BYTES + -(-capacity_bytes // ALIGN) * ALIGN
+    files = [folder / name for name in ("data", "journal.new", "journal", "lock")]
+    absent = [it for it in (*files, folder, *folder.parents) if not os.path.lexists(it)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}", "disk_dir") from None
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        raise _no_folder(folder, error) from None
+    if not lock_file(lock_fd, folder / "lock"):
         os.close(lock_fd)
-        raise ConfigError(f"{folder} belongs to a process that runs", "disk_dir") from None
-    size = HEADER_BYTES + -(-capacity_bytes // ALIGN) * ALIGN
+        raise ConfigError(f"{folder} belongs to a process that runs", "disk_dir")
     try:
         region = DiskRegion(folder / "data", size, lock_fd)
     except OSError as error:
+        _remove(absent)
         os.close(lock_fd)
+        if error.errno not in _TOO_LARGE:
+            raise _no_folder(folder, error) from None
         raise ConfigError(
             f"{folder}: no room for {size} bytes: {error.strerror}", "disk_bytes"
         ) from None
     try:
         return region, DiskJournal(folder / "journal", region)
     except OSError as error:
+        _remove(absent)
         region.close()
-        raise ConfigError(f"{folder}: {error.strerror}", "disk_dir") from None
+        raise _no_folder(folder, error) from None
+
+
+def _no_folder(folder: Path, error: OSError) -> ConfigError:
+    why = error.strerror or str(error)
+    return ConfigError(f"{folder}: {why}; choose a folder that can be written", "disk_dir")
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _record(change: Change) -> bytes:
@@ -202,15 +256,18 @@ def _records(path: Path) -> Iterator[Change]:
         return
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            log.warning("%s is not one of this version's: what lies beside it is forgotten", path)
+            log.warning("%s is not this version's: what lies beside it is forgotten", path)
             return
-        size = path.stat().st_size
+        size, whole = path.stat().st_size, len(_MAGIC)
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
             payload = file.read(min(length, size))  # a torn length may be any
             if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != checksum:
-                return
+                break
             try:
                 yield _decode(payload)
             except msgspec.DecodeError:
-                return
+                break
+            whole = file.tell()
+    if whole < size:
+        log.warning("%s is torn: its last %d bytes are forgotten", path, size - whole)

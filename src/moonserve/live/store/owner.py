@@ -7,12 +7,14 @@ made, is core.owner's; this brings it to the master and back, and moves the byte
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
 import xxhash
 
 from moonserve.core.errors import ConfigError, StoreError
@@ -87,17 +89,30 @@ class Owner:
         self._threads = threads
         self._journal = journal
         try:
-            self.server = TransferServer(region, settings.token, settings.host, settings.port)
+            also = [it.host for it in settings.listened()]
+            self.server = TransferServer(
+                region, settings.token, settings.host, settings.port, also=also
+            )
         except OSError as error:
             region.close()
             at = f"{settings.host}:{settings.port}"
+            if error.errno == errno.EADDRINUSE:
+                why = f"{at} is in use; choose another, or 0 for any that is free"
+                raise ConfigError(why, "listen") from None
             raise ConfigError(f"cannot listen on {at}: {error.strerror}", "host") from None
+        node = settings.node or settings.segment
+        address = msgspec.structs.replace(
+            self.server.address(settings.advertise_host or settings.host),
+            cards=settings.cards,
+            location=f"{node}:{settings.segment}",
+            rack=settings.rack,
+        )
         self.mounting = Mount(
             settings.segment,
             settings.epoch,
             len(region.view),
-            self.server.address(settings.advertise_host or settings.host),
-            settings.node or settings.segment,
+            address,
+            node,
             tier,
             settings.rack,
         )

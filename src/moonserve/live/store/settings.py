@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
-from moonserve.core.pool import PutOptions
+from moonserve.core.errors import ConfigError
+from moonserve.core.pool import Card, PutOptions
 from moonserve.core.units import Bytes, SegmentId
+
+WILDCARD: Final = ("0.0.0.0", "::")
+"""Hosts that stand for all addresses of a machine."""
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,9 +40,22 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the segment in memory; 0 takes any."""
     advertise_host: str | None = None
     """What peers connect to; None: `host`."""
+    cards: tuple[Card, ...] = ()
+    """All addresses that peers reach it at, where there are several; they are listened on too,
+    unless `host` is a wildcard."""
     shared_memory: bool = True
     threads: int = 4
     call_s: float = 5.0
     """The longest a call to the master may take, a recovery of it included."""
     transfer_s: float = 10.0
     """The longest the bytes of one batch may take; below the master's put_ttl_us."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: half of a disk."""
+        if bool(self.disk_dir) != bool(self.disk_bytes):
+            raise ConfigError("a folder and its size go together", "disk_dir and disk_bytes")
+
+    def listened(self) -> list[Card]:
+        """The cards that the listener on `host` does not serve."""
+        wildcard = self.host in WILDCARD
+        return [] if wildcard else [it for it in self.cards if it.host != self.host]

@@ -89,7 +89,7 @@ class Region:
         while True:
             path = folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            if _lock_and_check(fd, path):
+            if lock_file(fd, path):
                 break
             os.close(fd)  # another start took the file for a stale one before it was locked
         try:
@@ -150,7 +150,7 @@ def clean_stale() -> int:
         except OSError:  # gone meanwhile, or not ours to open
             continue
         try:
-            if _lock_and_check(fd, path):
+            if lock_file(fd, path):
                 path.unlink(missing_ok=True)
                 removed += 1
         finally:
@@ -165,7 +165,7 @@ def _ours() -> Iterator[Path]:
         yield from (path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name))
 
 
-def _lock_and_check(fd: int, path: Path) -> bool:
+def lock_file(fd: int, path: Path) -> bool:
     """Lock the file; False if another holds it, or if `path` no longer names it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
