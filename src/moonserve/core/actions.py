@@ -25,6 +25,9 @@ class Prefill(msgspec.Struct, frozen=True):
     to: InstanceInfo
     decision: Decision
     decode: InstanceInfo
+    group: tuple[InstanceInfo, ...] = ()
+    """Those of decision.stages, in that order: call each for its part, by the same number. The last
+    is `to`, whose outcome is the call's; where any of them fails, all are broken off."""
 
 
 class Decode(msgspec.Struct, frozen=True):

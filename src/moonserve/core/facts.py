@@ -52,6 +52,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     segment: SegmentId | None = None
     rack: str = ""
     """Instances of one rack reach each other faster; empty: not said."""
+    pipelines: bool = False
+    """Whether it can prefill one part of a prompt as a stage of core.pipeline."""
 
 
 class PassSample(msgspec.Struct, frozen=True):
@@ -178,6 +180,17 @@ class PrefillEnded(_OfRequest, frozen=True, tag=True):
     final: bool
 
 
+class StageEnded(_OfRequest, frozen=True, tag=True):
+    """An instance of a group has done its part of prefill call `number`; said of all but the last.
+
+    It is free for others; without this fact it is when the call ends.
+    """
+
+    rank: ClassVar[int] = 4
+    number: int
+    instance: InstanceId
+
+
 class DecodeEnded(_OfRequest, frozen=True, tag=True):
     """Decode gave its last token. `tokens`: length of the whole output."""
 
@@ -201,6 +214,8 @@ class CallFailed(_OfRequest, frozen=True, tag=True):
     length: Tokens
     keys: tuple[BlockKey, ...]
     unreachable: bool = False
+    member: InstanceId | None = None
+    """Who of a group failed; None: the instance that the call went to."""
 
 
 class ClientGone(_OfRequest, frozen=True, tag=True):
@@ -238,6 +253,7 @@ Fact: TypeAlias = (
     | BlocksRemoved
     | BlocksCleared
     | PrefillEnded
+    | StageEnded
     | DecodeEnded
     | CallFailed
     | ClientGone

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 import msgspec
 
 from moonserve.core.index import Match
+from moonserve.core.pipeline import Stage
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 from moonserve.core.view import InstanceView, Kind, tbts_us
 
@@ -192,6 +193,8 @@ class Decision(msgspec.Struct, frozen=True):
     """The chosen one first, then those it won against, best first; the best KEPT of many."""
     considered: int
     """How many there were."""
+    stages: tuple[Stage, ...] = ()
+    """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
 
 
 class Estimate:
