@@ -1,5 +1,7 @@
 """Master: replicas, repair, drain and tiers, one example each."""
 
+import msgspec
+
 from moonserve.core.facts import BlocksRemoved, BlocksStored
 from moonserve.core.master import Master
 from moonserve.core.pool import Full, PutOptions, Terms, Ticket, TooLarge
@@ -64,6 +66,20 @@ def test_replicas_avoid_a_common_node() -> None:
     assert copy_all(it, C) == [True]
     assert copy_all(it, B) == [True], "there is no third node"
     assert it.stats().waiting == 0
+
+
+def test_replicas_spread_over_racks() -> None:
+    """Another rack's segment is taken though there is more room in the own rack."""
+    it = master()
+    for name, blocks, rack in ((A, 4, "x"), (B, 9, "x"), (C, 4, "y"), (D, 3, "z")):
+        it.mount(0, msgspec.structs.replace(mount(name, blocks), rack=rack))
+    store(it, 1, options=TWO)
+    assert (copies(it, B), copies(it, D)) == ([], [])
+    copy_all(it, C)
+    store(it, 2, options=PutOptions(replicas=4))
+    for name in (C, D, B):
+        copy_all(it, name)
+    assert where(it, 2) == [A, C, D, B]
 
 
 def test_a_failed_copy_goes_elsewhere() -> None:

@@ -9,19 +9,23 @@ import asyncio
 import os
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from moonserve.cli.settings import (
     TOKEN,
     advertise_host_option,
+    cards_option,
     read_settings,
     settings_options,
 )
 from moonserve.config import check_name
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
+
+if TYPE_CHECKING:
+    from moonserve.core.pool import Card
 
 
 @click.command()
@@ -72,6 +76,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
     help="The worker's own port; 0 takes a free one.",
 )
 @advertise_host_option
+@cards_option
 @settings_options(
     "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "disk_bytes",
     "disk_dir", "replicas", "node", "store_url", "store",
@@ -84,6 +89,7 @@ def worker(
     gateway: str,
     listen: int,
     advertise_host: str | None,
+    cards: tuple[Card, ...],
     **flags: str | None,
 ) -> None:
     """Run one prefill or decode worker."""
@@ -103,6 +109,7 @@ def worker(
                 host=settings.host,
                 port=listen,
                 advertise_host=advertise_host,
+                cards=cards,
                 gateway=gateway,
                 token=token,
                 rack=settings.rack,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 import msgspec
 
 from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load
+from moonserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moonserve.core.pool import Card
 
 TOKEN = ENV_PREFIX + "TOKEN"
 """The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
@@ -20,6 +24,15 @@ advertise_host_option = click.option(
     help="Where others reach it, if not at --host; needed with 0.0.0.0.",
 )
 """Of every role that others connect to; by role, so it is no setting."""
+cards_option = click.option(
+    "--card",
+    "cards",
+    metavar="ADDRESS[@RAIL]",
+    multiple=True,
+    callback=lambda context, option, given: tuple(map(_card, given)),
+    help="One of several addresses of this machine that bytes are to travel by; repeatable."
+    " They go by all of them, and by those of one rail first.",
+)
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 # Setting: (metavar, help). Flags carry no default of their own: a flag not given is None, and
@@ -106,6 +119,15 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
     env[ENV_PREFIX + "LOGGING__LEVEL"] = settings.logging.level
     env[ENV_PREFIX + "LOGGING__MODULES"] = msgspec.json.encode(settings.logging.modules).decode()
     return {**env, **extra}
+
+
+def _card(text: str) -> Card:
+    from moonserve.core.pool import Card
+
+    host, at, rail = text.partition("@")
+    if not host or (at and not rail):
+        raise ConfigError(f"write it like 10.0.0.5 or 10.0.0.5@rail0, not {text!r}", "card")
+    return Card(host, rail)
 
 
 def _shown(value: object, name: str) -> str:

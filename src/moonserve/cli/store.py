@@ -21,6 +21,7 @@ from moonserve.cli.roles import run_role
 from moonserve.cli.settings import (
     TOKEN,
     advertise_host_option,
+    cards_option,
     read_settings,
     settings_options,
 )
@@ -28,6 +29,7 @@ from moonserve.config import check_name
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
 
 if TYPE_CHECKING:
+    from moonserve.core.pool import Card
     from moonserve.live.store.client import StoreClient
 
 T = TypeVar("T")
@@ -117,11 +119,23 @@ def serve(
     help="The port of its memory; 0 takes a free one.",
 )
 @advertise_host_option
+@cards_option
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve /health and Prometheus' /metrics at this port of --host; 0 takes a free one.",
+)
 @settings_options(
     "store_url", "host", "node", "rack", "segment_bytes", "disk_bytes", "disk_dir", "drain_s"
 )
 def segment(
-    config: Path | None, name: str, listen: int, advertise_host: str | None, **flags: str | None
+    config: Path | None,
+    name: str,
+    listen: int,
+    advertise_host: str | None,
+    cards: tuple[Card, ...],
+    metrics_port: int | None,
+    **flags: str | None,
 ) -> None:
     """Give a pool memory, and disk, without an engine.
 
@@ -146,9 +160,13 @@ def segment(
         host=settings.host,
         port=listen,
         advertise_host=advertise_host,
+        cards=cards,
     )
     url = settings.store_url or URL
-    run_role(run_segment(SegmentConfig(settings=mine, store_url=url, drain_s=settings.drain_s)))
+    made = SegmentConfig(
+        settings=mine, store_url=url, drain_s=settings.drain_s, metrics_port=metrics_port
+    )
+    run_role(run_segment(made))
 
 
 @store.command()

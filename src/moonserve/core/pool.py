@@ -17,6 +17,14 @@ Medium: TypeAlias = Literal["dram", "disk"]
 """What a segment is made of: G2 or G3 of KV events."""
 
 
+class Card(msgspec.Struct, frozen=True):
+    """One network address of an owner's host."""
+
+    host: str
+    rail: str = ""
+    """Cards of one rail reach each other faster than those of two; empty: not said."""
+
+
 class Address(msgspec.Struct, frozen=True):
     """Where a segment's bytes are served: a TCP listener, and a shared-memory region beside it.
 
@@ -29,6 +37,11 @@ class Address(msgspec.Struct, frozen=True):
     region: str
     """File name of the shared-memory region, useful on the owner's host only."""
     identity: bytes
+    cards: tuple[Card, ...] = ()
+    """All that the port is listened on at, `host` included; empty: `host` alone."""
+    location: str = ""
+    """`node:segment`, as its owner names it."""
+    rack: str = ""
 
 
 class Mount(msgspec.Struct, frozen=True):

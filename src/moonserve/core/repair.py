@@ -72,7 +72,8 @@ class Repair:
 
     def _targets(self, of: Object, taken: list[Shelf]) -> list[Shelf]:
         """Where one more replica than those on `taken` should go, best first; none if they do, or
-        if there is no other segment. Replicas share a node only while there is no other node.
+        if there is no other segment. Replicas share a node only while there is no other node, and
+        a rack only while there is no memory in another.
         """
         wanted = of.options.replicas
         nodes = {it.node for it in taken}
@@ -83,7 +84,10 @@ class Repair:
         apart = [it for it in usable if it.node not in nodes]
         if not apart and len(taken) < wanted:
             apart = usable
-        apart.sort(key=lambda it: (it.tier == "disk", -it.extents.free_bytes))
+        racks = {it.mount.rack for it in taken}
+        apart.sort(
+            key=lambda it: (it.tier == "disk", it.mount.rack in racks, -it.extents.free_bytes)
+        )
         return apart
 
     def _copy(

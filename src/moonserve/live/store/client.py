@@ -59,9 +59,11 @@ class StoreClient:
         """Reserve the memory and listen; `open` does this and mounts."""
         self.settings = settings
         self.link = Link(rpc, settings.call_s)
-        self.transfer = Transfer(settings.token, shared_memory=settings.shared_memory)
+        self.transfer = Transfer(
+            settings.token, shared_memory=settings.shared_memory, cards=settings.cards
+        )
         self._threads = ThreadPoolExecutor(settings.threads, "kv-copy")
-        self._copier = Copier(self.link, self.transfer, self._threads)
+        self._copier = Copier(self.link, self.transfer, self._threads, settings)
         self._segment = settings.segment if settings.capacity_bytes else None
         self.owners: list[Owner] = []
         if settings.capacity_bytes:

@@ -17,6 +17,7 @@ import xxhash
 from moonserve.core.pool import Address, Found, Replica, Ticket
 from moonserve.core.units import Bytes, SegmentId
 from moonserve.live.store.link import Link
+from moonserve.live.store.settings import StoreSettings
 from moonserve.live.transfer.client import Slice, Transfer
 from moonserve.live.transfer.ports import Op
 
@@ -44,8 +45,13 @@ class Fetched(NamedTuple):
 class Copier:
     """Reads and writes by one transfer, in these threads; the link says where segments are."""
 
-    def __init__(self, link: Link, transfer: Transfer, threads: Executor) -> None:
+    def __init__(
+        self, link: Link, transfer: Transfer, threads: Executor, settings: StoreSettings
+    ) -> None:
+        """`settings` say where this process stands."""
         self._link = link
+        self._node = settings.node or settings.segment
+        self._rack = settings.rack
         self._transfer = transfer
         self._threads = threads
 
@@ -105,11 +111,21 @@ class Copier:
     def _near_first(
         self, replicas: Sequence[Replica], known: Mapping[SegmentId, Address]
     ) -> Sequence[Replica]:
-        """The replicas that can be reached, those in mapped memory first."""
+        """The replicas that can be reached: mapped ones first, memory before disk, those of this
+        node before those of this rack before others.
+        """
         reachable = [it for it in replicas if it.segment in known]
         if len(reachable) > 1:
-            reachable.sort(key=lambda it: not self._transfer.is_near(known[it.segment]))
+            reachable.sort(key=lambda it: self._distance(known[it.segment]))
         return reachable
+
+    def _distance(self, address: Address) -> int:
+        if self._transfer.is_near(address):
+            return 0
+        disk = 0 if address.region else 3
+        if address.location.partition(":")[0] == self._node:
+            return disk + 1
+        return disk + (2 if self._rack and address.rack == self._rack else 3)
 
     async def _run(
         self, address: Address, slices: Sequence[Slice], copy: Callable[..., T], *args: Any

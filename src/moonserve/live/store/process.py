@@ -10,10 +10,13 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from moonserve.core.errors import ConfigError, MoonserveError
+from moonserve.core.errors import ConfigError
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
 from moonserve.core.units import seconds_to_us
@@ -21,11 +24,14 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
-from moonserve.live.http.server import App, Handler, serve
+from moonserve.live.http.server import App, Handler, Server, serve
 from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.local import EVENTS_PATH, EventLog, LocalPool
 from moonserve.live.store.remote import HttpRpc, mounted, within
 from moonserve.live.store.server import MasterService
+from moonserve.live.store.settings import WILDCARD
+from moonserve.live.transfer.metrics import LaneMetrics
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +40,6 @@ Say = Callable[[str], None]
 _TICK_S = 0.5
 _BODY_BYTES = 64 << 20
 _EVENTS_KEPT = 100_000
-_DRAIN_POLL_S = 0.05
-_WILDCARD = ("0.0.0.0", "::")
 
 
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +63,8 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the master is."""
     drain_s: float = 10.0
     """How long what lies in memory may take to move elsewhere, after a stop was asked for."""
+    metrics_port: int | None = None
+    """Where health and metrics are told; 0 takes any, None: nowhere."""
 
 
 def _say(line: str) -> None:
@@ -111,50 +117,52 @@ def _counted(master: Master) -> str:
 async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
     """Run a segment. Raises MoonserveError where it cannot become a member."""
     mine = config.settings
-    if mine.host in _WILDCARD and mine.advertise_host is None:
+    if mine.host in WILDCARD and mine.advertise_host is None:
         raise ConfigError(
             f"others cannot reach {mine.host}; give the address that they can with"
             " --advertise-host",
             "advertise_host",
         )
     stop = _stop_event()
-    http = HttpClient()
-    try:
+    async with AsyncExitStack() as stack:
+        http = HttpClient()
+        stack.push_async_callback(http.close)
         rpc = HttpRpc(http, config.store_url, mine.token.decode())
         client = await mounted(rpc, lambda: StoreClient.open(rpc, mine), stop)
         if client is None:
             return
+        stack.push_async_callback(client.close)
+        if config.metrics_port is not None:
+            server = await _serve_metrics(config, client, config.metrics_port)
+            stack.push_async_callback(server.stop, 0)
+            say(f"metrics at http://{mine.host}:{server.port}/metrics")
         client.start_beats()
         for owner in client.owners:
             it = owner.mounting
             say(f"{it.id}: {it.capacity_bytes >> 20} MiB of {it.tier} at {config.store_url}")
         await stop.wait()
         say("leaving: what lies in memory is moved elsewhere, if there is room")
-        try:
-            async with asyncio.timeout(config.drain_s):
-                await _drain(client)
-        except (TimeoutError, OSError, MoonserveError) as error:
-            log.warning("left with %d objects: %r", _in_memory(client), error)
-        await client.close()
-    finally:
-        await http.close()
+        await hand_on(client, config.drain_s)
     say("stopped")
 
 
-async def _drain(client: StoreClient) -> None:
-    """Empty what is lost with this process, while there is somebody else to take it."""
-    own = [it for it in client.owners if it.mounting.tier == "dram"]
-    names = [owner.mounting.id for owner in own]
-    for owner in own:
-        await client.drain(owner.mounting.id)
-        await owner.catch_up()
-    while _in_memory(client) and any(it not in names for it in client.link.addresses):  # noqa: ASYNC110 - beats change both
-        await asyncio.sleep(_DRAIN_POLL_S)
+async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:
+    """Health and what the lanes carried. Raises ConfigError where it cannot listen."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(LaneMetrics(client.transfer.stats))
 
+    async def health(request: HttpRequest) -> Response:
+        return json_response({"status": "ok", "id": config.settings.segment})
 
-def _in_memory(client: StoreClient) -> int:
-    own = [owner for owner in client.owners if owner.mounting.tier == "dram"]
-    return sum(len(owner.catalogue.held) for owner in own)
+    async def metrics(request: HttpRequest) -> Response:
+        return Response(body=generate_latest(registry), content_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    routes: dict[tuple[str, str], Handler] = {
+        ("GET", "/health"): health,
+        ("GET", "/metrics"): metrics,
+    }
+    name = f"segment {config.settings.segment}"
+    return await serve(App(routes, name=name), config.settings.host, port)
 
 
 def _stop_event() -> asyncio.Event:

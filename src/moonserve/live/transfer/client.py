@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Sequence
 
-from moonserve.core.pool import Address
+import msgspec
+
+from moonserve.core.pool import Address, Card
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport
 from moonserve.live.transfer.peer import EngineSettings, LaneStats
@@ -24,9 +26,17 @@ class Transfer:
     """
 
     def __init__(
-        self, token: bytes, *, shared_memory: bool = True, settings: EngineSettings | None = None
+        self,
+        token: bytes,
+        *,
+        shared_memory: bool = True,
+        settings: EngineSettings | None = None,
+        cards: Sequence[Card] = (),
     ) -> None:
-        """`shared_memory` False: TCP only, for tests and for measuring."""
+        """`shared_memory` False: TCP only, for tests and for measuring. `cards`: our own; a peer's
+        card on the rail of one of them is reached from that one, and used first.
+        """
+        self._rails = {it.rail: it.host for it in cards if it.rail}
         self._local = LocalTransport()
         self._ways = ("local", "shm", "tcp") if shared_memory else ("tcp",)
         transports: dict[str, Transport] = {
@@ -62,8 +72,9 @@ class Transfer:
         return self.engine.view(self._known(address), offset, length)
 
     def stats(self) -> list[LaneStats]:
-        """See TransferEngine.stats."""
-        return self.engine.stats()
+        """See TransferEngine.stats; the location is as the segment's owner names it."""
+        lanes = self.engine.stats()
+        return [it._replace(location=it.location.rpartition("@")[0]) for it in lanes]
 
     def retain(self, live: Collection[Address]) -> None:
         """Forget every region and connection that leads to none of these addresses."""
@@ -84,11 +95,24 @@ class Transfer:
             if known is not None and known[0] == address:
                 return known[1]
             location = _location(address)
-            self.engine.register(location, [Path(way, address) for way in self._ways])
+            self.engine.register(location, self._paths(address))
             self._known_as[address.identity] = (address, location)
             return location
 
+    def _paths(self, address: Address) -> list[Path]:
+        paths = []
+        for way in self._ways:
+            if way != "tcp" or not address.cards:
+                paths.append(Path(way, address))
+                continue
+            for card in address.cards:
+                reached = msgspec.structs.replace(address, host=card.host)
+                source = self._rails.get(card.rail, "")
+                far = bool(self._rails) and not source
+                paths.append(Path(way, reached, int(far), source))
+        return paths
+
 
 def _location(address: Address) -> str:
-    """Name a segment by its identity: nobody says its node here."""
-    return f"{address.identity.hex()}:segment"
+    """Name a segment for the engine: as its owner does, and each start of it anew."""
+    return f"{address.location or 'unnamed:segment'}@{address.identity.hex()}"

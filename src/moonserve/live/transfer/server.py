@@ -1,10 +1,10 @@
 """Serves one region's bytes over TCP to peers that know the token.
 
-One accepting thread and one per connection, bounded. Who has not shown the token yet is a stranger:
-too many of them drop the one that has taken longest, and take no member's place. A peer that is
-idle, slow or wrong is dropped; nothing it sends reaches memory outside the region. Whether an
-extent is still the peer's to use is not known here: the master's tickets and leases, and readers'
-checksums, see to that.
+One accepting thread per address and one per connection, bounded. Who has not shown the token yet is
+a stranger: too many of them drop the one that has taken longest, and take no member's place. A peer
+that is idle, slow or wrong is dropped; nothing it sends reaches memory outside the region. Whether
+an extent is still the peer's to use is not known here: the master's tickets and leases, and
+readers' checksums, see to that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 
 from moonserve.core.errors import MoonserveError, TransferFailed
 from moonserve.core.pool import Address
@@ -42,13 +43,15 @@ class TransferServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
+        also: Sequence[str] = (),
         max_connections: int = 256,
         idle_s: float = 300.0,
         frame_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`port` 0 takes a free one. `frame_s`: the most one frame's bytes may take.
+        """`port` 0 takes a free one; `also`: further addresses to listen on at that port.
 
+        `frame_s`: the most one frame's bytes may take. Raises OSError: it cannot listen there.
         With `tls`, a server's context, everything but the bytes in shared memory is encrypted.
         """
         self._region = region
@@ -63,11 +66,19 @@ class TransferServer:
         """Those of them that have not shown the token, longest here first."""
         self._members: dict[threading.Thread, None] = {}
         self._closing = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=64)
-        self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._acceptor.start()
+        self._listeners = [_listen(host, port)]
+        self.port: int = self._listeners[0].getsockname()[1]
+        try:
+            self._listeners += [_listen(it, self.port) for it in also]
+        except OSError:
+            self._listeners[0].close()
+            raise
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(it,), name="kv-accept", daemon=True)
+            for it in self._listeners
+        ]
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     def address(self, host: str) -> Address:
         """The region's address, as reached by `host`."""
@@ -77,17 +88,18 @@ class TransferServer:
         """Stop listening, cut every connection, and wait for the threads to end."""
         with self._lock:
             self._closing = True
-            threads = [self._acceptor, *self._open]
-            for sock in (self._listener, *self._open.values()):
+            threads = [*self._acceptors, *self._open]
+            for sock in (*self._listeners, *self._open.values()):
                 _cut(sock)
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for thread in threads:
             thread.join(_CLOSE_S)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 if self._closing:
                     return
@@ -202,6 +214,11 @@ class TransferServer:
             channel.recv_all(memory, deadline_s, _STALL_S)
         channel.send_all(parts, deadline_s, _STALL_S)
         return True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=64)
 
 
 def _cut(sock: socket.socket) -> None:

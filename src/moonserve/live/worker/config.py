@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from moonserve.core.facts import Role
+from moonserve.core.pool import Card
 from moonserve.core.units import Bytes, Tokens
 from moonserve.live.worker.job import DecodeKV
 
@@ -27,6 +28,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes any free port."""
     advertise_host: str | None = None
     """Where the gateway and other workers reach it; None: `host`."""
+    cards: tuple[Card, ...] = ()
+    """All addresses that bytes are to reach it at, where there are several."""
     rack: str = ""
     """Where it stands; empty: not said."""
     gateway: str = "http://127.0.0.1:8000"

@@ -32,8 +32,11 @@ from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
 from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.remote import HttpRpc, mounted
+from moonserve.live.store.settings import WILDCARD
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
+from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.job import Limits
@@ -48,7 +51,6 @@ Say = Callable[[str], None]
 
 _FAKE_BLOCKS = 1024
 _CLEAN_UP_S = 30.0
-_WILDCARD = ("0.0.0.0", "::")
 
 
 class Worker:
@@ -74,6 +76,8 @@ class Worker:
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
+        if isinstance(store, StoreClient):
+            metrics.registry.register(LaneMetrics(store.transfer.stats))
         limits = Limits(
             chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs, decode_kv=config.decode_kv
         )
@@ -140,6 +144,7 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             store = await mounted(rpc, lambda: _open_store(control, rpc, config, epoch), stop)
             if store is not None:
                 stack.push_async_callback(store.close)
+                stack.push_async_callback(_hand_on, store, stop, config)
                 worker = await Worker.start(
                     config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
                 )
@@ -158,6 +163,12 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
     say("stopped")
 
 
+async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) -> None:
+    """Leave to others in the pool what lies here, unless this worker ends for a fault."""
+    if stop.is_set() and isinstance(store, StoreClient):
+        await hand_on(store, config.drain_s)
+
+
 def _end_process(say: Say) -> None:
     """End at once, for whoever keeps this worker alive to start it anew.
 
@@ -173,7 +184,7 @@ def _end_process(say: Say) -> None:
 def _check_host(config: WorkerConfig) -> None:
     """Refuse to compute for anyone, and to be known by an address that leads nowhere."""
     require_token_beyond_loopback(config.host, config.token, "callers")
-    if config.host in _WILDCARD and config.advertise_host is None:
+    if config.host in WILDCARD and config.advertise_host is None:
         raise ConfigError(
             f"others cannot reach {config.host}; give the address that they can with"
             " --advertise-host",
@@ -221,6 +232,7 @@ async def _open_store(control: Control, rpc: HttpRpc, config: WorkerConfig, epoc
             options=PutOptions(replicas=config.replicas),
             host=config.host,
             advertise_host=config.advertise_host,
+            cards=config.cards,
         ),
     )
     client.start_beats()
