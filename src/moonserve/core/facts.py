@@ -52,8 +52,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     segment: SegmentId | None = None
     rack: str = ""
     """Instances of one rack reach each other faster; empty: not said."""
-    pipelines: bool = False
-    """Whether it can prefill one part of a prompt as a stage of core.pipeline."""
+    layers: int = 0
+    """Of its model, where it can prefill as a stage of core.pipeline and hand KV on after each of
+    them; 0: it cannot."""
 
 
 class PassSample(msgspec.Struct, frozen=True):
