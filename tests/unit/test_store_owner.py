@@ -100,6 +100,32 @@ def test_a_second_replica_is_made_and_serves_alone() -> None:
     run(test, kind="tcp")
 
 
+@pytest.mark.parametrize(
+    ("rack", "node", "nearest"), [("y", "", "b"), ("x", "", "a"), ("x", "n", "b")]
+)
+def test_the_nearest_replica_is_read(rack: str, node: str, nearest: str) -> None:
+    """The node's own before the rack's own before others."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        near = {
+            "a": await pool.client("a2", rack="x"),
+            "b": await pool.client("b2", rack="y", node="n"),
+        }
+        reader = await pool.client("reader", room=0, rack=rack, node=node)
+        for member in near.values():
+            member.start_beats()
+        options = PutOptions(replicas=5, blocks=False)
+        await Objects(near["a"]).put([(b"thing", memoryview(b"x" * 5000))], options)
+        await until(lambda: len(places(pool, b"thing")) == 5)
+        assert await Objects(reader).get([b"thing"]) == [b"x" * 5000]
+        (used,) = reader.transfer.stats()
+        assert used.location.endswith(f":{nearest}2")
+        for member in (reader, *near.values()):
+            await member.close()
+
+    run(test, kind="tcp")
+
+
 def test_what_a_lost_segment_leaves_is_copied_again() -> None:
     """Repair: an owner is missed, and its objects have as many replicas as wanted soon after."""
 
@@ -273,7 +299,7 @@ def test_no_room_and_no_quota_are_clear_errors() -> None:
         with pytest.raises(StoreError, match="no room for 1048576 bytes"):
             await objects.put([(b"more", big)])
         mine = PutOptions(blocks=False, pin=True, tenant="t")
-        with pytest.raises(StoreError, match="tenant 't' has a quota of 1000 bytes"):
+        with pytest.raises(StoreError, match=r"quota of 1000 bytes.* no room in it for 1 of 2000"):
             await objects.put([(b"t", memoryview(bytes(2000)))], mine)
         assert await members[0].pin([bytes([0]), b"none"], False) == [True, False]
         await objects.put([(b"more", big)])

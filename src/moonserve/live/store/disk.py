@@ -146,7 +146,8 @@ class DiskJournal:
             if self._written > self._limit or self._is_due():
                 self._rewrite()
         except OSError as error:
-            log.error("%s: %s; until it can be written, nothing is kept", self._path, error)
+            why = "until it can be written, no restart finds what lies there"
+            log.error("%s: %s: %s", self._path, error.strerror, why)
             self._forget()
 
     def _is_due(self) -> bool:
