@@ -20,6 +20,7 @@ from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient
 from moonserve.live.store.copying import Fetched, Write
+from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.link import now_us
 from moonserve.live.store.objects import Objects
 from moonserve.live.store.owner import _Job
@@ -193,6 +194,32 @@ def test_a_drained_segment_is_empty_and_nothing_is_lost() -> None:
         ]
 
     run(test)
+
+
+@pytest.mark.parametrize("ends", ["one", "all", "master"])
+def test_who_leaves_hands_on_what_lies_with_it(
+    ends: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To those who stay; where all leave or the master is gone, nobody waits for long."""
+    monkeypatch.setattr("moonserve.live.store.leaving._STALL_S", 0.1)
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        items = [(bytes([n]), memoryview(os.urandom(3000))) for n in range(20)]
+        await Objects(members[0]).put(items)
+        pool.is_down = ends == "master"
+        leaving = members if ends == "all" else members[:1]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(hand_on(member, 60) for member in leaving))
+        held = {name for key, _ in items for name in places(pool, key)}
+        if ends != "all":  # there, some may have been copied before the others left too
+            assert held <= ({"b", "c"} if ends == "one" else {"a"})
+        assert all(places(pool, key) for key, _ in items)
+        said = [it.getMessage() for it in caplog.records if it.name.endswith("leaving")]
+        assert bool(said) == (ends == "all")
+        pool.is_down = False
+
+    with caplog.at_level("INFO"):
+        run(test)
 
 
 def test_a_master_that_restarts_knows_all_that_was_put() -> None:
