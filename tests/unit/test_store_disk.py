@@ -274,6 +274,26 @@ def test_memory_spills_to_disk_and_comes_back(kind: str, tmp_path: Path) -> None
     asyncio.run(asyncio.wait_for(test(), 40))
 
 
+def test_evicting_a_segment_with_a_disk_loses_nothing(tmp_path: Path) -> None:
+    """More objects than are copied at once go to disk, and are read from there."""
+
+    async def test() -> None:
+        pool = Pool("shm", Terms(segment_ttl_us=40_000))
+        owner = await pool.client("a", disk_dir=tmp_path, disk_bytes=CAPACITY)
+        owner.start_beats()
+        items = blocks(*[1000] * 200)
+        assert await owner.put(items, None) == 200
+        async with asyncio.timeout(10):
+            assert await owner.evict(SegmentId("a"), 200 * 1024) == 200 * 1024
+        await settle(pool)
+        memory, on_disk = pool.service.master.stats().segments
+        assert (memory.objects, on_disk.objects) == (0, 200)
+        assert await read_all(owner, [name for name, _ in items]) == [bytes(m) for _, m in items]
+        await owner.close()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
 async def settle(pool: Pool) -> None:
     """Until no copy is to be made."""
     pool.service.reap()

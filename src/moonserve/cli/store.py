@@ -244,15 +244,19 @@ def get(key: str, output: Any, is_text: bool, url: str) -> None:
 @click.argument("size")
 @_url
 def evict(segment: str, size: str, url: str) -> None:
-    """Evict from SEGMENT until SIZE more is free there. Needs the cluster's token.
+    """Free SIZE of SEGMENT, of what would be evicted first. Needs the cluster's token.
 
-    What is evicted is gone, unless another segment has a copy: nothing is moved to disk first.
+    It moves to the disk of the segment's node; where there is none, it is gone unless another
+    segment has a copy.
     """
     from moonserve.core.units import SegmentId
 
+    much = _size(size, "size")
+    if not much:
+        raise ConfigError("must be more than nothing", "size")
     _check_segment(url, segment)
-    freed = _with_client(url, lambda client: client.evict(SegmentId(segment), _size(size, "size")))
-    click.echo(f"{freed} bytes freed")
+    freed = _with_client(url, lambda client: client.evict(SegmentId(segment), much))
+    click.echo(f"{freed} bytes freed, or on their way to disk")
 
 
 @store.command()
