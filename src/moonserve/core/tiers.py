@@ -39,8 +39,10 @@ class Tiers:
             self.shrink(now_us, shelf, int(low), evict)
 
     def shrink(self, now_us: Micros, shelf: Shelf, to: Bytes, evict: bool) -> None:
-        """Let go of what is to go next until `to` bytes stay, nothing is left, or the disk is busy: by
-        demotion where there is a disk, else by eviction, if `evict`."""
+        """Let go of what is to go next, until `to` bytes stay, or all is held, or the disk is busy.
+
+        By demotion where there is a disk, else by eviction, if `evict`.
+        """
         disk = self._disk_of(shelf)
         if disk is None and not evict:
             return
