@@ -202,6 +202,7 @@ def test_a_busy_disk_holds_up_nobody_who_notes(
     assert not synced.is_set()
     gate.set()
     journal.close()
+    journal.write([Gone(key(2), 2)])
     region.close()
     assert kept(tmp_path) == made[1:]
 

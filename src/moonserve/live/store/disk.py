@@ -133,7 +133,8 @@ class DiskJournal:
 
     def write(self, changes: Sequence[Change]) -> None:
         """Note what changed, in order, soon. What cannot be noted is not kept: see _note."""
-        self._writer.submit(self._note, list(changes))
+        with contextlib.suppress(RuntimeError):  # closed: no more is noted
+            self._writer.submit(self._note, list(changes))
 
     def _note(self, changes: Sequence[Change]) -> None:
         """On a full disk the journal goes, lest it brings back what went since, and is written anew
