@@ -187,6 +187,15 @@ def test_low_priority_goes_first() -> None:
         assert bool(found) == taken
 
 
+def test_one_may_count_on_a_short_wait_for_room() -> None:
+    """Predictive: who would find decode full, but not for long, is admitted; for long, refused."""
+    for tokens, taken in ((5, True), (50_000, False)):
+        c = cluster("predictive", "p0", "d0")
+        teach(c, tokens)
+        begin(c, TAUGHT, "a", "b")
+        assert bool(begun(c.step(TAUGHT + 1, [arrived("c")]), Prefill)) == taken
+
+
 def test_a_cold_start_refuses_nobody() -> None:
     """Costs that nobody has measured refuse nobody, on arrival or later."""
     for mode in ("ttft", "early", "predictive"):
@@ -199,7 +208,7 @@ def test_come_back_when_somebody_will_have_ended() -> None:
     """Retry-After grows with the outputs that are expected of those who decode."""
     waits = []
     for tokens in (5, 50_000):
-        c = cluster("predictive", "p0", "d0")
+        c = cluster("predictive", "p0", "d0", held_share=0.0)
         teach(c, tokens)
         begin(c, TAUGHT, "a", "b")
         [refuse] = [a for a in c.step(TAUGHT + 1, [arrived("c")]) if isinstance(a, Refuse)]

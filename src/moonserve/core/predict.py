@@ -180,11 +180,11 @@ class Uniform:
 
 
 class Survival:
-    """Lengths learned online by model, max_tokens and prompt length, conditional on age."""
+    """Lengths learned online by model, tenant, max_tokens and prompt length, conditional on age."""
 
     def __init__(self) -> None:
         self._all: dict[str, Lengths] = {}
-        self._classes: dict[tuple[str, int, int], Lengths] = {}
+        self._classes: dict[tuple[str, str, int, int], Lengths] = {}
 
     def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
         """See Predictor."""
@@ -208,7 +208,7 @@ class Survival:
     def _of(self, request: Request) -> Lengths:
         """Of its class; the least lately made classes are forgotten."""
         most, prompt = request.stopping.max_tokens, len(request.prompt)
-        key = (request.model, most.bit_length(), prompt.bit_length() // 2)
+        key = (request.model, request.tenant, most.bit_length(), prompt.bit_length() // 2)
         found = self._classes.pop(key, None)
         if found is None:
             found = Lengths(self._all.setdefault(request.model, Lengths()))
