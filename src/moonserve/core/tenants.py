@@ -13,6 +13,7 @@ _HALVED_US: Micros = 30 * MICROS_PER_SECOND
 _STEPS = 8
 """In how many steps what was counted fades to its half."""
 _MOST = 256
+_LEFT = 0.9
 
 
 class Tenants:
@@ -47,9 +48,9 @@ class Tenants:
         """Of what there is, how much this tenant's next request may see in use.
 
         All, where it was given no more than a like part; else as much as its part of what all asked
-        for: what is left above is for the others.
+        for, and at most _LEFT: what is above is for the others, a request of theirs at least.
         """
         given = self._given.get(tenant, 0.0)
         if tenant not in self._asked or given * len(self._asked) <= sum(self._given.values()):
             return 1.0
-        return self._asked[tenant] / sum(self._asked.values())
+        return min(_LEFT, self._asked[tenant] / sum(self._asked.values()))

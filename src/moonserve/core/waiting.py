@@ -117,7 +117,7 @@ class WaitingRoom:
         """How many wait, by tenant."""
         self._given_us: dict[str, Micros] = {}
         self._turn_us: Micros = 0
-        """Virtual time of the turns; and at which each tenant's next begins, where that is later."""
+        """Virtual time of the turns; and when each tenant's next begins, where that is later."""
         self.crowded: set[RequestId] = set()
         """Those who could have gone, when that was last tried, but for want of room in decode."""
 

@@ -60,6 +60,8 @@ class Gateway:
             kvcache_balancing_threshold=config.threshold,
             slo=config.slo,
             admission=config.admission,
+            admission_low=config.admission_low,
+            admission_high=config.admission_high,
             predictor=config.predictor,
             bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
