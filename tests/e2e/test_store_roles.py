@@ -177,16 +177,20 @@ def test_a_worker_told_to_stop_hands_on_what_only_it_has() -> None:
         store = ("--store-url", it.url)
         gateway = it.start("gateway", "--port", "0", *store)
         url = await gateway.says(r"listening on (http\S+)")
-        workers = {}
+        workers, pages = {}, {}
         for name in ("w0", "w1"):
             named = ("--role", "both", "--name", name, "--gateway", url, "--engine", "fake")
             workers[name] = it.start("worker", *named, "--segment-bytes", "16MiB", *store)
+            pages[name] = await workers[name].says(r"listening on (http\S+)") + "/metrics"
             await workers[name].says("joined")
         ids = list(range(1000, 1200))
         await ask(url, ids)
         client = await it.client("looker")
         found = await client.scan(b"", None, 100)
         (holder,) = {place.segment for it in found for place in it.replicas}
+        assert f'moonserve_transfer_bytes_total{{host="127.0.0.1",lane="0",peer="{holder}' in (
+            await text(pages[holder])
+        )
         workers[holder].process.terminate()
         await workers[holder].says("stopped")
         left = await client.scan(b"", None, 100)

@@ -147,6 +147,12 @@ def test_a_folder_has_one_owner_and_errors_name_the_setting(tmp_path: Path) -> N
         open_disk(tmp_path, CAPACITY)
     journal.close()
     region.close()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "data").write_text("results of a year")
+    with pytest.raises(ConfigError, match=r"disk_dir: .*theirs: its file data is another"):
+        open_disk(tmp_path / "theirs", CAPACITY)
+    assert (tmp_path / "theirs" / "data").read_text() == "results of a year"
+    assert os.listdir(tmp_path / "theirs") == ["data"]
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"disk_dir: .*file: File exists; choose a folder that"):
         open_disk(tmp_path / "file", CAPACITY)
@@ -202,6 +208,7 @@ def test_a_busy_disk_holds_up_nobody_who_notes(
     assert not synced.is_set()
     gate.set()
     journal.close()
+    journal.write([Gone(key(2), 2)])
     region.close()
     assert kept(tmp_path) == made[1:]
 

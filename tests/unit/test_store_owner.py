@@ -67,13 +67,19 @@ async def until(true: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def drop(pool: Pool, name: str, members: list[StoreClient]) -> None:
-    """Let the master miss a segment: its owner is gone, the others' beats are heard."""
-    (gone,) = [it for it in members if it.settings.segment == name]
-    for owner in gone.owners:
+def stop_beats(member: StoreClient) -> None:
+    """Its owners fall silent."""
+    for owner in member.owners:
         owner._beats, beats = None, owner._beats
         if beats is not None:
             beats.cancel()
+
+
+async def drop(pool: Pool, name: str, members: list[StoreClient]) -> None:
+    """Let the master miss a segment: its owner is gone, the others' beats are heard."""
+    (gone,) = [it for it in members if it.settings.segment == name]
+    stop_beats(gone)
+    for owner in gone.owners:
         owner.server.close()
     pool.now_us += TERMS.segment_ttl_us
     await asyncio.sleep(0.05)
@@ -311,6 +317,23 @@ def test_a_get_that_hears_nothing_leaves_no_lease(end: str) -> None:
         with pytest.raises((StoreError, asyncio.CancelledError)):
             await getting
         assert pool.service.master.stats().leases == 0
+
+    run(test)
+
+
+def test_who_leaves_drains_no_other_start_of_its_segment() -> None:
+    """One that was taken for dead is told to stop: its successor keeps what it has."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        old, *_ = members
+        stop_beats(old)
+        pool.now_us += TERMS.segment_ttl_us // 2
+        successor = await pool.client("a")
+        successor.start_beats()
+        await Objects(successor).put([(b"k", memoryview(b"x"))])
+        await hand_on(old, 5)
+        assert not any(it.draining for it in pool.service.master.stats().segments)
+        await successor.close()
 
     run(test)
 

@@ -279,7 +279,10 @@ def drain(segment: str, wait_s: float | None, url: str) -> None:
     end = time.monotonic() + wait_s
     while left := _objects_on(url, segment):
         if time.monotonic() > end:
-            raise DeadlineExceeded(f"{segment} still holds {left} objects after {wait_s:g} s")
+            raise DeadlineExceeded(
+                f"{segment} still holds {left} objects after {wait_s:g} s; they leave while other"
+                " segments have room and nobody reads them"
+            )
         time.sleep(_POLL_S)
     click.echo(f"{segment} is empty")
 
@@ -287,7 +290,7 @@ def drain(segment: str, wait_s: float | None, url: str) -> None:
 def _lookup(url: str, query: dict[str, str]) -> dict[str, Any]:
     from urllib.parse import urlencode
 
-    return Client(url).get(f"/api/segments?{urlencode(query)}")
+    return Client(url).get("/api/segments" + (f"?{urlencode(query)}" if query else ""))
 
 
 def _objects_on(url: str, segment: str) -> int:

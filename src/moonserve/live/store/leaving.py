@@ -31,6 +31,7 @@ async def hand_on(client: StoreClient, most_s: float) -> None:
         async with asyncio.timeout(most_s):
             try:
                 for owner in own:
+                    await owner.catch_up()  # or another start of it would be drained by its name
                     await client.drain(owner.mounting.id)
             except FAILURES as error:
                 log.debug("nothing is handed on: %s", text(error))

@@ -24,7 +24,7 @@ _OBJECTS = PutOptions(blocks=False)
 
 
 class Objects:
-    """Puts and gets of one client. Each takes at most `most_s` and a call to the master more."""
+    """Puts and gets of one client. Each takes at most `most_s` and a call to the master or two."""
 
     def __init__(self, client: StoreClient, most_s: float | None = None) -> None:
         """`most_s` None: the client's transfer_s."""
