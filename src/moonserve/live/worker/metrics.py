@@ -64,14 +64,7 @@ class Metrics:
         self.kv_ahead = self._counter(
             "moonserve:kv_ahead_blocks", "Blocks that were here before their request came."
         )
-        self.kv_chained = self._counter(
-            "moonserve:kv_chained_blocks",
-            "Blocks that came from the worker of the part before, layer by layer.",
-        )
-        self._chain_wait = self._counter(
-            "moonserve:chain_wait_seconds",
-            "What passes over parts of prompts waited for the KV of earlier parts.",
-        )
+        self._make_chain_counters()
         self.kv_errors = self._counter(
             "moonserve:kv_store_errors", "Store calls that failed or ran past their deadline."
         )
@@ -100,6 +93,16 @@ class Metrics:
             "moonserve:kv_hand_over_seconds",
             "From a prefill's last pass until all its KV was in the shared store, in seconds.",
             _TTFT_S,
+        )
+
+    def _make_chain_counters(self) -> None:
+        self.kv_chained = self._counter(
+            "moonserve:kv_chained_blocks",
+            "Blocks that came from the worker of the part before, layer by layer.",
+        )
+        self._chain_wait = self._counter(
+            "moonserve:chain_wait_seconds",
+            "What passes over parts of prompts waited for the KV of earlier parts.",
         )
 
     def watch(
