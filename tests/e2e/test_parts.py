@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from moonserve.core.actions import Prefill
+from moonserve.core.errors import BadRequest
 from moonserve.core.pipeline import Stage
 from moonserve.core.units import InstanceId, RequestId
 from moonserve.live.engine.fake import fake_cost
@@ -139,15 +140,19 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing() -> None:
 
 
 def test_a_worker_that_refuses_its_part_costs_one_retry() -> None:
-    """Where a member has no room for so long a prompt, the prompt is prefilled without it."""
+    """A member that would not do it fails the group, but not the request."""
+
+    def refuse(job: Any) -> None:
+        raise BadRequest("not here")
 
     async def main() -> None:
         async with site() as it:
-            await cluster(it, 1)
-            await it.add("small", "prefill", SLOW, blocks=40)
-            split(it, ["p0", "small"], [496])
+            names = await cluster(it)
+            chains: Any = it.workers["p1"].runner.chains
+            chains.check = refuse
+            split(it, names, [320, 704])
             assert await it.tokens(PROMPT, 12, **{"x-request-id": "x"}) == it.reference(PROMPT, 12)
-            assert record(it, "x").attempts <= 2
+            assert record(it, "x").attempts == 2
             await it.settle()
 
     asyncio.run(asyncio.wait_for(main(), 60))

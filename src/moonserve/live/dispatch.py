@@ -342,7 +342,8 @@ class _Life:
         if isinstance(error, UpstreamError):
             failed = _Failed(why, True, unreachable=not error.sent, member=member)
         elif isinstance(error, InstanceRefused):
-            failed = _Failed(why, error.retry, member=member)
+            alone = member is None  # else the next try is without what this one refused
+            failed = _Failed(why, error.retry or not alone, member=member)
         elif not isinstance(error, MoonserveError):
             log.error("%s: call %d failed", self._request.id, number, exc_info=error)
             failed = _Failed("internal error", retry=True, member=member)
