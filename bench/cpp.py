@@ -62,7 +62,9 @@ def main() -> None:
                 turns.append(turn(cluster, f"{name}{at}", args.tokens, heads))
         ones, parts = (turns for _, turns in arms.values())
         ratio, foretold = (
-            statistics.median(one[which] / shared[which] for one, shared in zip(ones, parts))
+            statistics.median(
+                one[which] / shared[which] for one, shared in zip(ones, parts, strict=True)
+            )
             for which in (0, 1)
         )
         print(
