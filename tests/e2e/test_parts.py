@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
-from moonserve.core.actions import Prefill
-from moonserve.core.errors import BadRequest
-from moonserve.core.pipeline import Stage
-from moonserve.core.units import InstanceId, RequestId
+from moonserve.core.errors import BadRequest, EngineFailed
+from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import fake_cost
 from tests.support.inproc import BLOCK, Site, site
 
 PROMPT = list(range(2_000, 2_000 + 1_003))
+FULL = len(PROMPT) // BLOCK * BLOCK
 SLOW = fake_cost(0, 400, 0)
-
-
-def split(it: Site, names: Sequence[str], cuts: Sequence[int]) -> None:
-    """The next prefill of a long prompt is done by these, whatever the Conductor chose."""
-    core = it.gateway.conductor.core
-    step: Any = core.step
-    left = [True]
-
-    def stepped(now_us: int, facts: Any) -> list[Any]:
-        return [rewritten(action) for action in step(now_us, facts)]
-
-    def rewritten(action: Any) -> Any:
-        if not isinstance(action, Prefill) or action.decision.prompt_tokens < 500 or not left:
-            return action
-        left.clear()
-        bounds = [action.decision.reused_tokens, *cuts, action.decision.prompt_tokens]
-        stages = tuple(
-            Stage(InstanceId(name), bounds[at], bounds[at + 1]) for at, name in enumerate(names)
-        )
-        infos = tuple(core.view.instances[InstanceId(name)].info for name in names)
-        decision = msgspec.structs.replace(action.decision, stages=stages, prefill=infos[-1].id)
-        return msgspec.structs.replace(action, to=infos[-1], decision=decision, group=infos)
-
-    core.step = stepped  # type: ignore[method-assign]
+SOON = {"x-moonserve-ttft-slo-ms": "1"}
+"""An objective that one instance would miss, and that none can meet."""
 
 
 async def cluster(it: Site, prefills: int = 3) -> list[str]:
@@ -58,63 +33,95 @@ def record(it: Site, request: str) -> Any:
     return it.gateway.conductor.records[RequestId(request)]
 
 
-@pytest.mark.parametrize("cuts", [[496], [320, 704]])
-def test_parts_give_the_same_tokens_sooner(cuts: list[int]) -> None:
-    """Through gateway, wire and store, a prompt in parts gives one engine's tokens; the second time
-    its blocks are reused, whoever computed them.
+async def ask(it: Site, prompt: list[int], name: str, count: int = 12) -> None:
+    """The tokens are right."""
+    headers = {"x-request-id": name, **SOON}
+    assert await it.tokens(prompt, count, **headers) == it.reference(prompt, count)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_parts_give_the_same_tokens_sooner(workers: int) -> None:
+    """Through gateway, wire and store, a prompt in parts gives one engine's tokens; later prompts
+    reuse its blocks, whoever computed them.
     """
 
     async def main() -> None:
-        async with site() as it:
-            names = await cluster(it, len(cuts) + 1)
-            split(it, names, cuts)
-            headers = {"x-request-id": "parts"}
-            assert await it.tokens(PROMPT, 20, **headers) == it.reference(PROMPT, 20)
+        async with site(admission="none") as it:
+            await cluster(it, workers)
+            await ask(it, PROMPT, "parts")
             assert record(it, "parts").attempts == 1
-            spans = [
-                [stage for stage in it.workers[name].runner.stages() if stage.what == "computed"]
-                for name in names
-            ]
-            assert [span[0].blocks for span in spans] == [
-                -(-(end - start) // BLOCK)
-                for start, end in zip([0, *cuts], [*cuts, len(PROMPT)], strict=True)
-            ]
-            assert spans[-1][0].began_us < spans[0][0].ended_us, "they overlap"
-            again = {"x-request-id": "again"}
-            assert await it.tokens(PROMPT, 20, **again) == it.reference(PROMPT, 20)
-            assert record(it, "again").cached_tokens == len(PROMPT) // BLOCK * BLOCK
-            longer = [*PROMPT, *range(600)]
-            split(it, names[:2], [len(PROMPT) // BLOCK * BLOCK + 320])
-            reused = {"x-request-id": "reused"}
-            assert await it.tokens(longer, 9, **reused) == it.reference(longer, 9)
-            assert record(it, "reused").cached_tokens == len(PROMPT) // BLOCK * BLOCK
+            stages = record(it, "parts").decision.stages
+            assert len(stages) == workers
+            spans = []
+            for stage in stages:
+                noted = it.workers[stage.instance].runner.stages()
+                [span] = [each for each in noted if each.what == "computed"]
+                assert span.blocks == -(-(stage.end - stage.start) // BLOCK)
+                spans.append(span)
+            assert spans[-1].began_us < spans[0].ended_us, "they overlap"
+            await ask(it, PROMPT, "again")
+            assert record(it, "again").cached_tokens == FULL
+            await ask(it, [*PROMPT, *range(900)], "longer")
+            assert len(record(it, "longer").decision.stages) == workers
+            assert record(it, "longer").cached_tokens == FULL
             await it.settle()
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-async def in_the_middle(it: Site, name: str) -> None:
-    """Return when this worker has a part's blocks."""
+async def in_the_middle(it: Site, request: str) -> list[str]:
+    """Return when the last of the group computes; who they are, in order."""
     async with asyncio.timeout(10):
-        while not it.workers[name].runner.ledger().blocks_used:
+        while not (known := it.gateway.conductor.records.get(RequestId(request))) or not (
+            known.decision and known.decision.stages
+        ):
+            await asyncio.sleep(0.002)
+        names = [stage.instance for stage in known.decision.stages]
+        while not it.workers[names[-1]].runner.ledger().blocks_used:
             await asyncio.sleep(0.002)
     await asyncio.sleep(0.03)
+    return names
 
 
-@pytest.mark.parametrize("lost", ["p0", "p1", "p2"])
-def test_a_worker_lost_in_the_middle_costs_one_retry(lost: str) -> None:
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_worker_lost_in_the_middle_costs_one_retry(lost: int) -> None:
     """Whichever of three is gone, the prompt is prefilled once more; the client sees nothing."""
 
     async def main() -> None:
-        async with site() as it:
-            names = await cluster(it)
-            split(it, names, [320, 704])
-            asked = asyncio.create_task(it.tokens(PROMPT, 12, **{"x-request-id": "x"}))
-            await in_the_middle(it, "p2")
-            await it.lose(lost)
-            assert await asked == it.reference(PROMPT, 12)
+        async with site(admission="none") as it:
+            await cluster(it)
+            asked = asyncio.create_task(ask(it, PROMPT, "x"))
+            name = (await in_the_middle(it, "x"))[lost]
+            await it.lose(name)
+            await asked
             assert record(it, "x").attempts == 2
-            assert record(it, "x").decision.prefill != lost
+            decision = record(it, "x").decision
+            assert name not in [decision.prefill, *[stage.instance for stage in decision.stages]]
+            await it.settle()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_worker_that_hangs_and_falls_silent_ends_the_group() -> None:
+    """The Conductor breaks off all parts when it takes any member for gone, and places anew."""
+
+    async def hang(*args: Any) -> None:
+        await asyncio.sleep(3)
+        raise EngineFailed("after all")
+
+    async def main() -> None:
+        async with site(admission="none", dead_after_s=0.5) as it:
+            await cluster(it)
+            silent = it.workers["p1"]
+            silent.runner.passes.run = hang  # type: ignore[assignment,method-assign]
+            asked = asyncio.create_task(ask(it, PROMPT, "x"))
+            async with asyncio.timeout(10):
+                while not silent.runner.ledger().blocks_used:
+                    await asyncio.sleep(0.01)
+            it.members.pop("p1").cancel()
+            await asked
+            assert record(it, "x").attempts == 2
+            assert silent.runner.ledger().blocks_used, "it was not waited for"
             await it.settle()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -124,16 +131,15 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing() -> None:
     """All parts end with it: blocks, leases, puts and promises are gone."""
 
     async def main() -> None:
-        async with site() as it:
-            names = await cluster(it)
-            split(it, names, [320, 704])
-            asked = asyncio.create_task(it.tokens(PROMPT, 12, **{"x-request-id": "gone"}))
-            await in_the_middle(it, "p2")
+        async with site(admission="none") as it:
+            await cluster(it)
+            asked = asyncio.create_task(ask(it, PROMPT, "gone"))
+            await in_the_middle(it, "gone")
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             await it.settle()
             assert record(it, "gone").outcome == "cancelled"
-            assert await it.tokens(PROMPT, 5) == it.reference(PROMPT, 5)
+            await ask(it, PROMPT, "next")
             await it.settle()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -146,13 +152,28 @@ def test_a_worker_that_refuses_its_part_costs_one_retry() -> None:
         raise BadRequest("not here")
 
     async def main() -> None:
-        async with site() as it:
-            names = await cluster(it)
+        async with site(admission="none") as it:
+            await cluster(it)
             chains: Any = it.workers["p1"].runner.chains
             chains.check = refuse
-            split(it, names, [320, 704])
-            assert await it.tokens(PROMPT, 12, **{"x-request-id": "x"}) == it.reference(PROMPT, 12)
+            await ask(it, PROMPT, "x")
             assert record(it, "x").attempts == 2
+            await it.settle()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_many_prompts_in_parts_at_once() -> None:
+    """Groups that share workers, with plain prompts between them: all right, nothing left."""
+
+    async def main() -> None:
+        async with site(admission="none") as it:
+            await cluster(it)
+            prompts = [[token + 7 * at for token in PROMPT[: 400 + 100 * at]] for at in range(6)]
+            asked = [ask(it, prompt, f"x{at}") for at, prompt in enumerate(prompts)]
+            plain = [it.tokens(prompt[:90], 5) for prompt in prompts]
+            await asyncio.gather(*asked, *plain)
+            assert any(record(it, f"x{at}").decision.stages for at in range(6))
             await it.settle()
 
     asyncio.run(asyncio.wait_for(main(), 60))
