@@ -84,6 +84,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What refuses a request; see core.policies.Admission."""
     predictor: Literal["uniform", "survival"] = "survival"
     """How admission predicts who still decodes when a prefill ends; see core.predict."""
+    cpp: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """The most prefill workers that share one prompt; see core.groups."""
     rack: str = ""
     """Where a worker stands; transfers between racks are taken to last longer."""
     start_s: _Seconds = 180.0

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 @click.command()
 @settings_options(
     "model", "host", "port", "store_url", "store", "eviction", "policy",
-    "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor", "threshold", "max_body_bytes", "drain_s",
+    "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor", "cpp", "threshold", "max_body_bytes",
+    "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
@@ -59,6 +60,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
                 admission=settings.admission,
                 predictor=settings.predictor,
+                cpp=settings.cpp,
                 max_body_bytes=settings.max_body_bytes,
             )
         )

@@ -68,6 +68,7 @@ _HELP: dict[str, tuple[str, str]] = {
         "decode now) or predictive (when prefill will have ended)",
     ),
     "predictor": ("NAME", "predictive: how long others decode: uniform or survival"),
+    "cpp": ("N", "up to so many prefill workers share a prompt that one would be late with"),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
     "drain_s": ("SECONDS", "longest wait for running requests at the end"),

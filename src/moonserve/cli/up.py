@@ -52,6 +52,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "tbt_slo_ms",
     "admission",
     "predictor",
+    "cpp",
     "threshold",
     "max_body_bytes",
     "start_s",

@@ -40,6 +40,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What refuses a request."""
     predictor: PredictorName = "survival"
     """How it is predicted who still decodes when a prefill ends; not oracle."""
+    cpp: int = 1
+    """The most prefill instances that share one prompt; see core.groups."""
     max_body_bytes: Bytes = 8 << 20
     max_in_flight: int = 1_024
     """Requests served at once; more are answered 429."""

@@ -61,6 +61,7 @@ class Gateway:
             slo=config.slo,
             admission=config.admission,
             predictor=config.predictor,
+            cpp=config.cpp,
             bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
         )
