@@ -88,6 +88,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The same for requests of a priority below, and above, 0."""
     predictor: Literal["uniform", "survival"] = "survival"
     """How admission predicts who still decodes when a prefill ends; see core.predict."""
+    cpp: _Count = 8
+    """The most prefill workers that may share one prompt, where one alone would miss its TTFT
+    objective; 1: none does."""
     rack: str = ""
     """Where a worker stands; transfers between racks are taken to last longer."""
     start_s: _Seconds = 180.0

@@ -70,6 +70,7 @@ _HELP: dict[str, tuple[str, str]] = {
     "admission_low": ("MODE", "the same for requests of a priority below 0"),
     "admission_high": ("MODE", "the same for requests of a priority above 0"),
     "predictor": ("NAME", "predictive: how long others decode: uniform or survival"),
+    "cpp": ("N", "how many workers may share a prompt that is late with one, at most"),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
     "drain_s": ("SECONDS", "longest wait for running requests at the end"),

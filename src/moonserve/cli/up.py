@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import secrets
@@ -54,6 +55,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "admission_low",
     "admission_high",
     "predictor",
+    "cpp",
     "threshold",
     "max_body_bytes",
     "start_s",
@@ -241,7 +243,8 @@ def _say_hello(settings: Settings, port: int) -> None:
 def _tell(name: str, line: str) -> None:
     """Print one line of one process, with its name before it."""
     text = line.removeprefix(f"{name}: ")  # workers name themselves, for who starts one by hand
-    click.echo(click.style(f"{name:>7} | ", dim=True) + text, err=True)
+    with contextlib.suppress(OSError):  # whoever read it is gone, and there is a cluster to stop
+        click.echo(click.style(f"{name:>7} | ", dim=True) + text, err=True)
 
 
 def _cores() -> int:

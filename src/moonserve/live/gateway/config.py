@@ -43,6 +43,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The same for a priority below, and above, 0; None: as for the others."""
     predictor: PredictorName = "survival"
     """How it is predicted who still decodes when a prefill ends; not oracle."""
+    cpp: int = 8
+    """The most prefill instances that may share one prompt."""
     max_body_bytes: Bytes = 8 << 20
     max_in_flight: int = 1_024
     """Requests served at once; more are answered 429."""

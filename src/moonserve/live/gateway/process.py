@@ -63,6 +63,7 @@ class Gateway:
             admission_low=config.admission_low,
             admission_high=config.admission_high,
             predictor=config.predictor,
+            cpp=config.cpp,
             bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
         )
