@@ -244,13 +244,14 @@ class Errors:
     def __init__(self) -> None:
         self.count = 0
         self.sum = 0.0
-        self._latest: deque[float] = deque(maxlen=_KEPT_ERRORS)
+        self.latest: deque[tuple[float, float]] = deque(maxlen=_KEPT_ERRORS)
+        """(predicted, actual)."""
 
     def add(self, predicted: float, actual: float) -> None:
         """One more."""
         self.count += 1
         self.sum += predicted - actual
-        self._latest.append(abs(predicted - actual))
+        self.latest.append((predicted, actual))
 
     @property
     def bias(self) -> float | None:
@@ -259,7 +260,7 @@ class Errors:
 
     def quantile(self, q: float) -> float | None:
         """That quantile of the latest errors' sizes; None where there are none."""
-        if not self._latest:
+        if not self.latest:
             return None
-        ordered = sorted(self._latest)
+        ordered = sorted(abs(predicted - actual) for predicted, actual in self.latest)
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
