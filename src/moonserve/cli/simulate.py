@@ -74,6 +74,13 @@ _OPTIONS = (
         help="Predictive admission: how long others decode.",
     ),
     _option(
+        "--cpp",
+        type=_SOME,
+        default=1,
+        metavar="N",
+        help="Up to so many prefill instances share a prompt that one would be late with.",
+    ),
+    _option(
         "--profile",
         default="a800-loaded",
         metavar="NAME",
@@ -147,6 +154,7 @@ def _setup(
     tbt_slo: float,
     admission: Any,
     predictor: Any,
+    cpp: int,
     profile: str,
     cache_blocks: str,
     pool: str,
@@ -180,6 +188,7 @@ def _setup(
             slo=goal,
             admission=admission,
             predictor=predictor,
+            cpp=cpp,
             tbt_share=ALONE if same["first_token"] == "decode" else Tuning().tbt_share,
         ),
         goal=goal,
@@ -289,6 +298,8 @@ def _idle(
         yield f"--threshold changes nothing: {setup.tuning.policy} does not balance by it"
     if setup.cache_blocks is None and eviction != "lru":
         yield "--eviction changes nothing: an infinite cache never evicts"
+    if setup.tuning.cpp > 1 and not setup.profile.layers:
+        yield f"--cpp changes nothing: profile {setup.profile.name} does not say its layers"
     for option, given in (
         ("--no-overlap", no_overlap),
         ("--keep-output", keep_output),
