@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 
 from moonserve.core.errors import StoreError
 from moonserve.core.pool import PutOptions
 from moonserve.core.units import SegmentId
+from moonserve.live.http.server import App, serve
 from moonserve.live.store.objects import Objects
-from tests.support.store_processes import Pool, content, put, replicas, run
+from tests.support.store_processes import Pool, Process, content, put, replicas, run
 
 
 def test_a_name_has_one_holder() -> None:
@@ -49,3 +53,29 @@ def test_a_quota_is_kept() -> None:
             await put(client, "more", PutOptions(tenant="t", replicas=3, blocks=False))
 
     run(test, None, ("--recover-s", "0", "--quota", "t=120000"))
+
+
+def test_a_store_url_without_a_master_ends_a_segment_and_an_absent_one_is_waited_for() -> None:
+    """Another server there is named with its setting; that nobody is there is said now and then."""
+
+    async def test() -> None:
+        other = await serve(App({}), "127.0.0.1", 0)
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            ports = (other.port, nobody.getsockname()[1])
+            wrong, early = (
+                Process("segment", "--name", "s", "--store-url", f"http://127.0.0.1:{port}")
+                for port in ports
+            )
+            try:
+                await wrong.says(rf"error: store_url: http://127.0.0.1:{other.port} is no store's")
+                assert await asyncio.to_thread(wrong.process.wait, 5) == 2
+                await early.says("waiting to mount: .*cannot connect")
+                await asyncio.sleep(1.2)
+                assert len(early.lines) == 1
+            finally:
+                wrong.close()
+                early.close()
+                await other.stop(0)
+
+    asyncio.run(asyncio.wait_for(test(), 60))

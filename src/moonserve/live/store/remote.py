@@ -19,8 +19,8 @@ import msgspec
 from moonserve.core.errors import BadRequest, ConfigError, MoonserveError, StoreError
 from moonserve.core.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import LeaseId, SegmentId
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.store import wire
 from moonserve.live.store.link import Link
@@ -29,7 +29,9 @@ from moonserve.live.store.local import STORE_PREFIX
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_URL = "store_url"
 _CALL_S = 5.0
+_SAY_S = 5.0
 _MOUNT_PAUSE_S = 0.5
 _MOUNT_DEADLINE_S = 120.0
 _WAIT_S = 20.0
@@ -52,7 +54,9 @@ class HttpRpc:
         await self._http.request("GET", self.url + "/health", timeout_s=_CALL_S)
 
     async def __call__(self, op: str, body: bytes, timeout_s: float = _CALL_S) -> bytes:
-        """POST one operation. Raises MoonserveError; ConfigError where the token is wrong."""
+        """POST one operation. Raises MoonserveError; BadRequest where the master never will, and
+        ConfigError where the token is wrong, or no store's master is there.
+        """
         reply = await self._http.request(
             "POST",
             self.url + STORE_PREFIX + op,
@@ -60,12 +64,22 @@ class HttpRpc:
             body=body,
             timeout_s=timeout_s,
         )
+        if reply.status == 200 and "html" not in reply.headers.get("content-type", ""):
+            return reply.body
+        raise self._refusal(reply)
+
+    def _refusal(self, reply: ClientResponse) -> MoonserveError:
         if reply.status == 401:
-            raise ConfigError(f"{self.url} does not accept it; set MOONSERVE_TOKEN", "token")
-        if reply.status != 200:
-            text = reply.body[:300].decode("utf-8", "replace")
-            raise StoreError(f"{op}: {self.url} answers {reply.status} {text}")
-        return reply.body
+            return ConfigError(f"{self.url} does not accept it; set MOONSERVE_TOKEN", "token")
+        try:
+            said = msgspec.json.decode(reply.body, type=ErrorReply).error
+        except msgspec.DecodeError:
+            return ConfigError(f"{self.url} is no store's master", _URL)
+        if reply.status == 400 and said.param != _URL:
+            return BadRequest(said.message, said.param)
+        if reply.status in (400, 404):
+            return ConfigError(f"{self.url} is no store's master: {said.message}", _URL)
+        return StoreError(f"{self.url} answers {reply.status} {said.message}")
 
 
 class RemotePool:
@@ -132,7 +146,7 @@ class RemotePool:
         return json_response(await self.lookup(request.query))
 
     async def _operation(self, request: HttpRequest) -> Response:
-        raise BadRequest(f"the store's master is at {self._rpc.url}: set store_url", "store_url")
+        raise BadRequest(f"that is at {self._rpc.url}", _URL)
 
     async def _release_forever(self) -> None:
         while True:
@@ -178,16 +192,19 @@ async def mounted(rpc: HttpRpc, opens: Callable[[], Awaitable[T]], stop: asyncio
     Raises ConfigError at once, other MoonserveErrors after two minutes.
     """
     deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
+    say_s = 0.0
     while not stop.is_set():
         try:
             await rpc.ping()  # a segment reserves its memory before it mounts
             return await opens()
-        except ConfigError:
+        except (ConfigError, BadRequest):
             raise
         except MoonserveError as error:
             if time.monotonic() > deadline_s:
                 raise
-            log.info("waiting to mount: %s", error)
+            if time.monotonic() > say_s:
+                log.info("waiting to mount: %s; still trying", error)
+                say_s = time.monotonic() + _SAY_S
         await within(stop, _MOUNT_PAUSE_S)
     return None
 
