@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from moonserve.core.errors import StoreError
+from moonserve.core.errors import BadRequest, StoreError
 from moonserve.core.pool import PutOptions
 from moonserve.core.units import SegmentId
 from moonserve.live.http.server import App, serve
@@ -40,7 +40,7 @@ def test_a_name_has_one_holder() -> None:
 
 
 def test_a_quota_is_kept() -> None:
-    """A tenant's oldest objects go for its newest, copies counted; what can never fit is said."""
+    """A tenant's oldest objects go for its newest, copies counted; what can never be is said."""
 
     async def test(it: Pool) -> None:
         client = await it.client("writer")
@@ -51,6 +51,8 @@ def test_a_quota_is_kept() -> None:
         assert sorted(await replicas(client)) == ["o2", "o3", "other"]
         with pytest.raises(StoreError, match=r"'t' has a quota of 120000 .* for 3 of 50000 bytes"):
             await put(client, "more", PutOptions(tenant="t", replicas=3, blocks=False))
+        with pytest.raises(BadRequest, match="no segment 'nope'; there are: "):
+            await put(client, "lost", PutOptions(preferred=SegmentId("nope"), blocks=False))
 
     run(test, None, ("--recover-s", "0", "--quota", "t=120000"))
 
