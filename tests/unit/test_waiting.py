@@ -4,6 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonserve.core.request import Counted, Request
 from moonserve.core.units import RequestId
 from moonserve.core.waiting import PATIENCE_US, SHARE, Waiter, WaitingRoom
 
@@ -169,8 +170,9 @@ def test_priority_goes_before_turns() -> None:
 def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
     """To one who has fewer; among his own nobody does."""
     room = room_of(*owned("flood", *(waiter(f"f{at}", 1, at_s=at) for at in range(3))))
-    assert room.gives_way("flood") is None
-    assert room.gives_way("calm") == "f2"
+    for tenant, gives_way in (("flood", "new"), ("calm", "f2")):
+        request = Request(RequestId("new"), "m", Counted(9), tenant=tenant)
+        assert room.gives_way(request) == gives_way
 
 
 works = st.lists(st.floats(0.1, 40), min_size=1, max_size=12)

@@ -34,7 +34,7 @@ from moonserve.core.facts import (
 from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
-from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of
+from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of, work_us
 from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView, Promised
 from moonserve.core.waiting import Waiter, WaitingRoom
@@ -337,15 +337,15 @@ class Conductor:
         self._parked.pop(life.request.id, None)
         room = self._rooms.setdefault(life.request.model, WaitingRoom())
         if len(room) >= self.tuning.max_waiting and not life.attempts:
-            other = room.gives_way(life.request.tenant)
-            last = life if other is None else self._lives[other]
+            last = self._lives[room.gives_way(life.request)]
             self._refuse(last, admission.too_many(last.request, room, len(prefills)), now_us)
             if last is life:
                 return
-        work_us = prefills[0].alone_us(life.length, self.index.match(life.keys).pool)
+        slo, pool = self.outlook.slo(life.request), self.index.match(life.keys).pool
+        takes_us = work_us(prefills, life.length, pool, slo, self.tuning)
         resumed = life.attempts > 0
         came_us = now_us if resumed else life.arrived_us
-        room.add(Waiter.of(life.request, self.outlook.slo(life.request), came_us, work_us, resumed))
+        room.add(Waiter.of(life.request, slo, came_us, takes_us, resumed))
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""

@@ -133,12 +133,6 @@ class InstanceView:
         left_us = self.idle_us - now_us
         return left_us if left_us > self.behind_us else self.behind_us
 
-    def alone_us(self, length: Tokens, pool: int) -> Micros:
-        """Prefill time here of so many tokens, of which the pool holds so many blocks."""
-        size = self.info.namespace.block_size
-        cached = min(pool, (length - 1) // size) * size
-        return self.cost.prefill_us(length, cached, self.info.chunk_tokens)
-
     def is_free(self, now_us: Micros, ahead_us: Micros) -> bool:
         """Whether it prefills nothing, or one prompt of which at most `ahead_us` are left."""
         if not self.prefills:

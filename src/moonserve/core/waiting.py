@@ -158,14 +158,13 @@ class WaitingRoom:
                     return waiters.pop(at)
         return None
 
-    def gives_way(self, tenant: str) -> RequestId | None:
-        """Whose place one of this tenant may have where all are taken: the last to come of those
-        who have the most; None: its own are as many."""
+    def gives_way(self, request: Request) -> RequestId:
+        """Who is one too many when this one comes: the last of the tenant that has most here."""
         most = max(self._of, key=self._of.__getitem__)
-        if self._of[tenant] >= self._of[most]:
-            return None
         theirs = [w for w in self.everybody() if w.tenant == most and not w.resumed]
-        return max(theirs, key=lambda w: (w.arrived_us, w.request)).request if theirs else None
+        if self._of[request.tenant] >= self._of[most] or not theirs:
+            return request.id
+        return max(theirs, key=lambda w: (w.arrived_us, w.request)).request
 
     def hopeless(self, now_us: Micros) -> list[Waiter]:
         """Those that can no longer meet their objective, in order of arrival."""

@@ -119,7 +119,7 @@ class Gateway:
         api = Api(self.conductor, self.pool)
         app = App(
             front.routes() | internal.routes() | api.routes() | self.pool.routes(),
-            front.prefixes() | api.prefixes() | self.pool.prefixes(),
+            front.prefixes() | api.prefixes(),
             max_body_bytes=config.max_body_bytes,
             body_limits={"/internal/": _INTERNAL_BODY_BYTES},
             name="gateway",

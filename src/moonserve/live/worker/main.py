@@ -148,7 +148,8 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             control = Control(http, config.gateway, config.token)
             epoch = time.time_ns() // 1000
             rpc = HttpRpc(http, config.store_url or config.gateway, config.token)
-            store = await mounted(rpc, lambda: _open_store(control, rpc, config, epoch), stop)
+            reach = control.ping if config.store == "mooncake" else rpc.connect
+            store = await mounted(reach, lambda: _open_store(control, rpc, config, epoch), stop)
             if store is not None:
                 stack.push_async_callback(store.close)
                 stack.push_async_callback(_hand_on, store, stop, config)
