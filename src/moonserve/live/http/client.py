@@ -47,6 +47,7 @@ def _parse(url: str) -> _Target:
         raise ConfigError(f"{url!r} is not an http:// address", "url")
     try:
         port = parts.port or 80
+        parts.hostname.encode("idna")  # as it is looked up; a UnicodeError is a ValueError
     except ValueError as error:
         raise ConfigError(f"{url!r}: {error}", "url") from None
     path = parts.path or "/"
