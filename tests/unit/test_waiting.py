@@ -1,7 +1,7 @@
 """The order in which late binding serves, by small numbers."""
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonserve.core.request import Counted, Request
@@ -178,6 +178,7 @@ def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
 works = st.lists(st.floats(0.1, 40), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(works, works)
 def test_turns_are_fair_to_one_prompt(one: list[float], other: list[float]) -> None:
     """While both wait, what two tenants were given differs by no more than a prompt of each."""
