@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 from bench.paper.lab import Lab, Page
 
 from moonserve.sim.cluster import Simulation
