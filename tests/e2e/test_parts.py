@@ -106,11 +106,11 @@ def test_a_worker_that_hangs_and_falls_silent_ends_the_group() -> None:
     """The Conductor breaks off all parts when it takes any member for gone, and places anew."""
 
     async def hang(*args: Any) -> None:
-        await asyncio.sleep(3)
+        await asyncio.sleep(6)
         raise EngineFailed("after all")
 
     async def main() -> None:
-        async with site(admission="none", dead_after_s=0.5) as it:
+        async with site(admission="none", dead_after_s=2.0) as it:
             await cluster(it)
             silent = it.workers["p1"]
             silent.runner.passes.run = hang  # type: ignore[assignment,method-assign]

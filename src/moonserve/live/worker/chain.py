@@ -74,7 +74,7 @@ class Chain:
         self.failure: MoonserveError | None = None
         self.feeding: asyncio.Task[None] | None = None
         self._wait_s = wait_s
-        self._pass_by_s = 0.0
+        self._pass_by_s: float | None = None
         self._moved = asyncio.Event()
 
     def moved(self) -> None:
@@ -107,16 +107,14 @@ class Chain:
         self.here = [blocks] * len(self.here)
         self.moved()
 
-    def began(self) -> None:
-        """Its pass begins, and may take so long to get what it waits for."""
-        self._pass_by_s = asyncio.get_running_loop().time() + self._wait_s
-
     async def reached(self, layer: int) -> None:
         """See ports.Layers."""
         self.written[layer] = True
         self.moved()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        if self._pass_by_s is None:
+            self._pass_by_s = began_s + self._wait_s  # for all layers together
         left_s = self._pass_by_s - began_s
         await self.until(lambda: self.here[layer] >= self.first, f"layer {layer}", left_s)
         self.waited_us += round((loop.time() - began_s) * 1e6)
@@ -351,7 +349,6 @@ class Chains:
         self._kv.before_pass(job, chunk)
         work = Pass((chunk,))
         began_us = self._clock.now_us()
-        chain.began()
         result = await self._passes.run(work, chain)
         self._passes.measured(work, result.elapsed_us - chain.waited_us)
         self._kv.note("computed", job.lease, began_us, chain.total - chain.first)
