@@ -195,8 +195,8 @@ def show_among(found: Any, page: Page) -> None:
                 [
                     f"{row['speed']:g}",
                     row["arm"],
-                    f"{row['long_good'] / row['long_count']:.1%}",
-                    f"{row['other_good'] / row['other_count']:.1%}",
+                    f"{_share(row, 'long'):.1%}",
+                    f"{_share(row, 'other'):.1%}",
                     _number(row["long_ttft_s"]),
                     _number(row["other_ttft_s"]),
                     _number(row["other_p90_s"]),
@@ -223,6 +223,10 @@ def show_among(found: Any, page: Page) -> None:
     )
 
 
+def _share(row: Any, of: str) -> float:
+    return float(row[f"{of}_good"] / max(1, row[f"{of}_count"]))
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -237,8 +241,8 @@ def draw_among(found: Any) -> Any:
             rows = [r for r in found if r["admission"] == admission and r["arm"] == arm]
             xs = [row["speed"] for row in rows]
             lines = {
-                "good, long prompts": [r["long_good"] / r["long_count"] for r in rows],
-                "good, others": [r["other_good"] / r["other_count"] for r in rows],
+                "good, long prompts": [_share(r, "long") for r in rows],
+                "good, others": [_share(r, "other") for r in rows],
                 "goodput, tokens/s": [r["goodput_tokens_per_s"] for r in rows],
             }
             for axes, (label, ys) in zip(line, lines.items(), strict=True):

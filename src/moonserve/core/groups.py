@@ -60,6 +60,7 @@ def partners(
         and view.info.layers == first.info.layers
         and view.info.namespace == first.info.namespace
         and view.takes_prefill
+        and view.kv_tokens >= work.length
     ]
     move_us = first.cost.load_us[1] * work.length / work.block_size * first.kind.block_bytes
 
