@@ -154,16 +154,18 @@ class HttpClient:
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await self._connect(target)
+                switched = False
                 try:
                     connection.may_switch = True
                     await connection.send(_head("GET", target, asked, 0))
                     if connection.status == 101:
                         connection.switch(to)
+                        switched = True
                         return None
                     whole = await connection.read_all(self._max_reply_bytes)
                     return ClientResponse(connection.status, connection.headers, whole)
                 finally:
-                    if connection.status != 101:
+                    if not switched:  # also where a cancel came just after the 101
                         connection.abort()
         except TimeoutError:
             raise DeadlineExceeded(f"GET {url}: no reply within {timeout_s:g} s") from None
