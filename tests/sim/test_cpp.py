@@ -13,6 +13,7 @@ from moonserve.core.profiles import PROFILES
 from moonserve.core.request import Slo
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
+from moonserve.sim.report import why_slow
 from moonserve.sim.setup import Breakdown, Setup
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace
@@ -199,3 +200,9 @@ def test_a_member_lost_before_its_turn_ends_the_group() -> None:
         sim = ran(trace, 6.0, breakdowns=(Breakdown("kill", instance, 300_000),))
         complete(sim)
         balanced(sim)
+
+
+def test_the_report_says_who_shared_the_slowest() -> None:
+    """The time of a group is its own, not what one instance alone would have taken."""
+    sim = ran(long((0, 65_536)), 4.0)
+    assert why_slow(sim.served[0]) == "3.7 s by 3 instances together"
