@@ -132,7 +132,7 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
         "{dropped_tbt_slo:,} when prefill had ended; pools' loads correlate by "
         "{seesaw_correlation:.2f}",
         f"network    {{transfers:,}} transfers, {found['transfer_bytes'] / 1e9:,.1f} GB; "
-        "{migrations:,} blocks copied",
+        "{migrations:,} fetched blocks kept, {spread_copies:,} copies of hot prefixes",
         "hindsight  TTFT off by {ttft_error_mean_s:.2f} s; the best place was "
         "{regret_mean_s:.2f} s sooner (means)",
         "digest     {digest}, in {cpu_s:.1f} CPU s",
@@ -150,13 +150,14 @@ def _literal(text: str) -> str:
 
 def explanation_of(served: Served) -> Explanation:
     """What was decided for a request, and what came of it."""
-    from moonserve.core.explain import explanation, why
+    from moonserve.core.explain import explanation, why, why_spread
 
     decision, first_us, ended_us = served.judged, served.first_us, served.ended_us
     because = why(decision) if decision is not None and served.attempts else served.why
     told = explanation(served.id, served.outcome, decision, because)
     told.attempts = served.attempts
     told.error = served.why or None
+    told.spread = None if served.spread is None else why_spread(served.spread)
     if first_us is not None:
         told.actual_ttft_ms = (first_us - served.arrived_us) / 1e3
         told.actual_cached_tokens = served.cached

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.command()
 @settings_options(
     "model", "host", "port", "store_url", "eviction", "policy", "ttft_slo_ms", "tbt_slo_ms",
-    "admission", "predictor", "threshold", "max_body_bytes", "drain_s",
+    "admission", "predictor", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
@@ -58,6 +58,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
                 admission=settings.admission,
                 predictor=settings.predictor,
+                spread_bytes=settings.spread_bytes,
                 max_body_bytes=settings.max_body_bytes,
             )
         )

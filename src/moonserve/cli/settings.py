@@ -68,6 +68,11 @@ _HELP: dict[str, tuple[str, str]] = {
         "decode now) or predictive (when prefill will have ended)",
     ),
     "predictor": ("NAME", "predictive: how long others decode: uniform or survival"),
+    "spread_bytes": (
+        "SIZE",
+        "prefixes that many ask for are copied to workers with less to do, so much at a time; 0: "
+        "none",
+    ),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
     "drain_s": ("SECONDS", "longest wait for running requests at the end"),

@@ -58,6 +58,16 @@ _OPTIONS = (
         metavar="RATIO",
         help="Fetch a prefix this many times as long as one's own (Algorithm 1).",
     ),
+    _option(
+        "--spread-bytes",
+        type=Size(),
+        default="8GiB",
+        metavar="SIZE",
+        help="Copy hot prefixes to idle instances, so much at a time; 0: none.",
+    ),
+    _option(
+        "--one-copy", is_flag=True, help="Blocks lie in one segment, as in the embedded store."
+    ),
     _option("--ttft-slo", default=30.0, metavar="S", help="Goal for the first token."),
     _option("--tbt-slo", default=200.0, metavar="MS", help="Goal between tokens."),
     _option(
@@ -143,6 +153,7 @@ def _setup(
     mixed: int,
     policy: str,
     threshold: float,
+    spread_bytes: int,
     ttft_slo: float,
     tbt_slo: float,
     admission: Any,
@@ -177,6 +188,7 @@ def _setup(
         tuning=Tuning(
             policy=policy,
             kvcache_balancing_threshold=threshold,
+            spread_bytes=spread_bytes,
             slo=goal,
             admission=admission,
             predictor=predictor,

@@ -53,6 +53,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "admission",
     "predictor",
     "threshold",
+    "spread_bytes",
     "max_body_bytes",
     "start_s",
     "drain_s",

@@ -35,7 +35,7 @@ from moonserve.core.placement import (
 )
 from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
-from moonserve.core.units import InstanceId, Micros
+from moonserve.core.units import Bytes, InstanceId, Micros
 from moonserve.core.view import InstanceView
 from moonserve.core.waiting import PATIENCE_US
 
@@ -86,6 +86,9 @@ class Tuning(msgspec.Struct, frozen=True):
     pass under way before its own, and where prefill has streamed the first token, clients see it.
     Nearly 1 will do where decode streams it; and for one that has waited long, whose TTFT would be
     missed else."""
+    spread_bytes: Bytes = 8 << 30
+    """Of hot prefixes, so much is copied to other segments at a time, in the background; 0: none;
+    see core.hot."""
     bind_ahead_us: Micros = 0
     """Late binding: an instance gets its next request when this much of its work is left."""
     dead_after_us: Micros = 5_000_000

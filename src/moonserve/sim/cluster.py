@@ -12,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.batch import Progress
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
@@ -38,6 +38,7 @@ from moonserve.sim.node import Call, Node
 from moonserve.sim.segments import Segments, full_keys, next_turns
 from moonserve.sim.served import Flow, Sample, Served, first_of_decode_us
 from moonserve.sim.setup import MODEL, POOL, UNTOLD, Breakdown, Setup
+from moonserve.sim.spreading import Spreading
 from moonserve.sim.trace import Trace
 
 
@@ -59,9 +60,9 @@ class Simulation:
         self._in_order = list(self.nodes.values())
         self.prefills = [node for node in self._in_order if node.info.role != "decode"]
         self.decodes = [node for node in self._in_order if node.info.role != "prefill"]
-        wide = frozenset({POOL})
         rate, base_us = setup.profile.link_bytes_per_s, round(setup.profile.load_base_us)
-        self.network = Network(self.clock, rate, wide, base_us)
+        racks, far = {str(info.id): info.rack for info in infos}, setup.tuning.cross_rack
+        self.network = Network(self.clock, rate, frozenset({POOL}), base_us, racks, far)
         self.segments = Segments(setup, self.prefills, self.decodes)
         self.served: list[Served] = []
         self.samples: list[Sample] = []
@@ -71,6 +72,7 @@ class Simulation:
         self._coming = next(self._rows, None)
         self._tails: dict[str, Served | None] = {n.name: None for n in self.prefills}
         self._facts: list[Fact] = [Joined(info) for info in infos]
+        self._spreading = Spreading(self.network, self.segments, self._facts)
         self._next_turns = next_turns(trace) if setup.keep_output else {}
         self._again = setup.first_token == "decode"
         self._way_us = round(setup.profile.call_us / 2)
@@ -157,7 +159,8 @@ class Simulation:
 
     def _step(self) -> None:
         now_us = self.clock.now_us
-        facts, self._facts = self._facts, []
+        facts = self._facts.copy()
+        self._facts.clear()
         self._awake = False
         actions = self.conductor.step(now_us, facts)
         happened = events(now_us, facts, actions)
@@ -191,6 +194,9 @@ class Simulation:
                 nodes = (self.nodes[decision.prefill], self.nodes[decision.decode])
                 if any(node.cancel(served.id) for node in nodes):  # else it has failed already
                     self._failed(served, number)
+            case Spread(to=to):
+                served.spread = action
+                self._spreading.begin(action, self.nodes[InstanceId(to)])
             case Refuse(why=why, reason=reason, decision=decision):
                 served.outcome, served.why, served.decision = "refused", why, decision
                 served.reason = reason
@@ -259,14 +265,14 @@ class Simulation:
             if left <= 0:
                 if decision.copies and remote and not node.dead:
                     self.copied_blocks += blocks - local
-                    self._facts += self.segments.store(node, served.keys, 0, blocks)
+                    self._facts += self.segments.store(node, served.keys, 0, blocks, copies=True)
                 done(blocks * size)
 
         if not remote:
             self._after(self._way_us, one_came)
         for source, count in remote.items():
-            moved = self._stretched(source, node, count * node.info.block_bytes)
-            sent = partial(self.network.send, source, node.name, moved, one_came)
+            size = count * node.info.block_bytes
+            sent = partial(self.network.send, source, node.name, size, one_came)
             self._after(self._way_us, sent)
 
     def _began(self, node: Node, call: Call) -> None:
@@ -284,16 +290,9 @@ class Simulation:
             flow.there = True
         else:
             blocks = -(-tokens // self.trace.block_size)  # a partial one moves whole
-            moved = self._stretched(source.name, target, blocks * target.info.block_bytes)
+            moved = blocks * target.info.block_bytes
             self.network.send(source.name, target.name, moved, flow.arrived)
         return flow
-
-    def _stretched(self, source: str, target: Node, size: int) -> int:
-        """Between racks a transfer takes as if there were more to move."""
-        sender = self.nodes.get(InstanceId(source))
-        if sender is None or sender.info.rack == target.info.rack:
-            return size
-        return round(size * self.setup.tuning.cross_rack)
 
     def _load_all(self, served: Served, length: Tokens, done: Callable[[Tokens], None]) -> None:
         decision = served.decision

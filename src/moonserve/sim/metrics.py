@@ -226,6 +226,8 @@ def _summary(
         "ttft_error_mean_s": mean(np.array(errors)),
         "regret_mean_s": mean(np.array([_regret_s(one) for one in served if one.first_us])),
         "migrations": sim.copied_blocks,
+        "spread_copies": sim.conductor.hot.done["done"],
+        "spread_bytes": sim.conductor.hot.done["bytes"],
         "transfers": sim.network.transfers,
         "transfer_bytes": sim.network.bytes,
         "preemptions": sum(node.preemptions for node in sim.nodes.values()),

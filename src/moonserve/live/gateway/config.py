@@ -36,6 +36,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What refuses a request."""
     predictor: PredictorName = "survival"
     """How it is predicted who still decodes when a prefill ends; not oracle."""
+    spread_bytes: Bytes = 8 << 30
+    """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
     max_body_bytes: Bytes = 8 << 20
     max_in_flight: int = 1_024
     """Requests served at once; more are answered 429."""
