@@ -185,7 +185,13 @@ def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
 
 
 def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
-    for name in ("segment_bytes", "disk_bytes", "kv_memory_bytes", "max_body_bytes", "spread_bytes"):
+    for name in (
+        "segment_bytes",
+        "disk_bytes",
+        "kv_memory_bytes",
+        "max_body_bytes",
+        "spread_bytes",
+    ):
         if isinstance(value := merged.get(name), str):
             try:
                 merged[name] = parse_bytes(value)

@@ -74,6 +74,7 @@ def test_who_may_join() -> None:
         status, text = await join(id="p1", namespace=space)
         assert (status, "block_size" in text) == (409, True)
         older = it.members["p0"]
+        await it.stores["p0"].close()  # while its segment lives, it keeps its name
         await it.add("p0", "prefill", epoch=11)
         with pytest.raises(ConfigError, match="later start"):
             await asyncio.wait_for(older, 10)  # it ends rather than flap

@@ -46,6 +46,22 @@ def complete(up: Up, prompt: list[int]) -> tuple[list[int], int]:
     return reply["choices"][0]["token_ids"], cached
 
 
+def test_what_only_mooncake_knows_is_said_to_be_so() -> None:
+    """The store's commands name whom to ask, in one line, and do not tell of an empty pool."""
+    with cluster() as up:
+        for argv in (("stat",), ("ls",), ("get", "00"), ("evict", "p0", "1MiB")):
+            done = subprocess.run(
+                [*PROGRAM, "store", *argv, "--url", up.url],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert (done.returncode, done.stdout) == (1, "")
+            assert "only mooncake_master knows where: ask it at /metrics" in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+        assert up.get("/api/stats")["store"] == {"backend": "mooncake"}
+
+
 def test_a_prefix_outlives_neither_its_master_nor_its_owner_and_is_computed_again() -> None:
     """With the master or the owner killed, requests are answered alike, and hits come back."""
     with cluster("--prefill", "2") as up:

@@ -77,7 +77,7 @@ def test_the_commands_show_and_move_what_there_is() -> None:
         assert (code, told) == (0, "a is empty\n")
         assert all("a" not in places for places in (await replicas(client)).values())
         code, told, _ = await cli("evict", "a", "1MiB", *url)
-        assert (code, told) == (0, "0 bytes freed\n")
+        assert (code, told) == (0, "0 bytes freed, or on their way to disk\n")
 
     run(test)
 
@@ -115,6 +115,28 @@ def test_a_segment_told_to_stop_leaves_nothing_behind() -> None:
     run(test)
 
 
+def test_a_segment_at_two_addresses_tells_what_its_lanes_carried() -> None:
+    """--card: bytes go by both; what another segment pulled from it is on that one's /metrics."""
+
+    async def test(it: Pool) -> None:
+        cards = ("--card", "127.0.0.1@red", "--card", "127.0.0.2@blue")
+        await it.start_segment("e", more=cards)
+        puller = await it.start_segment("f", more=("--metrics-port", "0", "--rack", "far"))
+        page = await puller.says(r"metrics at (http\S+)")
+        client = await it.client("writer")
+        await put(client, "x", PutOptions(preferred=SegmentId("e"), blocks=False))
+        hosts = {lane.path.address.host for lane in client.transfer.stats()}
+        assert hosts == {"127.0.0.1", "127.0.0.2"}
+        await put(client, "y", PutOptions(replicas=2, preferred=SegmentId("e"), blocks=False))
+        await until(lambda: lies_twice(client, "y"))
+        told = await text(page)
+        assert "moonserve_transfer_bytes_total{" in told
+        assert 'peer="e:e"' in told
+        assert await text(page.replace("/metrics", "/health"))
+
+    run(test)
+
+
 @pytest.mark.model
 def test_a_cluster_around_a_master_elsewhere() -> None:
     """A gateway and workers with --store-url: prefixes are shared, as the index knows; also after
@@ -147,6 +169,38 @@ def test_a_cluster_around_a_master_elsewhere() -> None:
     run(test)
 
 
+@pytest.mark.model
+def test_a_worker_told_to_stop_hands_on_what_only_it_has() -> None:
+    """SIGTERM: the prefixes that lay in its segment alone are reused by another afterwards."""
+
+    async def test(it: Pool) -> None:
+        store = ("--store-url", it.url)
+        gateway = it.start("gateway", "--port", "0", *store)
+        url = await gateway.says(r"listening on (http\S+)")
+        workers, pages = {}, {}
+        for name in ("w0", "w1"):
+            named = ("--role", "both", "--name", name, "--gateway", url, "--engine", "fake")
+            workers[name] = it.start("worker", *named, "--segment-bytes", "16MiB", *store)
+            pages[name] = await workers[name].says(r"listening on (http\S+)") + "/metrics"
+            await workers[name].says("joined")
+        ids = list(range(1000, 1200))
+        await ask(url, ids)
+        client = await it.client("looker")
+        found = await client.scan(b"", None, 100)
+        (holder,) = {place.segment for it in found for place in it.replicas}
+        assert f'moonserve_transfer_bytes_total{{host="127.0.0.1",lane="0",peer="{holder}' in (
+            await text(pages[holder])
+        )
+        workers[holder].process.terminate()
+        await workers[holder].says("stopped")
+        left = await client.scan(b"", None, 100)
+        assert [it.key for it in left] == [it.key for it in found]
+        assert holder not in {place.segment for it in left for place in it.replicas}
+        assert (await ask(url, ids))["prompt_tokens_details"]["cached_tokens"] >= 160
+
+    run(test)
+
+
 async def start_again(it: Pool) -> Any:
     """A new master where the old one was, and a client of it."""
     await it.start_master()
@@ -164,6 +218,21 @@ async def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
             return json.load(reply)
 
     return await asyncio.to_thread(call)
+
+
+async def text(url: str) -> str:
+    """The body of a GET."""
+
+    def call() -> str:
+        with urllib.request.urlopen(url, timeout=20) as reply:
+            return str(reply.read().decode())
+
+    return await asyncio.to_thread(call)
+
+
+async def lies_twice(client: Any, name: str) -> bool:
+    """Whether an object has both its replicas."""
+    return len((await replicas(client))[name]) == 2
 
 
 async def ask(url: str, ids: list[int]) -> Any:

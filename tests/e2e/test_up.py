@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
@@ -12,7 +13,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.support.up import STOP_S, Up, gone, send, shared_memory_of
+from tests.support.up import PROGRAM, STOP_S, Up, children_of, gone, send, shared_memory_of
 
 pytestmark = [
     pytest.mark.model,  # for its tokenizer and chat template
@@ -104,6 +105,21 @@ def test_second_ctrl_c_does_not_wait(up: Up) -> None:
     assert all(gone(pid) for pid in pids.values())
     assert any("not waiting" in line for line in up.lines)
     assert not shared_memory_of(pids.values())
+
+
+def test_who_listens_may_go_before_the_end() -> None:
+    """As in `moonserve up 2>&1 | head`: it goes on, and Ctrl-C ends all."""
+    with subprocess.Popen(
+        [*PROGRAM, "up", "--port", "0", *FLAGS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        assert any(b"Ready at" in line for line in process.stdout)
+        children = children_of(process.pid)
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_S)
+    assert all(map(gone, children))
+    assert shared_memory_of(children) == []
 
 
 def test_killed_supervisor_takes_all_with_it(up: Up) -> None:

@@ -1,5 +1,6 @@
 """Laws of the Conductor under any policy and any history of requests, instances and failures."""
 
+from itertools import pairwise
 from random import Random
 
 from hypothesis import settings
@@ -8,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.conductor import Conductor
+from moonserve.core.cost import LAPTOP_PASS, Cost
 from moonserve.core.facts import (
     Arrived,
     Beat,
@@ -20,20 +22,23 @@ from moonserve.core.facts import (
     Joined,
     Left,
     PrefillEnded,
+    StageEnded,
     Tick,
 )
 from moonserve.core.handoff import MAX_ATTEMPTS
 from moonserve.core.policies import POLICIES, Tuning
 from moonserve.core.prefix import chain_keys
 from moonserve.core.request import Request, Slo
-from moonserve.core.units import Micros, RequestId, SegmentId
+from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
 from moonserve.core.view import Promised
 from tests.support.cluster import BLOCK, NAMESPACE, info
 
-NAMES = ["d0", "d1", "p0", "p1"]
+NAMES = ["d0", "d1", "p0", "p1", "p2"]
+CHEAP_PASS = (1_000, *LAPTOP_PASS[1:])
+"""With it, groups pay though prompts are short."""
 OBJECTIVES = st.just(Slo()) | st.builds(
     Slo,
-    ttft_us=st.sampled_from([None, 1_000, 100_000, 10_000_000]),
+    ttft_us=st.sampled_from([None, 1_000, 20_000, 100_000, 10_000_000]),
     tbt_us=st.sampled_from([None, 1_000, 45_100, 60_000]),
 )
 """None, those that nobody can meet, those that only an idle instance can, and lax ones."""
@@ -54,6 +59,8 @@ class ConductorMachine(RuleBasedStateMachine):
         """With the time of arrival."""
         self.attempts: dict[RequestId, int] = {}
         self.leases: dict[RequestId, list[int]] = {}
+        self.stages: dict[RequestId, list[InstanceId]] = {}
+        """Members of each group that are not done, but for the last."""
         self.idle: set[RequestId] = set()
         """Those with no call out: they wait for an instance to be free, or to join."""
 
@@ -63,17 +70,19 @@ class ConductorMachine(RuleBasedStateMachine):
         admission=st.sampled_from(["none", "ttft", "early", "predictive"]),
         bind_ahead_us=st.sampled_from([0, 20_000]),
         max_waiting=st.sampled_from([2, 100]),
+        cpp=st.sampled_from([1, 3]),
         crowd=st.lists(st.integers(-1, 1), max_size=4),
     )
     def begin(self, policy: str, slo: Slo, crowd: list[int], **more: object) -> None:
-        """Choose a tuning, late binding half of the time; a crowd comes to one pair."""
+        """Choose a tuning, late binding half of the time; a crowd comes to one pair, or a group."""
         self.tuning = Tuning(policy=policy, slo=slo, **more)  # type: ignore[arg-type]
-        self.conductor = Conductor(self.tuning, Random(1))
+        cost = LAPTOP_PASS if self.tuning.cpp == 1 else CHEAP_PASS
+        self.conductor = Conductor(self.tuning, Random(1), lambda info: Cost(cost, (200, 0.0005)))
         if crowd:
-            self.join("p0")
-            self.join("d0")
+            for name in ["p0", "d0", "p1", "p2"][: 2 if self.tuning.cpp == 1 else 4]:
+                self.join(name)
         for priority in crowd:
-            self.arrive(20, Slo(), priority)
+            self.arrive(20 * self.tuning.cpp, Slo(), priority)
 
     def step(self, *facts: Fact) -> None:
         """Hand facts over and do as told."""
@@ -111,6 +120,7 @@ class ConductorMachine(RuleBasedStateMachine):
                 self.leases[action.request].append(action.number)
                 self.attempts[action.request] += 1
                 assert action.to.role == "prefill"
+                self.check_stages(action)
                 self.calls[action.request] = action
             case Decode():
                 assert action.to.role == "decode"
@@ -131,12 +141,36 @@ class ConductorMachine(RuleBasedStateMachine):
                 assert action.numbers == tuple(self.leases.pop(action.request))
                 del self.open[action.request]
 
+    def check_stages(self, action: Prefill) -> None:
+        """A group shares out what is not reused, in whole blocks, among unlike instances."""
+        stages, decision = action.decision.stages, action.decision
+        assert [info.id for info in action.group] == [stage.instance for stage in stages]
+        if not stages:
+            return
+        assert 2 <= len(stages) == len({stage.instance for stage in stages}) <= self.tuning.cpp
+        assert stages[-1].instance == action.to.id == decision.prefill
+        assert all(one.end == next.start for one, next in pairwise(stages))
+        assert (stages[0].start, stages[-1].end) == (
+            decision.reused_tokens,
+            decision.prompt_tokens,
+        )
+        assert all(s.start < s.end and s.start % BLOCK == 0 for s in stages)
+        alone_us = decision.waited_us + decision.candidates[0].ttft_us
+        assert decision.predicted_ttft_us < alone_us
+        self.stages[action.request] = [stage.instance for stage in stages[:-1]]
+
     def fail(self, call: Prefill | Decode, unreachable: bool = False) -> None:
-        """Report a failed call, with one more token known."""
+        """Report a failed call, with one more token known; of a group, the first may have been it.
+
+        So may one that nobody listens at.
+        """
+        member = next(iter(self.stages.pop(call.request, [])), None)
         tokens = tuple(range(30))
         keys = tuple(chain_keys(NAMESPACE.root(), tokens, BLOCK))
         self.idle.add(call.request)  # unless the next actions say otherwise
-        failed = CallFailed(call.request, call.number, "failed", True, 30, keys, unreachable)
+        failed = CallFailed(
+            call.request, call.number, "failed", True, 30, keys, unreachable, member
+        )
         self.step(failed)
 
     @rule(name=st.sampled_from(NAMES))
@@ -222,6 +256,22 @@ class ConductorMachine(RuleBasedStateMachine):
             del self.calls[request]
             self.step(DecodeEnded(request, call.number, tokens=7))
 
+    @precondition(lambda self: self.stages)
+    @rule(data=st.data(), stale=st.booleans())
+    def stage(self, data: st.DataObject, stale: bool) -> None:
+        """One of a group has done its part, or is said to have; others can have its place."""
+        request = data.draw(st.sampled_from(sorted(self.stages)))
+        left = self.stages[request]
+        if request in self.calls and isinstance(self.calls[request], Prefill) and left:
+            before = self.conductor.promised().prefills
+            number = self.calls[request].number
+            self.step(StageEnded(request, number - stale, left[-1]))
+            fewer = left[-1] in self.conductor.view.instances and not stale
+            if self.tuning.policy != "late_binding":
+                assert self.conductor.promised().prefills >= before - fewer
+            if not stale:
+                left.pop()
+
     @invariant()
     def ledger_balances(self) -> None:
         """Promises never exceed the open requests; each has a call out or waits."""
@@ -229,7 +279,8 @@ class ConductorMachine(RuleBasedStateMachine):
         assert promised.requests == len(self.open) == len(self.calls) + len(self.idle)
         assert not self.idle & self.calls.keys()
         assert self.conductor.waiting <= len(self.idle)
-        assert promised.prefills <= sum(isinstance(c, Prefill) for c in self.calls.values())
+        prefills = [c for c in self.calls.values() if isinstance(c, Prefill)]
+        assert promised.prefills <= sum(max(1, len(c.group)) for c in prefills)
         assert promised.decodes <= len(self.open)
         assert all(n <= 2 * MAX_ATTEMPTS for n in self.attempts.values())
 

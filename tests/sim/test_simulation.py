@@ -64,9 +64,9 @@ def balanced(sim: Simulation) -> None:
     for node in sim.nodes.values():
         assert node.dead or (node.waiting, node.running) == (0, 0)
         assert node.dead or node._pool.free_count == node.info.kv_blocks
-    assert not sim.network._flows
-    assert not any(sim.network._out.values())
-    assert not any(sim.network._in.values())
+    assert not sim.carrier.network._flows
+    assert not any(sim.carrier.network._out.values())
+    assert not any(sim.carrier.network._in.values())
 
 
 def complete(sim: Simulation) -> None:
@@ -299,7 +299,7 @@ def test_kv_on_its_way_to_a_dead_instance_is_sent_again() -> None:
     sim = ran(trace, breakdowns=(Breakdown("kill", "d000", 1_000_000),))
     complete(sim)
     assert sim.served[0].calls[0][0].name == "d001"
-    assert sim.network.transfers == 2
+    assert sim.carrier.network.transfers == 2
 
 
 def test_between_racks_transfers_take_longer() -> None:
@@ -421,7 +421,7 @@ def test_mixed_instances_do_both() -> None:
     complete(sim)
     balanced(sim)
     assert all(one.decision.prefill == one.decision.decode for one in sim.served)
-    assert sim.network.transfers == 0
+    assert sim.carrier.network.transfers == 0
 
 
 # Figures.

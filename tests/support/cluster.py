@@ -25,6 +25,7 @@ def info(name: str, role: Role, epoch: int = 1, max_seqs: int = 8) -> InstanceIn
         chunk_tokens=1_000,
         max_len=4_096,
         segment=SegmentId(name),
+        layers=4,
     )
 
 

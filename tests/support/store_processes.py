@@ -13,9 +13,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.pool import PutOptions
@@ -81,9 +82,15 @@ class Process:
 class Pool:
     """A master and the segments a, b and c, each a process."""
 
-    def __init__(self, stack: contextlib.AsyncExitStack, disk: Path | None = None) -> None:
+    def __init__(
+        self,
+        stack: contextlib.AsyncExitStack,
+        disk: Path | None = None,
+        master: Sequence[str] = ("--recover-s", "1"),
+    ) -> None:
         self._stack = stack
         self._disk = disk
+        self._flags = master
         self.segments: dict[str, Process] = {}
         self.port = 0
 
@@ -96,12 +103,15 @@ class Pool:
     async def start_master(self) -> None:
         """Start the master, or start it anew where it was."""
         argv = ("store", "serve", "--listen", str(self.port))
-        self.master = self.start(*argv, "--segment-ttl-s", "2", "--recover-s", "1")
+        self.master = self.start(*argv, "--segment-ttl-s", "2", *self._flags)
         self.port = int(await self.master.says(r"listening on http://127.0.0.1:(\d+)"))
 
-    async def start_segment(self, name: str, memory: str = "64MiB") -> Process:
+    async def start_segment(
+        self, name: str, memory: str = "64MiB", more: Sequence[str] = ()
+    ) -> Process:
         """Start a segment."""
         argv = ["segment", "--name", name, "--store-url", self.url, "--segment-bytes", memory]
+        argv += more
         if self._disk is not None:
             argv += ["--disk-bytes", "32MiB", "--disk-dir", str(self._disk)]
         self.segments[name] = self.start(*argv)
@@ -132,20 +142,20 @@ class Pool:
 
 
 @contextlib.asynccontextmanager
-async def pool(disk: Path | None = None) -> AsyncIterator[Pool]:
+async def pool(*settings: Any) -> AsyncIterator[Pool]:
     """A running pool."""
     async with contextlib.AsyncExitStack() as stack:
-        made = Pool(stack, disk)
+        made = Pool(stack, *settings)
         await made.start_master()
         await asyncio.gather(*(made.start_segment(name) for name in "abc"))
         yield made
 
 
-def run(test: Callable[[Pool], Awaitable[None]], disk: Path | None = None) -> None:
-    """Run a test with a pool."""
+def run(test: Callable[[Pool], Awaitable[None]], *settings: Any) -> None:
+    """Run a test with a pool; `settings` as Pool's."""
 
     async def body() -> None:
-        async with pool(disk) as made:
+        async with pool(*settings) as made:
             await test(made)
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -98,7 +98,7 @@ class Up:
         """Every ledger of the cluster by name; all zero when idle."""
         stats = self.get("/api/stats")
         ledger = {key: stats[key] for key in stats if key == "requests" or "promised" in key}
-        ledger |= {key: stats["store"][key] for key in ("leases", "pending_puts")}
+        ledger |= {key: stats["store"].get(key, 0) for key in ("leases", "pending_puts")}
         for instance in self.get("/api/instances"):
             with urllib.request.urlopen(instance["url"] + "/debug/ledger", timeout=10) as reply:
                 own = json.load(reply)

@@ -396,3 +396,18 @@ def test_a_full_disk_is_one_line_and_exit_code_1(argv: list[str], tmp_path: Path
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")
+
+
+@pytest.mark.parametrize(("status", "says"), [(200, "answers, but is no"), (404, "is no")])
+def test_what_is_no_moonserve_is_said_in_one_line(
+    url: str, monkeypatch: pytest.MonkeyPatch, status: int, says: str
+) -> None:
+    """Some page in HTML, found or not, is neither printed nor a traceback."""
+    monkeypatch.setattr(
+        Gateway, "do_GET", lambda self: self._send(status, b"<html>\n<p>", "text/html")
+    )
+    result = run("store", "stat", "--url", url)
+    assert result.exit_code == 1
+    assert url in result.stderr
+    assert f"{says} moonserve\n" in result.stderr
+    assert result.stderr.count("\n") == 1

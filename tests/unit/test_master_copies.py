@@ -245,6 +245,24 @@ def test_a_full_memory_moves_its_oldest_to_disk() -> None:
     assert (it.stats().demoted, it.stats().evicted) == (1, 0)
 
 
+def test_what_a_person_evicts_moves_to_disk() -> None:
+    """Where the node has one that can hold it; what it cannot hold is evicted."""
+    it = tiered()
+    store(it, 1)
+    store(it, 2)
+    assert it.evict(0, A, 2 * BLOCK) == (2 * BLOCK, True)
+    assert it.evict(0, A, BLOCK) == (0, True)
+    copy_all(it, D)
+    assert [where(it, n) for n in (1, 2)] == [[D], [D]]
+    assert it.evict(0, A, BLOCK) == (0, False)
+    assert (it.stats().segments[0].used_bytes, it.stats().evicted) == (0, 0)
+    small = master(TERMS, a=4)
+    small.mount(0, msgspec.structs.replace(mount(D, 1, tier="disk"), node="a", capacity_bytes=64))
+    store(small, 1)
+    assert small.evict(0, A, 1) == (BLOCK, False)
+    assert where(small, 1) == []
+
+
 def test_a_put_starts_demotion_but_evicts_nothing_ahead() -> None:
     """Room ahead of need is made by copies; without a disk, only reap evicts."""
     it = master(TIERED)

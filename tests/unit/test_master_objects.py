@@ -76,7 +76,7 @@ def test_pinned_objects_are_not_evicted() -> None:
     it.find(0, [key(1)], LEASE)
     it.release(LEASE)
     assert start(it, 2) == Full()
-    assert it.evict(A, BLOCK) == 0
+    assert it.evict(0, A, BLOCK) == (0, False)
     assert it.pin([key(1), key(9)], False) == [True, False]
     assert it.pin([key(1)], True) == [True]
     assert start(it, 2) == Full()
@@ -89,9 +89,9 @@ def test_a_person_may_evict() -> None:
     it = master(a=4)
     for number in (1, 2, 3):
         store(it, number)
-    assert it.evict(A, BLOCK + 1) == 2 * BLOCK
+    assert it.evict(0, A, BLOCK + 1) == (2 * BLOCK, False)
     assert where(it, 3) == [A]
-    assert it.evict(B, 1) == 0
+    assert it.evict(0, B, 1) == (0, False)
 
 
 def test_a_tenant_evicts_its_own_oldest_first() -> None:
@@ -135,7 +135,7 @@ def test_a_chain_goes_tail_first_under_every_order(eviction: str) -> None:
         it.release(LeaseId(f"{turn}"))
     left = []
     for _ in range(3):
-        it.evict(A, BLOCK)
+        it.evict(0, A, BLOCK)
         left.append([n for n in (1, 2, 3) if where(it, n)])
     assert left == [[1, 2], [1], []]
 
@@ -146,10 +146,10 @@ def test_a_leased_tail_does_not_keep_its_head() -> None:
     for number, parent in ((1, None), (2, 1), (3, 2), (4, 1)):
         store(it, number, parent=None if parent is None else key(parent))
     it.find(0, [key(3)], LEASE)
-    it.evict(A, BLOCK)
-    it.evict(A, BLOCK)
+    it.evict(0, A, BLOCK)
+    it.evict(0, A, BLOCK)
     assert [n for n in (1, 2, 3, 4) if where(it, n)] == [1, 3]
-    it.evict(A, BLOCK)
+    it.evict(0, A, BLOCK)
     assert [n for n in (1, 2, 3, 4) if where(it, n)] == [3]
 
 

@@ -6,8 +6,9 @@ import msgspec
 
 from moonserve.core.profiles import PROFILES
 from moonserve.core.units import RequestId
+from moonserve.sim.call import Call
 from moonserve.sim.clock import Clock
-from moonserve.sim.node import Call, Node
+from moonserve.sim.node import Node
 from moonserve.sim.setup import Setup
 
 

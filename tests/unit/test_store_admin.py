@@ -222,3 +222,20 @@ def test_a_url_that_is_no_master_is_a_clear_error(status: int) -> None:
             await http.close()
 
     asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_nothing_is_kept_of_segments_that_are_not_mounted() -> None:
+    """A beat of one that is not is answered at once; one that has left is forgotten."""
+
+    async def body() -> None:
+        pool = LocalPool(MasterService(master(), lambda: 0), "", lambda events: None)
+        for name in ("w", "stranger"):
+            call = wire.BeatCall(SegmentId(name), 1, wait_s=60.0 if name == "stranger" else 0.01)
+            async with asyncio.timeout(5):
+                await pool._wait_for_copies(msgspec.msgpack.encode(call))
+        assert list(pool._called) == ["w"]
+        pool.service.master.unmount(SegmentId("w"), 1)
+        pool.tick()
+        assert pool._called == {}
+
+    asyncio.run(body())

@@ -147,6 +147,12 @@ def test_a_folder_has_one_owner_and_errors_name_the_setting(tmp_path: Path) -> N
         open_disk(tmp_path, CAPACITY)
     journal.close()
     region.close()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "data").write_text("results of a year")
+    with pytest.raises(ConfigError, match=r"disk_dir: .*theirs: its file data is another"):
+        open_disk(tmp_path / "theirs", CAPACITY)
+    assert (tmp_path / "theirs" / "data").read_text() == "results of a year"
+    assert os.listdir(tmp_path / "theirs") == ["data"]
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"disk_dir: .*file: File exists; choose a folder that"):
         open_disk(tmp_path / "file", CAPACITY)
@@ -202,6 +208,7 @@ def test_a_busy_disk_holds_up_nobody_who_notes(
     assert not synced.is_set()
     gate.set()
     journal.close()
+    journal.write([Gone(key(2), 2)])
     region.close()
     assert kept(tmp_path) == made[1:]
 
@@ -272,6 +279,26 @@ def test_memory_spills_to_disk_and_comes_back(kind: str, tmp_path: Path) -> None
         await reader.close()
 
     asyncio.run(asyncio.wait_for(test(), 40))
+
+
+def test_evicting_a_segment_with_a_disk_loses_nothing(tmp_path: Path) -> None:
+    """More objects than are copied at once go to disk, and are read from there."""
+
+    async def test() -> None:
+        pool = Pool("shm", Terms(segment_ttl_us=40_000))
+        owner = await pool.client("a", disk_dir=tmp_path, disk_bytes=CAPACITY)
+        owner.start_beats()
+        items = blocks(*[1000] * 200)
+        assert await owner.put(items, None) == 200
+        async with asyncio.timeout(10):
+            assert await owner.evict(SegmentId("a"), 200 * 1024) == 200 * 1024
+        await settle(pool)
+        memory, on_disk = pool.service.master.stats().segments
+        assert (memory.objects, on_disk.objects) == (0, 200)
+        assert await read_all(owner, [name for name, _ in items]) == [bytes(m) for _, m in items]
+        await owner.close()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
 
 
 async def settle(pool: Pool) -> None:

@@ -20,6 +20,7 @@ from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient
 from moonserve.live.store.copying import Fetched, Write
+from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.link import now_us
 from moonserve.live.store.objects import Objects
 from moonserve.live.store.owner import _Job
@@ -66,13 +67,19 @@ async def until(true: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def drop(pool: Pool, name: str, members: list[StoreClient]) -> None:
-    """Let the master miss a segment: its owner is gone, the others' beats are heard."""
-    (gone,) = [it for it in members if it.settings.segment == name]
-    for owner in gone.owners:
+def stop_beats(member: StoreClient) -> None:
+    """Its owners fall silent."""
+    for owner in member.owners:
         owner._beats, beats = None, owner._beats
         if beats is not None:
             beats.cancel()
+
+
+async def drop(pool: Pool, name: str, members: list[StoreClient]) -> None:
+    """Let the master miss a segment: its owner is gone, the others' beats are heard."""
+    (gone,) = [it for it in members if it.settings.segment == name]
+    stop_beats(gone)
+    for owner in gone.owners:
         owner.server.close()
     pool.now_us += TERMS.segment_ttl_us
     await asyncio.sleep(0.05)
@@ -96,6 +103,32 @@ def test_a_second_replica_is_made_and_serves_alone() -> None:
         into = [memoryview(bytearray(70_000))]
         assert await b.read([it for it in found if it], into) == 1
         assert into[0] == data
+
+    run(test, kind="tcp")
+
+
+@pytest.mark.parametrize(
+    ("rack", "node", "nearest"), [("y", "", "b"), ("x", "", "a"), ("x", "n", "b")]
+)
+def test_the_nearest_replica_is_read(rack: str, node: str, nearest: str) -> None:
+    """The node's own before the rack's own before others."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        near = {
+            "a": await pool.client("a2", rack="x"),
+            "b": await pool.client("b2", rack="y", node="n"),
+        }
+        reader = await pool.client("reader", room=0, rack=rack, node=node)
+        for member in near.values():
+            member.start_beats()
+        options = PutOptions(replicas=5, blocks=False)
+        await Objects(near["a"]).put([(b"thing", memoryview(b"x" * 5000))], options)
+        await until(lambda: len(places(pool, b"thing")) == 5)
+        assert await Objects(reader).get([b"thing"]) == [b"x" * 5000]
+        (used,) = reader.transfer.stats()
+        assert used.location.endswith(f":{nearest}2")
+        for member in (reader, *near.values()):
+            await member.close()
 
     run(test, kind="tcp")
 
@@ -167,6 +200,32 @@ def test_a_drained_segment_is_empty_and_nothing_is_lost() -> None:
         ]
 
     run(test)
+
+
+@pytest.mark.parametrize("ends", ["one", "all", "master"])
+def test_who_leaves_hands_on_what_lies_with_it(
+    ends: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To those who stay; where all leave or the master is gone, nobody waits for long."""
+    monkeypatch.setattr("moonserve.live.store.leaving._STALL_S", 0.1)
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        items = [(bytes([n]), memoryview(os.urandom(3000))) for n in range(20)]
+        await Objects(members[0]).put(items)
+        pool.is_down = ends == "master"
+        leaving = members if ends == "all" else members[:1]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(hand_on(member, 60) for member in leaving))
+        held = {name for key, _ in items for name in places(pool, key)}
+        if ends != "all":  # there, some may have been copied before the others left too
+            assert held <= ({"b", "c"} if ends == "one" else {"a"})
+        assert all(places(pool, key) for key, _ in items)
+        said = [it.getMessage() for it in caplog.records if it.name.endswith("leaving")]
+        assert bool(said) == (ends == "all")
+        pool.is_down = False
+
+    with caplog.at_level("INFO"):
+        run(test)
 
 
 def test_a_master_that_restarts_knows_all_that_was_put() -> None:
@@ -262,6 +321,23 @@ def test_a_get_that_hears_nothing_leaves_no_lease(end: str) -> None:
     run(test)
 
 
+def test_who_leaves_drains_no_other_start_of_its_segment() -> None:
+    """One that was taken for dead is told to stop: its successor keeps what it has."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        old, *_ = members
+        stop_beats(old)
+        pool.now_us += TERMS.segment_ttl_us // 2
+        successor = await pool.client("a")
+        successor.start_beats()
+        await Objects(successor).put([(b"k", memoryview(b"x"))])
+        await hand_on(old, 5)
+        assert not any(it.draining for it in pool.service.master.stats().segments)
+        await successor.close()
+
+    run(test)
+
+
 def test_no_room_and_no_quota_are_clear_errors() -> None:
     """Full of pinned objects, and over a tenant's quota: said at once, with numbers."""
 
@@ -273,7 +349,7 @@ def test_no_room_and_no_quota_are_clear_errors() -> None:
         with pytest.raises(StoreError, match="no room for 1048576 bytes"):
             await objects.put([(b"more", big)])
         mine = PutOptions(blocks=False, pin=True, tenant="t")
-        with pytest.raises(StoreError, match="tenant 't' has a quota of 1000 bytes"):
+        with pytest.raises(StoreError, match=r"quota of 1000 bytes.* no room in it for 1 of 2000"):
             await objects.put([(b"t", memoryview(bytes(2000)))], mine)
         assert await members[0].pin([bytes([0]), b"none"], False) == [True, False]
         await objects.put([(b"more", big)])

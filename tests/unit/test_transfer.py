@@ -9,12 +9,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path as File
 
+import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.pool import Address
+from moonserve.core.lanes import LaneTerms
+from moonserve.core.pool import Address, Card
 from moonserve.live.transfer import frames, region
 from moonserve.live.transfer.client import Slice, Transfer
+from moonserve.live.transfer.metrics import LaneMetrics
+from moonserve.live.transfer.peer import EngineSettings
 from moonserve.live.transfer.ports import Path
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer
@@ -293,6 +298,60 @@ def test_a_host_that_is_no_name_is_a_lost_peer(host: str) -> None:
     address = Address(host, 80, "", b"i" * 16)
     assert transfer.read(address, [Slice(0, memoryview(bytearray(5)))], soon()) == [False]
     transfer.close()
+
+
+def spread(memory: Region, *own: Card) -> dict[str, int]:
+    """Read all of a segment at two cards, from these of our own: the bytes by host."""
+    server = TransferServer(memory, TOKEN, also=["127.0.0.2"])
+    cards = (Card("127.0.0.1", "red"), Card("127.0.0.2", "blue"))
+    address = msgspec.structs.replace(server.address("elsewhere"), cards=cards, location="n:s")
+    settings = EngineSettings(slice_bytes=4096, terms=LaneTerms(spread_bytes=4096))
+    transfer = Transfer(TOKEN, shared_memory=False, settings=settings, cards=own)
+    got = [bytearray(SIZE)] if not own else [bytearray(4096)]
+    assert all(transfer.read(address, [Slice(0, memoryview(it)) for it in got], soon()))
+    stats = transfer.stats()
+    assert {it.location for it in stats} == {"n:s"}
+    transfer.close()
+    server.close()
+    return {it.path.address.host: it.counters.bytes for it in stats}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="there, 127.0.0.2 has to be set up first")
+def test_bytes_travel_by_all_cards_of_a_peer_and_by_those_of_our_rail_first(
+    memory: Region,
+) -> None:
+    """Each address of an owner has its lanes; which is nearer is what the rails say."""
+    assert all(spread(memory).values())
+    assert spread(memory, Card("127.0.0.1", "blue")) == {"127.0.0.1": 0, "127.0.0.2": 4096}
+    assert spread(memory, Card("127.0.0.1", "red")) == {"127.0.0.1": 4096, "127.0.0.2": 0}
+
+
+def test_lanes_are_told_of_in_bounded_numbers(memory: Region) -> None:
+    """Prometheus reads each lane's counters by peer; peers past the bound are one."""
+    server = TransferServer(memory, TOKEN)
+    transfer = Transfer(TOKEN)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(LaneMetrics(transfer.stats))
+    for number in range(70):
+        named = msgspec.structs.replace(
+            server.address("127.0.0.1"),
+            identity=number.to_bytes(16, "big"),
+            location=f"n:s{number}",
+        )
+        transfer.read(named, [Slice(0, memoryview(bytearray(8)))], soon())
+    near = msgspec.structs.replace(server.address("127.0.0.1"), location="n:near")
+    assert transfer.read(near, [Slice(0, memoryview(bytearray(8)))], soon()) == [True]
+    page = generate_latest(registry).decode()
+    labels = 'lane="0",peer="n:s0",transport="tcp"'
+    assert f'moonserve_transfer_failures_total{{host="127.0.0.1",{labels}}}' in page
+    assert (
+        'moonserve_transfer_bytes_total{host="",lane="",peer="other",transport="shm"} 8.0' in page
+    )
+    assert f'moonserve_transfer_lane_healthy{{host="127.0.0.1",{labels}}} 0.0' in page
+    rows = [it for it in page.splitlines() if it.startswith("moonserve_transfer_bytes_total{")]
+    assert len(rows) == 64 + 2
+    transfer.close()
+    server.close()
 
 
 def test_a_resolver_that_hangs_costs_no_more_than_the_deadline(

@@ -48,8 +48,10 @@ class Client:
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path."""
         with self._open("GET", path, None) as reply:
-            found: dict[str, Any] = msgspec.json.decode(reply.read())
-            return found
+            try:
+                return msgspec.json.decode(reply.read(), type=dict[str, Any])
+            except msgspec.DecodeError:
+                raise EngineFailed(f"{self._url} answers, but is no moonserve") from None
 
     def text(self, path: str) -> str:
         """The text at a path."""
@@ -81,6 +83,13 @@ class Client:
             raise EngineFailed(f"{self._url} stopped in the middle of the answer: {err}") from err
         raise EngineFailed(f"{self._url} stopped in the middle of the answer")
 
+    def _said(self, text: bytes) -> str:
+        """The words of an error reply."""
+        try:
+            return _message(msgspec.json.decode(text))
+        except msgspec.DecodeError:
+            return f"from {self._url}, which is no moonserve"
+
     @contextmanager
     def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
         from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -102,18 +111,10 @@ class Client:
                     f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"
                 ) from err
             if reply.status != 200:
-                raise EngineFailed(f"{method} {path}: {reply.status} {_said(text)}")
+                raise EngineFailed(f"{method} {path}: {reply.status} {self._said(text)}")
             yield reply
         finally:
             connection.close()
-
-
-def _said(text: bytes) -> str:
-    """The words of an error reply."""
-    try:
-        return _message(msgspec.json.decode(text))
-    except msgspec.DecodeError:
-        return text[:200].decode(errors="replace")
 
 
 def _message(event: Any) -> str:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @settings_options(
-    "model", "host", "port", "store_url", "eviction", "policy", "ttft_slo_ms", "tbt_slo_ms",
-    "admission", "predictor", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
+    "model", "host", "port", "store_url", "store", "eviction", "policy",
+    "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor", "threshold", "spread_bytes",
+    "max_body_bytes", "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
@@ -51,6 +52,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 token=token,
                 model=settings.model,
                 store_url=settings.store_url,
+                store=settings.store,
                 eviction=settings.eviction,
                 drain_s=settings.drain_s,
                 threshold=settings.threshold,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 import msgspec
 
-from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load
+from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load, parse_bytes
 from moonserve.core.errors import ConfigError
+from moonserve.core.units import Bytes
 
 if TYPE_CHECKING:
     from moonserve.core.pool import Card
@@ -98,6 +99,14 @@ def settings_options(*names: str) -> Callable[[_Command], _Command]:
         return command
 
     return decorate
+
+
+def size_of(text: str, field: str) -> Bytes:
+    """A size as people write it, such as 512MiB. Raises ConfigError."""
+    try:
+        return parse_bytes(text)
+    except ValueError as err:
+        raise ConfigError(str(err), field) from None
 
 
 def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings:

@@ -17,6 +17,7 @@ import click
 
 from moonserve.cli.figures import explanation_of, setup_of, story, table, titles, unusual
 from moonserve.cli.output import Output, check_apart, input_path
+from moonserve.cli.settings import size_of
 from moonserve.core.errors import ConfigError
 from moonserve.core.evict import EVICTIONS
 from moonserve.core.policies import POLICIES
@@ -60,7 +61,6 @@ _OPTIONS = (
     ),
     _option(
         "--spread-bytes",
-        type=Size(),
         default="8GiB",
         metavar="SIZE",
         help="Copy hot prefixes to idle instances, so much at a time; 0: none.",
@@ -153,7 +153,7 @@ def _setup(
     mixed: int,
     policy: str,
     threshold: float,
-    spread_bytes: int,
+    spread_bytes: str,
     ttft_slo: float,
     tbt_slo: float,
     admission: Any,
@@ -188,7 +188,7 @@ def _setup(
         tuning=Tuning(
             policy=policy,
             kvcache_balancing_threshold=threshold,
-            spread_bytes=spread_bytes,
+            spread_bytes=size_of(spread_bytes, "--spread-bytes"),
             slo=goal,
             admission=admission,
             predictor=predictor,

@@ -24,6 +24,7 @@ from moonserve.cli.settings import (
     cards_option,
     read_settings,
     settings_options,
+    size_of,
 )
 from moonserve.config import check_name
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
@@ -244,15 +245,19 @@ def get(key: str, output: Any, is_text: bool, url: str) -> None:
 @click.argument("size")
 @_url
 def evict(segment: str, size: str, url: str) -> None:
-    """Evict from SEGMENT until SIZE more is free there. Needs the cluster's token.
+    """Free SIZE of SEGMENT, of what would be evicted first. Needs the cluster's token.
 
-    What is evicted is gone, unless another segment has a copy: nothing is moved to disk first.
+    It moves to the disk of the segment's node; where there is none, it is gone unless another
+    segment has a copy.
     """
     from moonserve.core.units import SegmentId
 
+    much = size_of(size, "size")
+    if not much:
+        raise ConfigError("must be more than nothing", "size")
     _check_segment(url, segment)
-    freed = _with_client(url, lambda client: client.evict(SegmentId(segment), _size(size, "size")))
-    click.echo(f"{freed} bytes freed")
+    freed = _with_client(url, lambda client: client.evict(SegmentId(segment), much))
+    click.echo(f"{freed} bytes freed, or on their way to disk")
 
 
 @store.command()
@@ -275,7 +280,10 @@ def drain(segment: str, wait_s: float | None, url: str) -> None:
     end = time.monotonic() + wait_s
     while left := _objects_on(url, segment):
         if time.monotonic() > end:
-            raise DeadlineExceeded(f"{segment} still holds {left} objects after {wait_s:g} s")
+            raise DeadlineExceeded(
+                f"{segment} still holds {left} objects after {wait_s:g} s; they leave while other"
+                " segments have room and nobody reads them"
+            )
         time.sleep(_POLL_S)
     click.echo(f"{segment} is empty")
 
@@ -283,7 +291,7 @@ def drain(segment: str, wait_s: float | None, url: str) -> None:
 def _lookup(url: str, query: dict[str, str]) -> dict[str, Any]:
     from urllib.parse import urlencode
 
-    return Client(url).get(f"/api/segments?{urlencode(query)}")
+    return Client(url).get("/api/segments" + (f"?{urlencode(query)}" if query else ""))
 
 
 def _objects_on(url: str, segment: str) -> int:
@@ -346,20 +354,11 @@ def _readable(key: str) -> str:
     return f"  {raw.decode()!r}" if raw.isascii() and raw.decode().isprintable() else ""
 
 
-def _size(text: str, field: str) -> int:
-    from moonserve.config import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as err:
-        raise ConfigError(str(err), field) from None
-
-
 def _quota(text: str) -> tuple[str, int]:
     tenant, _, size = text.partition("=")
     if not tenant or not size:
         raise ConfigError(f"write it like team-a=20GiB, not {text!r}", "quota")
-    return tenant, _size(size, "quota")
+    return tenant, size_of(size, "quota")
 
 
 def _print_json(value: object) -> None:

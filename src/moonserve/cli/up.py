@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import secrets
@@ -240,7 +241,8 @@ def _say_hello(settings: Settings, port: int) -> None:
 def _tell(name: str, line: str) -> None:
     """Print one line of one process, with its name before it."""
     text = line.removeprefix(f"{name}: ")  # workers name themselves, for who starts one by hand
-    click.echo(click.style(f"{name:>7} | ", dim=True) + text, err=True)
+    with contextlib.suppress(OSError):  # whoever read it is gone, and there is a cluster to stop
+        click.echo(click.style(f"{name:>7} | ", dim=True) + text, err=True)
 
 
 def _cores() -> int:

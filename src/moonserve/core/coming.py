@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonserve.core.pieces import parting
-from moonserve.core.units import BlockKey, SegmentId
+from moonserve.core.units import BlockKey, RequestId, SegmentId
 
 
 class _Run:
@@ -38,6 +38,17 @@ class Coming:
 
     def __init__(self) -> None:
         self._heads: dict[BlockKey, _Run] = {}
+        self._of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
+
+    def promised(self, request: RequestId, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
+        """`holder` will have this chain, by this request's prefill."""
+        self._of[request] = (holder, keys)
+        self.add(holder, keys)
+
+    def over(self, request: RequestId) -> None:
+        """That prefill is over, or was never promised."""
+        if request in self._of:
+            self.remove(*self._of.pop(request))
 
     def add(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
         """`holder` will have this chain."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from moonserve.core import admission
+from moonserve.core import admission, groups
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.coming import Coming
 from moonserve.core.cost import Cost
@@ -27,6 +27,7 @@ from moonserve.core.facts import (
     OfBlocks,
     PrefillEnded,
     SpreadUpTo,
+    StageEnded,
     Tick,
 )
 from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
@@ -34,7 +35,7 @@ from moonserve.core.hot import Hot
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of
-from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
+from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView, Promised
 from moonserve.core.waiting import Waiter, WaitingRoom
 
@@ -64,7 +65,6 @@ class Conductor:
         self.index = PrefixIndex()
         self._coming = Coming()
         self.hot = Hot(self.tuning, self.view, self.index, self._coming)
-        self._coming_of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
         self._lives: dict[RequestId, Handoff] = {}
         self._rooms: dict[str, WaitingRoom] = {}
         """Lives that wait for an instance to be free, by model served; with late binding."""
@@ -79,10 +79,8 @@ class Conductor:
         """Take the facts of one instant, in rank order, and say what is to be done."""
         for fact in sorted(facts, key=lambda f: (f.rank, f.subject)):
             match fact:
-                case OfBlocks():
+                case OfBlocks() | SpreadUpTo():
                     self.hot.heard(fact)
-                case SpreadUpTo(number, blocks):
-                    self.hot.up_to(number, blocks)
                 case Joined(info):
                     self._joined(info, now_us)
                 case Beat(instance, epoch, load):
@@ -102,6 +100,9 @@ class Conductor:
                     life = Handoff(request, keys, now_us)
                     self._lives[request.id] = life
                     self._place(life, now_us)
+                case StageEnded(request, instance=instance) if request in self._lives:
+                    if self._lives[request].staged(fact):
+                        groups.release(self.view.instances, request, [instance], now_us)
                 case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
                     self._life(fact, now_us)
         for life in list(self._held.values()):
@@ -153,7 +154,8 @@ class Conductor:
     def _lost(self, instance: InstanceId, why: str) -> None:
         self.view.remove(instance)
         for life in self._lives.values():
-            if life.instance == instance:
+            if instance in life.at:
+                life.at = [instance]  # of a group, one that is lost ends it
                 why_all = f"instance {instance} is gone: {why}"
                 self._actions.append(Abort(life.request.id, life.number, why_all))
 
@@ -213,6 +215,7 @@ class Conductor:
         prefills: list[InstanceView],
         decodes: list[InstanceView],
         now_us: Micros,
+        others: list[InstanceView] | None = None,
     ) -> Verdict | None:
         ask = Ask(
             length=life.length,
@@ -225,27 +228,28 @@ class Conductor:
         request, tuning = life.request, self.tuning
         slo, memory = self.outlook.held_to(request), self._memory
         look = None if self._policy.late else self.outlook.look(request, life.length, now_us)
-        return decide(ask, prefills, decodes, slo, tuning, memory, now_us, life.failed, look)
+        return decide(
+            ask, prefills, decodes, slo, tuning, memory, now_us, life.failed, look, others
+        )
 
     def _bound(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
         """Reserve at decision time, released on every end path; send the prefill call out."""
-        request, chosen = life.request, decision.candidates[0]
+        request, shares = life.request, decision.shares
         self._parked.pop(request.id, None)
         number = life.placed(decision)
-        prefill = self.view.instances[decision.prefill]
-        work_us = chosen.transfer_us + chosen.compute_us
-        tokens = life.length - chosen.reused_tokens
-        prefill.promise_prefill(request.id, work_us, tokens, now_us, chosen.reused_tokens)
-        self._memory.assigned(decision.prefill, now_us, work_us)
-        segment, kept = prefill.info.segment, decision.reused_tokens <= chosen.local_tokens
-        if segment is not None and (kept or decision.copies):
-            self._coming.add(segment, life.keys)
-            self._coming_of[request.id] = (segment, life.keys)
+        infos = groups.promise(self.view.instances, request.id, shares, now_us)
+        for share in shares:
+            self._memory.assigned(share.instance, now_us, share.work_us)
+        first, kept = infos[0], decision.reused_tokens <= decision.candidates[0].local_tokens
+        if first.segment is not None and (kept or decision.copies):
+            keys = life.keys[: shares[0].end // first.namespace.block_size]
+            self._coming.promised(request.id, first.segment, keys)
         decode = self.view.instances[decision.decode]
         lag_us = decision.predicted_ttft_us - decision.waited_us
         tbt_us = decision.predicted_tbt_us
         self.outlook.promise(request, life.length, decode, now_us, lag_us, tbt_us)
-        self._actions.append(Prefill(request.id, number, prefill.info, decision, decode.info))
+        group = tuple(infos) if decision.stages else ()
+        self._actions.append(Prefill(request.id, number, infos[-1], decision, decode.info, group))
         self._actions += self.hot.placed(request, life.keys, decision, now_us)
 
     def _unpark(self, now_us: Micros) -> None:
@@ -309,12 +313,9 @@ class Conductor:
     def _end_prefill(self, life: Handoff, now_us: Micros) -> None:
         if life.decision is None:
             return
-        view = self.view.instances.get(life.decision.prefill)
-        if view is not None:
-            view.end_prefill(life.request.id, now_us)
-        segment, keys = self._coming_of.pop(life.request.id, (None, ()))
-        if segment is not None:
-            self._coming.remove(segment, keys)
+        who = [share.instance for share in life.decision.shares]
+        groups.release(self.view.instances, life.request.id, who, now_us)
+        self._coming.over(life.request.id)
 
     def _unreserve(self, life: Handoff, now_us: Micros) -> None:
         self._end_prefill(life, now_us)
@@ -378,7 +379,7 @@ class Conductor:
             if not free:
                 held.add(first.request)  # those that can take it are busy: others may pass
                 continue
-            verdict = self._decide(life, free, decodes, now_us)
+            verdict = self._decide(life, free, decodes, now_us, fitting)
             if verdict is None:
                 return
             slo, is_late = self.outlook.slo(life.request), now_us > first.begin_us

@@ -13,7 +13,15 @@ from hashlib import sha256
 import msgspec
 
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
-from moonserve.core.facts import Arrived, CallFailed, ClientGone, DecodeEnded, Fact, PrefillEnded
+from moonserve.core.facts import (
+    Arrived,
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    Fact,
+    PrefillEnded,
+    StageEnded,
+)
 from moonserve.core.units import Micros, RequestId
 
 
@@ -22,8 +30,8 @@ class Event(msgspec.Struct, frozen=True):
 
     at_us: Micros
     what: str
-    """arrived, prefill, prefilled, decode, decoded, failed, gone, refused, given_up, aborted,
-    spread, released."""
+    """arrived, prefill, staged, prefilled, decode, decoded, failed, gone, refused, given_up,
+    aborted, spread, released."""
     request: RequestId
     detail: str = ""
     """Which call, on which instances, reusing how many tokens."""
@@ -42,6 +50,8 @@ def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> 
                 made.append(Event(now_us, "arrived", request.id, str(len(request.prompt))))
             case PrefillEnded(request, number, final):
                 made.append(Event(now_us, "prefilled", request, f"{number} {final}"))
+            case StageEnded(request, number, instance):
+                made.append(Event(now_us, "staged", request, f"{number} {instance}"))
             case DecodeEnded(request, number):
                 made.append(Event(now_us, "decoded", request, str(number)))
             case CallFailed(request, number):
@@ -54,6 +64,8 @@ def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> 
         match action:
             case Prefill(request, number, to, decision):
                 detail = f"{number} {to.id} {decision.decode} {decision.reused_tokens}"
+                for stage in decision.stages:
+                    detail += f" {stage.instance}:{stage.start}-{stage.end}"
                 made.append(Event(now_us, "prefill", request, detail))
             case Decode(request, number, to):
                 made.append(Event(now_us, "decode", request, f"{number} {to.id}"))

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
+from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded, StageEnded
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
@@ -76,6 +76,8 @@ class Handoff:
         self.decision: Decision | None = None
         self.leases: list[int] = []
         """Numbers of the prefill calls so far; each has a lease of its own on the store."""
+        self.at: list[InstanceId] = []
+        """Where the call that is out, or is next, runs: one, or those of a group not done."""
         self.failed: list[InstanceId] = []
         """Instances that failed this request, to be avoided while there are others."""
 
@@ -86,6 +88,7 @@ class Handoff:
         self.attempts += 1
         self.number += 1
         self.leases.append(self.number)
+        self.at = [share.instance for share in decision.shares]
         return self.number
 
     def unplaced(self) -> None:
@@ -93,6 +96,7 @@ class Handoff:
         assert self.phase is not Phase.ENDED
         self.phase = Phase.PREFILL
         self.decision = None
+        self.at = []
         self.number += 1  # whatever the last call still says is stale
 
     def decoding(self, instance: InstanceId) -> int:
@@ -100,30 +104,35 @@ class Handoff:
         assert self.phase is Phase.DECODE
         assert self.decision is not None
         self.decision = msgspec.structs.replace(self.decision, decode=instance)
+        self.at = [instance]
         self.number += 1
         return self.number
 
+    def staged(self, fact: StageEnded) -> bool:
+        """Whether an instance of the group that is at it has done its part."""
+        if fact.number != self.number or fact.instance not in self.at[:-1]:
+            return False
+        self.at.remove(fact.instance)
+        return True
+
     def end(self) -> None:
         """No fact moves this life any more."""
-        self.phase = Phase.ENDED
+        self.phase, self.at = Phase.ENDED, []
 
     @property
     def exhausted(self) -> bool:
         """Whether it may not be tried again."""
         return self.attempts - min(self.unseen, MAX_ATTEMPTS) >= MAX_ATTEMPTS
 
-    @property
-    def instance(self) -> InstanceId | None:
-        """Where the call that is out runs."""
-        if self.decision is None or self.phase is Phase.ENDED:
-            return None
-        return self.decision.prefill if self.phase is Phase.PREFILL else self.decision.decode
-
     def absent(self, fact: LifeFact) -> InstanceId | None:
         """The instance that this fact, about the call now out, says nobody listens at."""
         if isinstance(fact, CallFailed) and fact.unreachable and fact.number == self.number:
-            return self.instance
+            return self._who(fact)
         return None
+
+    def _who(self, fact: CallFailed) -> InstanceId | None:
+        """Which instance failed the call that is out."""
+        return fact.member or (self.at[-1] if self.at else None)
 
     def step(self, fact: LifeFact) -> Next:
         """What follows from a fact; changes the phase accordingly."""
@@ -138,7 +147,8 @@ class Handoff:
                 return self._over(None)
             case PrefillEnded():
                 assert self.phase is Phase.PREFILL
-                self.phase = Phase.DECODE
+                assert self.decision is not None
+                self.phase, self.at = Phase.DECODE, [self.decision.decode]
                 return StartDecode()
             case DecodeEnded():
                 assert self.phase is Phase.DECODE
@@ -148,7 +158,7 @@ class Handoff:
 
     def _failed(self, fact: CallFailed) -> Next:
         """Place again while attempts last; the Conductor calls `unplaced` first."""
-        instance = self.instance
+        instance = self._who(fact)
         if instance is not None and instance not in self.failed:
             self.failed.append(instance)
         self.unseen += fact.unreachable

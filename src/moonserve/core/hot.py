@@ -22,7 +22,7 @@ import msgspec
 
 from moonserve.core.actions import Spread
 from moonserve.core.coming import Coming
-from moonserve.core.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
+from moonserve.core.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, SpreadUpTo
 from moonserve.core.index import PrefixIndex
 from moonserve.core.pieces import parting
 from moonserve.core.placement import Decision
@@ -178,8 +178,8 @@ class Hot:
         """Copies under way."""
         return len(self._flights)
 
-    def heard(self, fact: BlockEvent) -> None:
-        """What segments hold has changed."""
+    def heard(self, fact: BlockEvent | SpreadUpTo) -> None:
+        """What segments hold has changed, or less will come of a copy."""
         match fact:
             case BlocksStored(segment, keys, parent, tier, epoch):
                 self._index.stored(segment, keys, parent, tier, epoch)
@@ -191,7 +191,9 @@ class Hot:
                 self._index.cleared(segment, tier, epoch)
                 for number, flight in list(self._flights.items()):
                     if flight.order.to == segment:
-                        self.up_to(number, 0)
+                        self._cut(number, 0)
+            case SpreadUpTo(number, blocks):
+                self._cut(number, blocks)
 
     def _came(self, flight: _Flight, keys: Sequence[BlockKey]) -> None:
         before = len(flight.left)
@@ -203,7 +205,7 @@ class Hot:
         if not flight.left:
             self._over(flight, "done")
 
-    def up_to(self, number: int, blocks: int) -> None:
+    def _cut(self, number: int, blocks: int) -> None:
         """Of a copy only the first `blocks` are to come, or have."""
         flight = self._flights.get(number)
         if flight is None:
@@ -224,7 +226,7 @@ class Hot:
         """Give up copies of which nothing is heard; forget what was sent long ago."""
         for number, flight in list(self._flights.items()):
             if flight.until_us <= now_us:
-                self.up_to(number, 0)
+                self._cut(number, 0)
         old_us = now_us - HALF_LIFE_US
         self._sent = {it: at_us for it, at_us in self._sent.items() if at_us > old_us}
         self._missed = {it: at_us for it, at_us in self._missed.items() if at_us > old_us}

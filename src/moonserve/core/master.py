@@ -281,10 +281,19 @@ class Master:
                 self._stock.pin(of, pinned)
         return [of is not None for of in found]
 
-    def evict(self, segment: SegmentId, size: Bytes) -> Bytes:
-        """Evict from a segment until `size` bytes more are free; how many it freed."""
+    def evict(self, now_us: Micros, segment: SegmentId, size: Bytes) -> tuple[Bytes, bool]:
+        """Let go of `size` bytes of a segment: to a disk of its node, where there is one.
+
+        How many are free now or will be when their copies are made, and whether any are on their
+        way: where these are too few, ask again for the rest when the disk is less busy.
+        """
         shelf = self._stock.shelves.get(segment)
-        return 0 if shelf is None else self._room.free_up(shelf, size)
+        if shelf is None:
+            return 0, False
+        before = shelf.extents.used_bytes - shelf.leaving_bytes
+        self._tiers.shrink(now_us, shelf, before - size, evict=True)
+        after = shelf.extents.used_bytes - shelf.leaving_bytes
+        return before - after, shelf.leaving_bytes > 0
 
     # Time and ledgers
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, cast
 import msgspec
 
 from moonserve.core.index import Match
-from moonserve.core.pipeline import Stage
+from moonserve.core.pipeline import Group, Stage
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 from moonserve.core.view import InstanceView, Kind, tbts_us
 
@@ -190,11 +190,31 @@ class Decision(msgspec.Struct, frozen=True):
     pool_tokens: Tokens
     """Prefix that the pool as a whole holds: the most that any plan could reuse."""
     candidates: Sequence[Candidate]
-    """The chosen one first, then those it won against, best first; the best KEPT of many."""
+    """The chosen one first, then those it won against, best first; the best KEPT of many. Of a
+    group, it is the first stage, with the terms that it would have had alone."""
     considered: int
     """How many there were."""
     stages: tuple[Stage, ...] = ()
     """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
+    alone: str = ""
+    """Why there is no group of them, where one may be (Tuning.cpp)."""
+
+    @property
+    def shares(self) -> tuple[Stage, ...]:
+        """The stages, or the one that `prefill` is by itself."""
+        first = self.candidates[0]
+        work_us = first.transfer_us + first.compute_us
+        alone = Stage(self.prefill, self.reused_tokens, self.prompt_tokens, work_us)
+        return self.stages or (alone,)
+
+    def shared(self, group: Group) -> Decision:
+        """The same with the prompt prefilled by this group, which begins with the chosen one."""
+        return msgspec.structs.replace(
+            self,
+            prefill=group.stages[-1].instance,
+            predicted_ttft_us=self.waited_us + group.ttft_us,
+            stages=group.stages,
+        )
 
 
 class Estimate:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import ConfigError
+from moonserve.core.groups import split
 from moonserve.core.peers import (
     PREBLE_WINDOW_US,
     dynamo_overlap,
@@ -21,6 +22,7 @@ from moonserve.core.peers import (
     preble_e2,
     sglang_cache_aware,
 )
+from moonserve.core.pipeline import Form, Group, Work
 from moonserve.core.placement import (
     Ask,
     Candidates,
@@ -89,6 +91,11 @@ class Tuning(msgspec.Struct, frozen=True):
     spread_bytes: Bytes = 8 << 30
     """Of hot prefixes, so much is copied to other segments at a time, in the background; 0: none;
     see core.hot."""
+    cpp: int = 1
+    """The most instances that may prefill one prompt together, where one alone is predicted to miss
+    its TTFT objective; see core.groups."""
+    cpp_form: Form = "chain"
+    """How they share it; the other form is for simulation."""
     bind_ahead_us: Micros = 0
     """Late binding: an instance gets its next request when this much of its work is left."""
     dead_after_us: Micros = 5_000_000
@@ -224,11 +231,13 @@ def decide(
     now_us: Micros,
     avoid: Collection[InstanceId] = (),
     look: Look | None = None,
+    others: list[InstanceView] | None = None,
 ) -> Verdict | None:
     """Choose both instances; None when no instance of a role takes one more such request.
 
     `avoid` names instances that just failed this request: taken only when nobody else is left.
-    `look` says how full decode will be, where those promised there do not say it well.
+    `look` says how full decode will be, where those promised there do not say it well. `others` may
+    be stages of a group beside the prefill instance chosen; else `prefills` may.
     Hard constraints come before any score: a free place in the queue, KV memory for the prompt.
     """
     policy = POLICIES[tuning.policy]
@@ -243,20 +252,46 @@ def decide(
     made = estimate.options(likely, now_us)
     made.scores = policy.score(made, memory)
     row = _best(made)
+    group, alone = _group(made, row, preferred(others or prefills, avoid), slo, tuning)
+    near, ttft_us = likely[row], made.ttft_us()[row]
+    if group is not None:
+        last, ttft_us = group.stages[-1].instance, group.ttft_us
+        near = next(v for v in others or prefills if v.info.id == last)
     context = ask.length + ask.expected_tokens
     share = _tbt_share(ask.waited_us, slo, tuning) if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
-    decode, meets = choose_decode(context, decodes, goal_us, likely[row], leaves=policy.late)
+    decode, meets = choose_decode(context, decodes, goal_us, near, leaves=policy.late)
     tbt_us = decode.tbt_us(context)
     likely_us = decode.tbt_us(ask.length)
     if look is not None:
-        ends_us = now_us + made.ttft_us()[row]
-        decode, likely_us, tbt_us = roomy_decode(decode, decodes, context, goal_us, look, ends_us)
+        decode, likely_us, tbt_us = roomy_decode(
+            decode, decodes, context, goal_us, look, now_us + ttft_us
+        )
     decision = _decision(made, row, len(prefills), decode, likely_us, tuning, policy)
+    if group is not None:
+        decision = decision.shared(group)
+    elif alone:
+        decision = msgspec.structs.replace(decision, alone=alone)
     late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
     strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
     return Verdict(decision, late, not meets, tbt_us, breaks_us)
+
+
+def _group(
+    made: Options, row: int, others: list[InstanceView], slo: Slo, tuning: Tuning
+) -> tuple[Group | None, str]:
+    """Who prefills it beside the chosen one, or why nobody does; see core.groups."""
+    if tuning.cpp < 2:
+        return None, ""
+    ask, load_us, compute_us = made.ask, made.transfer_us[row], made.compute_us[row]
+    start, size = made.reused[row] * made.block_size, made.block_size
+    most, form, cross_rack = tuning.cpp, tuning.cpp_form, tuning.cross_rack
+    work = Work(start, ask.length, size, load_us, most, form, cross_rack)
+    alone_us = (load_us + made.queue_us[row] + compute_us, load_us + compute_us)
+    within_us = None if slo.ttft_us is None else slo.ttft_us - ask.waited_us
+    able = [view for view in others if view.kv_tokens >= ask.length]
+    return split(made.views[row], able, work, alone_us, within_us, made.now_us)
 
 
 def _tbt_share(waited_us: Micros, slo: Slo, tuning: Tuning) -> float:

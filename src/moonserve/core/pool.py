@@ -25,7 +25,7 @@ class Card(msgspec.Struct, frozen=True):
     """Cards of one rail reach each other faster than those of two; empty: not said."""
 
 
-class Address(msgspec.Struct, frozen=True):
+class Address(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a segment's bytes are served: a TCP listener, and a shared-memory region beside it.
 
     `identity` is drawn at random by the owner; whoever reaches the memory by either way checks it

@@ -33,6 +33,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a call takes on its way to an instance and back: HTTP, parsing, the gateway's work."""
     hand_over_us: float = 0.0
     """From the end of a prefill's last pass until its KV is in the store, and its token out."""
+    layers: int = 0
+    """Of the model; 0: it is not split over instances, see core.pipeline."""
 
     def cost(self, *, learns: bool = False) -> Cost:
         """A cost model that starts from these coefficients."""
@@ -50,6 +52,7 @@ PROFILES = {
         _LLAMA_70B_KV,
         87e9,
         1_300_000,
+        layers=80,
     ),
     "a800-loaded": Profile(
         "a800-loaded",
@@ -58,6 +61,7 @@ PROFILES = {
         _LLAMA_70B_KV,
         87e9,
         1_300_000,
+        layers=80,
     ),
     "h800": Profile(
         "h800",
@@ -67,6 +71,7 @@ PROFILES = {
         _LLAMA_70B_KV,
         190e9,
         1_300_000,
+        layers=80,
     ),
 }
 
@@ -96,6 +101,7 @@ def profile_from_json(text: bytes, where: str) -> Profile:
         ("load_base_us", profile.load_base_us),
         ("call_us", profile.call_us),
         ("hand_over_us", profile.hand_over_us),
+        ("layers", profile.layers),
     ):
         if not value >= 0:
             raise ConfigError(f"{where}: {field} is too small", "profile")

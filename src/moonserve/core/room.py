@@ -69,21 +69,14 @@ class Room:
                 return offset
         return None
 
-    def free_up(self, shelf: Shelf, size: Bytes) -> Bytes:
-        """Evict until `size` bytes more are free, or nothing is left to evict; what it freed."""
-        freed = 0
-        while freed < size and (gone := self._evict(shelf)):
-            freed += gone
-        return freed
-
-    def _evict(self, shelf: Shelf) -> Bytes:
-        """Evict the next replica; how many bytes that freed, 0: there was none."""
+    def _evict(self, shelf: Shelf) -> bool:
+        """Evict the next replica. False: there was none."""
         victim = self._stock.next_victim(shelf)
         if victim is None:
-            return 0
+            return False
         self._stock.drop(victim, shelf)
         self.evicted += 1
-        return aligned(victim.found.size)
+        return True
 
     def fits_quota(self, tenant: str, size: Bytes, evict: bool = True) -> bool:
         """Whether the tenant may have `size` bytes more; its own oldest objects go for it."""

@@ -12,7 +12,7 @@ from moonserve.core.copies import Copies, Task
 from moonserve.core.room import Room
 from moonserve.core.shelf import Shelf
 from moonserve.core.stock import Object, Stock
-from moonserve.core.units import Micros
+from moonserve.core.units import Bytes, Micros
 
 
 class Tiers:
@@ -34,11 +34,19 @@ class Tiers:
     def lower(self, now_us: Micros, shelf: Shelf, evict: bool) -> None:
         """Bring a shelf that is high down to its low water mark; by demotion only, or not at all,
         unless `evict`."""
+        if self.is_high(shelf):
+            low = self._stock.terms.low * shelf.extents.capacity_bytes
+            self.shrink(now_us, shelf, int(low), evict)
+
+    def shrink(self, now_us: Micros, shelf: Shelf, to: Bytes, evict: bool) -> None:
+        """Let go of what is to go next, until `to` bytes stay, or all is held, or the disk is busy.
+
+        By demotion where there is a disk, else by eviction, if `evict`.
+        """
         disk = self._disk_of(shelf)
-        if not self.is_high(shelf) or (disk is None and not evict):
+        if disk is None and not evict:
             return
-        low = self._stock.terms.low * shelf.extents.capacity_bytes
-        while shelf.extents.used_bytes - shelf.leaving_bytes > low:
+        while shelf.extents.used_bytes - shelf.leaving_bytes > to:
             if disk is not None and not self._copies.accepts(disk, 0):
                 return
             victim = self._stock.next_victim(shelf)

@@ -28,17 +28,18 @@ from moonserve.core.facts import (
     Joined,
     Left,
     PrefillEnded,
+    StageEnded,
 )
-from moonserve.core.placement import Decision
 from moonserve.core.request import Counted, Request
-from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
+from moonserve.core.units import Micros, RequestId, SegmentId, Tokens
+from moonserve.sim.call import Call
+from moonserve.sim.carrier import Carrier
 from moonserve.sim.clock import Clock
-from moonserve.sim.network import Network
-from moonserve.sim.node import Call, Node
+from moonserve.sim.node import Node
+from moonserve.sim.relay import Relay
 from moonserve.sim.segments import Segments, full_keys, next_turns
-from moonserve.sim.served import Flow, Sample, Served, first_of_decode_us
-from moonserve.sim.setup import MODEL, POOL, UNTOLD, Breakdown, Setup
-from moonserve.sim.spreading import Spreading
+from moonserve.sim.served import Sample, Served, first_of_decode_us
+from moonserve.sim.setup import MODEL, UNTOLD, Breakdown, Setup
 from moonserve.sim.trace import Trace
 
 
@@ -60,22 +61,19 @@ class Simulation:
         self._in_order = list(self.nodes.values())
         self.prefills = [node for node in self._in_order if node.info.role != "decode"]
         self.decodes = [node for node in self._in_order if node.info.role != "prefill"]
-        rate, base_us = setup.profile.link_bytes_per_s, round(setup.profile.load_base_us)
-        racks, far = {str(info.id): info.rack for info in infos}, setup.tuning.cross_rack
-        self.network = Network(self.clock, rate, frozenset({POOL}), base_us, racks, far)
         self.segments = Segments(setup, self.prefills, self.decodes)
+        self.carrier = Carrier(
+            setup, trace.block_size, self.clock, self.nodes, self.segments, self._tell
+        )
         self.served: list[Served] = []
         self.samples: list[Sample] = []
-        self.copied_blocks = 0
         self._by_id: dict[RequestId, Served] = {}
         self._rows = iter(trace.rows)
         self._coming = next(self._rows, None)
         self._tails: dict[str, Served | None] = {n.name: None for n in self.prefills}
         self._facts: list[Fact] = [Joined(info) for info in infos]
-        self._spreading = Spreading(self.network, self.segments, self._facts)
         self._next_turns = next_turns(trace) if setup.keep_output else {}
         self._again = setup.first_token == "decode"
-        self._way_us = round(setup.profile.call_us / 2)
         self._back_us = round(setup.profile.call_us / 2 + setup.profile.hand_over_us)
         self._awake = False
         self._wakes_us: Micros | None = None
@@ -111,13 +109,6 @@ class Simulation:
         return self._by_id[request].row.output_tokens
 
     # Time.
-
-    def _after(self, us: Micros, call: Callable[[], None]) -> None:
-        """Call so much later; at once where that is nothing."""
-        if us:
-            self.clock.at(self.clock.now_us + us, call)
-        else:
-            call()
 
     def _arrive(self) -> None:
         """All requests of this instant; the next arrival is scheduled."""
@@ -159,8 +150,7 @@ class Simulation:
 
     def _step(self) -> None:
         now_us = self.clock.now_us
-        facts = self._facts.copy()
-        self._facts.clear()
+        facts, self._facts = self._facts, []
         self._awake = False
         actions = self.conductor.step(now_us, facts)
         happened = events(now_us, facts, actions)
@@ -191,12 +181,13 @@ class Simulation:
             case Abort(number=number):
                 decision = served.decision
                 assert decision is not None
-                nodes = (self.nodes[decision.prefill], self.nodes[decision.decode])
+                nodes = [self.nodes[share.instance] for share in decision.shares]
+                nodes.append(self.nodes[decision.decode])
                 if any(node.cancel(served.id) for node in nodes):  # else it has failed already
                     self._failed(served, number)
-            case Spread(to=to):
+            case Spread():
                 served.spread = action
-                self._spreading.begin(action, self.nodes[InstanceId(to)])
+                self.carrier.spread(action)
             case Refuse(why=why, reason=reason, decision=decision):
                 served.outcome, served.why, served.decision = "refused", why, decision
                 served.reason = reason
@@ -213,12 +204,18 @@ class Simulation:
                     served.wasted_us = served.prefill_us
 
     def _prefill(self, served: Served, action: Prefill) -> None:
-        node, decision = self.nodes[action.to.id], action.decision
+        decision, length = action.decision, action.decision.prompt_tokens
         served.was_placed(decision, action.number, self._tails)
-        self._tails[node.name] = served
-        length = decision.prompt_tokens
-        load = partial(self._load_prefix, served, node, decision)
-        self._send(node, Call(served.id, action.number, length, length, 1, load))
+        nodes = [self.nodes[share.instance] for share in decision.shares]
+        self._tails.update((node.name, served) for node in nodes)
+        load = partial(self.carrier.load_prefix, served, nodes[0], decision)
+        calls = [Call(served.id, action.number, length, length, 1, load)]
+        if decision.stages:
+            form, size = self.setup.tuning.cpp_form, self.trace.block_size
+            served.relay = Relay(self.carrier, action, nodes, form, size, load)
+            calls = served.relay.calls
+        for node, call in zip(nodes, calls, strict=True):
+            self._send(node, call)
 
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
@@ -227,11 +224,11 @@ class Simulation:
             served.first_us = served.prefilled_tokens_us[-1] = self.clock.now_us
         length = decision.prompt_tokens
         if served.flow is not None and served.flow.target is not node:  # that one is gone
-            served.flow = self._flow(length, self.nodes[decision.prefill], node)
+            served.flow = self.carrier.whole_flow(served, node)
         most, known = served.row.output_tokens - served.generated, length
         if not self._again:  # the token that prefill made is known, and counts
             most, known = most + 1, length + 1
-        load = partial(self._load_all, served, length)
+        load = partial(self.carrier.load_all, served, length)
         call = Call(served.id, action.number, known, length, most, load)
         served.calls.append((node, call))
         self._send(node, call)
@@ -246,67 +243,16 @@ class Simulation:
             failed = CallFailed(served.id, call.number, why, False, call.known, served.keys)
             self._facts.append(failed)
 
-    # KV.
+    # What nodes tell.
 
-    def _load_prefix(
-        self, served: Served, node: Node, decision: Decision, done: Callable[[Tokens], None]
-    ) -> None:
-        """What is reused comes from the node's own segment, the rest from whoever holds it."""
-        size = self.trace.block_size
-        keys = served.keys[: decision.reused_tokens // size]
-        fetch = self.setup.one_copy or decision.reused_tokens > decision.candidates[0].local_tokens
-        local, remote = self.segments.find(node, keys, fetch)
-        blocks = local + sum(remote.values())
-        left = len(remote)
-
-        def one_came() -> None:
-            nonlocal left
-            left -= 1
-            if left <= 0:
-                if decision.copies and remote and not node.dead:
-                    self.copied_blocks += blocks - local
-                    self._facts += self.segments.store(node, served.keys, 0, blocks, copies=True)
-                done(blocks * size)
-
-        if not remote:
-            self._after(self._way_us, one_came)
-        for source, count in remote.items():
-            size = count * node.info.block_bytes
-            sent = partial(self.network.send, source, node.name, size, one_came)
-            self._after(self._way_us, sent)
+    def _tell(self, facts: list[Fact]) -> None:
+        self._facts += facts
 
     def _began(self, node: Node, call: Call) -> None:
-        """A call's first pass begins: with overlap, its KV begins to move on."""
         served = self._by_id[call.request]
-        decision = served.decision
-        if not self.setup.overlap or decision is None or call.most != 1:
-            return
-        if served.flow is None and call.number == served.number:
-            served.flow = self._flow(call.known, node, self.nodes[decision.decode])
-
-    def _flow(self, tokens: Tokens, source: Node, target: Node) -> Flow:
-        flow = Flow(target)
-        if source is target:
-            flow.there = True
-        else:
-            blocks = -(-tokens // self.trace.block_size)  # a partial one moves whole
-            moved = blocks * target.info.block_bytes
-            self.network.send(source.name, target.name, moved, flow.arrived)
-        return flow
-
-    def _load_all(self, served: Served, length: Tokens, done: Callable[[Tokens], None]) -> None:
-        decision = served.decision
-        assert decision is not None
-        if served.flow is None:
-            source, target = self.nodes[decision.prefill], served.calls[-1][0]
-            served.flow = self._flow(length, source, target)
-        here = partial(self._after, self._way_us, partial(done, length))
-        if served.flow.there:
-            here()
-        else:
-            served.flow.then = here
-
-    # What nodes tell.
+        if served.relay is not None and call.part is not None:
+            served.relay.began(node, call)
+        self.carrier.began(served, call)
 
     def _progress(self, node: Node, call: Call, step: Progress) -> None:
         served = self._by_id[call.request]
@@ -320,14 +266,27 @@ class Simulation:
                     self._keep_output(node, served)
                 self._facts.append(DecodeEnded(served.id, call.number, tokens))
             return
-        size = self.trace.block_size
+        size, relay = self.trace.block_size, served.relay
         first = step.computed_before // size
-        if decision.copies or self.segments.is_local(node, served.keys[:first]):
+        begins = relay is None or call is relay.calls[0]
+        if (decision.copies and begins) or self.segments.is_local(node, served.keys[:first]):
             first = 0  # the whole chain is used, not only what was computed
         last = min(step.computed_after // size, len(served.keys))
-        self._facts += self.segments.store(node, served.keys, first, last)
+        if relay is None or self.setup.tuning.cpp_form == "chain" or call is relay.calls[-1]:
+            self._facts += self.segments.store(node, served.keys, first, last)
         if step.finish is not None:
-            self._after(self._back_us, partial(self._prefilled, served, node, call))
+            over = partial(self._prefilled, served, node, call)
+            if relay is not None and call is not relay.calls[-1]:
+                over = partial(self._staged, served, node, call)
+            if relay is not None:
+                relay.ended(call)
+            self.carrier.after(self._back_us, over)
+
+    def _staged(self, served: Served, node: Node, call: Call) -> None:
+        """One of a group has done its part."""
+        served.spend(call)
+        if call.number == served.number:
+            self._facts.append(StageEnded(served.id, call.number, node.info.id))
 
     def _keep_output(self, node: Node, served: Served) -> None:
         """What it generated is the beginning of the conversation's next turn, if there is one.
@@ -343,29 +302,39 @@ class Simulation:
 
     def _prefilled(self, served: Served, node: Node, call: Call) -> None:
         if node.dead:
-            self._failed(served, call.number)
+            self._failed(served, call.number, node)
             return
         now_us = self.clock.now_us
-        served.prefill_us += call.busy_us
+        served.spend(call)
         served.prefilled_us = now_us
         if served.first_us is None:
             served.first_us = now_us
             served.placed = served.decision
-            served.cached = call.cached
-            served.available = max(served.available, call.cached)  # some came meanwhile
+            first = call if served.relay is None else served.relay.calls[0]
+            served.cached = first.cached
+            served.available = max(served.available, first.cached)  # some came meanwhile
         final = served.generated + 1 >= served.row.output_tokens
         if final or not self._again:
             served.generated += 1
             served.prefilled_tokens_us.append(now_us)
         self._facts.append(PrefillEnded(served.id, call.number, final))
 
-    def _failed(self, served: Served, number: int) -> None:
+    def _failed(self, served: Served, number: int, who: Node | None = None) -> None:
+        """A call is lost; of a group's, all that the others do as well."""
+        relay, member = served.relay, None
+        if relay is not None and number == served.number:
+            member = None if who is None else who.info.id
+            for node, call in zip(relay.nodes, relay.calls, strict=True):
+                node.cancel(served.id)
+                served.spend(call)
         for _, call in served.calls[-1:]:
             if call.number == number:
                 served.generated += sum(last - first for first, last in call.spans)
         served.wasted_us = served.prefill_us
         length = served.row.input_tokens + served.generated
-        failed = CallFailed(served.id, number, "instance lost", True, length, served.keys)
+        failed = CallFailed(
+            served.id, number, "instance lost", True, length, served.keys, member=member
+        )
         self._facts.append(failed)
 
     def _break(self, breakdown: Breakdown) -> None:
@@ -380,8 +349,8 @@ class Simulation:
             for call in node.kill():
                 served = self._by_id[call.request]
                 if call.number == served.number:  # of prefill: what it computed is lost
-                    served.prefill_us += call.busy_us
-                self._failed(served, call.number)
+                    served.spend(call)
+                self._failed(served, call.number, node)
         elif breakdown.what == "join" and node.dead:
             self._revive(node)
 

@@ -7,7 +7,7 @@ the sender's and of the receiver's link, so a node that many fetch from is slow 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 
@@ -30,8 +30,7 @@ class Network:
     """All flows under way. `bytes_per_s`: of each node's link, each way; each flow begins to move
     `base_us` after it was sent.
 
-    `wide` names nodes without a limit of their own, such as a pool spread over all. Between
-    nodes of two `racks` a transfer takes as if there were `cross_rack` times as much to move.
+    `wide` names nodes without a limit of their own, such as a pool spread over all.
     """
 
     def __init__(
@@ -40,15 +39,11 @@ class Network:
         bytes_per_s: float,
         wide: frozenset[str] = frozenset(),
         base_us: Micros = 0,
-        racks: Mapping[str, str] = {},
-        cross_rack: float = 1.0,
     ) -> None:
         self._clock = clock
         self._per_us = bytes_per_s / 1e6
         self._base_us = base_us
         self._wide = wide
-        self._racks = racks
-        self._cross_rack = cross_rack
         self._flows: list[_Flow] = []
         self._out: dict[str, int] = {}
         self._in: dict[str, int] = {}
@@ -60,9 +55,6 @@ class Network:
     def send(self, source: str, target: str, size: Bytes, done: Callable[[], None]) -> None:
         """Move `size` bytes; `done` is called when the last one arrived."""
         self.transfers += 1
-        racks = self._racks
-        if source in racks and racks[source] != racks.get(target):
-            size = round(size * self._cross_rack)
         self.bytes += size
         flow = _Flow(source, target, size, done)
         if self._base_us:

@@ -8,48 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from moonserve.core.batch import Batch, Pass, PassResult, Progress
+from moonserve.core.batch import Batch, Chunk, Pass, PassResult, Progress
 from moonserve.core.blocks import BlockPool
 from moonserve.core.cost import Cost, pass_sample
 from moonserve.core.facts import InstanceInfo
-from moonserve.core.request import Counted, Sampling, Stopping
+from moonserve.core.request import Counted, Finish, Sampling, Stopping
 from moonserve.core.units import Micros, RequestId, Tokens
+from moonserve.sim.call import Call
 from moonserve.sim.clock import Clock
 
 _GREEDY = Sampling(temperature=0.0)
-
-
-class Call:
-    """One prefill or decode call on a node."""
-
-    def __init__(
-        self,
-        request: RequestId,
-        number: int,
-        known: Tokens,
-        prompt: Tokens,
-        most: Tokens,
-        load: Callable[[Callable[[Tokens], None]], None],
-    ) -> None:
-        self.request = request
-        self.number = number
-        self.known = known
-        """Tokens known when it came; the KV of all but one may be loaded."""
-        self.prompt = prompt
-        """Tokens that were given, so that known - prompt were generated before."""
-        self.most = most
-        """Output tokens after which it ends."""
-        self.load = load
-        """Brings the KV; tells when it is here, and how many tokens it covers."""
-        self.cached: Tokens = 0
-        self.began_us: Micros | None = None
-        self.busy_us: Micros = 0
-        """Time of the passes it took part in, each shared among what ran in it; 0 on decode."""
-        self.spans: list[list[int]] = []
-        """[first, after last] numbers of the node's passes that gave it a token."""
 
 
 class Node:
@@ -66,7 +38,7 @@ class Node:
     ) -> None:
         self.info = info
         self.name = str(info.id)
-        self._cost = cost
+        self.cost = cost
         self._clock = clock
         self._tell = tell
         self._begin = begin
@@ -80,6 +52,11 @@ class Node:
         )
         self._intake: deque[Call] = deque()
         self._loading: dict[RequestId, int] = {}
+        """Blocks that will be taken by those who load; parts have theirs, and stay in here."""
+        self._parts: deque[Call] = deque()
+        """Whose first piece is here: the next passes."""
+        self._blocks: dict[RequestId, Sequence[int]] = {}
+        """Of parts."""
         self._full = False
         """Whether the first in the intake found no room, and nobody has left since."""
         self._calls: dict[RequestId, Call] = {}
@@ -113,6 +90,12 @@ class Node:
         """How often blocks ran out."""
         return self._batch.preemptions
 
+    @property
+    def pass_us(self) -> Micros:
+        """What the pass under way takes, if it need not wait."""
+        assert self._pass is not None
+        return self._pass[1]
+
     def busy_by_us(self) -> Micros:
         """Engine time until now, the pass under way included."""
         if self._steady is not None:
@@ -142,8 +125,36 @@ class Node:
         self._loading.pop(request, None)
         if call in self._intake:
             self._intake.remove(call)
-        self._batch.cancel(request)
+        if call.part is None:
+            self._batch.cancel(request)
+        else:
+            self._drop(call)
         return True
+
+    def _drop(self, call: Call) -> None:
+        """A part is not wanted any more; its pass breaks off."""
+        if self._pass is not None and self._pass[0].chunks[0].request == call.request:
+            self.busy_us = self.busy_by_us()
+            self._charge(self._pass[0], self._clock.now_us - self._turn_us)
+            self._pass = None
+            self._plan += 1
+        if call in self._parts:
+            self._parts.remove(call)
+        self._pool.free(self._blocks.pop(call.request, ()))
+
+    def came(self, call: Call) -> None:
+        """The last piece that a part waited for is here: what it is for is yet to be computed."""
+        assert call.part is not None
+        call.part.whole = True
+        if (
+            self._calls.get(call.request) is call
+            and self._pass is not None
+            and self._pass[0].chunks[0].request == call.request
+        ):
+            end_us = self._clock.now_us + self.pass_us // call.part.pieces
+            self._plan += 1
+            ended = partial(self._ended, self._plan)
+            self._clock.at(max(self._turn_us + self.pass_us, end_us), ended)
 
     def slow_down(self, factor: float) -> None:
         """From the next pass on, passes take `factor` times as long as on a sound machine."""
@@ -184,7 +195,9 @@ class Node:
                 break
             call = self._intake.popleft()
             need = self._batch.blocks_for(call.known)
-            self._loading[call.request] = need
+            if call.part is not None:
+                self._blocks[call.request] = self._pool.allocate(need) or ()
+            self._loading[call.request] = need if call.part is None else 0
             call.load(partial(self._loaded, call))
             did = True
         return did
@@ -197,6 +210,11 @@ class Node:
     def _loaded(self, call: Call, cached: Tokens) -> None:
         if self._calls.get(call.request) is not call:
             return  # cancelled meanwhile, or dead
+        if call.part is not None:
+            call.cached, self.stirred = cached, True
+            self._break_run()
+            self._parts.append(call)
+            return
         del self._loading[call.request]
         self._full = False  # it may hold less than it was promised
         self.stirred = True
@@ -221,6 +239,11 @@ class Node:
         """Begin the next pass, or a run of passes that are alike."""
         now_us = self._clock.now_us
         self._turn_us = now_us
+        if self._parts:
+            call = self._parts.popleft()
+            tokens: Any = Counted(call.known - call.cached)
+            self._launch(Pass((Chunk(call.request, tokens, call.cached, (), None),)))
+            return True
         passes = self._batch.steady()
         if passes > 1:
             seqs = self._batch.running
@@ -235,7 +258,9 @@ class Node:
 
     def _launch(self, work: Pass) -> None:
         """A pass that began at `_turn_us` runs."""
-        elapsed_us = self._took(self._cost.pass_of_us(pass_sample(work, 0)))
+        part = self._calls[work.chunks[0].request].part
+        cost_us = self.cost.pass_of_us(pass_sample(work, 0))
+        elapsed_us = self._took((part and part.work_us) or cost_us)
         self._pass = (work, elapsed_us)
         for chunk in work.chunks:
             call = self._calls[chunk.request]
@@ -248,13 +273,24 @@ class Node:
     def _ended(self, plan: int) -> None:
         if plan != self._plan or self._pass is None:
             return
-        work, elapsed_us = self._pass
+        work, elapsed_us = self._pass[0], self._clock.now_us - self._turn_us
+        call = self._calls.get(work.chunks[0].request)
+        part = None if call is None else call.part
+        if part is not None and not part.whole:
+            return  # `came` goes on from here
         self._pass = None
         self.stirred = True
         self.busy_us += elapsed_us
         number = len(self.ends)
         self.ends.append(self._clock.now_us)
         self._charge(work, elapsed_us)
+        if part is not None and call is not None:
+            del self._calls[call.request], self._loading[call.request]
+            self._pool.free(self._blocks.pop(call.request))
+            self._full = False
+            step = Progress(call.request, 0, call.cached, call.known, Finish("length"))
+            self._tell(self, call, step)
+            return
         sampled = {c.request: 0 for c in work.chunks if c.sampling is not None}
         steps = self._batch.apply(work, PassResult(sampled, elapsed_us))
         if len(steps) < len(work.chunks):  # who was cancelled meanwhile leaves only now
@@ -291,7 +327,7 @@ class Node:
         """Look when the run can end at the earliest: steps only grow."""
         assert self._steady is not None
         left, _, seqs, context = self._steady
-        step_us = self._took(self._cost.decode_step_us(seqs, context))
+        step_us = self._took(self.cost.decode_step_us(seqs, context))
         self._plan += 1
         self._clock.at(self._turn_us + left * step_us, partial(self._looked, self._plan))
 
@@ -309,7 +345,7 @@ class Node:
         assert self._steady is not None
         left, gone, seqs, context = self._steady
         turn_us, ends = self._turn_us, self.ends
-        took, step_of = self._took, self._cost.decode_step_us
+        took, step_of = self._took, self.cost.decode_step_us
         while left:
             end_us = turn_us + took(step_of(seqs, context))
             if end_us > now_us:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from moonserve.core.actions import Spread
 from moonserve.core.placement import Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
-from moonserve.sim.node import Call, Node
+from moonserve.sim.call import Call
+from moonserve.sim.node import Node
+from moonserve.sim.relay import Relay
 from moonserve.sim.trace import Row
 
 
@@ -17,7 +19,7 @@ class Served:
     __slots__ = (
         "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
         "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed", "prefill_us",
-        "prefilled_tokens_us", "prefilled_us", "reason", "row", "spread", "tails",
+        "prefilled_tokens_us", "prefilled_us", "reason", "relay", "row", "spread", "tails",
         "wasted_us", "why",
     )  # fmt: skip
 
@@ -60,6 +62,8 @@ class Served:
         self.spread: Spread | None = None
         """The copy of its prefix that its placement called for."""
         self.flow: Flow | None = None
+        self.relay: Relay | None = None
+        """Of its last prefill, if a group does it."""
         self.tails: tuple[tuple[str, Served | None], ...] = ()
         """Whom it would have queued behind on each prefill instance, when it was placed."""
 
@@ -70,9 +74,14 @@ class Served:
         if not self.attempts:
             self.available = min(decision.pool_tokens, self.row.input_tokens - 1)
         self.attempts += 1
-        self.number, self.decision, self.flow = number, decision, None
+        self.number, self.decision, self.flow, self.relay = number, decision, None, None
         if self.first_us is None:
             self.tails = tuple(tails.items())
+
+    def spend(self, call: Call) -> None:
+        """A prefill call is over: its engine time counts, once."""
+        self.prefill_us += call.busy_us
+        call.busy_us = 0
 
     @property
     def judged(self) -> Decision | None:
@@ -88,15 +97,20 @@ def first_of_decode_us(served: Served) -> Micros | None:
 class Flow:
     """KV on its way to a decode instance: `then` is called when it is there."""
 
-    def __init__(self, target: Node) -> None:
+    def __init__(self, target: Node, parts: int) -> None:
         self.target = target
-        self.there = False
+        self._left = parts
         self.then: Callable[[], None] | None = None
 
+    @property
+    def there(self) -> bool:
+        """Whether all of it is."""
+        return not self._left
+
     def arrived(self) -> None:
-        """The last byte is here."""
-        self.there = True
-        if self.then is not None:
+        """The last byte of one part is here."""
+        self._left -= 1
+        if self.there and self.then is not None:
             self.then()
 
 

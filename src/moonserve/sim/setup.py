@@ -145,4 +145,5 @@ class Setup(msgspec.Struct, frozen=True):
             max_requests=_NO_LIMIT,
             segment=SegmentId(POOL if self.pooled else name),
             rack=f"rack{at % self.racks}" if self.racks else "",
+            layers=self.profile.layers,
         )

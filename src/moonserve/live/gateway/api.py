@@ -8,6 +8,7 @@ from moonserve.core.units import Micros, RequestId
 from moonserve.live.conductor import ConductorLoop, Record
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
+from moonserve.live.store.foreign import ForeignPool
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.remote import RemotePool
 
@@ -23,7 +24,9 @@ class NoDecision(BadRequest):
 class Api:
     """Handlers of /api, to be mounted by the gateway process."""
 
-    def __init__(self, conductor: ConductorLoop, pool: LocalPool | RemotePool) -> None:
+    def __init__(
+        self, conductor: ConductorLoop, pool: LocalPool | RemotePool | ForeignPool
+    ) -> None:
         self._conductor = conductor
         self._pool = pool
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from moonserve.core.policies import Admission
@@ -22,6 +24,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Workers must present it on /internal; empty only when bound to loopback."""
     store_url: str = ""
     """Where the store's master is; empty: in this process."""
+    store: Literal["embedded", "mooncake"] = "embedded"
+    """Whose pool the workers use; Mooncake's has a master of its own."""
     eviction: str = "lru"
     """What its segments evict first: one of core.evict.EVICTIONS; for a master in this process."""
     drain_s: float = 30.0

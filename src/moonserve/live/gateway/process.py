@@ -34,6 +34,7 @@ from moonserve.live.http.server import App, Server, serve
 from moonserve.live.instances.wire import WireClient
 from moonserve.live.model.catalog import ModelRef, resolve
 from moonserve.live.model.config import load_config
+from moonserve.live.store.foreign import ForeignPool
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.remote import RemotePool
 from moonserve.live.store.server import MasterService
@@ -138,8 +139,10 @@ class Gateway:
     async def _copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
         return await self.pool.copy(keys, to, source)
 
-    def _open_pool(self) -> LocalPool | RemotePool:
+    def _open_pool(self) -> LocalPool | RemotePool | ForeignPool:
         config = self._config
+        if config.store == "mooncake":
+            return ForeignPool()
         if config.store_url:
             return RemotePool(self._http, config.store_url, config.token, self._tell)
         first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out

@@ -66,7 +66,8 @@ def _limit(query: Mapping[str, str]) -> int:
 
 def _segment_json(stats: SegmentStats) -> dict[str, Any]:
     fields = msgspec.structs.asdict(stats)
-    return fields | {"address": f"{stats.address.host}:{stats.address.port}"}
+    address = stats.address
+    return fields | {"address": f"{address.host}:{address.port}", "rack": address.rack}
 
 
 def _json(found: Found) -> dict[str, Any]:

@@ -40,6 +40,8 @@ from moonserve.live.transfer.region import Region
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_DISK_BUSY_S = 0.05
+
 _UNNAMED_S = 300.0
 """Longer than a lease lasts: what was found on a segment may be read for as long as that."""
 
@@ -227,8 +229,18 @@ class StoreClient:
         return (await self.link.call("drain", wire.DrainCall(segment), wire.Answer)).yes[0]
 
     async def evict(self, segment: SegmentId, size: Bytes) -> Bytes:
-        """Evict until `size` bytes more of a segment are free; how many that freed."""
-        return (await self.link.call("evict", wire.EvictCall(segment, size), wire.Freed)).size
+        """Let go of `size` bytes of a segment; of how many it did, less where the rest is held.
+
+        They are free then or, where the segment's node has a disk, on their way to it.
+        """
+        freed = 0
+        while True:
+            call = wire.EvictCall(segment, size - freed)
+            reply = await self.link.call("evict", call, wire.Freed)
+            freed += reply.size
+            if freed >= size or not (reply.size or reply.moving):
+                return freed
+            await asyncio.sleep(_DISK_BUSY_S)
 
     async def fetch(
         self, found: Sequence[Found], into: Sequence[memoryview], most_s: float

@@ -49,11 +49,17 @@ class DiskRegion(Region):
     """The mapped `data`. It has no name: peers on this host reach it by its owner as others do."""
 
     def __init__(self, path: Path, size: Bytes, lock_fd: int) -> None:
-        """Map the file, made or resized to `size` with the header. Takes `lock_fd` over."""
+        """Map the file, made or resized to `size` with the header. Takes `lock_fd` over.
+
+        Raises OSError; what lay there is as it was then.
+        """
         self._disk_lock_fd = lock_fd
         self._data_fd = fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         before = os.fstat(fd)
         try:
+            head = os.pread(fd, len(_MAGIC), 0)
+            if any(head) and head != _MAGIC:  # an older version wrote none
+                raise OSError(errno.EEXIST, "its file data is another program's")
             disk = os.fstatvfs(fd)
             free = disk.f_bavail * disk.f_frsize
             if size - before.st_blocks * 512 > free:  # asked for first: else it is filled up to see
@@ -68,6 +74,7 @@ class DiskRegion(Region):
             os.ftruncate(fd, before.st_size)  # what was taken of a disk that is too small
             os.close(fd)
             raise
+        mapped[: len(_MAGIC)] = _MAGIC
         identity = secrets.token_bytes(IDENTITY_BYTES)
         super().__init__(path, identity, mapped, None)
 
@@ -133,7 +140,8 @@ class DiskJournal:
 
     def write(self, changes: Sequence[Change]) -> None:
         """Note what changed, in order, soon. What cannot be noted is not kept: see _note."""
-        self._writer.submit(self._note, list(changes))
+        with contextlib.suppress(RuntimeError):  # closed: no more is noted
+            self._writer.submit(self._note, list(changes))
 
     def _note(self, changes: Sequence[Change]) -> None:
         """On a full disk the journal goes, lest it brings back what went since, and is written anew
@@ -146,7 +154,8 @@ class DiskJournal:
             if self._written > self._limit or self._is_due():
                 self._rewrite()
         except OSError as error:
-            log.error("%s: %s; until it can be written, nothing is kept", self._path, error)
+            why = "until it can be written, no restart finds what lies there"
+            log.error("%s: %s: %s", self._path, error.strerror, why)
             self._forget()
 
     def _is_due(self) -> bool:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
-from moonserve.core.errors import MoonserveError, StoreError
+from moonserve.core.errors import StoreError
 from moonserve.live.store.client import StoreClient
-from moonserve.live.store.link import text
+from moonserve.live.store.link import FAILURES, text
+from moonserve.live.store.owner import Owner
 
 log = logging.getLogger(__name__)
 
@@ -24,24 +26,28 @@ async def hand_on(client: StoreClient, most_s: float) -> None:
 
     At once over where the master is gone, as when a whole cluster stops, or nobody else is there.
     """
+    own = [it for it in client.owners if it.mounting.tier == "dram"]
     try:
         async with asyncio.timeout(most_s):
-            await _drain(client)
-    except (OSError, MoonserveError) as error:  # TimeoutError is an OSError
-        left = _in_memory(client)
-        level = logging.WARNING if left else logging.DEBUG
-        log.log(level, "left with %d objects: %s", left, text(error))
+            try:
+                for owner in own:
+                    await owner.catch_up()  # or another start of it would be drained by its name
+                    await client.drain(owner.mounting.id)
+            except FAILURES as error:
+                log.debug("nothing is handed on: %s", text(error))
+            else:
+                await _until_empty(client, own)
+    except FAILURES as error:
+        log.warning("left with %d objects: %s", _count(own), text(error))
 
 
-async def _drain(client: StoreClient) -> None:
-    own = [it for it in client.owners if it.mounting.tier == "dram"]
+async def _until_empty(client: StoreClient, own: Sequence[Owner]) -> None:
     for owner in own:
-        await client.drain(owner.mounting.id)
         await owner.catch_up()
     mine = [owner.mounting.id for owner in own]
     loop = asyncio.get_running_loop()
-    least, since_s = _in_memory(client), loop.time()
-    while (left := _in_memory(client)) and any(it not in mine for it in client.link.addresses):
+    least, since_s = _count(own), loop.time()
+    while (left := _count(own)) and any(it not in mine for it in client.link.addresses):
         if left < least:
             least, since_s = left, loop.time()
         elif loop.time() > since_s + _STALL_S:
@@ -49,6 +55,5 @@ async def _drain(client: StoreClient) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def _in_memory(client: StoreClient) -> int:
-    own = [owner for owner in client.owners if owner.mounting.tier == "dram"]
+def _count(own: Sequence[Owner]) -> int:
     return sum(len(owner.catalogue.held) for owner in own)

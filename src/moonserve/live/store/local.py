@@ -43,7 +43,7 @@ class LocalPool:
         self._token = token
         self._tell = tell
         self._called: dict[SegmentId, asyncio.Event] = {}
-        """By segment that ever beat: there are new copies to be made to it."""
+        """By mounted segment that beat: there are new copies to be made to it."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -71,6 +71,8 @@ class LocalPool:
         """To be called about twice a second."""
         self.service.reap()
         self._pass_events()
+        mounted = self.service.master.addresses()
+        self._called = {name: it for name, it in self._called.items() if name in mounted}
 
     async def close(self) -> None:
         """Nothing to do: what there is, owners know."""
@@ -104,6 +106,8 @@ class LocalPool:
             call = _decode_beat(body)
         except msgspec.DecodeError:
             return  # which the service says better
+        if call.segment not in self.service.master.addresses():
+            return  # it is told at once to mount
         called = self._called.setdefault(call.segment, asyncio.Event())
         try:
             async with asyncio.timeout(call.wait_s):

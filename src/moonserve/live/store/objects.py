@@ -24,7 +24,7 @@ _OBJECTS = PutOptions(blocks=False)
 
 
 class Objects:
-    """Puts and gets of one client. Each takes at most `most_s` and a call to the master more."""
+    """Puts and gets of one client. Each takes at most `most_s` and a call to the master or two."""
 
     def __init__(self, client: StoreClient, most_s: float | None = None) -> None:
         """`most_s` None: the client's transfer_s."""
@@ -56,7 +56,7 @@ class Objects:
                 why = text(error)
             else:
                 for (key, memory), outcome in zip(left, outcomes, strict=True):
-                    _check_outcome(key, len(memory), outcome)
+                    _check_outcome(key, len(memory), outcome, options)
                 left = [it for it, outcome in zip(left, outcomes, strict=True) if outcome is None]
             if left and loop.time() + _AGAIN_S > end_s:
                 raise StoreError(f"{_name(left[0][0])} is not stored: {why}")
@@ -155,7 +155,7 @@ def _check_options(options: PutOptions) -> None:
         raise BadRequest(f"replicas must be 1 to {most}, not {options.replicas}", "replicas")
 
 
-def _check_outcome(key: Key, size: int, outcome: Outcome | None) -> None:
+def _check_outcome(key: Key, size: int, outcome: Outcome | None, options: PutOptions) -> None:
     """Raise StoreError where trying again is in vain."""
     match outcome:
         case Full():
@@ -166,8 +166,8 @@ def _check_outcome(key: Key, size: int, outcome: Outcome | None) -> None:
             raise StoreError(f"{_name(key)}: no room for {size} bytes: {why}")
         case OverQuota(tenant, quota):
             raise StoreError(
-                f"{_name(key)}: tenant {tenant!r} has a quota of {quota} bytes, and no room in it"
-                f" for {size}: what it has may not be evicted"
+                f"{_name(key)}: tenant {tenant!r} has a quota of {quota} bytes, all copies counted:"
+                f" no room in it for {options.replicas} of {size} bytes"
             )
 
 

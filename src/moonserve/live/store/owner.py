@@ -125,6 +125,8 @@ class Owner:
         self._pulling: set[asyncio.Future[list[_Pulled]]] = set()
         """Those of them that may write to the memory now."""
         self._beats: asyncio.Task[None] | None = None
+        self._reached = True
+        """Whether the last beat did what it should; else it was said why not."""
 
     async def mount(self) -> None:
         """Offer the segment with all that lies on it. Raises what refusal or absence raises."""
@@ -162,7 +164,8 @@ class Owner:
     async def _wait_for(self, holder: Holder, call: wire.MountCall) -> wire.Mounted:
         """Ask until who holds the name is given up. Raises ConfigError: it lives."""
         name, lives = self.mounting.id, holder.beats + _BEATS_OF_LIFE
-        log.info("segment %s was held a moment ago: waiting until its holder is given up", name)
+        level = logging.INFO if self._reached else logging.DEBUG
+        log.log(level, "segment %s is held: waiting whether its holder is given up", name)
         while True:
             reply = await self._link.call("mount", call, wire.Mounted)
             if reply.holder is None:
@@ -220,7 +223,6 @@ class Owner:
 
     async def _beat_forever(self, heard: Callable[[], None], pause_s: float) -> None:
         await asyncio.sleep(pause_s)
-        reached = True
         loop = asyncio.get_running_loop()
         while True:
             next_s = loop.time() + self._beat_s  # a master behind HTTP waits for most of it
@@ -230,11 +232,11 @@ class Owner:
                 heard()
                 if orders is None or orders.more or orders.copies:
                     next_s = loop.time() + _BUSY_S
-                reached = True
+                self._reached = True
             except FAILURES as error:
-                level = logging.WARNING if reached else logging.DEBUG
+                level = logging.WARNING if self._reached else logging.DEBUG
                 log.log(level, "store master: beat failed: %s; still trying", text(error))
-                reached = False
+                self._reached = False
             await asyncio.sleep(max(0.0, next_s - loop.time()))
 
     async def catch_up(self) -> None:
@@ -253,7 +255,8 @@ class Owner:
         if mounts != self._mounts:
             return orders  # it speaks of a mounting that is over
         if orders is None:
-            log.warning("the store master forgot segment %s: mounting again", me.id)
+            level = logging.WARNING if self._reached else logging.DEBUG
+            log.log(level, "the store master forgot segment %s: mounting again", me.id)
             await self.mount()
             return None
         self._link.addresses = reply.addresses

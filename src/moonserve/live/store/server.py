@@ -133,7 +133,7 @@ class MasterService:
         return wire.Answer(self.master.pin(call.keys, call.pinned))
 
     def _evict(self, call: wire.EvictCall) -> wire.Freed:
-        return wire.Freed(self.master.evict(call.segment, call.size))
+        return wire.Freed(*self.master.evict(self._now_us(), call.segment, call.size))
 
     def _release(self, call: wire.ReleaseCall) -> wire.Done:
         self.master.release(call.lease)

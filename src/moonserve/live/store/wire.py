@@ -212,16 +212,17 @@ class PinCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EvictCall(msgspec.Struct, frozen=True, array_like=True):
-    """Evict until `size` bytes more of the segment are free."""
+    """Let go of `size` bytes of the segment."""
 
     segment: Segment
     size: Annotated[Bytes, msgspec.Meta(gt=0)]
 
 
 class Freed(msgspec.Struct, frozen=True, array_like=True):
-    """How many bytes an eviction freed."""
+    """How many bytes an eviction freed or has on their way to disk, and whether any are."""
 
     size: Bytes
+    moving: bool = False
 
 
 class CopyCall(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,122 @@
+"""Which group of instances prefills a long prompt, if any; what its members are promised for it.
+
+Chunked pipeline parallelism costs the cluster more than one instance's prefill: a group is for
+prompts that one alone would be late with, and is as small as will do. Called by core.policies and
+by the Conductor. How a group shares the work stands in core.pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from moonserve.core.facts import InstanceInfo
+from moonserve.core.pipeline import Group, Stage, Work, chain, free_us, layers, pass_us, way
+from moonserve.core.units import InstanceId, Micros, RequestId
+from moonserve.core.view import InstanceView
+
+Views: TypeAlias = Mapping[InstanceId, InstanceView]
+
+
+def groups(
+    first: InstanceView,
+    others: Sequence[InstanceView],
+    work: Work,
+    now_us: Micros | None,
+    within_us: Micros | None = None,
+) -> Iterator[Group]:
+    """A group of 2, of 3, and so on, in which `first` is the first stage; see `partners`.
+
+    Of those too small to be done `within_us`, only some. now_us: None: as if all were idle.
+    """
+    members = [first, *partners(first, others, work, now_us)][: work.most]
+    blocks = (work.length - work.start) // work.block_size
+    most = min(len(members), blocks)
+    least_us = min(pass_us(view.cost, work.start, work.length) for view in members)
+    for size in range(2, most + 1):
+        hopeless = within_us is not None and least_us > size * within_us
+        if hopeless and size & (size - 1) and size < most:
+            continue
+        of = layers if work.form == "layers" else chain
+        group = of(members[:size], work, now_us)
+        if group is not None:
+            yield group
+
+
+def partners(
+    first: InstanceView, others: Sequence[InstanceView], work: Work, now_us: Micros | None
+) -> list[InstanceView]:
+    """Who may be a stage beside `first`: the soonest and nearest first.
+
+    An instance in another rack is as good as one in this that is free later by what the way of all
+    the KV takes longer.
+    """
+    if not first.info.layers:
+        return []
+    able = [
+        view
+        for view in others
+        if view is not first
+        and view.info.layers == first.info.layers
+        and view.info.namespace == first.info.namespace
+        and view.takes_prefill
+    ]
+    move_us = first.cost.load_us[1] * work.length / work.block_size * first.kind.block_bytes
+
+    def late_us(view: InstanceView) -> float:
+        return free_us(view, now_us) + way(first, view, work.cross_rack) * move_us
+
+    return sorted(able, key=lambda view: (late_us(view), view.info.rack))
+
+
+def split(
+    first: InstanceView,
+    others: Sequence[InstanceView],
+    work: Work,
+    alone: tuple[Micros, Micros],
+    within_us: Micros | None,
+    now_us: Micros,
+) -> tuple[Group | None, str]:
+    """The smallest group that has the first token `within_us` from now, or why there is none.
+
+    alone: the TTFT that `first` is predicted to have by itself, and what of it is its engine's
+    time. Where no group is quick enough, it is the quickest, if it saves this request more time
+    than it costs the instances.
+    """
+    alone_us, spent_us = alone
+    if within_us is None:
+        return None, "there is no TTFT objective to be met"
+    if alone_us <= within_us:
+        return None, "one instance alone meets the TTFT objective"
+    best: Group | None = None
+    for group in groups(first, others, work, now_us, within_us):
+        if group.ttft_us <= within_us:
+            return group, ""
+        if best is None or group.ttft_us < best.ttft_us:
+            best = group
+    if best is None:
+        return None, "nobody else can take a part of it"
+    if best.ttft_us < alone_us and alone_us - best.ttft_us > best.spent_us - spent_us:
+        return best, ""
+    why = f"the best group, of {len(best.stages)}, would take {best.ttft_us / 1e6:.3g} s"
+    if best.ttft_us < alone_us:
+        why += f", and {(best.spent_us - spent_us) / 1e6:.3g} s more of the instances' time"
+    return None, why
+
+
+def promise(
+    views: Views, request: RequestId, shares: Sequence[Stage], now_us: Micros
+) -> list[InstanceInfo]:
+    """Each is promised what it computes; gives who they are."""
+    for share in shares:
+        tokens = share.end - share.start
+        view = views[share.instance]
+        view.promise_prefill(request, share.work_us, tokens, now_us, share.start)
+    return [views[share.instance].info for share in shares]
+
+
+def release(views: Views, request: RequestId, who: Iterable[InstanceId], now_us: Micros) -> None:
+    """Those promises are over, kept or not, where they had not been."""
+    for instance in who:
+        if instance in views:
+            views[instance].end_prefill(request, now_us)

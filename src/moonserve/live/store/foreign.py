@@ -1,0 +1,54 @@
+"""The pool that is Mooncake's, as a gateway sees it: nothing to do, and an honest answer.
+
+Its blocks are known from what workers report (store.reports); where they lie, its own master knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
+from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.server import Handler
+from moonserve.live.store.local import STORE_PREFIX
+
+_WHY = (
+    "the KV of this cluster lies in Mooncake's pool, and only mooncake_master knows where: ask it"
+    " at /metrics and /metrics/summary of its --metrics_port (9003 unless set; `moonserve up` gives"
+    " the one it starts none, so start one yourself and name it with --mooncake-master)."
+    " How many blocks are known to be there, /api/stats says: index_blocks"
+)
+
+
+class ForeignPool:
+    """The same as LocalPool towards the gateway."""
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {("GET", "/api/segments"): self._refuse}
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes."""
+        return {("POST", STORE_PREFIX): self._refuse}
+
+    async def lookup(self, query: Mapping[str, str]) -> Any:
+        """What /api/stats tells of the store."""
+        return {"backend": "mooncake"}
+
+    def release(self, lease: LeaseId) -> None:
+        """Nothing to do: Mooncake's leases end by their time."""
+
+    async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        """Mooncake places its replicas itself: none."""
+        return 0
+
+    def tick(self) -> None:
+        """Nothing to do: Mooncake's master has its own clock."""
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+    async def _refuse(self, request: HttpRequest) -> Response:
+        raise BadRequest(_WHY, "store")

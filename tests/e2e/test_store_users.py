@@ -1,0 +1,51 @@
+"""What two members that do not get along see of a pool of real processes: names and quotas."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonserve.core.errors import StoreError
+from moonserve.core.pool import PutOptions
+from moonserve.core.units import SegmentId
+from moonserve.live.store.objects import Objects
+from tests.support.store_processes import Pool, content, put, replicas, run
+
+
+def test_a_name_has_one_holder() -> None:
+    """A second segment of a name says who holds it and ends, and the first goes on; killed, the
+    first is back under its name at once, its old memory gone.
+    """
+
+    async def test(it: Pool) -> None:
+        client = await it.client("writer")
+        on_a = PutOptions(preferred=SegmentId("a"), blocks=False)
+        await put(client, "x", on_a)
+        argv = ("segment", "--name", "a", "--store-url", it.url, "--segment-bytes", "1MiB")
+        second = it.start(*argv)
+        at = await second.says(r"error: name: a is held by (127.0.0.1:\d+); choose another")
+        assert second.process.wait(5) == 2
+        address = client.link.addresses[SegmentId("a")]
+        assert at == f"{address.host}:{address.port}"
+        assert await Objects(client).get([b"x"]) == [content("x")]
+        it.segments["a"].kill()
+        await it.start_segment("a")
+        await put(client, "y", on_a)
+        assert await replicas(client) == {"y": ["a"]}
+
+    run(test)
+
+
+def test_a_quota_is_kept() -> None:
+    """A tenant's oldest objects go for its newest, copies counted; what can never fit is said."""
+
+    async def test(it: Pool) -> None:
+        client = await it.client("writer")
+        mine = PutOptions(tenant="t", blocks=False)
+        for number in range(4):
+            await put(client, f"o{number}", mine)
+        await put(client, "other", PutOptions(blocks=False))
+        assert sorted(await replicas(client)) == ["o2", "o3", "other"]
+        with pytest.raises(StoreError, match=r"'t' has a quota of 120000 .* for 3 of 50000 bytes"):
+            await put(client, "more", PutOptions(tenant="t", replicas=3, blocks=False))
+
+    run(test, None, ("--recover-s", "0", "--quota", "t=120000"))
