@@ -166,6 +166,7 @@ class Hot:
         self._coming = coming
         self._heat = Heat()
         self._mean_tokens = 0.0
+        self._prompts = 0
         self._flights: dict[int, _Flight] = {}
         self._sent: dict[tuple[SegmentId, BlockKey], Micros] = {}
         """When a prefix, by its last key, was sent to a segment: not again within a half-life."""
@@ -235,7 +236,8 @@ class Hot:
         self, request: Request, keys: Sequence[BlockKey], decision: Decision, now_us: Micros
     ) -> list[Spread]:
         """A request was placed: the copy that is wanted now of the prefix it shares, if any."""
-        self._mean_tokens += (decision.prompt_tokens - self._mean_tokens) / _MEAN_OF
+        self._prompts = min(self._prompts + 1, _MEAN_OF)
+        self._mean_tokens += (decision.prompt_tokens - self._mean_tokens) / self._prompts
         views = self._view.prefills(request.model)
         if not self.most_bytes or not views:
             return []
