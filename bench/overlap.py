@@ -33,8 +33,8 @@ WORDS = range(2_000, 40_000)
 class Cluster:
     """One `moonserve up`, and its workers' addresses."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        flags = ["--port", "0", "--dtype", args.dtype, "--segment-bytes", "2GiB"]
+    def __init__(self, *more: str) -> None:
+        flags = ["--port", "0", *more]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "moonserve", "up", *flags],
             stdout=subprocess.PIPE,
@@ -55,13 +55,21 @@ class Cluster:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return json.load(reply)
 
-    def complete(self, base: str, id: str, prompt: list[int], **more: Any) -> Any:
-        """A greedy completion of token ids."""
+    def complete(
+        self,
+        base: str,
+        id: str,
+        prompt: list[int],
+        heads: dict[str, str] | None = None,
+        **more: Any,
+    ) -> Any:
+        """A greedy completion of token ids; heads: more headers."""
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True, **more}
         headers = {
             "content-type": "application/json",
             "authorization": f"Bearer {TOKEN}",
             "x-request-id": id,
+            **(heads or {}),
         }
         request = urllib.request.Request(
             base + "/v1/completions", json.dumps(body).encode(), headers
@@ -123,7 +131,7 @@ def main() -> None:
     args = parser.parse_args()
     print(machine_line())
     draw = random.Random(1)
-    cluster = Cluster(args)
+    cluster = Cluster("--dtype", args.dtype, "--segment-bytes", "2GiB")
     try:
         shares: dict[str, list[float]] = {"told at assignment": [], "told at the end": []}
         for turn in range(args.rounds):

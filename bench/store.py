@@ -2,7 +2,7 @@
 
     python bench/store.py [--seconds 1] [--sizes 4KiB,1MiB]
 
-Everything but this process's clients is a process of its own: our master (calls by HTTP) and two
+Everything but this process's clients is a process of its own: our master and two
 segments; for Mooncake, where the extra `mooncake` is installed, its master and two clients that
 lend memory, all over TCP. No client here has memory of its own in the pool, so that every byte
 comes from another process: `shm` by shared memory, `tcp` by sockets. put = start + copy + checksum

@@ -86,6 +86,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How admission predicts who still decodes when a prefill ends; see core.predict."""
     spread_bytes: Annotated[int, msgspec.Meta(ge=0)] = 8 << 30
     """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
+    cpp: _Count = 8
+    """The most prefill workers that may share one prompt, where one alone would miss its TTFT
+    objective; 1: none does."""
     rack: str = ""
     """Where a worker stands; transfers between racks are taken to last longer."""
     start_s: _Seconds = 180.0

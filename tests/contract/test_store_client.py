@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.errors import BadRequest, ConfigError, DeadlineExceeded
 from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.pool import Terms
 from moonserve.core.units import LeaseId, SegmentId
@@ -265,12 +265,13 @@ def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) 
         beats = 0
         answer = it.writer.link.rpc
 
-        async def slow(op: str, body: bytes) -> bytes:
+        async def slow(op: str, body: bytes, end_s: float) -> bytes:
             nonlocal beats
             if op == "beat":
                 beats += 1
-                await asyncio.sleep(60)
-            return await answer(op, body)
+                await asyncio.sleep(end_s - asyncio.get_running_loop().time())
+                raise DeadlineExceeded("late")
+            return await answer(op, body, end_s)
 
         it.writer.link.rpc = slow
         it.writer.start_beats()

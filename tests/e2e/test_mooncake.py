@@ -56,7 +56,8 @@ def test_what_only_mooncake_knows_is_said_to_be_so() -> None:
                 text=True,
                 check=False,
             )
-            assert (done.returncode, done.stdout) == (1, "")
+            assert done.returncode in (1, 2)
+            assert done.stdout == ""
             assert "only mooncake_master knows where: ask it at /metrics" in done.stderr
             assert len(done.stderr.splitlines()) == 1
         assert up.get("/api/stats")["store"] == {"backend": "mooncake"}

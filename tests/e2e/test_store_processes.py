@@ -162,8 +162,8 @@ async def child(name: str, port: int, shared: bool) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     one_call = asyncio.Lock()
 
-    async def rpc(op: str, body: bytes) -> bytes:
-        async with one_call:
+    async def rpc(op: str, body: bytes, end_s: float) -> bytes:
+        async with asyncio.timeout_at(end_s), one_call:
             writer.write(op.encode() + b"\n" + len(body).to_bytes(4, "big") + body)
             return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
 

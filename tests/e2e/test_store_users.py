@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 
-from moonserve.core.errors import StoreError
+from moonserve.core.errors import BadRequest, StoreError
 from moonserve.core.pool import PutOptions
 from moonserve.core.units import SegmentId
+from moonserve.live.http.server import App, serve
 from moonserve.live.store.objects import Objects
-from tests.support.store_processes import Pool, content, put, replicas, run
+from tests.support.store_processes import Pool, Process, content, put, replicas, run
 
 
 def test_a_name_has_one_holder() -> None:
@@ -36,7 +40,7 @@ def test_a_name_has_one_holder() -> None:
 
 
 def test_a_quota_is_kept() -> None:
-    """A tenant's oldest objects go for its newest, copies counted; what can never fit is said."""
+    """A tenant's oldest objects go for its newest, copies counted; what can never be is said."""
 
     async def test(it: Pool) -> None:
         client = await it.client("writer")
@@ -47,5 +51,33 @@ def test_a_quota_is_kept() -> None:
         assert sorted(await replicas(client)) == ["o2", "o3", "other"]
         with pytest.raises(StoreError, match=r"'t' has a quota of 120000 .* for 3 of 50000 bytes"):
             await put(client, "more", PutOptions(tenant="t", replicas=3, blocks=False))
+        with pytest.raises(BadRequest, match="no segment 'nope'; there are: "):
+            await put(client, "lost", PutOptions(preferred=SegmentId("nope"), blocks=False))
 
     run(test, None, ("--recover-s", "0", "--quota", "t=120000"))
+
+
+def test_a_store_url_without_a_master_ends_a_segment_and_an_absent_one_is_waited_for() -> None:
+    """Another server there is named with its setting; that nobody is there is said now and then."""
+
+    async def test() -> None:
+        other = await serve(App({}), "127.0.0.1", 0)
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            ports = (other.port, nobody.getsockname()[1])
+            wrong, early = (
+                Process("segment", "--name", "s", "--store-url", f"http://127.0.0.1:{port}")
+                for port in ports
+            )
+            try:
+                await wrong.says(rf"error: store_url: http://127.0.0.1:{other.port} is no store's")
+                assert await asyncio.to_thread(wrong.process.wait, 5) == 2
+                await early.says("waiting to mount: .*cannot connect")
+                await asyncio.sleep(1.2)
+                assert len(early.lines) == 1
+            finally:
+                wrong.close()
+                early.close()
+                await other.stop(0)
+
+    asyncio.run(asyncio.wait_for(test(), 60))

@@ -237,7 +237,7 @@ def test_real_segments_with_room_for_a_fraction() -> None:
     async def main() -> None:
         service = MasterService(Master(Terms(), 1), LoopClock().now_us)
 
-        async def rpc(op: str, body: bytes) -> bytes:
+        async def rpc(op: str, body: bytes, end_s: float) -> bytes:
             return service.handle(op, body)
 
         async with site(None) as it:

@@ -12,6 +12,7 @@ import threading
 
 from moonserve.core.batch import Pass, PassResult
 from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.ports import Layers
 from moonserve.live.worker import main
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.job import Limits
@@ -20,10 +21,10 @@ from moonserve.live.worker.job import Limits
 class Hung(FakeEngine):
     """Warms up well; then a pass blocks a thread of the default executor for ever."""
 
-    async def run(self, work: Pass) -> PassResult:
+    async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         if not work.chunks[0].request.startswith("warm-up"):
             await asyncio.to_thread(threading.Event().wait)
-        return await super().run(work)
+        return await super().run(work, layers)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from moonserve.live.gateway.process import Gateway
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.remote import HttpRpc
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.join import Control, Membership
 from moonserve.live.worker.main import Worker
@@ -67,7 +68,7 @@ class Site:
         settings = StoreSettings(
             segment=SegmentId(name), epoch=epoch, capacity_bytes=4 << 20, token=TOKEN.encode()
         )
-        store = await StoreClient.open(control.store, settings)
+        store = await StoreClient.open(HttpRpc(self.http, self.url, TOKEN), settings)
         self._stack.push_async_callback(store.close)
         self.stores[name] = store
         store.start_beats()

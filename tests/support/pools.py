@@ -1,7 +1,7 @@
 """Pools of KV blocks with two hands on each, for what every KVStore must do.
 
 embedded: one client beside its master. shm and tcp: two clients, one putting and one reading, calls
-to the master in-process but through the wire's bytes. rpc: the same over HTTP. mooncake: two
+to the master in-process but through the wire's bytes. rpc: the same over a channel. mooncake: two
 members of a real Mooncake pool, whose master is a process of its own.
 """
 
@@ -22,20 +22,21 @@ from moonserve.core.pool import Terms
 from moonserve.core.reported import Reported
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.message import HttpRequest
 from moonserve.live.http.server import App, Server, serve
+from moonserve.live.http.switch import Switch
 from moonserve.live.ports import KVStore
 from moonserve.live.store import mooncake_master
+from moonserve.live.store.channel import PATH, PROTOCOL, Served
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
+from moonserve.live.store.remote import HttpRpc
 from moonserve.live.store.reports import POOL
 from moonserve.live.store.server import MasterService
-from moonserve.live.worker.join import Control
 
 ROOM = 1 << 20
 LEASE = LeaseId("reader")
 EMBEDDED = ("embedded", "shm", "tcp", "rpc")
-_PREFIX = "/internal/store/"
 _LEASE_MS = 1_000
 _epochs = itertools.count(1)
 
@@ -72,25 +73,24 @@ class Pool:
         self.hold: asyncio.Event | None = None
         self._http = HttpClient()
         self._server: Server | None = None
+        self._remote: HttpRpc | None = None
 
     def _new_service(self) -> MasterService:
         return MasterService(Master(self.terms, next(_epochs) * 1000), lambda: self.now_us)
 
-    async def rpc(self, op: str, body: bytes) -> bytes:
+    async def rpc(self, op: str, body: bytes, end_s: float) -> bytes:
         """The way to the master; `is_down` breaks it, `hold` delays puts at their end."""
         if self.is_down:
             raise ConnectionRefusedError("master is down")
         if self.hold is not None and op == "put_end":
-            await self.hold.wait()
-        if self._server is not None:
-            return await Control(self._http, f"http://127.0.0.1:{self._server.port}", "").store(
-                op, body
-            )
+            async with asyncio.timeout_at(end_s):
+                await self.hold.wait()
+        if self._remote is not None:
+            return await self._remote(op, body, end_s)
         return self.service.handle(op, body)
 
-    async def _answer(self, request: HttpRequest) -> Response:
-        op = request.path.removeprefix(_PREFIX)
-        return Response(200, self.service.handle(op, await request.body()))
+    async def _switch(self, request: HttpRequest) -> Switch:
+        return Switch(PROTOCOL, Served(lambda op, body: self.service.handle(op, body)))
 
     async def client(self, name: str, room: int = ROOM, **more: object) -> StoreClient:
         """Another client."""
@@ -107,8 +107,9 @@ class Pool:
     async def start(self) -> None:
         """Open both hands."""
         if self.kind == "rpc":
-            routes = {("POST", _PREFIX): self._answer}
-            self._server = await serve(App({}, routes, name="master"), "127.0.0.1", 0)
+            routes = {("GET", PATH): self._switch}
+            self._server = await serve(App(routes, name="master"), "127.0.0.1", 0)
+            self._remote = HttpRpc(self._http, f"http://127.0.0.1:{self._server.port}", "")
         self.writer = await self.client("w")
         self.reader = self.writer if self.kind == "embedded" else await self.client("r", room=4096)
 

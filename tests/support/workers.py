@@ -11,6 +11,7 @@ from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
+from moonserve.live.worker.chain import Fetch
 from moonserve.live.worker.job import Job, Ledger, Limits
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
@@ -28,7 +29,8 @@ class Bench:
         self,
         store: DictStore | None = None,
         blocks: int = 64,
-        engine: FakeEngine | None = None,
+        engine: Any = None,
+        fetch: Fetch | None = None,
         **limits: Any,
     ) -> None:
         self.engine = engine or FakeEngine(
@@ -44,6 +46,7 @@ class Bench:
             Limits(**{"chunk_tokens": 8, "max_seqs": 4, **limits}),
             self.metrics,
             LoopClock(),
+            fetch,
         )
 
     def keys(self, tokens: tuple[int, ...] | list[int]) -> tuple[BlockKey, ...]:

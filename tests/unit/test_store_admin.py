@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.store import wire
 from moonserve.live.store.admin import lookup
-from moonserve.live.store.local import EVENTS_PATH, EventLog, LocalPool
+from moonserve.live.store.local import EventLog, LocalPool
 from moonserve.live.store.remote import HttpRpc, RemotePool
 from moonserve.live.store.server import MasterService
 from tests.support.pools import key, replay
@@ -92,11 +93,9 @@ class Site:
     async def start(self, pool: Master, start: int, most: int = 100) -> None:
         """Serve this master, on the port of the one before."""
         self.log = log = EventLog(start, pool.inventory, most)
-        self.local = LocalPool(MasterService(pool, lambda: 0), "secret", log.add)
-        routes = self.local.routes() | {("POST", EVENTS_PATH): self.local.guarded(log.handle)}
-        self.server: Server = await serve(
-            App(routes, self.local.prefixes(), name="store"), "127.0.0.1", self.port
-        )
+        self.local = LocalPool(MasterService(pool, lambda: 0), "secret", log.add, log)
+        app = App(self.local.routes(), name="store")
+        self.server: Server = await serve(app, "127.0.0.1", self.port)
         self.port = self.server.port
 
     def tell(self, events: Any) -> None:
@@ -193,10 +192,9 @@ def test_operations_need_the_token_and_a_gateway_says_where_the_master_is() -> N
         url = f"http://127.0.0.1:{site.port}"
         body = msgspec.msgpack.encode([[key(0)]])
         with pytest.raises(MoonserveError, match="does not accept it; set MOONSERVE_TOKEN"):
-            await HttpRpc(site.http, url, "guess")("exists", body)
-        assert msgspec.msgpack.decode(await HttpRpc(site.http, url, "secret")("exists", body)) == [
-            [False]
-        ]
+            await HttpRpc(site.http, url, "guess")("exists", body, math.inf)
+        reply = await HttpRpc(site.http, url, "secret")("exists", body, math.inf)
+        assert msgspec.msgpack.decode(reply) == [[False]]
 
     run(test)
 

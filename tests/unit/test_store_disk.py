@@ -317,7 +317,7 @@ def test_what_was_removed_before_its_put_was_answered_does_not_come_back(tmp_pat
         client = await pool.client("a", disk_dir=tmp_path, disk_bytes=CAPACITY)
         owner, handle = client.owners[1], pool.service.handle
 
-        async def rpc(op: str, call: bytes) -> bytes:
+        async def rpc(op: str, call: bytes, end_s: float) -> bytes:
             reply = handle(op, call)
             if op == "put_end":
                 pool.service.master.remove(0, [key(1)], True)

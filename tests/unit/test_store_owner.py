@@ -299,8 +299,8 @@ def test_a_get_that_hears_nothing_leaves_no_lease(end: str) -> None:
         await Objects(a).put([(b"k", memoryview(b"x"))])
         answer, asked = a.link.rpc, asyncio.Event()
 
-        async def deaf(op: str, body: bytes) -> bytes:
-            reply = await answer(op, body)
+        async def deaf(op: str, body: bytes, end_s: float) -> bytes:
+            reply = await answer(op, body, end_s)
             if op == "get":
                 asked.set()
                 if end == "lost":

@@ -25,6 +25,7 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.model.catalog import DEFAULT_MODEL
+from moonserve.live.store.local import LocalPool
 from moonserve.live.store.server import MasterService
 from moonserve.live.transfer.region import folders
 from moonserve.live.worker import join
@@ -60,8 +61,8 @@ class Gateway:
 
     async def start(self, port: int = 0) -> str:
         routes = {("POST", f"/internal/{what}"): self._note for what in ("join", "beat", "leave")}
-        app = App(routes, {("POST", "/internal/store/"): self._store})
-        self.server = await serve(app, "127.0.0.1", port)
+        store = LocalPool(self.master, TOKEN, lambda events: None)
+        self.server = await serve(App(store.routes() | routes), "127.0.0.1", port)
         return f"http://127.0.0.1:{self.server.port}"
 
     async def stop(self) -> None:
@@ -75,12 +76,6 @@ class Gateway:
         self.said.append((what, msgspec.msgpack.decode(await request.body())))
         self.joined |= what == "join"
         return Response(self.answer if self.joined else 404, b"because")
-
-    async def _store(self, request: HttpRequest) -> Response:
-        if request.headers.get("authorization") != f"Bearer {TOKEN}":
-            return Response(401)
-        op = request.path.rpartition("/")[2]
-        return Response(200, self.master.handle(op, await request.body()))
 
     async def hears(self, what: str) -> Any:
         """Wait for the next word of this kind; all before it are dropped."""

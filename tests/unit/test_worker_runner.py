@@ -12,6 +12,7 @@ from moonserve.core.errors import BadRequest, EngineFailed, Overloaded, Transfer
 from moonserve.core.request import Stopping
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
+from moonserve.live.ports import Layers
 from moonserve.live.worker.job import Job, KVDeadlines
 from tests.support.kvstore import DictStore
 from tests.support.workers import BLOCK, GREEDY, Bench, job, prompt, run
@@ -202,10 +203,10 @@ def test_a_failed_pass_fails_its_requests_only() -> None:
     class Moody(FakeEngine):
         fails = True
 
-        async def run(self, work: Pass) -> PassResult:
+        async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
             if self.fails:
                 raise RuntimeError("out of luck")
-            return await super().run(work)
+            return await super().run(work, layers)
 
     async def main() -> None:
         engine = Moody(block_size=BLOCK, num_blocks=64, cost=fake_cost(0, 0, 0))
@@ -224,7 +225,7 @@ def test_a_hung_engine_ends_the_worker() -> None:
     """A pass past its deadline fails everyone and is told by `failure`; nobody waits for ever."""
 
     class Hung(FakeEngine):
-        async def run(self, work: Pass) -> PassResult:
+        async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
             await asyncio.sleep(60)
             raise AssertionError
 

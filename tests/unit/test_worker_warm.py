@@ -9,6 +9,7 @@ import pytest
 from moonserve.core.batch import Pass, PassResult
 from moonserve.core.facts import Role
 from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.ports import Layers
 from moonserve.live.worker.warm import warm_up
 
 
@@ -21,7 +22,7 @@ class Watched(FakeEngine):
         )
         self.ran: list[Pass] = []
 
-    async def run(self, work: Pass) -> PassResult:
+    async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Run and remember."""
         self.ran.append(work)
         for chunk in work.chunks:
@@ -29,7 +30,7 @@ class Watched(FakeEngine):
             assert chunk.start + len(chunk.tokens) <= self.shape.max_len
         used = [block for chunk in work.chunks for block in chunk.blocks]
         assert len(used) == len(set(used)), "two requests of a pass share a block"
-        return await super().run(work)
+        return await super().run(work, layers)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.command()
 @settings_options(
     "model", "host", "port", "store_url", "store", "eviction", "policy",
-    "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor", "threshold", "spread_bytes",
+    "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor", "cpp", "threshold", "spread_bytes",
     "max_body_bytes", "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
@@ -61,6 +61,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 admission=settings.admission,
                 predictor=settings.predictor,
                 spread_bytes=settings.spread_bytes,
+                cpp=settings.cpp,
                 max_body_bytes=settings.max_body_bytes,
             )
         )

@@ -74,6 +74,7 @@ _HELP: dict[str, tuple[str, str]] = {
         "prefixes that many ask for are copied to workers with less to do, so much at a time; 0: "
         "none",
     ),
+    "cpp": ("N", "how many workers may share a prompt that is late with one, at most"),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
     "drain_s": ("SECONDS", "longest wait for running requests at the end"),

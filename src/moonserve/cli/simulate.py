@@ -15,7 +15,15 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from moonserve.cli.figures import explanation_of, setup_of, story, table, titles, unusual
+from moonserve.cli.figures import (
+    explanation_of,
+    setup_of,
+    story,
+    table,
+    titles,
+    unusual,
+    write_rows,
+)
 from moonserve.cli.output import Output, check_apart, input_path
 from moonserve.cli.settings import size_of
 from moonserve.core.errors import ConfigError
@@ -65,9 +73,6 @@ _OPTIONS = (
         metavar="SIZE",
         help="Copy hot prefixes to idle instances, so much at a time; 0: none.",
     ),
-    _option(
-        "--one-copy", is_flag=True, help="Blocks lie in one segment, as in the embedded store."
-    ),
     _option("--ttft-slo", default=30.0, metavar="S", help="Goal for the first token."),
     _option("--tbt-slo", default=200.0, metavar="MS", help="Goal between tokens."),
     _option(
@@ -82,6 +87,13 @@ _OPTIONS = (
         type=click.Choice(["uniform", "survival", "oracle"]),
         default="survival",
         help="Predictive admission: how long others decode.",
+    ),
+    _option(
+        "--cpp",
+        type=_SOME,
+        default=1,
+        metavar="N",
+        help="Up to so many prefill instances share a prompt that one would be late with.",
     ),
     _option(
         "--profile",
@@ -158,6 +170,7 @@ def _setup(
     tbt_slo: float,
     admission: Any,
     predictor: Any,
+    cpp: int,
     profile: str,
     cache_blocks: str,
     pool: str,
@@ -192,6 +205,7 @@ def _setup(
             slo=goal,
             admission=admission,
             predictor=predictor,
+            cpp=cpp,
             tbt_share=ALONE if same["first_token"] == "decode" else Tuning().tbt_share,
         ),
         goal=goal,
@@ -270,7 +284,7 @@ def simulate(
     if report is not None:
         _write_report(sim, result, titles(sim, speed, more), report)
     if rows is not None:
-        _write_rows(result, rows)
+        write_rows(result, rows)
     asked = [one for one in sim.served if one.id == explain]
     if as_json:
         further: dict[str, Any] = {"lost": result.lost, "setup": told, "queues": queues(sim)}
@@ -301,6 +315,8 @@ def _idle(
         yield f"--threshold changes nothing: {setup.tuning.policy} does not balance by it"
     if setup.cache_blocks is None and eviction != "lru":
         yield "--eviction changes nothing: an infinite cache never evicts"
+    if setup.tuning.cpp > 1 and not setup.profile.layers:
+        yield f"--cpp changes nothing: profile {setup.profile.name} does not say its layers"
     for option, given in (
         ("--no-overlap", no_overlap),
         ("--keep-output", keep_output),
@@ -382,15 +398,3 @@ def _write_report(sim: Simulation, result: Result, titles: tuple[str, str], out:
     from moonserve.sim.report import report
 
     out.write(report(sim, result, *titles))
-
-
-def _write_rows(result: Result, out: TextIO) -> None:
-    import csv
-
-    import msgspec
-
-    from moonserve.sim.metrics import RequestRow
-
-    table = csv.DictWriter(out, RequestRow.__struct_fields__, lineterminator="\n")
-    table.writeheader()
-    table.writerows(msgspec.structs.asdict(row) for row in result.rows)

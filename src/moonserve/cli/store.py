@@ -333,7 +333,12 @@ def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
             await client.close()
             await http.close()
 
-    return asyncio.run(body())
+    try:
+        return asyncio.run(body())
+    except ConfigError as error:
+        if error.field != "store_url":
+            raise
+        raise ConfigError(str(error).removeprefix("store_url: "), "url") from None
 
 
 def _key(text: str, is_text: bool) -> bytes:

@@ -53,6 +53,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "tbt_slo_ms",
     "admission",
     "predictor",
+    "cpp",
     "threshold",
     "spread_bytes",
     "max_body_bytes",

@@ -34,7 +34,7 @@ from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, W
 from moonserve.core.hot import Hot
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
-from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of
+from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of, work_us
 from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView, Promised
 from moonserve.core.waiting import Waiter, WaitingRoom
@@ -337,13 +337,11 @@ class Conductor:
         if len(room) >= self.tuning.max_waiting and not life.attempts:
             self._refuse(life, admission.too_many(life.request, room, len(prefills)), now_us)
             return
-        info, cost = prefills[0].info, prefills[0].cost
-        size = info.namespace.block_size
-        cached = min(self.index.match(life.keys).pool, (life.length - 1) // size) * size
-        work_us = cost.prefill_us(life.length, cached, info.chunk_tokens)
+        slo, pool = self.outlook.slo(life.request), self.index.match(life.keys).pool
+        takes_us = work_us(prefills, life.length, pool, slo, self.tuning)
         resumed = life.attempts > 0
         came_us = now_us if resumed else life.arrived_us
-        room.add(Waiter.of(life.request, self.outlook.slo(life.request), came_us, work_us, resumed))
+        room.add(Waiter.of(life.request, slo, came_us, takes_us, resumed))
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""

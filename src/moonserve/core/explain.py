@@ -31,6 +31,15 @@ class Row(msgspec.Struct, frozen=True):
     """What the policy went by; the lowest won."""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What one of a group prefills."""
+
+    instance: InstanceId
+    start: Tokens
+    end: Tokens
+    """Of the prompt, [start, end)."""
+
+
 class Explanation(msgspec.Struct, kw_only=True):
     """What is known of a request's placement; None: does not apply, or is not known yet."""
 
@@ -52,6 +61,10 @@ class Explanation(msgspec.Struct, kw_only=True):
     waited_ms: float | None = None
     """At the Conductor, before the decision; part of the TTFTs."""
     predicted_ttft_ms: float | None = None
+    group: list[Part] = []
+    """Who prefills together; empty: one instance. The candidates' figures are for one alone."""
+    alone: str | None = None
+    """Why one instance does it, where several may."""
     actual_ttft_ms: float | None = None
     predicted_tbt_ms: float | None = None
     actual_tbt_ms: float | None = None
@@ -86,6 +99,8 @@ def explanation(request: str, outcome: str, decision: Decision | None, why: str)
         holder=decision.holder,
         waited_ms=decision.waited_us / _PER_MS,
         predicted_ttft_ms=decision.predicted_ttft_us / _PER_MS,
+        group=[Part(stage.instance, stage.start, stage.end) for stage in decision.stages],
+        alone=decision.alone or None,
         predicted_tbt_ms=decision.predicted_tbt_us / _PER_MS,
         considered=decision.considered,
         candidates=[_row(candidate) for candidate in decision.candidates],
@@ -107,15 +122,29 @@ def _row(candidate: Candidate) -> Row:
 
 
 def why(decision: Decision) -> str:
-    """Why the winner won, in one sentence."""
+    """Why the winner won, in one sentence; and in another, who shares its work or why nobody."""
     best, *others = decision.candidates
+    alone = " alone" if decision.stages else ""
+    expected = f"{_ms(best.ttft_us)} to the first token{alone}, {_plan(best, decision)}"
     waited = f" after {_ms(decision.waited_us)} at the Conductor" if decision.waited_us else ""
     if not others:
         chose = f"{best.instance} was the only one to choose from{waited}"
-        return f"{chose}: {_ms(best.ttft_us)} to the first token, {_plan(best, decision)}."
+        return f"{chose}: {expected}.{_shared(decision)}"
     chose = f"{decision.policy} chose {best.instance} of {decision.considered}{waited}"
-    expected = f"{_ms(best.ttft_us)} to the first token, {_plan(best, decision)}"
-    return f"{chose}: {expected}; {_against(best, others[0], decision.policy)}."
+    return f"{chose}: {expected}; {_against(best, others[0], decision.policy)}.{_shared(decision)}"
+
+
+def _shared(decision: Decision) -> str:
+    """How a group prefills the prompt, or why none does where one could."""
+    stages = decision.stages
+    if not stages:
+        return f" Not split: {decision.alone}." if decision.alone else ""
+    if stages[0].end == stages[-1].end:
+        what = f" the layers, in {stages[0].pieces} chunks"
+    else:
+        what = "".join(f" {s.instance} {s.end - s.start:,}" for s in stages) + " tokens"
+    took = _ms(decision.predicted_ttft_us - decision.waited_us)
+    return f" {len(stages)} share it:{what}; {took} to the first token together."
 
 
 def why_spread(order: Spread) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.groups import split
+from moonserve.core.groups import groups, split
 from moonserve.core.peers import (
     PREBLE_WINDOW_US,
     dynamo_overlap,
@@ -37,7 +37,7 @@ from moonserve.core.placement import (
 )
 from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
-from moonserve.core.units import Bytes, InstanceId, Micros
+from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.core.view import InstanceView
 from moonserve.core.waiting import PATIENCE_US
 
@@ -292,6 +292,23 @@ def _group(
     within_us = None if slo.ttft_us is None else slo.ttft_us - ask.waited_us
     able = [view for view in others if view.kv_tokens >= ask.length]
     return split(made.views[row], able, work, alone_us, within_us, made.now_us)
+
+
+def work_us(
+    prefills: Sequence[InstanceView], length: Tokens, pool: int, slo: Slo, tuning: Tuning
+) -> Micros:
+    """What a prefill takes with nobody before it: one instance, or a group where one is too slow.
+
+    pool: leading blocks of the prompt that somebody holds.
+    """
+    first, size = prefills[0], prefills[0].info.namespace.block_size
+    start = min(pool, (length - 1) // size) * size
+    alone_us = first.cost.prefill_us(length, start, first.info.chunk_tokens)
+    if tuning.cpp < 2 or slo.ttft_us is None or alone_us <= slo.ttft_us:
+        return alone_us
+    work = Work(start, length, size, 0, tuning.cpp, tuning.cpp_form, tuning.cross_rack)
+    found = groups(first, prefills, work, None, slo.ttft_us)
+    return min([group.ttft_us for group in found], default=alone_us)
 
 
 def _tbt_share(waited_us: Micros, slo: Slo, tuning: Tuning) -> float:

@@ -23,10 +23,17 @@ from moonserve.core.errors import (
     NobodyAlive,
     Overloaded,
 )
-from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded
+from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded, StageEnded
 from moonserve.core.prefix import Namespace, chain_keys
 from moonserve.core.request import Counted, Request
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, Tokens
+from moonserve.core.units import (
+    MICROS_PER_SECOND,
+    BlockKey,
+    InstanceId,
+    LeaseId,
+    Micros,
+    Tokens,
+)
 from moonserve.live.conductor import ConductorLoop, lease_of
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances import embedded
@@ -38,6 +45,7 @@ from moonserve.live.instances.wire import (
     completion_body,
 )
 from moonserve.live.ports import ModelCard, Output
+from moonserve.live.together import MemberFailed, together
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +56,7 @@ class _Failed(msgspec.Struct, frozen=True):
     why: str
     retry: bool
     unreachable: bool = False
+    member: InstanceId | None = None
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -263,21 +272,39 @@ class _Life:
     def _prefill(self, action: Prefill) -> None:
         self._placed = action
         lease = lease_of(self._request.id, action.number)
-        params = embedded.prefill_params(lease, action.decision)
-        body = completion_body(self._request, self._known, 1, False, params)
 
         async def call() -> None:
-            reply = await self._wire.prefill(action.to, self._request, body)
+            if action.group:
+                reply = await self._in_parts(action, lease)
+            else:
+                params = embedded.prefill_params(lease, action.decision)
+                body = completion_body(self._request, self._known, 1, False, params)
+                reply = await self._wire.prefill(action.to, self._request, body)
             self._inbox.put_nowait(_Reply(action.number, reply))
 
         self._start(action.number, call())
         self._pull_ahead(action, lease)
 
+    async def _in_parts(self, action: Prefill, lease: LeaseId) -> Prefilled:
+        """The reply of the last of a group; the first knows what was reused."""
+        calls = {}
+        for stage, to, params in embedded.group_params(lease, action.decision, action.group):
+            body = completion_body(self._request, self._known[: stage.end], 1, False, params)
+            calls[to.id] = self._wire.prefill(to, self._request, body)
+
+        def ended(member: InstanceId) -> None:
+            if member != action.to.id:
+                self._conductor.tell(StageEnded(self._request.id, action.number, member))
+
+        replies = await together(calls, ended)
+        return msgspec.structs.replace(replies[-1], cached_tokens=replies[0].cached_tokens)
+
     def _pull_ahead(self, action: Prefill, lease: LeaseId) -> None:
         """A hint to the decode instance, for what prefill publishes in more than one piece."""
         self._stop_ahead()
-        to = action.decode
-        if len(self._known) <= action.to.chunk_tokens or to.id == action.to.id:
+        to, prefills = action.decode, action.group or (action.to,)
+        one_piece = not action.group and len(self._known) <= action.to.chunk_tokens
+        if one_piece or to.id in [it.id for it in prefills]:
             return
         call = self._wire.prefetch(to, self._request, lease, self._keys())
         self._ahead = asyncio.create_task(call, name=f"prefetch of {lease}")
@@ -325,14 +352,18 @@ class _Life:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        failed = _Failed(str(error), retry=True)
+        why, member = str(error), None
+        if isinstance(error, MemberFailed):
+            member, error = error.member, error.error
+        failed = _Failed(why, retry=True, member=member)
         if isinstance(error, UpstreamError):
-            failed = _Failed(str(error), retry=True, unreachable=not error.sent)
+            failed = _Failed(why, True, unreachable=not error.sent, member=member)
         elif isinstance(error, InstanceRefused):
-            failed = _Failed(str(error), error.retry)
+            alone = member is None  # else the next try is without what this one refused
+            failed = _Failed(why, error.retry or not alone, member=member)
         elif not isinstance(error, MoonserveError):
             log.error("%s: call %d failed", self._request.id, number, exc_info=error)
-            failed = _Failed("internal error", retry=True)
+            failed = _Failed("internal error", retry=True, member=member)
         self._inbox.put_nowait(_Reply(number, failed))
 
     def _stop_call(self) -> None:
@@ -352,5 +383,6 @@ class _Life:
                 length=len(self._known),
                 keys=self._keys(),
                 unreachable=failed.unreachable,
+                member=failed.member,
             )
         )

@@ -41,6 +41,20 @@ class EngineShape(msgspec.Struct, frozen=True):
     revision: str
     """Hash of the weights; goes into the KV namespace."""
     eos_token_ids: tuple[int, ...]
+    layers: int = 1
+    """A block's bytes are so many equal parts, one after the other, each of one layer's KV; with
+    1, the layers cannot be told apart."""
+
+
+class Layers(Protocol):
+    """Who goes along with a pass from layer to layer: see core.pipeline."""
+
+    async def reached(self, layer: int) -> None:
+        """`block` shows this layer's KV of the pass's own tokens; return when the pool has that of
+        the tokens before them too, by a deadline.
+
+        Awaited on the event loop. Raises MoonserveError where it will not come: so ends the pass.
+        """
 
 
 class Engine(Protocol):
@@ -50,11 +64,12 @@ class Engine(Protocol):
     def shape(self) -> EngineShape:
         """The pool's shape."""
 
-    async def run(self, work: Pass) -> PassResult:
+    async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Run one pass off the event loop and return the sampled tokens.
 
-        Never called again before it returned. A raised exception means the pass had no defined
-        result: the caller fails every request in it.
+        layers: told of each layer in order, and waited for, in a pass of one chunk; what it takes
+        counts as the pass's time. Never called again before it returned. A raised exception means
+        the pass had no defined result: the caller fails every request in it.
         """
 
     def block(self, index: int) -> memoryview:

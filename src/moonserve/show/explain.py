@@ -33,6 +33,8 @@ def lines(told: Explanation) -> Iterator[str]:
     yield ""
     held = f"{told.pool_tokens:,} of {told.prompt_tokens:,} prompt tokens"
     yield f"decode on {told.decode}; the pool held {held}"
+    for part in told.group:
+        yield f"part of {part.instance}: tokens {part.start:,} to {part.end:,}"
     if told.waited_ms:
         yield f"waited {told.waited_ms:,.1f} ms to be placed, part of the TTFTs"
     figures = [

@@ -135,7 +135,7 @@ class Node:
         """A part is not wanted any more; its pass breaks off."""
         if self._pass is not None and self._pass[0].chunks[0].request == call.request:
             self.busy_us = self.busy_by_us()
-            self._charge(self._pass[0], self._clock.now_us - self._turn_us)
+            call.busy_us += self._clock.now_us - self._turn_us
             self._pass = None
             self._plan += 1
         if call in self._parts:

@@ -86,11 +86,8 @@ class Relay:
 
     def began(self, node: Node, call: Call) -> None:
         """A stage's pass begins: its first piece will be done, and goes to the next stage."""
-        at, last = self.calls.index(call), self.nodes[-1]
+        at = self.calls.index(call)
         if at + 1 < len(self.nodes):
-            if self._form == "layers":  # the last keeps all, and so is sent the others' layers
-                size = call.known * node.info.block_bytes // self._block_size // len(self.nodes)
-                self._world.move(node.name, last, size, lambda: None)
             first_us = node.pass_us // self.stages[at].pieces
             self._due[at + 1] = min(3, self.stages[at].pieces)
             self._world.after(first_us, partial(self._send_first, at))
@@ -98,8 +95,14 @@ class Relay:
     def ended(self, call: Call) -> None:
         """A stage's pass has ended: its last piece goes to the next one."""
         at = self.calls.index(call)
-        if at + 1 < len(self.nodes) and self.stages[at].pieces > 1:
-            self._send(at, 1, partial(self._arrived, at + 1))
+        if at + 1 < len(self.nodes):
+            if self.stages[at].pieces > 1:
+                self._send(at, 1, partial(self._arrived, at + 1))
+        elif self._form == "layers":  # the last keeps all, and so is sent the others' layers
+            *others, last = self.nodes
+            size = call.known * last.info.block_bytes // self._block_size // len(self.nodes)
+            for node in others:
+                self._world.move(node.name, last, size, lambda: None)
 
     def _send_first(self, at: int) -> None:
         if not self.nodes[at].dead:

@@ -91,6 +91,8 @@ class Setup(msgspec.Struct, frozen=True):
         ):  # fmt: skip
             if getattr(self, field) < least:
                 raise ConfigError(f"must be {least} or more", field)
+        if self.tuning.cpp < 1:
+            raise ConfigError("must be 1 or more", "cpp")
         if self.prefill + self.decode + self.mixed > MOST_INSTANCES:
             raise ConfigError(f"at most {MOST_INSTANCES} instances", "prefill, decode or mixed")
         if not 0 < self.tuning.cross_rack <= 1_000:

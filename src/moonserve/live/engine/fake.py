@@ -15,9 +15,11 @@ from moonserve.core.cost import Cost, pass_sample
 from moonserve.core.request import Sampling
 from moonserve.core.units import Micros, Tokens
 from moonserve.live.clock import LoopClock
-from moonserve.live.ports import Clock, EngineShape
+from moonserve.live.ports import Clock, EngineShape, Layers
 
 _SLOT_BYTES = 8
+_LAYERS = 8
+"""Of nothing in particular, but that they come one after the other; divides all blocks."""
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -58,6 +60,7 @@ class FakeEngine:
             layout="fake/blk,tok/u32token,u32position+1",
             revision=f"fake-{words.start}-{words.stop}-{eos_one_in}",
             eos_token_ids=eos_token_ids,
+            layers=_LAYERS,
         )
         self._words = words
         self._eos_one_in = eos_one_in
@@ -70,12 +73,18 @@ class FakeEngine:
         """The pool's shape."""
         return self._shape
 
-    async def run(self, work: Pass) -> PassResult:
+    async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Write every chunk's slots, take the time it costs, sample from what the blocks say."""
         began_us = self._clock.now_us()
         for chunk in work.chunks:
             self._write(chunk)
-        await self._clock.sleep_us(self._cost.pass_of_us(pass_sample(work, 0)))
+        cost_us = self._cost.pass_of_us(pass_sample(work, 0))
+        if layers is None:
+            await self._clock.sleep_us(cost_us)
+        else:
+            for layer in range(_LAYERS):
+                await self._clock.sleep_us(cost_us // _LAYERS)
+                await layers.reached(layer)
         sampled = {
             chunk.request: self._sample(self._context(chunk), chunk.sampling)
             for chunk in work.chunks

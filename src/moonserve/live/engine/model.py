@@ -8,6 +8,8 @@ over the pass's prefilling requests and one over its groups of decoding ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
@@ -37,8 +39,11 @@ class Model:
         sin = angles.sin()
         self._sin = torch.cat((-sin, sin), -1).to(layout.dtype)
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Run a pass: write its keys and values; return logits [sample_rows, vocab], float32."""
+    def forward(self, inputs: Inputs, reached: Callable[[int], None] | None = None) -> Tensor:
+        """Run a pass: write its keys and values; return logits [sample_rows, vocab], float32.
+
+        reached: called with each layer's index between its writing to the pool and its reading.
+        """
         eps = self.config.norm_eps
         width = (self.config.hidden,)
         hidden = self.weights.embed[inputs.ids]
@@ -46,7 +51,7 @@ class Model:
         sin = self._sin[inputs.positions].unsqueeze(1)
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(hidden, width, layer.attn_norm, eps)
-            hidden += self._attention(index, layer, normed, cos, sin, inputs)
+            hidden += self._attention(index, layer, normed, cos, sin, inputs, reached)
             normed = rms_norm(hidden, width, layer.mlp_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, -1)
             hidden += layer.down(silu(gate).mul_(up))
@@ -54,7 +59,14 @@ class Model:
         return self.weights.lm_head(last).float()
 
     def _attention(
-        self, index: int, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor, inputs: Inputs
+        self,
+        index: int,
+        layer: Layer,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        inputs: Inputs,
+        reached: Callable[[int], None] | None,
     ) -> Tensor:
         heads, kv_heads, dim = self.config.heads, self.config.kv_heads, self.config.head_dim
         qkv = layer.qkv(normed).view(len(normed), -1, dim)
@@ -63,6 +75,8 @@ class Model:
         rotated.copy_((rotated * cos).addcmul_(rotated.roll(dim // 2, -1), sin))
         keys_values = qkv[:, heads:].view(-1, 2, kv_heads, dim)
         self._tokens[inputs.slots[index]] = keys_values
+        if reached is not None:
+            reached(index)
         queries = qkv[:, :heads]
         mixed = torch.empty_like(queries)
         for span in inputs.spans:

@@ -26,7 +26,7 @@ from moonserve.live.engine.model import Model
 from moonserve.live.engine.sampler import sample
 from moonserve.live.engine.weights import load_weights
 from moonserve.live.model.config import ModelConfig, weights_revision
-from moonserve.live.ports import EngineShape
+from moonserve.live.ports import EngineShape, Layers
 
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -120,6 +120,7 @@ class TorchEngine:
             layout=layout_name(config, kind),
             revision=weights_revision(path),
             eos_token_ids=config.eos_token_ids,
+            layers=config.layers,
         )
         return cls(config, Model(config, weights, layout), shape, threads)
 
@@ -128,19 +129,26 @@ class TorchEngine:
         """The pool's shape."""
         return self._shape
 
-    async def run(self, work: Pass) -> PassResult:
+    async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Run one pass on the engine's thread. See ports.Engine."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+        loop = asyncio.get_running_loop()
+
+        def reached(layer: int) -> None:
+            assert layers is not None
+            asyncio.run_coroutine_threadsafe(layers.reached(layer), loop).result()
+
+        hook = None if layers is None else reached
+        return await loop.run_in_executor(self._thread, self._run, work, hook)
 
     def run_now(self, work: Pass) -> PassResult:
         """Run one pass and wait for it: for benchmarks and tests, never on an event loop."""
         return self._thread.submit(self._run, work).result()
 
-    def _run(self, work: Pass) -> PassResult:
+    def _run(self, work: Pass, reached: Callable[[int], None] | None = None) -> PassResult:
         begun_ns = time.perf_counter_ns()
         with torch.inference_mode():
             inputs = build_inputs(work.chunks, self._model.layout)
-            logits = self._model.forward(inputs)
+            logits = self._model.forward(inputs, reached)
             wanted = [
                 (chunk.sampling, chunk.start + len(chunk.tokens))
                 for chunk in inputs.sampling

@@ -42,6 +42,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How it is predicted who still decodes when a prefill ends; not oracle."""
     spread_bytes: Bytes = 8 << 30
     """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
+    cpp: int = 8
+    """The most prefill instances that may share one prompt."""
     max_body_bytes: Bytes = 8 << 20
     max_in_flight: int = 1_024
     """Requests served at once; more are answered 429."""

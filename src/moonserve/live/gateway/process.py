@@ -62,6 +62,7 @@ class Gateway:
             admission=config.admission,
             predictor=config.predictor,
             spread_bytes=config.spread_bytes,
+            cpp=config.cpp,
             bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
         )
@@ -119,7 +120,7 @@ class Gateway:
         api = Api(self.conductor, self.pool)
         app = App(
             front.routes() | internal.routes() | api.routes() | self.pool.routes(),
-            front.prefixes() | api.prefixes() | self.pool.prefixes(),
+            front.prefixes() | api.prefixes(),
             max_body_bytes=config.max_body_bytes,
             body_limits={"/internal/": _INTERNAL_BODY_BYTES},
             name="gateway",

@@ -19,6 +19,7 @@ import msgspec
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 from moonserve.core.units import Bytes
 from moonserve.live.http.connection import Connection, UpstreamError
+from moonserve.live.http.switch import Switched
 
 _NO_HEADERS: Mapping[str, str] = {}
 _MAX_EVENT_BYTES = 16 << 20
@@ -139,6 +140,33 @@ class HttpClient:
         disconnect.
         """
         return ClientStream(self, method, url, headers, body, timeout_s, idle_timeout_s)
+
+    async def upgrade(
+        self, url: str, name: str, to: Switched, *, headers: Mapping[str, str], timeout_s: float
+    ) -> ClientResponse | None:
+        """Ask for protocol `name` on a connection of its own; None: `to` has it from now on.
+
+        Else the reply of who does not speak it there. Raises as `request` does. `close` cuts the
+        connection too.
+        """
+        target = _parse(url)
+        asked = {**headers, "connection": "upgrade", "upgrade": name}
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await self._connect(target)
+                try:
+                    connection.may_switch = True
+                    await connection.send(_head("GET", target, asked, 0))
+                    if connection.status == 101:
+                        connection.switch(to)
+                        return None
+                    whole = await connection.read_all(self._max_reply_bytes)
+                    return ClientResponse(connection.status, connection.headers, whole)
+                finally:
+                    if connection.status != 101:
+                        connection.abort()
+        except TimeoutError:
+            raise DeadlineExceeded(f"GET {url}: no reply within {timeout_s:g} s") from None
 
     async def close(self) -> None:
         """Cut every connection; calls under way and later ones raise UpstreamError."""

@@ -14,6 +14,7 @@ import httptools
 
 from moonserve.core.errors import DeadlineExceeded, MoonserveError
 from moonserve.core.units import Bytes
+from moonserve.live.http.switch import Switched
 
 _HIGH_BYTES = 256 << 10
 _LOW_BYTES = 64 << 10
@@ -34,6 +35,10 @@ class UpstreamError(MoonserveError):
         self.sent = sent
 
 
+class BadReply(UpstreamError):
+    """What the peer says is no HTTP."""
+
+
 class Connection(asyncio.Protocol):
     """One connection: one exchange at a time, `send` then `next_chunk` or `read_all` to the end."""
 
@@ -42,6 +47,8 @@ class Connection(asyncio.Protocol):
         self.headers: dict[str, str] = {}
         self.reply_began = False
         """Whether any byte of the current reply came."""
+        self.may_switch = False
+        """Whether a reply of 101 is one; else it is as bad as any that was not asked for."""
         self.idle_since_s = 0.0
         self._peer = peer
         self._registry = registry
@@ -105,6 +112,12 @@ class Connection(asyncio.Protocol):
         """Whether another request may be sent on it."""
         return not self._busy and not self._chunks and self._keep_alive and self._error is None
 
+    def switch(self, to: Switched) -> None:
+        """After a reply of 101: `to` has the connection from now on. Raises UpstreamError."""
+        if self._transport is None:
+            raise self._error or UpstreamError(f"{self._peer}: not connected", sent=True)
+        to.take_over(self._transport, self.connection_lost)
+
     def watch_idle(self, timeout_s: float | None) -> None:
         """From now on fail a wait for the peer that lasts `timeout_s`; None ends the watch."""
         if self._idle_timer is not None:
@@ -166,13 +179,19 @@ class Connection(asyncio.Protocol):
         """Parse; the callbacks below collect what was parsed."""
         if not self._busy:
             # Bytes nobody asked for: the next reply could be mistaken for an answer to them.
+            self._fail(BadReply(f"{self._peer}: spoke before it was asked", sent=False))
             self.abort()
             return
         self.reply_began = True
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(UpstreamError(f"{self._peer}: bad reply: {error}", sent=True))
+        except httptools.HttpParserUpgrade:
+            if not self.may_switch:
+                self._fail(BadReply(f"{self._peer}: bad reply: not asked to switch", sent=True))
+                self.abort()
+            return
+        except httptools.HttpParserError as error:
+            self._fail(BadReply(f"{self._peer}: bad reply: {error}", sent=True))
             self.abort()
             return
         if not self._head_done:
@@ -204,7 +223,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The head is whole; 1xx heads are interim and dropped."""
         self.status = self._parser.get_status_code()
-        if self.status < 200:
+        if self.status < 200 and not (self.status == 101 and self.may_switch):
             self.headers = {}
             return
         headers = self.headers

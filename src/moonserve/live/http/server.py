@@ -28,10 +28,11 @@ from moonserve.live.http.message import (
     StreamingResponse,
     error_response,
 )
+from moonserve.live.http.switch import Switch
 
 log = logging.getLogger(__name__)
 
-Reply: TypeAlias = Response | StreamingResponse
+Reply: TypeAlias = Response | StreamingResponse | Switch
 Handler: TypeAlias = Callable[[HttpRequest], Awaitable[Reply]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -92,6 +93,10 @@ class App:
             reply = await self._answer(request)
             if isinstance(reply, StreamingResponse):
                 await self._send_stream(request, reply, send)
+            elif isinstance(reply, Switch):
+                await request.discard(_DISCARD_BYTES, _DISCARD_S)
+                scope["state"]["connection"].switch(reply)
+                await request.disconnected()
             else:
                 await self._send_whole(request, reply, send)
         except asyncio.CancelledError:
@@ -135,7 +140,7 @@ class App:
             raise MethodNotAllowed(f"{path} takes {', '.join(allowed)}, not {method}", allowed)
         raise NotFound(f"no such path: {method} {path}")
 
-    def _start(self, request: HttpRequest, reply: Reply) -> dict[str, Any]:
+    def _start(self, request: HttpRequest, reply: Response | StreamingResponse) -> dict[str, Any]:
         second = int(time.time())
         if self._date[0] != second:
             self._date = (second, formatdate(second, usegmt=True).encode())
@@ -236,10 +241,31 @@ class _Protocol(HttpToolsProtocol):
 
     server_state: _State
     _head_bytes = 0
+    _switched = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state["connection"] = self
         self._await_head()
+
+    def switch(self, to: Switch) -> None:
+        """Say so, and hand the connection over; its request lasts until the connection ends."""
+        if not self.transport.is_closing():
+            self._switched = True
+            self.transport.write(
+                b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
+                b"upgrade: %s\r\n\r\n" % to.name.encode()
+            )
+            to.protocol.take_over(self.transport, self.connection_lost)
+
+    def shutdown(self) -> None:
+        if self._switched:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a handler may switch, and else answers as if it was not asked to."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -6,8 +6,11 @@ routers: prefill's reply parameters are handed to decode verbatim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from moonserve.core.facts import InstanceInfo
+from moonserve.core.pipeline import Stage
 from moonserve.core.placement import Decision
 from moonserve.core.units import LeaseId
 
@@ -20,6 +23,18 @@ def prefill_params(lease: LeaseId, decision: Decision) -> dict[str, Any]:
         "lease": lease,
         "reuse_tokens": decision.reused_tokens,
     }
+
+
+def group_params(
+    lease: LeaseId, decision: Decision, group: Sequence[InstanceInfo]
+) -> Iterator[tuple[Stage, InstanceInfo, dict[str, Any]]]:
+    """What each of a group is told: where its part begins, and who has what is before it."""
+    source = None
+    for stage, to in zip(decision.stages, group, strict=True):
+        followed = stage is not decision.stages[-1]
+        part = {"start": stage.start, "source": source, "followed": followed}
+        yield stage, to, prefill_params(lease, decision) | {"part": part}
+        source = to.url
 
 
 def decode_params(prefill_reply: dict[str, Any]) -> dict[str, Any]:

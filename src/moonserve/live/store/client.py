@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,7 +29,7 @@ from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.copying import Copier, Write
 from moonserve.live.store.disk import open_disk
-from moonserve.live.store.link import FAILURES, Link, now_us, text
+from moonserve.live.store.link import FAILURES, Link, now_us, text, to_the_end
 from moonserve.live.store.link import Rpc as Rpc
 from moonserve.live.store.owner import Owner
 from moonserve.live.store.settings import StoreSettings as StoreSettings
@@ -38,7 +37,6 @@ from moonserve.live.transfer.client import Transfer
 from moonserve.live.transfer.region import Region
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _DISK_BUSY_S = 0.05
 
@@ -50,9 +48,9 @@ class StoreClient:
     """A KVStore, and what else the master does. Made by `open`, ended by `close`.
 
     Towards KVStore, the master out of reach is a pool that has nothing: find and put answer so, and
-    a warning is logged. Once started, find, read, put and release run to their end (bounded by
-    call_s and transfer_s) even if the caller is cancelled, so that no thread writes to a buffer its
-    owner thinks is free, and no lease or ticket is left behind.
+    a warning is logged. Whose caller is cancelled: put and release run to their end all the same
+    (bounded by call_s and transfer_s), so that no ticket is left behind; read ends when no thread
+    writes to a buffer any more; find ends at once, and a release after it ends what it leased.
 
     The other calls raise MoonserveError or OSError where the master does not answer.
     """
@@ -167,12 +165,25 @@ class StoreClient:
 
     async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
         """See KVStore.find."""
-        return await _to_the_end(self._find(keys, lease))
+        found: list[Found] = []
+        for start in range(0, len(keys), wire.MAX_BATCH):
+            batch = keys[start : start + wire.MAX_BATCH]
+            try:
+                call = wire.FindCall(batch, lease, self._segment)
+                reply = await self.link.call("find", call, wire.FoundReply)
+            except FAILURES as error:
+                log.warning("store master: find failed: %s", text(error))
+                break
+            self._learn(reply.addresses)
+            found += reply.found
+            if len(reply.found) < len(batch):
+                break
+        return found
 
     async def read(self, found: Sequence[Found], into: Sequence[memoryview]) -> int:
         """See KVStore.read. Corrupt replicas are reported to the master, which drops them."""
         assert [it.size for it in found] == [len(memory) for memory in into]
-        missing = await _to_the_end(self._fetch(found, into, self.settings.transfer_s))
+        missing = await self.fetch(found, into, self.settings.transfer_s)
         return missing[0] if missing else len(found)
 
     async def put(
@@ -186,11 +197,11 @@ class StoreClient:
         options = self.settings.options
         if near is not None:
             options = msgspec.structs.replace(options, preferred=near)
-        return await _to_the_end(self._put(items, lease, parent, options))
+        return await to_the_end(self._put(items, lease, parent, options))
 
     async def release(self, lease: LeaseId) -> None:
         """See KVStore.release. With the master out of reach, the lease ends by its time to live."""
-        await _to_the_end(self.link.tell("release", wire.ReleaseCall(lease)))
+        await to_the_end(self.link.tell("release", wire.ReleaseCall(lease)))
 
     # What else there is, up to wire.MAX_BATCH keys a call
 
@@ -246,7 +257,11 @@ class StoreClient:
         self, found: Sequence[Found], into: Sequence[memoryview], most_s: float
     ) -> list[int]:
         """As `read`, but the indices of all that did not arrive, and the others did."""
-        return await _to_the_end(self._fetch(found, into, most_s))
+        fetched = await self._copier.read(found, into, most_s)
+        if fetched.corrupt:
+            bad = [(found[i].key, found[i].version, segment) for i, segment in fetched.corrupt]
+            await self.link.tell("discard", wire.DiscardCall(bad[: wire.MAX_BATCH]))
+        return fetched.missing
 
     async def write(
         self,
@@ -259,34 +274,7 @@ class StoreClient:
 
         None: it did not get where it should have lain. Raises where the master does not answer.
         """
-        return await _to_the_end(self._write(items, lease, parent, options))
-
-    # Reading
-
-    async def _find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:
-        found: list[Found] = []
-        for start in range(0, len(keys), wire.MAX_BATCH):
-            batch = keys[start : start + wire.MAX_BATCH]
-            try:
-                call = wire.FindCall(batch, lease, self._segment)
-                reply = await self.link.call("find", call, wire.FoundReply)
-            except FAILURES as error:
-                log.warning("store master: find failed: %s", text(error))
-                break
-            self._learn(reply.addresses)
-            found += reply.found
-            if len(reply.found) < len(batch):
-                break
-        return found
-
-    async def _fetch(
-        self, found: Sequence[Found], into: Sequence[memoryview], most_s: float
-    ) -> list[int]:
-        fetched = await self._copier.read(found, into, most_s)
-        if fetched.corrupt:
-            bad = [(found[i].key, found[i].version, segment) for i, segment in fetched.corrupt]
-            await self.link.tell("discard", wire.DiscardCall(bad[: wire.MAX_BATCH]))
-        return fetched.missing
+        return await to_the_end(self._write(items, lease, parent, options))
 
     # Writing
 
@@ -369,19 +357,3 @@ class StoreClient:
             elif (mine := self._mine.get(write.ticket.segment)) and (held := diary.held(id)):
                 mine.wrote(held)
         return {id for (id, _), it in zip(ends, ended.versions, strict=True) if it is not None}
-
-
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` until it is done, also when cancelled meanwhile; then let the cancel go on."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # seen; the cancel is what counts now
-        raise cancelled
-    return task.result()

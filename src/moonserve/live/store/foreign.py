@@ -12,7 +12,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
-from moonserve.live.store.local import STORE_PREFIX
+from moonserve.live.store.channel import PATH
 
 _WHY = (
     "the KV of this cluster lies in Mooncake's pool, and only mooncake_master knows where: ask it"
@@ -27,11 +27,7 @@ class ForeignPool:
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
-        return {("GET", "/api/segments"): self._refuse}
-
-    def prefixes(self) -> dict[tuple[str, str], Handler]:
-        """Path prefixes."""
-        return {("POST", STORE_PREFIX): self._refuse}
+        return {("GET", "/api/segments"): self._refuse, ("GET", PATH): self._refuse}
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """What /api/stats tells of the store."""

@@ -7,13 +7,14 @@ it is then told what was done here lately, and asked again until the call's time
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from moonserve.core.errors import DeadlineExceeded, MoonserveError, Recovering, StoreError
+from moonserve.core.errors import MoonserveError, Recovering, StoreError
 from moonserve.core.owner import Diary
 from moonserve.core.pool import Address
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId, seconds_to_us
@@ -22,8 +23,11 @@ from moonserve.live.store import wire
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Rpc = Callable[[str, bytes], Awaitable[bytes]]
-"""Runs one operation of MasterService somewhere. May raise MoonserveError or OSError."""
+Rpc = Callable[[str, bytes, float], Awaitable[bytes]]
+"""Runs one operation of MasterService somewhere, by a time of the loop's clock.
+
+May raise MoonserveError or OSError.
+"""
 
 FAILURES: Final = (MoonserveError, OSError)  # TimeoutError is an OSError
 _NIL: Final = b"\xc0"
@@ -53,7 +57,7 @@ class Link:
         body = _encode(call)
         deadline_s = _now_s() + (most_s or self.call_s)
         while True:
-            answer = await self._once(op, body, deadline_s)
+            answer = await self.rpc(op, body, deadline_s)
             if answer != _NIL:
                 break
             await self._claim_at_times(deadline_s)
@@ -97,13 +101,6 @@ class Link:
         except TimeoutError:
             log.debug("store master: no time left to claim")
 
-    async def _once(self, op: str, body: bytes, deadline_s: float) -> bytes:
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                return await self.rpc(op, body)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the store's master did not answer {op!r} in time") from None
-
 
 def now_us() -> Micros:
     """The loop's clock, which diaries and tasks go by."""
@@ -113,6 +110,29 @@ def now_us() -> Micros:
 def text(error: BaseException) -> str:
     """What to say of a failure."""
     return str(error) or type(error).__name__
+
+
+async def to_the_end(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+    """Await `work` until it is done, also when cancelled meanwhile; then let the cancel go on."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        ended: asyncio.Future[None] = task.get_loop().create_future()
+        task.add_done_callback(functools.partial(_wake, ended))
+        try:
+            await ended
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # seen; the cancel is what counts now
+        raise cancelled
+    return task.result()
+
+
+def _wake(waiter: asyncio.Future[None], _: object) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _now_s() -> float:

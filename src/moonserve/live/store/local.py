@@ -1,14 +1,14 @@
-"""The store's master behind HTTP: its operations, what people may ask, and the events it tells.
+"""The store's master in this process: its operations, what people may ask, and the events it tells.
 
-Mounted by the gateway process or by a master of its own. The operations are guarded by the cluster
-token; GET /api/segments is not, and changes nothing.
+Mounted by the gateway process or by a master of its own. The operations go over channels, which are
+guarded by the cluster token; GET /api/segments is not, and changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,12 +19,11 @@ from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
+from moonserve.live.http.switch import Switch
 from moonserve.live.store import admin, wire
+from moonserve.live.store.channel import PATH, PROTOCOL, Served
 from moonserve.live.store.server import MasterService
 
-STORE_PREFIX = "/internal/store/"
-EVENTS_PATH = STORE_PREFIX + "events"
-_MSGPACK = "application/msgpack"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_beat = msgspec.msgpack.Decoder(wire.BeatCall).decode
 
@@ -37,21 +36,22 @@ class LocalPool:
         service: MasterService,
         token: str,
         tell: Callable[[Sequence[BlockEvent]], None],
+        events: EventLog | None = None,
     ) -> None:
-        """`tell` gets the master's events, in order, right after what caused them."""
+        """`tell` gets the master's events, in order, right after what caused them.
+
+        `events` answers listeners elsewhere; None: there are none.
+        """
         self.service = service
         self._token = token
         self._tell = tell
+        self._events = events
         self._called: dict[SegmentId, asyncio.Event] = {}
         """By mounted segment that beat: there are new copies to be made to it."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
-        """Exact paths."""
-        return {("GET", "/api/segments"): self._segments}
-
-    def prefixes(self) -> dict[tuple[str, str], Handler]:
-        """Path prefixes."""
-        return {("POST", STORE_PREFIX): self.guarded(self._operation)}
+        """What is served by HTTP, or asked for there."""
+        return {("GET", "/api/segments"): self._segments, ("GET", PATH): self._channel}
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """See admin.lookup."""
@@ -80,25 +80,29 @@ class LocalPool:
     async def _segments(self, request: HttpRequest) -> Response:
         return json_response(await self.lookup(request.query))
 
-    def guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
-        """The handler, for who has the token."""
+    async def _channel(self, request: HttpRequest) -> Switch:
+        check_token(request, self._token)
+        if request.headers.get("upgrade") != PROTOCOL:
+            raise BadRequest(f"{PATH} is for the store's members, by {PROTOCOL}", "upgrade")
+        return Switch(PROTOCOL, Served(self.answer))
 
-        async def checked(request: HttpRequest) -> Response:
-            check_token(request, self._token)
-            return await handler(request)
-
-        return checked
-
-    async def _operation(self, request: HttpRequest) -> Response:
-        op = request.path.removeprefix(STORE_PREFIX)
-        body = await request.body()
+    def answer(self, op: str, body: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        """Run one operation of a member. Raises BadRequest."""
         if op == "beat":
-            await self._wait_for_copies(body)
+            return self._beat(body)
+        if op == "events" and self._events is not None:
+            return self._events.handle(body)
+        return self._run(op, body)
+
+    def _run(self, op: str, body: bytes) -> bytes:
         try:
-            reply = self.service.handle(op, body)
+            return self.service.handle(op, body)
         finally:
             self._pass_events()
-        return Response(200, reply, content_type=_MSGPACK)
+
+    async def _beat(self, body: bytes) -> bytes:
+        await self._wait_for_copies(body)
+        return self._run("beat", body)
 
     async def _wait_for_copies(self, body: bytes) -> None:
         """Hold a beat back while there is nothing to copy, as long as it says."""
@@ -126,7 +130,7 @@ class LocalPool:
 
 
 class EventLog:
-    """The latest events of a master, for listeners elsewhere; `handle` is POST EVENTS_PATH.
+    """The latest events of a master, for listeners elsewhere.
 
     Whoever is further behind than it reaches is told all that there is.
     """
@@ -164,11 +168,10 @@ class EventLog:
         told = [self._events[i] for i in range(len(self._events) - behind, len(self._events))]
         return wire.EventsReply(self._start, self._at, False, told)
 
-    async def handle(self, request: HttpRequest) -> Response:
-        """One call over HTTP, its token checked before."""
+    async def handle(self, body: bytes) -> bytes:
+        """The operation `events`. Raises BadRequest where the body is malformed."""
         try:
-            call = msgspec.msgpack.decode(await request.body(), type=wire.EventsCall)
+            call = msgspec.msgpack.decode(body, type=wire.EventsCall)
         except msgspec.DecodeError as error:
             raise BadRequest(f"store operation 'events': {error}", "body") from None
-        request.cancel_on_disconnect()
-        return Response(200, _encode(await self.answer(call)), content_type=_MSGPACK)
+        return _encode(await self.answer(call))

@@ -225,7 +225,7 @@ class Owner:
         await asyncio.sleep(pause_s)
         loop = asyncio.get_running_loop()
         while True:
-            next_s = loop.time() + self._beat_s  # a master behind HTTP waits for most of it
+            next_s = loop.time() + self._beat_s  # the answer may take most of it
             try:
                 await self._tell_results()
                 orders = await self._beat(self._beat_s)

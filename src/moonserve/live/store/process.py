@@ -27,7 +27,7 @@ from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
-from moonserve.live.store.local import EVENTS_PATH, EventLog, LocalPool
+from moonserve.live.store.local import EventLog, LocalPool
 from moonserve.live.store.remote import HttpRpc, mounted, within
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.settings import WILDCARD
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 _TICK_S = 0.5
-_BODY_BYTES = 64 << 20
 _EVENTS_KEPT = 100_000
 
 
@@ -81,7 +80,7 @@ async def run_master(config: MasterConfig, say: Say = _say) -> None:
     until_us = now_us() + recover_us if recover_us else None
     master = Master(config.terms, start, until_us)
     events = EventLog(start, master.inventory, _EVENTS_KEPT)
-    pool = LocalPool(MasterService(master, now_us), config.token, events.add)
+    pool = LocalPool(MasterService(master, now_us), config.token, events.add, events)
 
     async def health(request: HttpRequest) -> Response:
         return json_response({"status": "recovering" if master.stats().recovering else "ok"})
@@ -93,11 +92,9 @@ async def run_master(config: MasterConfig, say: Say = _say) -> None:
         ("GET", "/health"): health,
         ("GET", "/api/health"): health,
         ("GET", "/api/stats"): stats,
-        ("POST", EVENTS_PATH): pool.guarded(events.handle),
         **pool.routes(),
     }
-    app = App(routes, pool.prefixes(), max_body_bytes=_BODY_BYTES, name="store master")
-    server = await serve(app, config.host, config.port)
+    server = await serve(App(routes, name="store master"), config.host, config.port)
     say(f"listening on http://{config.host}:{server.port}")
     recovering = master.stats().recovering
     while not await within(stop, _TICK_S):
@@ -128,7 +125,7 @@ async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
         http = HttpClient()
         stack.push_async_callback(http.close)
         rpc = HttpRpc(http, config.store_url, mine.token.decode())
-        client = await mounted(rpc, lambda: StoreClient.open(rpc, mine), stop)
+        client = await mounted(rpc.connect, lambda: StoreClient.open(rpc, mine), stop)
         if client is None:
             return
         stack.push_async_callback(client.close)

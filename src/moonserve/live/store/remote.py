@@ -19,17 +19,20 @@ import msgspec
 from moonserve.core.errors import BadRequest, ConfigError, MoonserveError, StoreError
 from moonserve.core.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.connection import BadReply
+from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.store import wire
-from moonserve.live.store.link import Link
-from moonserve.live.store.local import STORE_PREFIX
+from moonserve.live.store.channel import PATH, PROTOCOL, Channel
+from moonserve.live.store.link import FAILURES, Link, text
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_URL = "store_url"
 _CALL_S = 5.0
+_SAY_S = 5.0
 _MOUNT_PAUSE_S = 0.5
 _MOUNT_DEADLINE_S = 120.0
 _WAIT_S = 20.0
@@ -38,34 +41,53 @@ _MAX_LEASES = 10_000
 
 
 class HttpRpc:
-    """The rpc of a Link, by HTTP to wherever a master is."""
+    """The rpc of a Link: one connection to wherever a master is, made anew when it is lost."""
 
     def __init__(self, http: HttpClient, url: str, token: str) -> None:
+        """`http` makes the connection, and ends it when it is closed."""
         self._http = http
         self.url = url.rstrip("/")
-        self._headers = {"content-type": "application/msgpack"}
-        if token:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._channel: Channel | None = None
+        self._connecting = asyncio.Lock()
 
-    async def ping(self) -> None:
-        """Return if the master answers at all. Raises MoonserveError."""
-        await self._http.request("GET", self.url + "/health", timeout_s=_CALL_S)
+    async def __call__(self, op: str, body: bytes, deadline_s: float) -> bytes:
+        """Run one operation. Raises what `connect` and Channel.call do; TimeoutError too."""
+        channel = self._channel
+        if channel is None or not channel.is_open():
+            async with asyncio.timeout_at(deadline_s):
+                channel = await self.connect()
+        return await channel.call(op, body, deadline_s)
 
-    async def __call__(self, op: str, body: bytes, timeout_s: float = _CALL_S) -> bytes:
-        """POST one operation. Raises MoonserveError; ConfigError where the token is wrong."""
-        reply = await self._http.request(
-            "POST",
-            self.url + STORE_PREFIX + op,
-            headers=self._headers,
-            body=body,
-            timeout_s=timeout_s,
-        )
+    async def connect(self) -> Channel:
+        """Connect unless it is. Raises MoonserveError; ConfigError where trying again is in vain:
+        the token is wrong, or no store's master is there.
+        """
+        async with self._connecting:
+            if self._channel is None or not self._channel.is_open():
+                channel = Channel(f"store master {self.url}")
+                try:
+                    reply = await self._http.upgrade(
+                        self.url + PATH, PROTOCOL, channel,
+                        headers=self._headers, timeout_s=_CALL_S,
+                    )  # fmt: skip
+                except BadReply as error:
+                    raise ConfigError(f"{self.url} is no store's master: {error}", _URL) from None
+                if reply is not None:
+                    raise self._refusal(reply)
+                self._channel = channel
+            return self._channel
+
+    def _refusal(self, reply: ClientResponse) -> MoonserveError:
+        try:
+            said = msgspec.json.decode(reply.body, type=ErrorReply).error.message
+        except msgspec.DecodeError:
+            said = f"it answers {reply.status}"
         if reply.status == 401:
-            raise ConfigError(f"{self.url} does not accept it; set MOONSERVE_TOKEN", "token")
-        if reply.status != 200:
-            text = reply.body[:300].decode("utf-8", "replace")
-            raise StoreError(f"{op}: {self.url} answers {reply.status} {text}")
-        return reply.body
+            return ConfigError(f"{self.url} does not accept it; set MOONSERVE_TOKEN", "token")
+        if reply.status >= 500:
+            return StoreError(f"the store's master {self.url} cannot answer: {said}")
+        return ConfigError(f"{self.url} is no store's master: {said}", _URL)
 
 
 class RemotePool:
@@ -93,12 +115,8 @@ class RemotePool:
         ]
 
     def routes(self) -> dict[tuple[str, str], Handler]:
-        """Exact paths."""
-        return {("GET", "/api/segments"): self._segments}
-
-    def prefixes(self) -> dict[tuple[str, str], Handler]:
-        """Path prefixes."""
-        return {("POST", STORE_PREFIX): self._operation}
+        """What is served by HTTP."""
+        return {("GET", "/api/segments"): self._segments, ("GET", PATH): self._elsewhere}
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """What the master answers to GET /api/segments. Raises MoonserveError."""
@@ -136,8 +154,8 @@ class RemotePool:
     async def _segments(self, request: HttpRequest) -> Response:
         return json_response(await self.lookup(request.query))
 
-    async def _operation(self, request: HttpRequest) -> Response:
-        raise BadRequest(f"the store's master is at {self._rpc.url}: set store_url", "store_url")
+    async def _elsewhere(self, request: HttpRequest) -> Response:
+        raise BadRequest(f"that is at {self._rpc.url}", _URL)
 
     async def _release_forever(self) -> None:
         while True:
@@ -151,11 +169,12 @@ class RemotePool:
         while True:
             body = msgspec.msgpack.encode(wire.EventsCall(start, at, _WAIT_S))
             try:
-                answer = await self._rpc("events", body, _WAIT_S + _CALL_S)
+                end_s = asyncio.get_running_loop().time() + _WAIT_S + _CALL_S
+                answer = await self._rpc("events", body, end_s)
                 reply = msgspec.msgpack.decode(answer, type=wire.EventsReply | None)
-            except (MoonserveError, msgspec.DecodeError) as error:
+            except (*FAILURES, msgspec.DecodeError) as error:
                 if heard:
-                    log.warning("store master %s: %s; still trying", self._rpc.url, error)
+                    log.warning("store master %s: %s; still trying", self._rpc.url, text(error))
                 heard = False
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -177,22 +196,29 @@ class RemotePool:
             self._tell(events)
 
 
-async def mounted(rpc: HttpRpc, opens: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
-    """What `opens` makes of the pool, waiting for the master to be there; None: stopped before.
+async def mounted(
+    reach: Callable[[], Awaitable[object]],
+    opens: Callable[[], Awaitable[T]],
+    stop: asyncio.Event,
+) -> T | None:
+    """What `opens` makes of the pool, once `reach` gets to who is needed; None: stopped before.
 
-    Raises ConfigError at once, other MoonserveErrors after two minutes.
+    Raises ConfigError and BadRequest at once, other MoonserveErrors after two minutes.
     """
     deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
+    say_s = 0.0
     while not stop.is_set():
         try:
-            await rpc.ping()  # a segment reserves its memory before it mounts
+            await reach()  # a segment reserves its memory before it mounts
             return await opens()
-        except ConfigError:
+        except (ConfigError, BadRequest):
             raise
         except MoonserveError as error:
             if time.monotonic() > deadline_s:
                 raise
-            log.info("waiting to mount: %s", error)
+            if time.monotonic() > say_s:
+                log.info("waiting to mount: %s; still trying", error)
+                say_s = time.monotonic() + _SAY_S
         await within(stop, _MOUNT_PAUSE_S)
     return None
 

@@ -1,6 +1,6 @@
 """The store master as a service: bytes in, bytes out.
 
-live.store.local puts it behind HTTP, calls `reap` on a timer, and drains the master's events after
+live.store.local runs its members' calls, `reap` on a timer, and drains the master's events after
 each of them. No I/O, no waiting.
 """
 

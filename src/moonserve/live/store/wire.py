@@ -62,7 +62,7 @@ class SegmentCall(msgspec.Struct, frozen=True, array_like=True):
 class BeatCall(msgspec.Struct, frozen=True, array_like=True):
     """The owner lives, and knows all changes of its segment up to `seen`.
 
-    Over HTTP the answer may wait for copies to be made, up to `wait_s`.
+    The answer may wait for copies to be made, up to `wait_s`.
     """
 
     segment: Segment

@@ -1,4 +1,5 @@
-"""The worker's HTTP server: vLLM's paths over one Runner, /internal/prefetch and /debug.
+"""The worker's HTTP server: vLLM's paths over one Runner, /internal/… and /debug; and its client of
+other workers' /internal/chain.
 
 Made by `main`; tests make it directly. A client that goes away cancels its request. Whoever POSTs
 must show the cluster token, since a worker does what it is told; GETs are open.
@@ -10,15 +11,16 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
+from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.http.auth import check_token
+from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import (
     HttpRequest,
     Response,
@@ -30,17 +32,20 @@ from moonserve.live.http.message import (
 from moonserve.live.http.server import App, Reply
 from moonserve.live.ports import EngineShape
 from moonserve.live.text.tokenizer import Tokenizer
+from moonserve.live.worker.chain import Fetch
 from moonserve.live.worker.job import Job, Piece
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
 from moonserve.live.worker.wire import (
     CONNECTOR,
+    ChainBody,
     Delta,
+    PrefetchBody,
     Shaper,
     event,
     make_job,
     parse_body,
-    parse_prefetch,
+    parse_packed,
 )
 from moonserve.live.worker.words import Words
 
@@ -75,6 +80,7 @@ class WorkerApp:
             {
                 ("POST", "/v1/completions"): self._completions,
                 ("POST", "/internal/prefetch"): self._prefetch,
+                ("POST", "/internal/chain"): self._chain,
                 ("GET", "/v1/models"): self._models,
                 ("GET", "/health"): self._health,
                 ("GET", "/metrics"): self._page,
@@ -160,10 +166,20 @@ class WorkerApp:
     async def _prefetch(self, request: HttpRequest) -> Response:
         """Answers when the decode call came; a router that hangs up before will not make it."""
         check_token(request, self._token)
-        body = parse_prefetch(await request.body())
+        body = parse_packed(await request.body(), PrefetchBody)
         request.cancel_on_disconnect()
         await self._runner.prefetch(LeaseId(body.lease), tuple(map(BlockKey, body.keys)))
         return json_response({})
+
+    async def _chain(self, request: HttpRequest) -> StreamingResponse:
+        """Answers when the part has its blocks; its KV follows as it is computed."""
+        check_token(request, self._token)
+        body = parse_packed(await request.body(), ChainBody)
+        request.cancel_on_disconnect()
+        if self._runner.chains is None:
+            raise BadRequest("this worker has no store, and no part of a prompt")
+        frames = await self._runner.chains.hand_on(LeaseId(body.lease))
+        return StreamingResponse(frames, content_type="application/octet-stream")
 
     async def _models(self, request: HttpRequest) -> Response:
         card = {
@@ -191,6 +207,30 @@ class WorkerApp:
 
     async def _stages(self, request: HttpRequest) -> Response:
         return json_response(msgspec.to_builtins(self._runner.stages()))
+
+
+def chain_client(http: HttpClient, token: str, wait_s: float) -> Fetch:
+    """How a runner gets the KV of a part before its own; it ends the call by leaving the block."""
+    headers = {"content-type": "application/msgpack"}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+
+    @asynccontextmanager
+    async def fetch(url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
+        async with http.stream(
+            "POST",
+            url + "/internal/chain",
+            headers=headers,
+            body=msgspec.msgpack.encode(ChainBody(lease)),
+            timeout_s=wait_s,
+            idle_timeout_s=wait_s,
+        ) as reply:
+            if reply.status != 200:
+                text = (await reply.read())[:300].decode("utf-8", "replace")
+                raise EngineFailed(f"{url} answered {reply.status}: {text}")
+            yield reply
+
+    return fetch
 
 
 def _delta(piece: Piece, words: Words | None) -> Delta:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -16,9 +16,26 @@ from moonserve.core.prefix import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 
+if TYPE_CHECKING:
+    from moonserve.live.worker.chain import Chain
+
 DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
 """When the KV of generated tokens is stored: never, at the generation's end, or every so many
 blocks and at the end."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Of a prompt that several workers prefill: one computes from `start` to its prompt's end.
+
+    The job's prompt ends with the part; its lease is that of all the prompt's parts.
+    """
+
+    start: Annotated[Tokens, msgspec.Meta(ge=0)]
+    """A multiple of the block size. Of no effect where there is no source."""
+    source: str | None = None
+    """URL of the worker of the part before; None: this is the first, and the store has the rest."""
+    followed: bool = False
+    """Whether another part follows: the token sampled here has no meaning."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -40,6 +57,8 @@ class Job(msgspec.Struct, frozen=True):
     """With take_kv: what prefill sampled; given again as the first piece."""
     near: SegmentId | None = None
     """The segment that its prompt was published to."""
+    part: Part | None = None
+    """With send_kv: its prompt is prefilled by several workers."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -95,6 +114,10 @@ class Limits(msgspec.Struct, frozen=True):
     """A pass that takes longer means a hung engine: the worker is dead."""
     piece_s: float = 600.0
     """The longest wait for a request's next token, its queueing included."""
+    chain_s: float = 200.0
+    """The longest wait of a part of a prompt for the other parts, and in its pass altogether."""
+    room_s: float = 10.0
+    """The longest wait for blocks of a part before which there is another."""
     decode_kv: DecodeKV = "end"
     kv: KVDeadlines = KVDeadlines()
 
@@ -115,9 +138,11 @@ class Ledger(msgspec.Struct, frozen=True):
 class Stage(msgspec.Struct, frozen=True):
     """What happened to a request's KV here, and when; for who measures the hand-over."""
 
-    what: Literal["put", "read", "ahead", "handed_over", "loaded"]
+    what: Literal["put", "read", "ahead", "handed_over", "loaded", "chained", "computed"]
     """ahead: read before the request came. handed_over: from prefill's last pass until all its KV
-    was in the store. loaded: from the request's admission until its KV was here."""
+    was in the store. loaded: from the request's admission until its KV was here. Of a part of a
+    prompt, chained: from its having blocks until all KV of earlier parts was in them; computed: its
+    pass, with its turn waited for."""
     lease: LeaseId
     began_us: Micros
     """On this machine's monotonic clock."""
@@ -148,8 +173,8 @@ class Live:
     """One job from submission to its end."""
 
     __slots__ = (
-        "ahead", "arrived_us", "blocks", "cached", "chain", "ended", "job", "keys", "last_us",
-        "loading", "made", "pieces", "published", "wanted",
+        "ahead", "arrived_us", "blocks", "cached", "chain", "ended", "grown", "job", "keys",
+        "last_us", "loading", "made", "pieces", "published", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -164,7 +189,9 @@ class Live:
         self.wanted = wanted
         self.ahead: Ahead | None = None
         """What came before it did; its blocks are the first of `blocks`."""
-        self.chain = list(keys.full) if keys is not None else []
+        self.chain: Chain | None = None
+        """Of a part of a prompt."""
+        self.grown = list(keys.full) if keys is not None else []
         """Keys of its full blocks; those of generated tokens follow when they are stored."""
         self.made = [] if job.first_token is None else [job.first_token]
         """Tokens generated, the first one included."""

@@ -1,4 +1,4 @@
-"""A worker's side of the control plane: join the gateway, beat, leave; and the store's calls.
+"""A worker's side of the control plane: join the gateway, beat, leave.
 
 While the gateway is away the worker keeps serving and keeps trying.
 """
@@ -14,7 +14,6 @@ import msgspec
 from moonserve.core.errors import ConfigError, MoonserveError, StoreError
 from moonserve.core.facts import BlockEvent, InstanceInfo, InstanceLoad
 from moonserve.live.http.client import ClientResponse, HttpClient
-from moonserve.live.store.remote import HttpRpc
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +31,6 @@ class Control:
     def __init__(self, http: HttpClient, gateway: str, token: str) -> None:
         self._http = http
         self.gateway = gateway.rstrip("/")
-        self.store = HttpRpc(http, self.gateway, token)
-        """The operations of a store's master in the gateway."""
         self._headers = {"content-type": "application/msgpack"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"

@@ -234,11 +234,11 @@ class WorkerKV:
             return
         if not job.send_kv and self._pending_blocks > _MAX_PENDING_BLOCKS:
             return  # the store is slow: a later chunk makes up for it, or nobody misses it
-        parent = live.chain[first - 1] if first else None
-        if full > len(live.chain):
-            more = [*job.prompt, *live.made][len(live.chain) * size : full * size]
-            live.chain += chain_keys(live.chain[-1] if live.chain else self._root, more, size)
-        self._put(job, tuple(live.chain[first:full]), parent, tuple(blocks[first:full]))
+        parent = live.grown[first - 1] if first else None
+        if full > len(live.grown):
+            more = [*job.prompt, *live.made][len(live.grown) * size : full * size]
+            live.grown += chain_keys(live.grown[-1] if live.grown else self._root, more, size)
+        self._put(job, tuple(live.grown[first:full]), parent, tuple(blocks[first:full]))
         live.published = full
 
     def _due(self, generated: int, last: bool) -> bool:

@@ -37,7 +37,7 @@ from moonserve.live.store.remote import HttpRpc, mounted
 from moonserve.live.store.settings import WILDCARD
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.transfer.metrics import LaneMetrics
-from moonserve.live.worker.app import WorkerApp
+from moonserve.live.worker.app import WorkerApp, chain_client
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.job import Limits
 from moonserve.live.worker.join import Control, Membership
@@ -56,10 +56,13 @@ _CLEAN_UP_S = 30.0
 class Worker:
     """A runner that listens; made by `start`, ended by `stop`."""
 
-    def __init__(self, runner: Runner, server: Server, info: InstanceInfo) -> None:
+    def __init__(
+        self, runner: Runner, server: Server, info: InstanceInfo, http: HttpClient
+    ) -> None:
         self.runner = runner
         self.info = info
         self._server = server
+        self._http = http
 
     @classmethod
     async def start(
@@ -82,7 +85,9 @@ class Worker:
             chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs, decode_kv=config.decode_kv
         )
         pool_len = shape.num_blocks * shape.block_size
-        runner = Runner(engine, store, namespace, limits, metrics, LoopClock())
+        http = HttpClient()
+        fetch = chain_client(http, config.token, limits.chain_s)
+        runner = Runner(engine, store, namespace, limits, metrics, LoopClock(), fetch)
         info = InstanceInfo(
             id=InstanceId(config.name),
             epoch=epoch,
@@ -98,6 +103,7 @@ class Worker:
             max_requests=limits.max_seqs + limits.max_waiting,
             segment=SegmentId(config.name) if isinstance(store, StoreClient) else None,
             rack=config.rack,
+            layers=shape.layers if store is not None and shape.layers > 1 else 0,
         )
         app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
         try:
@@ -108,7 +114,7 @@ class Worker:
         host = config.advertise_host or config.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
         app.info = msgspec.structs.replace(info, url=url)
-        return cls(runner, server, app.info)
+        return cls(runner, server, app.info, http)
 
     def load(self) -> InstanceLoad:
         """What a heartbeat tells. Raises EngineFailed once the worker cannot serve any more."""
@@ -120,6 +126,7 @@ class Worker:
         """Let running requests finish for `drain_s`, cut the rest, stop the runner."""
         await self._server.stop(drain_s)
         await self.runner.close()
+        await self._http.close()
 
 
 async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, flush=True)) -> None:
@@ -141,7 +148,8 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             control = Control(http, config.gateway, config.token)
             epoch = time.time_ns() // 1000
             rpc = HttpRpc(http, config.store_url or config.gateway, config.token)
-            store = await mounted(rpc, lambda: _open_store(control, rpc, config, epoch), stop)
+            reach = control.ping if config.store == "mooncake" else rpc.connect
+            store = await mounted(reach, lambda: _open_store(control, rpc, config, epoch), stop)
             if store is not None:
                 stack.push_async_callback(store.close)
                 stack.push_async_callback(_hand_on, store, stop, config)
@@ -154,10 +162,10 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 try:
                     await _belong(worker, control, stop, say)
                 finally:
-                    if worker.runner.hung:  # a clean-up that hangs too must not keep us
+                    if worker.runner.passes.hung:  # a clean-up that hangs too must not keep us
                         threading.Timer(_CLEAN_UP_S, os._exit, (1,)).start()
     finally:
-        if worker is not None and worker.runner.hung:
+        if worker is not None and worker.runner.passes.hung:
             _end_process(say)
         await engine.close()
     say("stopped")

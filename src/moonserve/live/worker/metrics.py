@@ -64,6 +64,7 @@ class Metrics:
         self.kv_ahead = self._counter(
             "moonserve:kv_ahead_blocks", "Blocks that were here before their request came."
         )
+        self._make_chain_counters()
         self.kv_errors = self._counter(
             "moonserve:kv_store_errors", "Store calls that failed or ran past their deadline."
         )
@@ -92,6 +93,16 @@ class Metrics:
             "moonserve:kv_hand_over_seconds",
             "From a prefill's last pass until all its KV was in the shared store, in seconds.",
             _TTFT_S,
+        )
+
+    def _make_chain_counters(self) -> None:
+        self.kv_chained = self._counter(
+            "moonserve:kv_chained_blocks",
+            "Blocks that came from the worker of the part before, layer by layer.",
+        )
+        self._chain_wait = self._counter(
+            "moonserve:chain_wait_seconds",
+            "What passes over parts of prompts waited for the KV of earlier parts.",
         )
 
     def watch(
@@ -126,6 +137,10 @@ class Metrics:
         """So many prompt tokens came from the store and need no computing."""
         self._prompt_tokens.inc(tokens)
         self._loaded.inc(tokens)
+
+    def chain_wait(self, us: Micros) -> None:
+        """A pass over a part waited so long for earlier ones."""
+        self._chain_wait.inc(us / MICROS_PER_SECOND)
 
     def first_token(self, us: Micros) -> None:
         """A request's first token came `us` after the request."""

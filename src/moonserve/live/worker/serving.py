@@ -16,7 +16,6 @@ from typing import Any
 
 from moonserve.core.batch import Batch, Pass, PassResult, Progress
 from moonserve.core.blocks import BlockPool
-from moonserve.core.cost import pass_sample
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError, Overloaded
 from moonserve.core.facts import InstanceLoad, PassSample
 from moonserve.core.prefix import Namespace
@@ -24,13 +23,14 @@ from moonserve.core.request import finish_of
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.ports import Clock, Engine, KVStore
 from moonserve.live.worker.ahead import Puller
+from moonserve.live.worker.chain import Chains, Fetch
 from moonserve.live.worker.job import Job, KeyPlan, Ledger, Limits, Live, Piece, Stage
 from moonserve.live.worker.kv import WorkerKV
 from moonserve.live.worker.metrics import Metrics
+from moonserve.live.worker.passes import Passes, taken
+from moonserve.live.worker.replies import Replies
 
 log = logging.getLogger(__name__)
-
-_MAX_SAMPLES = 256
 
 
 class Runner:
@@ -44,7 +44,9 @@ class Runner:
         limits: Limits,
         metrics: Metrics,
         clock: Clock,
+        fetch: Fetch | None = None,
     ) -> None:
+        """fetch: how it gets KV of other workers' parts of a prompt."""
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
@@ -65,14 +67,15 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._closing = False
-        self._samples: deque[PassSample] = deque(maxlen=_MAX_SAMPLES)
+        self.passes = Passes(engine, limits.pass_s)
+        self._replies = Replies(metrics, clock)
         self._counted_preemptions = 0
         self.failure: EngineFailed | None = None
         """Set once the worker cannot serve any more; /health tells."""
-        self.hung = False
-        """Whether that is since a pass does not end: its thread may never."""
         self._kv: WorkerKV | None = None
         self._puller: Puller | None = None
+        self.chains: Chains | None = None
+        """Parts of prompts; with a store only."""
         if store is not None:
             self._kv = kv = WorkerKV(
                 engine, self._pool, store, metrics, clock, self._wake.set, self._root,
@@ -81,6 +84,10 @@ class Runner:
             kv.publisher.add_done_callback(self._stopped)
             seqs, deadline_s = limits.max_seqs, limits.kv.ahead_s
             self._puller = Puller(kv, self._pool, self._spare, seqs, deadline_s)
+            self.chains = Chains(
+                engine, self._pool, kv, self.passes, metrics, clock, fetch, limits.chain_s,
+                limits.room_s, self._replies, self._arrive, self._part_over, self._stopped,
+            )  # fmt: skip
         self._loop_task = asyncio.create_task(self._loop())
         self._loop_task.add_done_callback(self._stopped)
         pool, batch = self._pool, self._batch
@@ -130,21 +137,16 @@ class Runner:
 
     def measured(self, samples: Iterable[PassSample]) -> None:
         """Passes that were run before this runner had the engine; told with the next heartbeat."""
-        self._samples.extend(samples)
+        self.passes.samples.extend(samples)
 
     def take_load(self) -> InstanceLoad:
         """The load now and the samples since the last call; for the heartbeat."""
-        passes = tuple(self._samples)
-        self._samples.clear()
-        transfers = tuple(self._kv.transfers) if self._kv else ()
-        if self._kv:
-            self._kv.transfers.clear()
         return InstanceLoad(
             running=self._batch.running,
             waiting=self._waiting(),
             free_blocks=self._pool.free_count,
-            passes=passes,
-            transfers=transfers,
+            passes=taken(self.passes.samples),
+            transfers=taken(self._kv.transfers) if self._kv else (),
         )
 
     async def close(self) -> None:
@@ -152,7 +154,8 @@ class Runner:
         self._closing = True
         self._wake.set()
         self._fail_all(EngineFailed("this worker is shutting down"))
-        await asyncio.wait({self._loop_task}, timeout=self._limits.pass_s)
+        parts = self.chains.running if self.chains else set()
+        await asyncio.wait({self._loop_task, *parts}, timeout=self._limits.pass_s)
         for task in list(self._tasks):
             task.cancel()
         if self._kv is not None:
@@ -170,6 +173,8 @@ class Runner:
             raise Overloaded(
                 f"{len(self._intake)} requests wait here already", "worker_queue_full", 1.0
             )
+        if self.chains is not None and job.part is not None:
+            self.chains.check(job)
         keys: KeyPlan | None = None
         wanted: tuple[BlockKey, ...] = ()
         if self._kv is not None:
@@ -181,10 +186,16 @@ class Runner:
         live = Live(job, keys, wanted, self._clock.now_us())
         self._live[job.request] = live
         self._metrics.prefix_queries.inc(len(job.prompt))
+        if self.chains is not None and job.part is not None:
+            self.chains.open(live, job.part)
+        else:
+            self._arrive(live)
+        return live
+
+    def _arrive(self, live: Live) -> None:
         self._intake.append(live)
         self._admit()  # at once: its KV may be loaded while a pass runs
         self._wake.set()
-        return live
 
     async def _next(self, live: Live) -> Piece:
         try:
@@ -203,6 +214,8 @@ class Runner:
         live.ended = True
         if live in self._intake:
             self._intake.remove(live)
+        if self.chains is not None and live.chain is not None:
+            self.chains.drop(live, live.chain)
         if self._kv is not None and (held := self._batch.held(job.request)) is not None:
             self._kv.store(live, *held, last=True)  # what it said so far may be gone on from
         self._batch.cancel(job.request)
@@ -219,20 +232,30 @@ class Runner:
         """Let requests in, in order of arrival, as long as there is room for their prompts."""
         while self._intake and not self._closing:
             live = self._intake[0]
-            ahead = self._puller.of(live.job.lease, live.wanted) if self._puller else None
+            part, needed = live.chain, len(live.wanted)
+            if part is not None:  # no older request can take blocks from it later
+                needed = self._batch.blocks_for(len(live.known))
+            pulls = self._puller if part is None else None
+            ahead = pulls.of(live.job.lease, live.wanted) if pulls else None
             held = len(ahead.blocks) if ahead is not None else 0
-            room = self._has_room(live, held)
-            blocks = self._pool.allocate(len(live.wanted) - held) if room else None
+            room = self._batch.has_room(
+                len(live.known), len(self._loading), self._promised() - held
+            )
+            blocks = self._pool.allocate(needed - held) if room else None
             if blocks is None:
                 entered = self._batch.running + self._waiting() - len(self._intake)
                 if entered < self._limits.max_seqs and self._gives_way():
                     continue
                 return
             self._intake.popleft()
-            if self._puller is not None and ahead is not None:
-                blocks = (*self._puller.claim(ahead), *blocks)
+            if pulls is not None and ahead is not None:
+                blocks = (*pulls.claim(ahead), *blocks)
             live.ahead, live.blocks = ahead, blocks
-            if self._kv is not None and live.wanted:
+            if self.chains is not None and part is not None:
+                live.loading = True
+                self._loading.append(live)
+                self.chains.start(live, part)
+            elif self._kv is not None and live.wanted:
                 live.loading = True
                 self._loading.append(live)
                 self._spawn(self._load(live, self._kv))
@@ -242,11 +265,6 @@ class Runner:
     def _promised(self) -> int:
         """Blocks that the requests that load now will take."""
         return sum(self._batch.blocks_for(len(x.known)) - len(x.blocks) for x in self._loading)
-
-    def _has_room(self, live: Live, held: int) -> bool:
-        """Whether there is a place for it, and room beside those before; `held` blocks are its."""
-        entering, promised = len(self._loading), self._promised()
-        return self._batch.has_room(len(live.known), entering, promised - held)
 
     def _spare(self) -> int:
         """Blocks that nobody who is here needs, nor will at once."""
@@ -258,6 +276,12 @@ class Runner:
     def _gives_way(self) -> bool:
         """Whether KV that came ahead could be dropped for who is here."""
         return self._puller is not None and self._puller.give_up()
+
+    def _part_over(self, live: Live) -> None:
+        self._loading.remove(live)
+        live.loading = False
+        if live.ended and self._kv is not None:
+            self._kv.settle(live.job)
 
     async def _load(self, live: Live, kv: WorkerKV) -> None:
         computed = await kv.load(live.job, live.wanted, live.blocks, live.ahead)
@@ -283,7 +307,7 @@ class Runner:
             self._metrics.kv_recomputed.inc(len(job.prompt) - computed)
         if job.first_token is not None:
             finish = finish_of(job.first_token, 1, job.stopping, self._engine.shape.eos_token_ids)
-            self._emit(live, Piece(job.first_token, finish, computed))
+            self._replies.emit(live, Piece(job.first_token, finish, computed))
             if finish is not None:
                 self._pool.free(live.blocks)
                 return
@@ -317,19 +341,15 @@ class Runner:
         if self._kv is not None:
             for chunk in work.chunks:
                 self._kv.before_pass(self._live[chunk.request].job, chunk)
-        task = asyncio.create_task(self._engine.run(work))
-        await asyncio.wait({task}, timeout=self._limits.pass_s)
-        if not task.done():
-            self.hung = True
-            raise EngineFailed(f"the engine did not end a pass within {self._limits.pass_s:g} s")
-        error = task.exception()
-        if error is not None:
-            log.error("a pass of %d requests failed", len(work.chunks), exc_info=error)
+        try:
+            result = await self.passes.run(work)
+        except EngineFailed as error:
+            if self.passes.hung:
+                raise
             for request in self._batch.abandon(work):
-                self._emit(self._live[request], EngineFailed(f"the engine failed: {error}"))
+                self._replies.emit(self._live[request], error)
             return
-        result = task.result()
-        self._samples.append(pass_sample(work, result.elapsed_us))
+        self.passes.measured(work, result.elapsed_us)
         self._publish(work, result)
         for step in self._batch.apply(work, result):
             self._deliver(self._live[step.request], step)
@@ -350,36 +370,17 @@ class Runner:
         piece = Piece(step.token, step.finish, live.cached)
         goes_on = step.finish is not None and step.finish.reason == "length"
         if goes_on and live.job.send_kv and self._kv is not None:
-            self._spawn(self._hand_over(live, piece, self._kv))
+            self._spawn(self._replies.hand_over(live, piece, self._kv))
         else:
-            self._emit(live, piece)
-
-    async def _hand_over(self, live: Live, piece: Piece, kv: WorkerKV) -> None:
-        """The last piece of a hand-over tells that all KV is in the store: wait until it is."""
-        ended_us = self._clock.now_us()
-        await kv.flushed(live.job.request)
-        if not live.ended:
-            self._metrics.handed_over(self._clock.now_us() - ended_us)
-            kv.note("handed_over", live.job.lease, ended_us)
-            kv.hand_over(live.job)
-            self._emit(live, piece)
-
-    def _emit(self, live: Live, item: Piece | MoonserveError) -> None:
-        live.pieces.put_nowait(item)
-        if isinstance(item, Piece):
-            now_us = self._clock.now_us()
-            if live.last_us is None:
-                self._metrics.first_token(now_us - live.arrived_us)
-            else:
-                self._metrics.next_token(now_us - live.last_us)
-            live.last_us = now_us
-            self._metrics.generation_tokens.inc()
+            self._replies.emit(live, piece)
 
     # When things end.
 
     def _fail_all(self, error: EngineFailed) -> None:
         for live in self._live.values():
-            self._emit(live, error)
+            self._replies.emit(live, error)
+            if live.chain is not None:
+                live.chain.fail(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

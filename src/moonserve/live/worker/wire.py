@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -17,12 +17,15 @@ from moonserve.core.errors import BadRequest, ModelNotFound
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
 from moonserve.live.ports import EngineShape
-from moonserve.live.worker.job import Job
+from moonserve.live.worker.job import Job, Part
 
 CONNECTOR = "moonserve"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+_Body = TypeVar("_Body")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -41,6 +44,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     first_token_id: _Count | None = None
     segment: _Name | None = None
     """Where prefill published it."""
+    part: Part | None = None
 
 
 class PrefetchBody(msgspec.Struct, frozen=True):
@@ -50,6 +54,12 @@ class PrefetchBody(msgspec.Struct, frozen=True):
 
     lease: _Name
     keys: tuple[_Key, ...]
+
+
+class ChainBody(msgspec.Struct, frozen=True):
+    """The body of POST /internal/chain, in msgpack: hand on the KV of the part under this lease."""
+
+    lease: _Name
 
 
 class CompletionBody(msgspec.Struct, frozen=True):
@@ -93,12 +103,12 @@ def parse_body(raw: bytes) -> CompletionBody:
         raise BadRequest(f"body is not JSON: {error}") from None
 
 
-def parse_prefetch(raw: bytes) -> PrefetchBody:
-    """Decode a body. Raises BadRequest."""
+def parse_packed(raw: bytes, shape: type[_Body]) -> _Body:
+    """Decode a msgpack body. Raises BadRequest."""
     try:
-        return msgspec.msgpack.decode(raw, type=PrefetchBody)
+        return msgspec.msgpack.decode(raw, type=shape)
     except msgspec.DecodeError as error:
-        raise BadRequest(f"body is no msgpack PrefetchBody: {error}") from None
+        raise BadRequest(f"body is no msgpack {shape.__name__}: {error}") from None
 
 
 def make_job(
@@ -129,6 +139,8 @@ def make_job(
             "prompt" if len(prompt) >= shape.max_len else "max_tokens",
             "context_length_exceeded",
         )
+    if params.part is not None:
+        _check_part(params.part, params.do_remote_decode, len(prompt), shape)
     first = params.first_token_id if params.do_remote_prefill else None
     if first is not None and first >= shape.vocab_size:
         raise BadRequest("first_token_id is not in the vocabulary", "kv_transfer_params")
@@ -153,7 +165,22 @@ def make_job(
         reuse=params.reuse_tokens,
         first_token=first,
         near=SegmentId(params.segment) if params.segment is not None else None,
+        part=params.part,
     )
+
+
+def _check_part(part: Part, send_kv: bool, length: Tokens, shape: EngineShape) -> None:
+    size = shape.block_size
+    if (
+        not send_kv
+        or part.start >= length
+        or part.start % size
+        or (part.followed and length % size)
+    ):
+        raise BadRequest(
+            f"part: wants do_remote_decode, and multiples of {size} tokens within the prompt",
+            "kv_transfer_params",
+        )
 
 
 def _prompt(

@@ -1,0 +1,66 @@
+"""The engine, one pass at a time: who needs one waits for the turn. Used by the runner, and by the
+parts of prompts that run beside its batch.
+
+A pass that does not end within its deadline means a hung engine: nothing can be run any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TypeVar
+
+from moonserve.core.batch import Pass, PassResult
+from moonserve.core.cost import pass_sample
+from moonserve.core.errors import EngineFailed, MoonserveError
+from moonserve.core.facts import PassSample
+from moonserve.core.units import Micros
+from moonserve.live.ports import Engine, Layers
+
+log = logging.getLogger(__name__)
+
+_MAX_SAMPLES = 256
+
+
+T = TypeVar("T")
+
+
+def taken(samples: deque[T]) -> tuple[T, ...]:
+    """All there are, which then are there no more."""
+    whole = tuple(samples)
+    samples.clear()
+    return whole
+
+
+class Passes:
+    """Turns at one engine, in order of asking."""
+
+    def __init__(self, engine: Engine, deadline_s: float) -> None:
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._turn = asyncio.Lock()
+        self.hung = False
+        """Whether a pass does not end: its thread may never."""
+        self.samples: deque[PassSample] = deque(maxlen=_MAX_SAMPLES)
+        """Measured, oldest first; taken by the heartbeat."""
+
+    async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
+        """Run one pass. Raises what `layers` does, and EngineFailed; then see `hung`."""
+        async with self._turn:
+            task = asyncio.create_task(self._engine.run(work, layers))
+            await asyncio.wait({task}, timeout=self._deadline_s)
+        if not task.done():
+            self.hung = True
+            raise EngineFailed(f"the engine did not end a pass within {self._deadline_s:g} s")
+        error = task.exception()
+        if isinstance(error, MoonserveError) and layers is not None:
+            raise error
+        if error is not None:
+            log.error("a pass of %d requests failed", len(work.chunks), exc_info=error)
+            raise EngineFailed(f"the engine failed: {error}") from error
+        return task.result()
+
+    def measured(self, work: Pass, elapsed_us: Micros) -> None:
+        """So long did the engine compute."""
+        self.samples.append(pass_sample(work, elapsed_us))
