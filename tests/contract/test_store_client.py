@@ -6,10 +6,12 @@ What every KVStore must do is in test_kvstore.py.
 import asyncio
 import gc
 import os
+import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -124,6 +126,37 @@ def test_half_written_objects_are_never_seen(kind: str) -> None:
         assert it.service.master.stats().pending_puts == 0
 
     run(kind, test)
+
+
+def test_a_cancelled_read_ends_when_no_thread_writes_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its caller may use the buffers for other things then."""
+
+    async def test(it: Pool) -> None:
+        items = blocks(5000)
+        await it.writer.put(items, None)
+        found = await it.reader.find([key(0)], LEASE)
+        gate, begun, read = threading.Event(), threading.Event(), it.reader.transfer.read
+
+        def slow(*args: Any) -> list[bool]:
+            begun.set()
+            gate.wait(5)
+            return read(*args)
+
+        monkeypatch.setattr(it.reader.transfer, "read", slow)
+        into = memoryview(bytearray(5000))
+        reading = asyncio.create_task(it.reader.read(found, [into]))
+        await asyncio.to_thread(begun.wait)
+        reading.cancel()
+        await asyncio.sleep(0.02)
+        assert not reading.done()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert into == items[0][1]
+
+    run("tcp", test)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -190,14 +190,15 @@ def test_a_late_answer_is_nobodys() -> None:
 
     async def test(it: Site) -> None:
         loop = asyncio.get_running_loop()
+        assert await it.call("echo", b"0") == b"0"
         began_s = loop.time()
-        late = asyncio.create_task(it.call("wait", b"1", most_s=0.2))
+        late = asyncio.create_task(it.call("wait", b"1", most_s=1.0))
         with pytest.raises(DeadlineExceeded, match="did not answer in time"):
             await it.call("wait", b"2", most_s=0.05)
         assert not late.done()
         with pytest.raises(DeadlineExceeded):
             await late
-        assert 0.2 <= loop.time() - began_s < 4
+        assert loop.time() >= began_s + 1.0
         it.go.set()
         assert await it.call("wait", b"3") == b"3"
         assert await it.call("echo", b"4") == b"4"

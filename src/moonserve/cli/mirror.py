@@ -137,10 +137,10 @@ class Watch:
     def _look(self) -> tuple[list[_Instance], _Stats]:
         try:
             return (
-                msgspec.convert(self._client.get("/api/instances"), list[_Instance]),
-                msgspec.convert(self._client.get("/api/stats"), _Stats),
+                self._client.get_as("/api/instances", list[_Instance]),
+                self._client.get_as("/api/stats", _Stats),
             )
-        except (msgspec.ValidationError, EngineFailed) as err:
+        except EngineFailed as err:
             raise ConfigError(
                 f"no moonserve gateway of this version ({err}); leave out --profile-out and "
                 "--compare",
