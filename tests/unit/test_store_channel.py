@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -20,7 +21,7 @@ from moonserve.core.errors import (
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.connection import Connection, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
@@ -56,6 +57,8 @@ class Site:
                 raise StoreError("not now")
             case "bug":
                 raise KeyError("bug")
+            case "late bug":
+                return self._break()
         return body
 
     async def _wait(self, body: bytes) -> bytes:
@@ -65,6 +68,9 @@ class Site:
         finally:
             self.waiting -= 1
         return body
+
+    async def _break(self) -> bytes:
+        raise KeyError("bug")
 
     async def _switch(self, request: HttpRequest) -> Switch:
         return Switch(PROTOCOL, Served(self.answer))
@@ -151,12 +157,13 @@ def test_errors_keep_their_kinds() -> None:
     run(test)
 
 
-def test_a_bug_of_the_master_costs_the_connection_and_no_more() -> None:
-    """Its calls fail, and the next one goes over another."""
+@pytest.mark.parametrize("op", ["bug", "late bug"])
+def test_a_bug_of_the_master_costs_the_connection_and_no_more(op: str) -> None:
+    """Its calls fail, those that waited too, and the next one goes over another."""
 
     async def test(it: Site) -> None:
         with pytest.raises(UpstreamError, match="connection lost amid a call"):
-            await it.call("bug")
+            await it.call(op)
         assert await it.call("echo", b"1") == b"1"
 
     run(test)
@@ -235,6 +242,39 @@ def test_a_cancelled_call_leaves_nothing() -> None:
         assert await it.call("echo", b"1") == b"1"
         assert it.rpc._channel is not None
         assert not it.rpc._channel._calls
+
+    run(test)
+
+
+def test_a_cancel_just_after_the_switch_leaves_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reply of 101 is here, but who asked for it is not any more."""
+    wake = Connection._wake
+
+    async def test(it: Site) -> None:
+        call = asyncio.create_task(it.call("echo"))
+        monkeypatch.setattr(Connection, "_wake", lambda it: (wake(it), call.cancel()))
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        monkeypatch.setattr(Connection, "_wake", wake)
+        await until(lambda: not it.http._open)
+        assert await it.call("echo", b"1") == b"1"
+
+    run(test)
+
+
+def test_a_master_that_hangs_is_late_whatever_the_call_waits_for() -> None:
+    """A connection, its turn to send, or the answer: DeadlineExceeded, as its callers know it."""
+
+    async def test(it: Site) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            hung = HttpRpc(it.http, f"http://127.0.0.1:{silent.getsockname()[1]}", "")
+            with pytest.raises(DeadlineExceeded, match="let nobody connect in time"):
+                await hung("echo", b"", asyncio.get_running_loop().time() + 0.05)
+        (await it.rpc.connect()).pause_writing()
+        with pytest.raises(DeadlineExceeded, match="took no calls in time"):
+            await it.call("echo", most_s=0.05)
 
     run(test)
 

@@ -116,7 +116,7 @@ class Served(_Frames):
         elif len(self._waiting) < _MAX_WAITING:
             task = asyncio.create_task(self._wait(number, answer))
             self._waiting.add(task)
-            task.add_done_callback(self._waiting.discard)
+            task.add_done_callback(self._waited)
         else:
             answer.close()
             self._fail(number, StoreError(f"{_MAX_WAITING} calls wait already"))
@@ -126,6 +126,12 @@ class Served(_Frames):
             self.send(number, _DONE, await answer)
         except MoonserveError as error:
             self._fail(number, error)
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        self._waiting.discard(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            log.error("%s: bug in a call that waited", self.peer, exc_info=bug)
+            self.transport.abort()
 
     def _fail(self, number: int, error: MoonserveError) -> None:
         self.send(
@@ -171,11 +177,14 @@ class Channel(_Frames):
         """Run one operation at the master; what it answers by `deadline_s` of the loop's clock.
 
         Raises BadRequest: it never will; StoreError: it could not; DeadlineExceeded; UpstreamError:
-        the connection is lost, and the call may have been run. TimeoutError: it was not sent.
+        the connection is lost, and the call may have been run.
         """
         if not self._room.is_set():
-            async with asyncio.timeout_at(deadline_s):
-                await self._room.wait()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await self._room.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(f"{self.peer} took no calls in time") from None
         if not self.is_open():
             raise UpstreamError(f"{self.peer}: connection lost before {op!r}", sent=False)
         self._last = number = self._last + 1

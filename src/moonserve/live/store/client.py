@@ -56,7 +56,7 @@ class StoreClient:
     """
 
     def __init__(self, rpc: Rpc, settings: StoreSettings) -> None:
-        """Reserve the memory and listen; `open` does this and mounts."""
+        """Reserve the memory and listen; `open` does this and mounts. Raises ConfigError."""
         self.settings = settings
         self.link = Link(rpc, settings.call_s)
         self.transfer = Transfer(
@@ -66,11 +66,16 @@ class StoreClient:
         self._copier = Copier(self.link, self.transfer, self._threads, settings)
         self._segment = settings.segment if settings.capacity_bytes else None
         self.owners: list[Owner] = []
-        if settings.capacity_bytes:
-            region = Region.create(settings.capacity_bytes)
-            self.owners.append(Owner(self.link, self.transfer, self._threads, region, settings))
-        if settings.disk_dir is not None:
-            self.owners.append(self._own_disk(settings.disk_dir))
+        try:
+            if settings.capacity_bytes:
+                region = Region.create(settings.capacity_bytes)
+                self.owners.append(Owner(self.link, self.transfer, self._threads, region, settings))
+            if settings.disk_dir is not None:
+                self.owners.append(self._own_disk(settings.disk_dir))
+        except ConfigError:
+            self.transfer.close()
+            self._close_blocking()
+            raise
         self._mine = {owner.mounting.id: owner for owner in self.owners}
         self._named_s: dict[SegmentId, float] = {}
         """When the master last named each segment, if no beat says which there are."""
@@ -79,12 +84,7 @@ class StoreClient:
     def _own_disk(self, folder: Path) -> Owner:
         """The segment on disk: of the same node, its bytes verified. Raises ConfigError."""
         mine = self.settings
-        try:
-            region, journal = open_disk(folder, mine.disk_bytes)
-        except ConfigError:
-            self.transfer.close()
-            self._close_blocking()
-            raise
+        region, journal = open_disk(folder, mine.disk_bytes)
         settings = msgspec.structs.replace(
             mine,
             segment=SegmentId(f"{mine.segment}-disk"),

@@ -80,7 +80,8 @@ class Owner:
         held: Sequence[Held] = (),
         journal: Journal | None = None,
     ) -> None:
-        """Listen for peers. Takes `region` over. Raises ConfigError: it cannot listen there."""
+        """Listen for peers. Takes `region` and `journal` over, also where it raises ConfigError: it
+        cannot listen there."""
         self.region = region
         self.catalogue = Catalogue(held)
         self.tasks = Tasks(_COPIES_AT_ONCE)
@@ -94,6 +95,8 @@ class Owner:
                 region, settings.token, settings.host, settings.port, also=also
             )
         except OSError as error:
+            if journal is not None:
+                journal.close()
             region.close()
             at = f"{settings.host}:{settings.port}"
             if error.errno == errno.EADDRINUSE:

@@ -16,7 +16,13 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, ConfigError, MoonserveError, StoreError
+from moonserve.core.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    MoonserveError,
+    StoreError,
+)
 from moonserve.core.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import ClientResponse, HttpClient
@@ -52,11 +58,14 @@ class HttpRpc:
         self._connecting = asyncio.Lock()
 
     async def __call__(self, op: str, body: bytes, deadline_s: float) -> bytes:
-        """Run one operation. Raises what `connect` and Channel.call do; TimeoutError too."""
+        """Run one operation. Raises what `connect` and Channel.call do."""
         channel = self._channel
         if channel is None or not channel.is_open():
-            async with asyncio.timeout_at(deadline_s):
-                channel = await self.connect()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    channel = await self.connect()
+            except TimeoutError:
+                raise DeadlineExceeded(f"{self.url} let nobody connect in time") from None
         return await channel.call(op, body, deadline_s)
 
     async def connect(self) -> Channel:
