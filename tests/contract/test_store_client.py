@@ -22,6 +22,7 @@ from moonserve.core.pool import Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.admin import ledgers
+from moonserve.live.store.objects import Objects
 from moonserve.live.transfer import region
 from tests.support.pools import LEASE, ROOM, Pool, blocks, key, read_all
 
@@ -404,3 +405,51 @@ def test_malformed_calls_are_bad_requests(op: str, body: bytes) -> None:
     with pytest.raises(BadRequest):
         service.handle(op, body)
     assert ledgers(service.master)["segments"] == []
+
+
+def test_a_put_under_way_does_not_bring_back_a_segment_that_left() -> None:
+    """Closing is the last that the master hears of it; the put is none."""
+
+    async def test(it: Pool) -> None:
+        other = await it.client("o")
+        closing = asyncio.create_task(other.close())
+        assert await other.put(blocks(10), None) == 0
+        await closing
+        assert list(it.service.master.addresses()) == ["w"]
+
+    run("embedded", test)
+
+
+def test_what_is_put_on_a_namesake_is_not_ours() -> None:
+    """Who lost its name to another writes there, and does not think that it lies here."""
+
+    async def test(it: Pool) -> None:
+        silent = await it.client("o")
+        it.now_us += 3_000_000
+        successor = await it.client("o")
+        assert await silent.put(blocks(10), None) == 1
+        assert not silent.owners[0].catalogue.held
+        await silent.close()
+        assert await read_all(successor, [key(0)]) != []
+        await successor.close()
+
+    run("embedded", test)
+
+
+def test_two_getters_of_one_client_lease_apart() -> None:
+    """What one lets go, the other still holds."""
+
+    async def test(it: Pool) -> None:
+        await Objects(it.writer).put([(b"k", memoryview(b"x"))])
+        leases = []
+
+        async def told(op: str, body: bytes, end_s: float) -> bytes:
+            if op == "get":
+                leases.append(msgspec.msgpack.decode(body, type=wire.FindCall).lease)
+            return await it.rpc(op, body, end_s)
+
+        it.writer.link.rpc = told
+        assert await Objects(it.writer).get([b"k"]) == await Objects(it.writer).get([b"k"])
+        assert len({*leases}) == 2
+
+    run("embedded", test)

@@ -190,3 +190,12 @@ def test_late_binding_takes_those_that_are_free_soon() -> None:
     assert len(judged.stages) > 2
     assert measure(sim, 0.0).rows[-1].met_ttft
     balanced(sim)
+
+
+def test_a_member_lost_before_its_turn_ends_the_group() -> None:
+    """One that dies while the stage before it still waits for a place fails all of them."""
+    trace = long((0, 30_000), (0, 120_000), (1, 120_000))
+    for instance in (f"p{at:03}" for at in range(8)):
+        sim = ran(trace, 6.0, breakdowns=(Breakdown("kill", instance, 300_000),))
+        complete(sim)
+        balanced(sim)

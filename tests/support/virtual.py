@@ -99,6 +99,8 @@ class SharedStore:
         self.chains: dict[LeaseId, tuple[BlockKey, ...]] = {}
         self.fetches: dict[RequestId, bool] = {}
         """Whether the decision was to load what others hold."""
+        self.later: dict[RequestId, list[str]] = {}
+        """Who got what comes before its part from the part before: it is not kept."""
         self.tell: Callable[..., None] = lambda *facts: None
         self.nodes = nodes
 
@@ -181,7 +183,8 @@ class WorkerStore:
         if full:
             first = chain.index(full[0])
             last = first + len(full)
-            if shared.copies or shared.segments.is_local(node, chain[:first]):  # type: ignore[arg-type]
+            later = node.name in shared.later[RequestId(lease.rpartition("/")[0])]
+            if (shared.copies and not later) or shared.segments.is_local(node, chain[:first]):  # type: ignore[arg-type]
                 first = 0
             shared.tell(*shared.segments.store(node, chain, first, last))  # type: ignore[arg-type]
         return len(items)
@@ -266,7 +269,17 @@ class LiveRun:
         nodes = {str(info.id): _Named(info) for info in infos}
         store = SharedStore(self.setup, nodes, self.copies)
         engines = {str(info.id): self._engine(info) for info in infos}
-        runners = {
+        runners: dict[str, Runner] = {}
+
+        @contextlib.asynccontextmanager
+        async def fetch(url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
+            """Of a part of a prompt; takes no time."""
+            chains = runners[url.removeprefix("sim://")].chains
+            assert chains is not None
+            async with contextlib.aclosing(await chains.hand_on(lease)) as frames:
+                yield frames
+
+        runners |= {
             name: Runner(
                 engines[name],
                 WorkerStore(store, node, engines[name].shape.block_bytes),
@@ -281,6 +294,7 @@ class LiveRun:
                 ),
                 Metrics(MODEL),
                 LoopClock(),
+                fetch,
             )
             for name, node in nodes.items()
         }
@@ -314,6 +328,8 @@ class LiveRun:
                 decision = action.decision
                 fetches = decision.reused_tokens > decision.candidates[0].local_tokens
                 self.shared.fetches[action.request] = fetches or self.setup.one_copy
+                later = [str(stage.instance) for stage in decision.stages[1:]]
+                self.shared.later[action.request] = later
         happened = events(now_us, facts, actions)
         self.events += happened
         self.digest.take(happened)

@@ -57,6 +57,8 @@ class Site:
                 raise StoreError("not now")
             case "bug":
                 raise KeyError("bug")
+            case "all":
+                return bytes(channel.MAX_FRAME_BYTES + 1)
             case "late bug":
                 return self._break()
         return body
@@ -139,6 +141,28 @@ def test_a_large_frame_arrives_whole() -> None:
     async def test(it: Site) -> None:
         body = bytes(range(256)) * (5 << 12)
         assert await asyncio.gather(it.call("a", body), it.call("b", b"x")) == [body, b"x"]
+
+    run(test)
+
+
+def test_an_answer_may_tell_of_a_very_large_pool() -> None:
+    """Calls are bounded; of all there is in a pool, a gateway is told at once."""
+
+    async def test(it: Site) -> None:
+        assert len(await it.call("all")) == channel.MAX_FRAME_BYTES + 1
+
+    run(test)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system's own times hold")
+def test_a_peer_whose_machine_is_gone_is_soon_noticed() -> None:
+    """After two times _DEAD_S of silence: when the second proof of life is due."""
+
+    async def test(it: Site) -> None:
+        sock = (await it.rpc.connect()).transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            assert sock.getsockopt(socket.IPPROTO_TCP, option) == channel._DEAD_S
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,9 @@ def test_parts_are_the_whole(length: int, starts: list[int]) -> None:
             [sample] = bench.runner.take_load().passes
             new, seqs = (0, 1) if end - start == 1 else (end - start, 0)
             assert (sample.prefill_new, sample.decode_seqs) == (new, seqs), "one pass"
+            page = bench.metrics.render().decode()
+            labels = '{engine="0",model_name="m"}'
+            assert f"moonserve:kv_chained_blocks_total{labels} {start // BLOCK}.0" in page
         await group.close()
 
     run(main())
@@ -420,5 +424,38 @@ def test_samples_leave_waiting_out() -> None:
         assert sample.prefill_new == 40
         assert sample.elapsed_us < 160 * SLOW_US / 2
         await group.idle()
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_cancelled_when(seed: int) -> None:
+    """Groups of all shapes that cross and are cancelled at random: what ends is right, all ends."""
+
+    async def main() -> None:
+        draw = random.Random(seed)
+        count = draw.randint(2, 4)
+        group = Group(count, engines=[slow() for _ in range(count)], room_s=0.05, chain_s=2.0)
+        tasks: list[asyncio.Task[Piece]] = []
+        lasts: list[tuple[asyncio.Task[Piece], tuple[int, ...]]] = []
+        for number in range(draw.randint(1, 4)):
+            tokens = prompt(draw.randint(40, 200), number)
+            order = draw.sample(range(count), draw.randint(2, count))
+            cuts = sorted(draw.sample(range(BLOCK, len(tokens), BLOCK), len(order) - 1))
+            jobs = parts_of(f"x{number}", tokens, [0, *cuts], [str(at) for at in order])
+            pairs = zip(order, jobs, strict=True)
+            tasks += [asyncio.create_task(group.piece(at, part)) for at, part in pairs]
+            lasts.append((tasks[-1], tokens))
+        for _ in range(draw.randint(0, 3)):
+            await asyncio.sleep(draw.random() * 0.1)
+            draw.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for last, tokens in lasts:
+            if not last.cancelled() and last.exception() is None:
+                assert [last.result().token] == group.benches[0].engine.reference(tokens, 1)
+            else:
+                assert last.cancelled() or isinstance(last.exception(), MoonserveError)
+        await group.idle()
+        await group.close()
 
     run(main())

@@ -51,6 +51,7 @@ class _Instance(msgspec.Struct):
     max_seqs: int
     chunk_tokens: Tokens
     cost: _Cost
+    layers: int = 0
 
 
 class _Segment(msgspec.Struct):
@@ -195,6 +196,7 @@ class Watch:
             load_base_us=_mean([base for base, _ in loads]),
             call_us=max(0.0, call_us),
             hand_over_us=hand_over_us,
+            layers=one.layers,
         )
 
 

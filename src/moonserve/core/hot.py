@@ -263,14 +263,15 @@ class Hot:
     ) -> InstanceId | None:
         """The chosen instance, if it lacks hot blocks as it did at an earlier placement: what it
         computes or loads of them is not kept there."""
-        has = decision.candidates[0].local_tokens // size
+        chosen = decision.candidates[0]
+        has = chosen.local_tokens // size
         if has >= len(keys):
             return None
-        missed = decision.prefill, keys[has]
+        missed = chosen.instance, keys[has]
         before_us = self._missed.get(missed)
         self._missed[missed] = now_us
         recent = before_us is not None and now_us - before_us < HALF_LIFE_US
-        return decision.prefill if recent else None
+        return chosen.instance if recent else None
 
     def _look(
         self,

@@ -302,8 +302,7 @@ def _group(
     work = Work(start, ask.length, size, load_us, most, form, cross_rack)
     alone_us = (load_us + made.queue_us[row] + compute_us, load_us + compute_us)
     within_us = None if slo.ttft_us is None else slo.ttft_us - ask.waited_us
-    able = [view for view in others if view.kv_tokens >= ask.length]
-    return split(made.views[row], able, work, alone_us, within_us, made.now_us)
+    return split(made.views[row], others, work, alone_us, within_us, made.now_us)
 
 
 def work_us(

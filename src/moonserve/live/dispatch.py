@@ -252,12 +252,13 @@ class _Life:
         Now, since the copy would have made the load longer.
         """
         placed, self._placed = self._placed, None
-        if placed is None or placed.to.segment is None or not placed.decision.copies:
+        if placed is None or not placed.decision.copies:
             return
-        decision = placed.decision
-        if decision.reused_tokens > decision.candidates[0].local_tokens:
+        decision, loader = placed.decision, (*placed.group, placed.to)[0]
+        fetched = decision.reused_tokens > decision.candidates[0].local_tokens
+        if fetched and loader.segment is not None:
             keys = self._keys()[: decision.reused_tokens // self._block_size]
-            self._conductor.keep(keys, placed.to.segment, decision.holder)
+            self._conductor.keep(keys, loader.segment, decision.holder)
 
     def _generated(self) -> Tokens:
         return len(self._known) - len(self._request.prompt)

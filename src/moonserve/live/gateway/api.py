@@ -63,6 +63,7 @@ class Api:
                     "block_size": info.namespace.block_size,
                     "max_seqs": info.max_seqs,
                     "chunk_tokens": info.chunk_tokens,
+                    "layers": info.layers,
                     "segment": info.segment,
                     "rack": info.rack,
                     "prefills_promised": view.prefills,

@@ -76,7 +76,7 @@ class StoreClient:
             self.transfer.close()
             self._close_blocking()
             raise
-        self._mine = {owner.mounting.id: owner for owner in self.owners}
+        self._mine = {(it.mounting.id, it.mounting.epoch): it for it in self.owners}
         self._named_s: dict[SegmentId, float] = {}
         """When the master last named each segment, if no beat says which there are."""
         self._forgetting: asyncio.TimerHandle | None = None
@@ -352,8 +352,9 @@ class StoreClient:
             return set()
         ended = await self.link.call("put_end", wire.PutEndCall(ends, lease), wire.PutEnded)
         for write, (id, _), version in zip(written, ends, ended.versions, strict=True):
+            at = write.ticket.segment, write.ticket.epoch  # the name may be another's by now
             if version != id:
                 diary.drop(id)
-            elif (mine := self._mine.get(write.ticket.segment)) and (held := diary.held(id)):
+            elif (mine := self._mine.get(at)) and (held := diary.held(id)):
                 mine.wrote(held)
         return {id for (id, _), it in zip(ends, ended.versions, strict=True) if it is not None}
