@@ -453,3 +453,27 @@ def test_two_getters_of_one_client_lease_apart() -> None:
         assert len({*leases}) == 2
 
     run("embedded", test)
+
+
+def test_a_cancel_while_memory_is_reserved_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes its time where there is much; who waits no longer leaves no segment behind."""
+    create = region.Region.create
+    reserving, go = threading.Event(), threading.Event()
+
+    def slow(size: int) -> region.Region:
+        made = create(size)
+        reserving.set()
+        go.wait(5)
+        return made
+
+    async def test(it: Pool) -> None:
+        monkeypatch.setattr(region.Region, "create", slow)
+        opening = asyncio.create_task(it.client("o"))
+        await asyncio.to_thread(reserving.wait, 5)
+        opening.cancel()
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert list(it.service.master.addresses()) == ["w"]
+
+    run("embedded", test)

@@ -15,7 +15,7 @@ from moonserve.core.facts import BlockEvent
 from moonserve.core.index import PrefixIndex
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Mount, Terms
-from moonserve.core.units import LeaseId, SegmentId
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
@@ -153,6 +153,24 @@ def test_a_gateway_elsewhere_hears_of_every_block() -> None:
         assert (await pool.lookup({"key": key(0).hex()}))["exists"]
         with pytest.raises(BadRequest, match="limit"):
             await pool.lookup({"prefix": "", "limit": "x"})
+
+    run(test)
+
+
+def test_a_gateway_elsewhere_has_copies_made() -> None:
+    """The master orders them of the target's owner, and says how many will come."""
+
+    async def test(site: Site, pool: RemotePool) -> None:
+        it = site.local.service.master
+        it.mount(0, Mount(SegmentId("v"), 1, 1 << 20, ADDRESS))
+        put(it, 0, 1, 2)
+        keys = [BlockKey(key(n)) for n in (0, 1, 2, 3)]
+        for asked in (pool, site.local):
+            assert await asked.copy(keys, SegmentId("v"), SegmentId("w")) == 3
+        assert await pool.copy(keys, SegmentId("nobody"), None) == 0
+        orders = it.beat(0, SegmentId("v"), 1)
+        assert orders is not None
+        assert [copy.held.key for copy in orders.copies] == [key(0), key(1), key(2)]
 
     run(test)
 

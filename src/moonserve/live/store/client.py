@@ -102,14 +102,16 @@ class StoreClient:
 
         Raises what its refusal or absence raises.
         """
-        client = await asyncio.to_thread(cls, rpc, settings)
+        making = asyncio.ensure_future(asyncio.to_thread(cls, rpc, settings))
         try:
+            client = await to_the_end(making)  # else its memory would be nobody's to give back
             for owner in client.owners:
                 await owner.mount()
             if not client.owners:
                 await client.exists([])
         except BaseException:
-            await client.close()
+            if making.done() and not making.cancelled() and making.exception() is None:
+                await making.result().close()
             raise
         return client
 
