@@ -14,7 +14,7 @@ from moonserve.core.request import Slo
 from moonserve.core.view import Promised
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.setup import Setup
-from moonserve.sim.synthesize import synthesize
+from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace, head, read_trace, scale
 from tests.support.traces import public_trace
 from tests.support.virtual import LiveRun, run, tokens_of
@@ -75,6 +75,22 @@ def test_they_agree_when_caches_are_small_and_requests_are_refused() -> None:
         heap, live = both(small(5, rps=30.0), setup_of(policy, slo, "ttft", cache=12))
         check(heap, live)
         assert any(event.what == "refused" for event in live.events)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rps"), [("alpha_beta", 30.0), ("least_loaded", 4.0), ("kvcache_centric", 30.0)]
+)
+def test_they_agree_on_copies_of_a_hot_prefix(policy: str, rps: float) -> None:
+    """Two of three sessions share a long prompt: the same copies, at the same time, in both."""
+    shape = Shape(hot_share=0.7, sigma=0.5, turns=1.5)
+    trace = scale(synthesize(5, 60, rps, shape, block_size=512), lengths=16)
+    setup = msgspec.structs.replace(setup_of(policy), one_copy=True)
+    heap, live = both(trace, setup)
+    check(heap, live)
+    copies = [event for event in live.events if event.what == "spread"]
+    assert bool(copies) == (policy != "kvcache_centric"), "which copies what it fetches"
+    assert heap.conductor.hot.done == live.conductor.hot.done
+    assert heap.conductor.hot.bytes_under_way == live.conductor.hot.bytes_under_way == 0
 
 
 def test_they_share_long_prompts_alike() -> None:

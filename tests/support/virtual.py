@@ -102,6 +102,25 @@ class SharedStore:
         self.later: dict[RequestId, list[str]] = {}
         """Who got what comes before its part from the part before: it is not kept."""
         self.tell: Callable[..., None] = lambda *facts: None
+        self.nodes = nodes
+
+    async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        """What the store's master does, over the simulator's links."""
+        held = self.segments.held(to, keys)
+        if held == len(keys):
+            return held  # it kept what it fetched
+        assert source is not None
+        chain = next(it for it in self.chains.values() if keys[-1] in it)
+        first = chain.index(keys[0])
+        there = self.segments.held(source, chain[: first + len(keys)])
+        node = self.nodes[to]
+
+        def came() -> None:
+            stored = self.segments.store(node, chain, first, there, copies=True)  # type: ignore[arg-type]
+            self.tell(*stored)
+
+        self.network.send(source, to, (there - first) * node.info.block_bytes, came)
+        return there - first
 
 
 class WorkerStore:
@@ -132,7 +151,8 @@ class WorkerStore:
         sources = self._sources.pop(LeaseId(found[0].replicas[0].segment))
         await self._moved(sources, node.info.block_bytes)
         if shared.copies and sources and node.info.role != "decode":
-            shared.tell(*shared.segments.store(node, keys, 0, len(keys)))  # type: ignore[arg-type]
+            stored = shared.segments.store(node, keys, 0, len(keys), copies=True)  # type: ignore[arg-type]
+            shared.tell(*stored)
         for key, buffer in zip(keys, into, strict=True):
             buffer[:] = shared.data[key]
         return len(found)
@@ -279,7 +299,7 @@ class LiveRun:
             for name, node in nodes.items()
         }
         self.shared = store
-        loop = ConductorLoop(self.conductor, lambda lease: None)
+        loop = ConductorLoop(self.conductor, lambda lease: None, store.copy)
         loop.on_step = self._note
         store.tell = lambda *facts: loop.tell(*facts) if facts else None
         loop.tell(*[Joined(info) for info in infos])
@@ -307,7 +327,7 @@ class LiveRun:
             if isinstance(action, Prefill):
                 decision = action.decision
                 fetches = decision.reused_tokens > decision.candidates[0].local_tokens
-                self.shared.fetches[action.request] = fetches
+                self.shared.fetches[action.request] = fetches or self.setup.one_copy
                 later = [str(stage.instance) for stage in decision.stages[1:]]
                 self.shared.later[action.request] = later
         happened = events(now_us, facts, actions)

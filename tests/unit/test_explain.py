@@ -67,8 +67,8 @@ def decision(
         (
             decision(candidate("p0", 5, 40, 20), candidate("p1", 200, 40)),
             "kvcache_centric chose p0 of 2: 65 ms to the first token, reusing 960 of 1,000 prompt "
-            "tokens, 864 of them loaded from p9; p1 would have taken 240 ms, 200 ms of it in its "
-            "queue.",
+            "tokens, 864 of them loaded from p9 and kept; p1 would have taken 240 ms, 200 ms of it "
+            "in its queue.",
         ),
         (
             decision(candidate("p0", 5, 40), candidate("p1", 5, 900)),

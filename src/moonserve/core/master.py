@@ -236,6 +236,13 @@ class Master:
         """
         self._let_go(self._leases.release(lease))
 
+    def copy(
+        self, now_us: Micros, keys: Sequence[Key], to: SegmentId, source: SegmentId | None
+    ) -> int:
+        """Make replicas of these on `to`, in the background; see Repair.ask."""
+        self._roster.serve(now_us)
+        return self._repair.ask(now_us, keys, to, source)
+
     # Taking away
 
     def remove(self, now_us: Micros, keys: Sequence[Key], force: bool = False) -> list[Removal]:

@@ -12,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.batch import Progress
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
@@ -185,6 +185,9 @@ class Simulation:
                 nodes.append(self.nodes[decision.decode])
                 if any(node.cancel(served.id) for node in nodes):  # else it has failed already
                     self._failed(served, number)
+            case Spread():
+                served.spread = action
+                self.carrier.spread(action)
             case Refuse(why=why, reason=reason, decision=decision):
                 served.outcome, served.why, served.decision = "refused", why, decision
                 served.reason = reason

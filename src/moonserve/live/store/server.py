@@ -53,6 +53,10 @@ class MasterService:
         for segment in self.master.reap(self._now_us()):
             log.warning("segment %s was not heard of in time: its objects are dropped", segment)
 
+    def copy(self, call: wire.CopyCall) -> wire.Copying:
+        """The operation of that name. Raises Recovering."""
+        return wire.Copying(self.master.copy(self._now_us(), call.keys, call.to, call.source))
+
     # Operations
 
     def _mount(self, call: wire.MountCall) -> wire.Mounted:
@@ -173,6 +177,7 @@ OPS = {
     "remove": _op(wire.RemoveCall, MasterService._remove),
     "pin": _op(wire.PinCall, MasterService._pin),
     "evict": _op(wire.EvictCall, MasterService._evict),
+    "copy": _op(wire.CopyCall, MasterService.copy),
     "release": _op(wire.ReleaseCall, MasterService._release),
     "discard": _op(wire.DiscardCall, MasterService._discard),
 }
