@@ -64,13 +64,14 @@ def test_it_takes_as_long_as_planned(form: str, tokens: int) -> None:
     complete(sim)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_slow_links_are_planned_for(form: str) -> None:
-    """At a hundredth of the bandwidth a group is worth less, and the plan knows it."""
-    slow = msgspec.structs.replace(A800, link_bytes_per_s=2e9)
+@pytest.mark.parametrize(("form", "layers"), [("chain", 80), ("chain", 3), ("layers", 80)])
+def test_slow_links_are_planned_for(form: str, layers: int) -> None:
+    """Where bandwidth is little a group is worth less, and the plan knows it, to the last piece."""
+    sound = msgspec.structs.replace(A800, layers=layers)
+    slow = msgspec.structs.replace(sound, link_bytes_per_s=2e9 if layers > 3 else 20e9)
     quick, held = (
         ran(long((0, 65_536)), 0.5, cpp_form=form, profile=profile, overlap=False)
-        for profile in (A800, slow)
+        for profile in (sound, slow)
     )
     assert ttft_s(held) > ttft_s(quick)
     judged = held.served[0].judged
@@ -206,3 +207,18 @@ def test_the_report_says_who_shared_the_slowest() -> None:
     """The time of a group is its own, not what one instance alone would have taken."""
     sim = ran(long((0, 65_536)), 4.0)
     assert why_slow(sim.served[0]) == "3.7 s by 3 instances together"
+
+
+def test_the_last_piece_is_waited_for() -> None:
+    """Behind a slow instance a stage ends one piece's way, and one piece's work, after that one."""
+    profile = msgspec.structs.replace(A800, layers=8, link_bytes_per_s=20e9)
+    slow = Breakdown("slow", "p000", 0, 3.0)
+    trace = long((0, 512), (1_000, 65_536))
+    sim = ran(trace, 6.0, cpp=2, profile=profile, breakdowns=(slow,), overlap=False)
+    judged, cost = sim.served[1].judged, profile.cost()
+    assert judged is not None
+    first = judged.stages[0]
+    assert first.instance == "p000"
+    way_s = first.end * profile.kv_bytes_per_token / 8 / profile.link_bytes_per_s
+    works_s = [pass_us(cost, stage.start, stage.end) / 1e6 for stage in judged.stages]
+    assert ttft_s(sim, 1) == pytest.approx(3 * works_s[0] + way_s + works_s[1] / 8, abs=1e-4)

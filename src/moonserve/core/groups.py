@@ -83,7 +83,7 @@ def split(
     alone: the TTFT that `first` is predicted to have by itself, and what of it is its engine's
     time. Only a prompt that is too long for one instance, were that idle, is shared: behind queues
     a group costs all who wait more than it saves. Where none is quick enough, the quickest of idle
-    instances does it, if it saves this request more time than it costs them.
+    instances does it of those that save this request more time than they cost.
     """
     alone_us, spent_us = alone
     if within_us is None:
@@ -100,10 +100,10 @@ def split(
     if best is None:
         return None, "nobody else can take a part of it"
     idle = [] if first.prefills else [view for view in others if not view.prefills]
-    for group in groups(first, idle, work, now_us, within_us):
-        saved_us = alone_us - group.ttft_us
-        if group.ttft_us <= best.ttft_us and saved_us > group.spent_us - spent_us:
-            return group, ""
+    found = groups(first, idle, work, now_us, within_us)
+    paying = [it for it in found if alone_us - it.ttft_us > it.spent_us - spent_us]
+    if paying:
+        return min(paying, key=lambda it: it.ttft_us), ""
     late = f"the best group, of {len(best.stages)}, would be late too, after"
     return None, f"{late} {best.ttft_us / 1e6:.3g} s, and is not idle or costs more than it saves"
 
