@@ -217,13 +217,15 @@ def test_operations_need_the_token_and_a_gateway_says_where_the_master_is() -> N
     run(test)
 
 
-@pytest.mark.parametrize("status", [200, 400])
-def test_a_url_that_is_no_master_is_a_clear_error(status: int) -> None:
-    """Something else that answers there, in HTML, is named as such."""
+@pytest.mark.parametrize(
+    ("status", "text"), [(200, b"<html>"), (400, b"<html>"), (400, b'{"detail":"no"}')]
+)
+def test_a_url_that_is_no_master_is_a_clear_error(status: int, text: bytes) -> None:
+    """Something else that answers there, in HTML or in JSON of its own, is named as such."""
 
     async def body() -> None:
         async def page(request: HttpRequest) -> Response:
-            return Response(status, b"<html>", content_type="text/html")
+            return Response(status, text, content_type="text/html")
 
         server = await serve(App({("GET", "/api/segments"): page}), "127.0.0.1", 0)
         http = HttpClient()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moonserve.core.batch import Pass, PassResult
-from moonserve.core.errors import BadRequest, DeadlineExceeded, MoonserveError
+from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.ports import Layers
@@ -354,6 +354,50 @@ def test_waits_end_by_their_deadlines() -> None:
         group.silent = True
         await both_fail(group, group.start([first, second]))
         assert group.benches[1].runner.failure is None, "it is not the engine that hangs"
+
+    run(main())
+
+
+def test_a_long_pass_is_no_hung_engine_while_its_layers_come() -> None:
+    """The deadline of a pass holds for each layer of a part's, which may take much longer."""
+
+    async def main() -> None:
+        engines = [
+            FakeEngine(block_size=BLOCK, num_blocks=64, cost=fake_cost(0, 4_000, 0))
+            for _ in range(2)
+        ]
+        group = Group(2, engines=engines, pass_s=0.2)
+        pieces = await asyncio.gather(*group.start(parts_of("x", prompt(200), [0, 100], ["0"])))
+        assert [pieces[-1].token] == engines[0].reference(prompt(200), 1)
+        assert all(bench.runner.failure is None for bench in group.benches)
+        await group.idle()
+
+    run(main())
+
+
+def test_an_engine_that_hangs_amid_its_layers_ends_its_worker() -> None:
+    """It is told of as any hung engine; the other worker's part fails, and that worker goes on."""
+
+    class Hung(FakeEngine):
+        async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
+            assert layers is not None
+            await layers.reached(0)
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    async def main() -> None:
+        hung = Hung(block_size=BLOCK, num_blocks=64)
+        group = Group(2, engines=[hung, slow()], pass_s=0.2, chain_s=1.0)
+        first, second = group.start(parts_of("x", prompt(200), [0, 100], ["0"]))
+        with pytest.raises(EngineFailed, match="did not end a pass"):
+            await first
+        first_runner = group.benches[0].runner
+        assert first_runner.passes.hung
+        assert first_runner.failure is not None
+        with pytest.raises(MoonserveError):
+            await second
+        await group.benches[1].idle()
+        assert await group.benches[1].tokens(job("o", prompt(9))) == slow().reference(prompt(9), 5)
 
     run(main())
 

@@ -134,12 +134,11 @@ class RemotePool:
         if reply.status not in (200, 400):
             raise StoreError(f"{url} answers {reply.status}")
         try:
-            told = msgspec.json.decode(reply.body, type=dict[str, Any])
+            if reply.status == 400:
+                raise BadRequest(msgspec.json.decode(reply.body, type=ErrorReply).error.message)
+            return msgspec.json.decode(reply.body, type=dict[str, Any])
         except msgspec.DecodeError:
             raise StoreError(f"{self._rpc.url} answers, but is no store's master") from None
-        if reply.status == 400:
-            raise BadRequest(told["error"]["message"])
-        return told
 
     def release(self, lease: LeaseId) -> None:
         """End a lease soon; should that fail, it ends by its time to live."""
