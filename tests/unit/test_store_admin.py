@@ -242,6 +242,30 @@ def test_a_url_that_is_no_master_is_a_clear_error(status: int, text: bytes) -> N
     asyncio.run(asyncio.wait_for(body(), 20))
 
 
+def test_a_beat_is_heard_though_its_answer_is_lost() -> None:
+    """Who beats over connections that break, each before the held answer, is not taken for dead."""
+    now_us = 0
+
+    async def body() -> None:
+        nonlocal now_us
+        pool = LocalPool(MasterService(master(), lambda: now_us), "", lambda events: None)
+        beat = msgspec.msgpack.encode(wire.BeatCall(SegmentId("w"), 1, wait_s=60.0))
+        for _ in range(6):
+            now_us += 4_000_000
+            answer = pool.answer("beat", beat)
+            assert not isinstance(answer, bytes)
+            held = asyncio.create_task(answer)
+            await asyncio.sleep(0)
+            held.cancel()
+            pool.tick()
+            assert "w" in pool.service.master.addresses()
+        now_us += 10_000_000
+        pool.tick()
+        assert "w" not in pool.service.master.addresses()
+
+    asyncio.run(body())
+
+
 def test_nothing_is_kept_of_segments_that_are_not_mounted() -> None:
     """A beat of one that is not is answered at once; one that has left is forgotten."""
 

@@ -88,7 +88,7 @@ class Master:
         self.mount, self.unmount, self.drain = roster.mount, roster.unmount, roster.drain
         self.beat, self.has_orders, self.copied = roster.beat, roster.has_orders, roster.copied
         self.claim, self.addresses = roster.claim, roster.addresses
-        self.holder = roster.holder
+        self.holder, self.hear = roster.holder, roster.hear
         self.drain_called = self._copies.drain_called
 
     # Puts

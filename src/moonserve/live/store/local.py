@@ -110,7 +110,7 @@ class LocalPool:
             call = _decode_beat(body)
         except msgspec.DecodeError:
             return  # which the service says better
-        if call.segment not in self.service.master.addresses():
+        if not self.service.hear(call):  # now: the answer may be lost with its connection
             return  # it is told at once to mount
         called = self._called.setdefault(call.segment, asyncio.Event())
         try:

@@ -48,6 +48,10 @@ class MasterService:
         except Recovering:
             return _encode(None)
 
+    def hear(self, beat: wire.BeatCall) -> bool:
+        """A beat is here, whose answer may be held back. False: its segment is not mounted."""
+        return self.master.hear(self._now_us(), beat.segment, beat.epoch)
+
     def reap(self) -> None:
         """Take back what ran out; to be called about once a second."""
         for segment in self.master.reap(self._now_us()):
