@@ -175,6 +175,48 @@ def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
         assert room.gives_way(request) == gives_way
 
 
+def test_who_is_urgent_does_not_take_others_their_turns() -> None:
+    """Between those of another tenant that go first, the calm one still gets every other turn."""
+    room = room_of(
+        *owned("flood", *(waiter(f"f{at}", 1) for at in range(9))),
+        *owned("calm", *(waiter(f"c{at}", 1, at_s=1) for at in range(9))),
+    )
+    names = []
+    for at in range(6):
+        room.add(owned("urgent", waiter(f"u{at}", 2, priority=1))[0])
+        for _ in range(2):
+            first = room.next(0, IDLE)
+            assert first is not None
+            room.went(first)
+            names.append(first.request)
+    assert names[1::2] == ["f0", "c0", "f1", "c1", "f2", "c2"]
+
+
+def test_tenants_without_end_are_not_remembered_without_end() -> None:
+    """Everybody under a new name, while somebody waits: what is kept has a bound."""
+    room = room_of(*owned("old", waiter("old", 1)))
+    for at in range(600):
+        room.add(owned(f"t{at}", waiter(f"w{at}", 1, priority=1))[0])
+        first = room.next(0, IDLE)
+        assert first is not None
+        room.went(first)
+    assert len(room._given_us) <= 256
+
+
+def test_of_too_many_low_priority_gives_way_first() -> None:
+    """Whoever's it is, and whoever has most; among equals it is the one that came."""
+    low = owned("calm", waiter("low", 1, priority=-1))
+    room = room_of(*owned("flood", waiter("f", 1), waiter("g", 1)), *low)
+    for priority, gives_way in ((0, "low"), (-1, "new"), (-2, "new")):
+        request = Request(RequestId("new"), "m", Counted(9), priority=priority, tenant="flood")
+        assert room.gives_way(request) == gives_way
+
+
+def test_an_empty_room_without_places_takes_nobody() -> None:
+    """Where max_waiting is 0, whoever comes is one too many."""
+    assert room_of().gives_way(Request(RequestId("new"), "m", Counted(9))) == "new"
+
+
 works = st.lists(st.floats(0.1, 40), min_size=1, max_size=12)
 
 

@@ -38,6 +38,8 @@ WINDOW_US: Micros = 120 * MICROS_PER_SECOND
 SHARE = 0.02
 _MARGIN = 1 / 15
 """Of PATIENCE_US or the objective: predictions err, and prompts are no fluid."""
+_MOST_TENANTS = 256
+"""Of which it is kept what they were given."""
 
 
 class Waiter(msgspec.Struct, frozen=True):
@@ -159,12 +161,14 @@ class WaitingRoom:
         return None
 
     def gives_way(self, request: Request) -> RequestId:
-        """Who is one too many when this one comes: the last of the tenant that has most here."""
-        most = max(self._of, key=self._of.__getitem__)
-        theirs = [w for w in self.everybody() if w.tenant == most and not w.resumed]
-        if self._of[request.tenant] >= self._of[most] or not theirs:
+        """Who is one too many when this one comes: of the lowest priority, the last of the tenant
+        that has most here."""
+        waiting = [w for w in self.everybody() if not w.resumed]
+        ranks = [(-w.priority, self._of[w.tenant], w.arrived_us, w.request) for w in waiting]
+        last = max(ranks, default=None)
+        if last is None or last[:2] <= (-request.priority, self._of[request.tenant]):
             return request.id
-        return max(theirs, key=lambda w: (w.arrived_us, w.request)).request
+        return last[-1]
 
     def hopeless(self, now_us: Micros) -> list[Waiter]:
         """Those that can no longer meet their objective, in order of arrival."""
@@ -231,9 +235,15 @@ class WaitingRoom:
     def went(self, waiter: Waiter) -> None:
         """The one that `next` named goes: the deferred get their share, or use it up."""
         self.remove(waiter.request)
-        begins_us = self._turn_us = self._given_us.get(waiter.tenant, self._turn_us)
-        self._given_us[waiter.tenant] = begins_us + waiter.work_us
-        self._given_us = {t: us for t, us in self._given_us.items() if us > begins_us}
+        before_us, waiting = self._turn_us, dict.fromkeys([waiter.tenant, *self._of])
+        # The least of those who wait: one who goes out of turn takes nothing from the others.
+        self._turn_us = min(self._given_us.get(tenant, before_us) for tenant in waiting)
+        given_us = self._given_us.get(waiter.tenant, before_us) + waiter.work_us
+        self._given_us[waiter.tenant] = given_us
+        turns = [(t, us) for t, us in self._given_us.items() if us > self._turn_us]
+        if len(turns) > _MOST_TENANTS:  # whose turn comes first loses least
+            turns.remove(min(turns, key=lambda turn: turn[1]))
+        self._given_us = dict(turns)
         if self._repays:
             self._owed_us = max(0.0, self._owed_us - waiter.work_us)
         else:
