@@ -21,6 +21,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes, Tokens
 
 ENV_PREFIX = "MOONSERVE_"
+_Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
 Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
 _Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -80,8 +81,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttft_slo_ms: _Objective | None = None
     """Objectives of requests whose headers bring none; None: none."""
     tbt_slo_ms: _Objective | None = None
-    admission: Literal["none", "ttft", "early", "predictive"] = "predictive"
+    admission: _Admission = "predictive"
     """What refuses a request; see core.policies.Admission."""
+    admission_low: _Admission | None = None
+    admission_high: _Admission | None = None
+    """The same for requests of a priority below, and above, 0."""
     predictor: Literal["uniform", "survival"] = "survival"
     """How admission predicts who still decodes when a prefill ends; see core.predict."""
     cpp: _Count = 8
@@ -265,7 +269,9 @@ def _named(
     choices = {
         "engine": "torch or fake",
         "dtype": "auto, float32 or bfloat16",
-        "admission": "none, ttft, early or predictive",
+        **dict.fromkeys(
+            ("admission", "admission_low", "admission_high"), "none, ttft, early or predictive"
+        ),
         "predictor": "uniform or survival (oracle: in simulation only)",
         "store": "embedded or mooncake",
         "decode_kv": "off, end or a number of blocks, 1 or more",

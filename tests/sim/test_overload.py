@@ -80,7 +80,7 @@ def test_prediction_wastes_less_and_serves_as_much() -> None:
     assert early["wasted_prefill_s"] > 50
     assert ours["wasted_prefill_s"] < 0.2 * early["wasted_prefill_s"]
     assert ours["goodput_tokens_per_s"] > early["goodput_tokens_per_s"]
-    assert ours["seesaw_amplitude_prefill"] < early["seesaw_amplitude_prefill"]
+    assert ours["seesaw_amplitude_decode"] < early["seesaw_amplitude_decode"]
 
 
 def test_survival_predicts_better_than_the_load_now_and_the_oracle_better_still() -> None:

@@ -187,6 +187,37 @@ def test_low_priority_goes_first() -> None:
         assert bool(found) == taken
 
 
+def test_a_class_may_have_a_mode_of_its_own() -> None:
+    """Below and above 0: here nobody above is refused, and only late ones below are dropped."""
+    for priority, taken in ((0, 0), (1, 3), (-1, 1)):
+        modes = {"admission_low": "ttft", "admission_high": "none"}
+        c = cluster("early", "p0", "d0", slo=Slo(5_000, 90), low_share=1.0, **modes)
+        names = [arrived(f"r{at}", 300, priority=priority) for at in range(3)]
+        assert len(begun(c.step(1, names), Prefill)) == taken
+
+
+def test_a_tenants_flood_does_not_starve_others() -> None:
+    """Its requests leave room, which those of others find; without them it has all."""
+    for others, taken in ((False, False), (True, True)):
+        c = cluster("predictive", "p0", "d0", slo=Slo(tbt_us=1_050), held_share=0.0)
+        if others:
+            c.step(0, [arrived("calm 0", tenant="calm")])
+            c.step(0, [prefilled("calm 0")])
+        flood = [arrived(f"flood {at:02}", tenant="flood") for at in range(40)]
+        c.step(1, flood)
+        late = arrived("late", tenant="calm" if others else "flood")
+        assert bool(begun(c.step(2, [late]), Prefill)) == taken
+
+
+def test_one_may_count_on_a_short_wait_for_room() -> None:
+    """Predictive: who would find decode full, but not for long, is admitted; for long, refused."""
+    for tokens, taken in ((5, True), (50_000, False)):
+        c = cluster("predictive", "p0", "d0")
+        teach(c, tokens)
+        begin(c, TAUGHT, "a", "b")
+        assert bool(begun(c.step(TAUGHT + 1, [arrived("c")]), Prefill)) == taken
+
+
 def test_a_cold_start_refuses_nobody() -> None:
     """Costs that nobody has measured refuse nobody, on arrival or later."""
     for mode in ("ttft", "early", "predictive"):
@@ -199,7 +230,7 @@ def test_come_back_when_somebody_will_have_ended() -> None:
     """Retry-After grows with the outputs that are expected of those who decode."""
     waits = []
     for tokens in (5, 50_000):
-        c = cluster("predictive", "p0", "d0")
+        c = cluster("predictive", "p0", "d0", held_share=0.0)
         teach(c, tokens)
         begin(c, TAUGHT, "a", "b")
         [refuse] = [a for a in c.step(TAUGHT + 1, [arrived("c")]) if isinstance(a, Refuse)]

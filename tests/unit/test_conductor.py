@@ -18,6 +18,7 @@ from moonserve.core.facts import (
     Tick,
 )
 from moonserve.core.handoff import MAX_ATTEMPTS
+from moonserve.core.policies import Tuning
 from moonserve.core.prefix import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.units import InstanceId, RequestId, SegmentId
@@ -79,7 +80,7 @@ def test_nobody_alive_is_refused_at_once() -> None:
 
 def test_a_refusal_names_the_objective_that_would_break() -> None:
     """Its own, or that of one that decodes there, with the prediction that exceeds it."""
-    conductor = Conductor(cost_of=exact)
+    conductor = Conductor(Tuning(held_share=0.0), cost_of=exact)
     conductor.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
     conductor.step(1, [Arrived(Request(R, "m", PROMPT, slo=Slo(tbt_us=160)), KEYS)])
     for own, rest in (

@@ -13,7 +13,8 @@ import pytest
 from moonserve.core.conductor import Conductor
 from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive, Overloaded
 from moonserve.core.facts import InstanceInfo, Joined
-from moonserve.core.request import Request, Stopping
+from moonserve.core.policies import Tuning
+from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.core.view import Promised
 from moonserve.live.conductor import ConductorLoop
@@ -21,7 +22,7 @@ from moonserve.live.dispatch import Cluster
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances.wire import Decoded, InstanceRefused, Prefilled
 from moonserve.live.ports import Output
-from tests.support.cluster import info
+from tests.support.cluster import exact, info
 
 NOTHING = Promised(0, 0, 0, 0)
 PROMPT = tuple(range(9))
@@ -51,6 +52,8 @@ class ScriptedWire:
         self.prefetches: list[tuple[str, str, int]] = []
         """(instance, lease, how many blocks) of each."""
         self.prefetching = 0
+        self.gates: dict[str, asyncio.Event] = {}
+        """Faults that are over when these are set."""
 
     def _fault(self, role: str) -> tuple[str, int]:
         for fault in self.faults:
@@ -65,6 +68,8 @@ class ScriptedWire:
                 await asyncio.sleep(3_600)
             finally:
                 self.cancelled += 1
+        if what in self.gates:
+            await self.gates[what].wait()
         if what == "reset":
             raise InstanceRefused("connection reset", retry=True)
         if what == "refused":
@@ -121,10 +126,11 @@ class ScriptedWire:
 class World:
     """A cluster of scripted instances, and what was released."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, tuning: Tuning | None = None) -> None:
         self.wire = ScriptedWire()
         self.released: list[LeaseId] = []
-        self.loop = ConductorLoop(Conductor(), self.released.append)
+        made = Conductor(tuning, cost_of=exact) if tuning else Conductor()
+        self.loop = ConductorLoop(made, self.released.append)
         self.cluster = Cluster(self.loop, self.wire, {"m": 100})  # type: ignore[arg-type]
         joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
         self.loop.core.step(0, joins)
@@ -327,6 +333,53 @@ def test_a_full_cluster_refuses_with_a_time_to_come_back() -> None:
         assert refused.value.reason == "instances_full"
         assert refused.value.retry_after_s >= 1
         first.cancel()
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+def test_a_refused_request_costs_no_prefill() -> None:
+    """No call goes out for it; those refused alike are told to come back apart."""
+
+    async def test() -> None:
+        tuning = Tuning(admission="predictive", slo=Slo(tbt_us=1), held_share=0.0)
+        world = World("p0", "d0", tuning=tuning)
+        waits = []
+        for name in ("a", "b"):
+            with pytest.raises(Overloaded) as refused:
+                await collect(world.request(name))
+            assert refused.value.reason == "tbt_slo"
+            waits.append(refused.value.retry_after_s)
+        assert world.wire.calls == []
+        assert await world.settled() == NOTHING
+        assert 1 <= min(waits) < max(waits) <= 1.25
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", ["ttft", "early"])
+def test_one_dropped_when_its_prefill_has_ended_leaves_nothing(mode: str) -> None:
+    """Its client sees no token, its lease is released, and its places are free again."""
+
+    async def test() -> None:
+        tuning = Tuning(admission=mode, slo=Slo(tbt_us=125))  # type: ignore[arg-type]
+        world = World("p0", "d0", tuning=tuning)
+        world.wire.gates = {"computes": asyncio.Event(), "decodes": asyncio.Event()}
+        world.wire.faults = [("prefill", "computes", 0), ("decode", "decodes", 2)]
+        late = asyncio.ensure_future(collect(world.request("late")))
+        await asyncio.sleep(0.01)
+        other = asyncio.ensure_future(collect(world.request("other")))
+        await asyncio.sleep(0.01)
+        assert world.loop.core.promised().decodes == 2
+        world.wire.gates["computes"].set()
+        with pytest.raises(Overloaded) as refused:
+            await late
+        assert refused.value.reason == "tbt_slo_late"
+        assert world.loop.core.promised().requests == 1
+        assert world.released == ["late/1"]
+        world.wire.gates["decodes"].set()
+        assert (await other)[0] == expected(8)
+        assert [role for role, _ in world.wire.calls] == ["prefill", "prefill", "decode"]
         assert await world.settled() == NOTHING
 
     run(test)

@@ -600,16 +600,17 @@ def test_body_over_the_limit() -> None:
     run(use, max_body_bytes=1_000)
 
 
-def test_objectives_and_priority_come_by_header() -> None:
+def test_objectives_priority_and_tenant_come_by_header() -> None:
     """The cluster sees them; without headers there are none."""
 
     async def use(rig: Rig) -> None:
         headers = {"x-moonserve-ttft-slo-ms": "500", "x-moonserve-tbt-slo-ms": "20.5"}
-        await rig.post(*_chat(), **headers, x_moonserve_priority="-3")
+        await rig.post(*_chat(), **headers, x_moonserve_priority="-3", x_moonserve_tenant="acme")
         await rig.post(*_chat())
         asked, plain = rig.serving.requests
         assert (asked.slo, asked.priority) == (Slo(500_000, 20_500), -3)
         assert (plain.slo, plain.priority) == (Slo(), 0)
+        assert (asked.tenant, plain.tenant) == ("acme", "")
         refused = await rig.post(*_chat(), x_moonserve_priority="1e9")
         assert refused.status == 400
         assert json.loads(refused.body)["error"]["param"] == "x-moonserve-priority"

@@ -1,10 +1,10 @@
-"""Headers for objectives and priority."""
+"""Headers for objectives, priority and tenant."""
 
 import pytest
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Slo
-from moonserve.live.gateway.headers import PRIORITY, TBT, TTFT, priority, slo
+from moonserve.live.gateway.headers import PRIORITY, TBT, TENANT, TTFT, priority, slo, tenant
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,18 @@ def test_a_bad_priority_names_its_header_and_the_range(text: str) -> None:
     with pytest.raises(BadRequest, match=f"{PRIORITY}: .*from -100 to 100") as refused:
         priority({PRIORITY: text})
     assert refused.value.param == PRIORITY
+
+
+@pytest.mark.parametrize("text", ["acme", "a-1/b_2:c@d.e", " x ", "", "9" * 64])
+def test_tenants_are_plain_names(text: str) -> None:
+    """Up to 64 letters, digits and marks; none is nobody's."""
+    assert tenant({TENANT: text}) == text.strip()
+    assert tenant({}) == ""
+
+
+@pytest.mark.parametrize("text", ["a b", "é", "x" * 65, "a,b", 'a"'])
+def test_a_bad_tenant_names_its_header(text: str) -> None:
+    """Anything else is a 400."""
+    with pytest.raises(BadRequest, match=f"{TENANT}: .*up to 64") as refused:
+        tenant({TENANT: text})
+    assert refused.value.param == TENANT

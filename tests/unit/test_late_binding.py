@@ -42,11 +42,15 @@ def cluster(*names: str, **tuning: object) -> Conductor:
     return conductor
 
 
-def arrived(name: str, slo: Slo | None = None, priority: int = 0, length: int = 41) -> Arrived:
+def arrived(
+    name: str, slo: Slo | None = None, priority: int = 0, length: int = 41, tenant: str = ""
+) -> Arrived:
     """A request whose prompt nobody else has."""
     prompt = (ord(name[0]), *range(length - 1))
     keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
-    request = Request(RequestId(name), "m", prompt, slo=slo or Slo(), priority=priority)
+    request = Request(
+        RequestId(name), "m", prompt, slo=slo or Slo(), priority=priority, tenant=tenant
+    )
     return Arrived(request, keys)
 
 
@@ -440,3 +444,19 @@ def test_one_that_has_waited_fills_decode_further() -> None:
     assert not c.step(1, [arrived("a")])
     assert not c.step(2_000_000, [])
     assert [type(action) for action in c.step(2_000_002, [])] == [Prefill]
+
+
+def test_a_tenants_flood_leaves_others_a_place_to_wait() -> None:
+    """Where all places are taken the flood's last gives way, and turns bring the other in soon."""
+    conductor = cluster("p0", "d0", max_waiting=3)
+    for at in range(4):
+        conductor.step(1, [arrived(f"{at} flood", tenant="flood")])
+    actions = conductor.step(2, [arrived("calm", tenant="calm")])
+    assert [(a.request, a.reason) for a in actions if isinstance(a, Refuse)] == [
+        ("3 flood", "queue_full")
+    ]
+    assert prefills(conductor.step(3, [ended("0 flood")])) == [("calm", "p0")]
+    actions = conductor.step(
+        4, [arrived("4 flood", tenant="flood"), arrived("5 flood", tenant="flood")]
+    )
+    assert [a.request for a in actions if isinstance(a, Refuse)] == ["5 flood"]

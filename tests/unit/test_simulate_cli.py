@@ -165,8 +165,8 @@ def test_the_page_stands_alone(path: Path, tmp_path: Path, argv: tuple[str, ...]
     run(path, "--report", file, *argv, *refuse)
     page = _Page(file.read_text())
     assert page.open == []
-    assert page.seen["figure"] == 9
-    assert page.seen["svg"] == (6 if refuse else 9), "no curves where nobody was served"
+    assert page.seen["figure"] == 10
+    assert page.seen["svg"] == (6 if refuse else 10), "no curves where nobody was served"
     assert "[[" not in page.text
     assert "nan" not in page.text.lower()
     assert "import" not in page.text.split("</style>")[0]

@@ -1,8 +1,10 @@
 """The order in which late binding serves, by small numbers."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonserve.core.request import Counted, Request
 from moonserve.core.units import RequestId
 from moonserve.core.waiting import PATIENCE_US, SHARE, Waiter, WaitingRoom
 
@@ -121,6 +123,56 @@ def test_held_ones_are_passed_over() -> None:
     assert first is not None
     assert first.request == "b"
     assert room.next(0, IDLE, {RequestId("a"), RequestId("b")}) is None
+
+
+def owned(tenant: str, *waiters: Waiter) -> list[Waiter]:
+    """These, on its behalf."""
+    return [msgspec.structs.replace(one, tenant=tenant) for one in waiters]
+
+
+def test_tenants_take_turns_by_the_time_they_were_given() -> None:
+    """A flood of seconds is passed by who has had less; within a tenant the order is the usual."""
+    flood = owned("flood", *(waiter(f"f{at}", 1) for at in range(9)))
+    calm = owned("calm", waiter("c long", 4), waiter("c short", 2))
+    found = order_of(room_of(*flood, *calm))
+    assert found[:6] == ["c short", "f0", "f1", "c long", "f2", "f3"]
+
+
+def test_turns_hold_among_the_late() -> None:
+    """Where nobody can be in time any more as well."""
+    flood = owned("flood", *(waiter(f"f{at}", 1) for at in range(9)))
+    calm = owned("calm", waiter("c", 1, at_s=50))
+    assert order_of(room_of(*flood, *calm), now_s=100)[:2] == ["f0", "c"]
+
+
+def test_who_comes_back_has_saved_nothing_up() -> None:
+    """A tenant that asked for nothing does not go before all others for as long."""
+    room = room_of(*owned("a", *(waiter(f"a{at}", 1) for at in range(20))))
+    for _ in range(10):
+        first = room.next(0, IDLE)
+        assert first is not None
+        room.went(first)
+    for one in owned("b", *(waiter(f"b{at}", 1) for at in range(5))):
+        room.add(one)
+    names = order_of(room)
+    assert sum(name[0] == "b" for name in names[:6]) == 3
+
+
+def test_priority_goes_before_turns() -> None:
+    """Whoever's it is."""
+    room = room_of(
+        *owned("flood", *(waiter(f"f{at}", 1, priority=1) for at in range(3))),
+        *owned("calm", waiter("c", 1)),
+    )
+    assert order_of(room) == ["f0", "f1", "f2", "c"]
+
+
+def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
+    """To one who has fewer; among his own nobody does."""
+    room = room_of(*owned("flood", *(waiter(f"f{at}", 1, at_s=at) for at in range(3))))
+    for tenant, gives_way in (("flood", "new"), ("calm", "f2")):
+        request = Request(RequestId("new"), "m", Counted(9), tenant=tenant)
+        assert room.gives_way(request) == gives_way
 
 
 works = st.lists(st.floats(0.1, 40), min_size=1, max_size=12)

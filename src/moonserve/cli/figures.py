@@ -129,7 +129,8 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
         "decode     busy {busy_decode:.0%}; busiest {imbalance_decode:.2f} times the mean; "
         "{preemptions:,} preemptions",
         "refused    {rejected_ttft_slo:,} for TTFT, {rejected_tbt_slo:,} for TBT, "
-        "{dropped_tbt_slo:,} when prefill had ended; pools' loads correlate by "
+        "{dropped_tbt_slo:,} when prefill had ended; with hindsight "
+        "{could_have_been_served:,} of all fit in; pools' loads correlate by "
         "{seesaw_correlation:.2f}",
         f"network    {{transfers:,}} transfers, {found['transfer_bytes'] / 1e9:,.1f} GB; "
         "{migrations:,} blocks copied",

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 @click.command()
 @settings_options(
     "model", "host", "port", "store_url", "store", "eviction", "policy",
-    "ttft_slo_ms", "tbt_slo_ms", "admission", "predictor", "cpp", "threshold", "max_body_bytes",
-    "drain_s",
+    "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
+    "predictor", "cpp", "threshold", "max_body_bytes", "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
@@ -59,6 +59,8 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 policy=settings.policy,
                 slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
                 admission=settings.admission,
+                admission_low=settings.admission_low,
+                admission_high=settings.admission_high,
                 predictor=settings.predictor,
                 cpp=settings.cpp,
                 max_body_bytes=settings.max_body_bytes,

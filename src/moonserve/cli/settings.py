@@ -67,6 +67,8 @@ _HELP: dict[str, tuple[str, str]] = {
         "what refuses what would miss an objective: none, ttft, early (load of "
         "decode now) or predictive (when prefill will have ended)",
     ),
+    "admission_low": ("MODE", "the same for requests of a priority below 0"),
+    "admission_high": ("MODE", "the same for requests of a priority above 0"),
     "predictor": ("NAME", "predictive: how long others decode: uniform or survival"),
     "cpp": ("N", "how many workers may share a prompt that is late with one, at most"),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),

@@ -52,6 +52,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "ttft_slo_ms",
     "tbt_slo_ms",
     "admission",
+    "admission_low",
+    "admission_high",
     "predictor",
     "cpp",
     "threshold",

@@ -15,9 +15,10 @@ import msgspec
 from moonserve.core.actions import Refuse
 from moonserve.core.forecast import forecast, room_in_us
 from moonserve.core.placement import Decision, Look
-from moonserve.core.policies import Tuning, Verdict
+from moonserve.core.policies import Tuning, Verdict, policy_of
 from moonserve.core.predict import Errors, predictor_of
 from moonserve.core.request import Request, Slo
+from moonserve.core.tenants import Tenants
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView
 from moonserve.core.waiting import Waiter, WaitingRoom
@@ -37,6 +38,9 @@ class Outlook:
     ) -> None:
         self._tuning = tuning
         self._predictor = predictor_of(tuning.predictor, length_of)
+        self._tenants = Tenants()
+        self._turns = policy_of(tuning.policy).late
+        """Whether tenants take turns where requests wait."""
         self._outputs = 0.0
         """Mean output length seen, newer ones counting more."""
         self.tbt_errors, self.output_errors = Errors(), Errors()
@@ -55,10 +59,21 @@ class Outlook:
         """Its own objectives, or the cluster's."""
         return request.slo.over(self._tuning.slo)
 
+    def asked(self, request: Request, now_us: Micros) -> None:
+        """It came; whatever becomes of it."""
+        self._tenants.asked(request.tenant, len(request.prompt), now_us)
+
     def held_to(self, request: Request) -> Slo:
-        """The objectives that it must be predicted to meet: low priority is refused first."""
-        slo, share = self.slo(request), self._tuning.low_share
-        if request.priority >= 0:
+        """The objectives that it must be predicted to meet.
+
+        Low priority is refused first, and so is a tenant that was given more than its part.
+        """
+        slo, share, low = self.slo(request), 1.0, self._tuning.low_share
+        if request.priority < 0:
+            share = low
+        elif not self._turns:
+            share = max(low, self._tenants.share(request.tenant))
+        if share == 1.0:
             return slo
         ttft_us, tbt_us = slo.ttft_us, slo.tbt_us
         return Slo(
@@ -69,16 +84,21 @@ class Outlook:
     def look(self, request: Request, length: Tokens, now_us: Micros) -> Look | None:
         """How admission sees the load of decode; None where those promised there say it."""
         context = self.context(length)
-        if self._tuning.admission == "early":
+        mode = self._tuning.mode(request.priority)
+        if mode == "early":
             return lambda view, ends_us: (view.tbt_now_us(context), _grown_us(view, context))
-        if self._tuning.admission != "predictive":
+        if mode != "predictive":
             return None
+
+        ttft_us, share = self.slo(request).ttft_us, self._tuning.held_share
+        allowed_us = self._tuning.patience_us if ttft_us is None else ttft_us
 
         def ahead(view: InstanceView, ends_us: Micros) -> tuple[Micros, Micros]:
             stay = self._predictor.stay(request, context, ends_us)
             deviations = self._tuning.deviations
             step = view.cost.step_us
-            found = forecast(view.stays, step, stay, self._predictor, now_us, deviations)
+            wait_us = round(share * max(0, allowed_us - (ends_us - now_us)))
+            found = forecast(view.stays, step, stay, self._predictor, now_us, deviations, wait_us)
             unseen_us = self._tuning.overtaken * view.stays.unseen_us(
                 ends_us - now_us, now_us, step
             )
@@ -98,6 +118,8 @@ class Outlook:
         """Count it there, so long from now on; a goal missed from the start binds nobody else."""
         goal_us, context = self.slo(request).tbt_us, self.context(length)
         missed = goal_us is not None and tbt_us > goal_us
+        if request.id not in view.stays.promised:
+            self._tenants.given(request.tenant, length)
         stay = self._predictor.stay(request, context, now_us + lag_us)
         stay.lag_us = lag_us
         view.promise_decode(request.id, context, None if missed else goal_us, stay)
@@ -117,9 +139,10 @@ class Outlook:
         """
         slo = self.slo(request)
         over_us = _over_us(view, context, slo)
-        if self._tuning.admission == "none" or over_us <= 0 or not view.cost.known:
+        mode = self._tuning.mode(request.priority)
+        if mode == "none" or over_us <= 0 or not view.cost.known:
             return view, None
-        if self._tuning.admission == "predictive":
+        if mode == "predictive":
             other = min(views, key=lambda one: _over_us(one, context, slo))
             if _over_us(other, context, slo) <= 0 and other.has_slot(context):
                 return other, None
@@ -129,7 +152,7 @@ class Outlook:
 
     def patient_us(self, request: Request, arrived_us: Micros) -> Micros:
         """Until when one waits for room in decode; 0: it does not. Two passes before its TTFT."""
-        if self._tuning.admission != "predictive":
+        if self._tuning.mode(request.priority) != "predictive":
             return 0
         slo = self.slo(request)
         if slo.ttft_us is None:
@@ -173,9 +196,14 @@ def _over_us(view: InstanceView, context: Tokens, slo: Slo) -> Micros:
     return tbt_us - min(goals_us, default=tbt_us)
 
 
-def refuses_ttft(tuning: Tuning) -> bool:
-    """Whether a TTFT predicted to be missed refuses a request."""
-    return tuning.admission != "none"
+def refuses_ttft(tuning: Tuning, priority: int) -> bool:
+    """Whether a TTFT predicted to be missed refuses a request of this priority."""
+    return tuning.mode(priority) != "none"
+
+
+def refuses_some(tuning: Tuning) -> bool:
+    """Whether it refuses a request of any priority."""
+    return any(refuses_ttft(tuning, priority) for priority in (-1, 0, 1))
 
 
 def unwanted(
@@ -184,7 +212,8 @@ def unwanted(
     """What is predicted to miss an objective that refuses."""
     decision, predicted_us = verdict.decision, verdict.decision.predicted_ttft_us
     known = view.instances[decision.prefill].cost.known
-    if verdict.misses_ttft and refuses_ttft(tuning) and slo.ttft_us is not None and known:
+    refuses = known and refuses_ttft(tuning, request.priority)
+    if verdict.misses_ttft and refuses and slo.ttft_us is not None:
         why = _misses("TTFT", predicted_us, slo.ttft_us)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
         return Refuse(request.id, why, "ttft_slo", wait_us, decision)
@@ -196,7 +225,7 @@ def unwanted_in_decode(
 ) -> Refuse | None:
     """What is predicted to miss its own TBT objective or to break another's, where that refuses."""
     known = view.instances[verdict.decision.decode].cost.known
-    if tuning.admission not in ("early", "predictive") or not known:
+    if tuning.mode(request.priority) not in ("early", "predictive") or not known:
         return None
     if slo.tbt_us is not None and verdict.tbt_us > slo.tbt_us:
         goal_us, why = slo.tbt_us, _misses("TBT", verdict.tbt_us, slo.tbt_us)

@@ -99,6 +99,7 @@ class Conductor:
                     self._unpark(now_us)
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
+                    self.outlook.asked(request, now_us)
                     life = Handoff(request, keys, now_us)
                     self._lives[request.id] = life
                     self._place(life, now_us)
@@ -117,7 +118,7 @@ class Conductor:
     def wake_us(self, now_us: Micros) -> Micros | None:
         """When to step again though nothing happens; None: no need. Later than now."""
         times = [self.outlook.patient_us(h.request, h.arrived_us) for h in self._held.values()]
-        refuses, ahead_us = admission.refuses_ttft(self.tuning), self.tuning.bind_ahead_us
+        ahead_us, refuses = self.tuning.bind_ahead_us, admission.refuses_some(self.tuning)
         for model, room in self._rooms.items():
             free_us = [now_us + view.queue_us(now_us) for view in self.view.prefills(model)]
             times += room.wakes_us(now_us, free_us, ahead_us, refuses)
@@ -336,8 +337,10 @@ class Conductor:
         self._parked.pop(life.request.id, None)
         room = self._rooms.setdefault(life.request.model, WaitingRoom())
         if len(room) >= self.tuning.max_waiting and not life.attempts:
-            self._refuse(life, admission.too_many(life.request, room, len(prefills)), now_us)
-            return
+            last = self._lives[room.gives_way(life.request)]
+            self._refuse(last, admission.too_many(last.request, room, len(prefills)), now_us)
+            if last is life:
+                return
         slo, pool = self.outlook.slo(life.request), self.index.match(life.keys).pool
         takes_us = work_us(prefills, life.length, pool, slo, self.tuning)
         resumed = life.attempts > 0
@@ -348,12 +351,11 @@ class Conductor:
         """Give waiting requests to instances that are, or are about to be, free."""
         room = self._rooms[model]
         prefills, decodes = self.view.prefills(model), self.view.decodes(model)
-        if admission.refuses_ttft(self.tuning):
-            for waiter in room.hopeless(now_us):
-                life = self._lives[waiter.request]
-                if not life.attempts:
-                    refusal = admission.too_late(waiter, room, len(prefills), now_us)
-                    self._refuse(life, refusal, now_us)
+        for waiter in room.hopeless(now_us):
+            life = self._lives[waiter.request]
+            if not life.attempts and admission.refuses_ttft(self.tuning, waiter.priority):
+                refusal = admission.too_late(waiter, room, len(prefills), now_us)
+                self._refuse(life, refusal, now_us)
         if not prefills or not decodes:
             for waiter in room.everybody():
                 self._parked[waiter.request] = now_us

@@ -104,9 +104,11 @@ def forecast(
     predictor: Predictor,
     now_us: Micros,
     deviations: float,
+    wait_us: Micros = 0,
 ) -> tuple[Micros, Micros]:
-    """Pass times when `joining` comes: the mean, and so many standard `deviations` above it.
+    """Pass times when `joining` comes: the mean; and so many standard `deviations` above, by then.
 
+    The latter once it has waited for `wait_us`: who is handed over meanwhile is behind it.
     Hand-overs are gone through in order, since what is there by then sets how fast all go on: those
     who decode now and are still there, and those who came meanwhile and are. How many those are is
     a sum of independent chances. Nobody else is taken to come: see Stays.unseen_us. step:
@@ -118,35 +120,33 @@ def forecast(
     group = -(-len(coming) // _POINTS)
     at_us, ahead, pass_us = now_us, 0.0, stays.step_us(step)
     here: list[tuple[Stay, float, Micros]] = []
-    high_us = pass_us
+
+    def there() -> Iterable[tuple[float, Stay]]:
+        """With what chance each is there at `at_us`."""
+        for stay in stays.active.values():
+            age, age_us = passes - stay.began_tokens, now_us - stay.due_us
+            yield predictor.stays(stay, age, age_us, ahead, at_us - now_us), stay
+        for stay, since, since_us in here:
+            if stay is joining or since >= ahead:
+                yield 1.0, stay
+            else:
+                yield predictor.stays(stay, 0.0, 0, ahead - since, at_us - since_us), stay
+
     for first in range(0, len(coming), group):
         arrived = coming[first : first + group]
         then_us = max(now_us, arrived[-1].due_us)
         ahead += (then_us - at_us) / pass_us
         at_us = then_us
         here += [(stay, ahead, then_us) for stay in arrived]
-        chances = [
-            (
-                predictor.stays(
-                    s, passes - s.began_tokens, now_us - s.due_us, ahead, at_us - now_us
-                ),
-                s,
-            )
-            for s in stays.active.values()
-        ]
-        chances += [
-            (
-                predictor.stays(s, 0.0, 0, ahead - since, at_us - since_us)
-                if since < ahead
-                else 1.0,
-                s,
-            )
-            for s, since, since_us in here
-        ]
-        pass_us, high_us = _pass_us(chances, step, deviations)
+        pass_us, high_us = _pass_us(there(), step, deviations)
         if then_us >= own_us:
             break
-    return round(pass_us), round(high_us)
+    mean_us = pass_us
+    if wait_us:
+        ahead += wait_us / pass_us
+        at_us += wait_us
+        _, high_us = _pass_us(there(), step, deviations)
+    return round(mean_us), round(high_us)
 
 
 def _pass_us(

@@ -70,15 +70,22 @@ class Tuning(msgspec.Struct, frozen=True):
     slo: Slo = Slo()
     """Objectives of requests that bring none of their own."""
     admission: Admission = "predictive"
+    admission_low: Admission | None = None
+    admission_high: Admission | None = None
+    """The same for requests of a priority below, and above, 0; None: as for the others."""
     predictor: PredictorName = "survival"
     """predictive: how long others decode; see core.predict."""
     deviations: float = 0.0
     """predictive: one is admitted that has room so many standard deviations above the mean load."""
-    overtaken: float = 1.0
+    overtaken: float = 0.75
     """predictive: room is kept for so much of what requests that are yet to come, and are quicker
     through prefill, could take. 1 serves the most requests; less, longer ones and more tokens."""
+    held_share: float = 0.05
+    """predictive: one may wait for room in decode, its prefill done, for this share of what its
+    TTFT objective leaves: so decode is not idle where what was forecast does not come."""
     low_share: float = 0.8
-    """Requests of a priority below 0 are held to this share of the objectives, and so go first."""
+    """Requests of a priority below 0 are held to this share of the objectives, and so go first;
+    those of a tenant that has more than its part, to this or more: see core.tenants."""
     cross_rack: float = 2.0
     """How many times longer a transfer between racks takes than one within."""
     max_waiting: int = 10_000
@@ -101,6 +108,11 @@ class Tuning(msgspec.Struct, frozen=True):
     """A tick that comes later than this says that we slept, not that everybody else died."""
     patience_us: Micros = 30_000_000
     """How long a request that lost its instances waits for one to join: a restart's time."""
+
+    def mode(self, priority: int) -> Admission:
+        """How requests of this priority are admitted."""
+        own = self.admission_low if priority < 0 else self.admission_high if priority else None
+        return own or self.admission
 
 
 class Memory:

@@ -180,11 +180,11 @@ class Uniform:
 
 
 class Survival:
-    """Lengths learned online by model, max_tokens and prompt length, conditional on age."""
+    """Lengths learned online by model, tenant, max_tokens and prompt length, conditional on age."""
 
     def __init__(self) -> None:
         self._all: dict[str, Lengths] = {}
-        self._classes: dict[tuple[str, int, int], Lengths] = {}
+        self._classes: dict[tuple[str, str, int, int], Lengths] = {}
 
     def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
         """See Predictor."""
@@ -208,7 +208,7 @@ class Survival:
     def _of(self, request: Request) -> Lengths:
         """Of its class; the least lately made classes are forgotten."""
         most, prompt = request.stopping.max_tokens, len(request.prompt)
-        key = (request.model, most.bit_length(), prompt.bit_length() // 2)
+        key = (request.model, request.tenant, most.bit_length(), prompt.bit_length() // 2)
         found = self._classes.pop(key, None)
         if found is None:
             found = Lengths(self._all.setdefault(request.model, Lengths()))
@@ -244,13 +244,14 @@ class Errors:
     def __init__(self) -> None:
         self.count = 0
         self.sum = 0.0
-        self._latest: deque[float] = deque(maxlen=_KEPT_ERRORS)
+        self.latest: deque[tuple[float, float]] = deque(maxlen=_KEPT_ERRORS)
+        """(predicted, actual)."""
 
     def add(self, predicted: float, actual: float) -> None:
         """One more."""
         self.count += 1
         self.sum += predicted - actual
-        self._latest.append(abs(predicted - actual))
+        self.latest.append((predicted, actual))
 
     @property
     def bias(self) -> float | None:
@@ -259,7 +260,7 @@ class Errors:
 
     def quantile(self, q: float) -> float | None:
         """That quantile of the latest errors' sizes; None where there are none."""
-        if not self._latest:
+        if not self.latest:
             return None
-        ordered = sorted(self._latest)
+        ordered = sorted(abs(predicted - actual) for predicted, actual in self.latest)
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

@@ -104,3 +104,5 @@ class Request(msgspec.Struct, frozen=True):
     slo: Slo = Slo()
     priority: int = 0
     """Higher goes first where requests wait at the Conductor."""
+    tenant: str = ""
+    """On whose behalf: where there is too little for all, tenants get like parts."""

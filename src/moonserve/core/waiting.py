@@ -15,6 +15,8 @@ from those behind it count beside its own TTFT, and more so as load grows:
 - Deferred requests go when nobody else waits, and else get SHARE of the prefill time, first come
   first served. That bounds their wait: one that has W seconds of deferred work before it, its own
   included, begins by the time that W / SHARE seconds of prefill were given to others.
+- Tenants take turns by the prefill time they were given (start-time fair queueing, Goyal, Vin and
+  Cheng, 1996); all of the above is the order within the tenant whose turn it is.
 
 Pure; called by the Conductor.
 """
@@ -22,7 +24,7 @@ Pure; called by the Conductor.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
@@ -52,6 +54,7 @@ class Waiter(msgspec.Struct, frozen=True):
     """It was bound before and its instance failed: it goes before all others of its priority."""
     tbt_us: Micros | None = None
     """Its TBT objective."""
+    tenant: str = ""
 
     @classmethod
     def of(
@@ -59,7 +62,16 @@ class Waiter(msgspec.Struct, frozen=True):
     ) -> Waiter:
         """One that came then; resumed, its client may have tokens already: no TTFT to meet."""
         due_us = None if slo.ttft_us is None or resumed else came_us + slo.ttft_us - work_us
-        return cls(request.id, request.priority, came_us, work_us, due_us, resumed, slo.tbt_us)
+        return cls(
+            request.id,
+            request.priority,
+            came_us,
+            work_us,
+            due_us,
+            resumed,
+            slo.tbt_us,
+            request.tenant,
+        )
 
     @property
     def begin_us(self) -> Micros:
@@ -101,6 +113,11 @@ class WaitingRoom:
         """Whether the one that `next` named last is a deferred one."""
         self.work_us: Micros = 0
         """Prefill time of all that wait."""
+        self._of: Counter[str] = Counter()
+        """How many wait, by tenant."""
+        self._given_us: dict[str, Micros] = {}
+        self._turn_us: Micros = 0
+        """Virtual time of the turns; and when each tenant's next begins, where that is later."""
         self.crowded: set[RequestId] = set()
         """Those who could have gone, when that was last tried, but for want of room in decode."""
 
@@ -111,6 +128,7 @@ class WaitingRoom:
         """Let one in."""
         insort(self._timely, waiter, key=lambda w: w.order)
         self.work_us += waiter.work_us
+        self._of[waiter.tenant] += 1
         if not waiter.resumed:
             self._arrivals.add(waiter)
 
@@ -135,8 +153,18 @@ class WaitingRoom:
             for at, waiter in enumerate(waiters):
                 if waiter.request == request:
                     self.work_us -= waiter.work_us
+                    self._of[waiter.tenant] -= 1
+                    self._of += Counter()  # those of whom nobody waits are forgotten
                     return waiters.pop(at)
         return None
+
+    def gives_way(self, request: Request) -> RequestId:
+        """Who is one too many when this one comes: the last of the tenant that has most here."""
+        most = max(self._of, key=self._of.__getitem__)
+        theirs = [w for w in self.everybody() if w.tenant == most and not w.resumed]
+        if self._of[request.tenant] >= self._of[most] or not theirs:
+            return request.id
+        return max(theirs, key=lambda w: (w.arrived_us, w.request)).request
 
     def hopeless(self, now_us: Micros) -> list[Waiter]:
         """Those that can no longer meet their objective, in order of arrival."""
@@ -165,6 +193,25 @@ class WaitingRoom:
 
         free_us: when each instance will be free.
         """
+        first = self._next(now_us, free_us, held)
+        if first is None or first.resumed or len(self._of) < 2:
+            return first
+        waiting = [w for w in self.everybody() if w.request not in held]
+        tenants = dict.fromkeys(w.tenant for w in waiting if w.priority >= first.priority)
+        turn = min(tenants, key=lambda tenant: self._given_us.get(tenant, self._turn_us))
+        if turn == first.tenant:
+            return first
+        return self._next(now_us, free_us, {w.request for w in waiting if w.tenant != turn}, held)
+
+    def _next(
+        self,
+        now_us: Micros,
+        free_us: Sequence[Micros],
+        held: Collection[RequestId],
+        others: Collection[RequestId] = (),
+    ) -> Waiter | None:
+        """The order within those who are in neither collection."""
+        held = {*held, *others} if others else held
         if held and len(held) == len(self):
             return None
         self._part(now_us)
@@ -184,6 +231,9 @@ class WaitingRoom:
     def went(self, waiter: Waiter) -> None:
         """The one that `next` named goes: the deferred get their share, or use it up."""
         self.remove(waiter.request)
+        begins_us = self._turn_us = self._given_us.get(waiter.tenant, self._turn_us)
+        self._given_us[waiter.tenant] = begins_us + waiter.work_us
+        self._given_us = {t: us for t, us in self._given_us.items() if us > begins_us}
         if self._repays:
             self._owed_us = max(0.0, self._owed_us - waiter.work_us)
         else:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from moonserve.core.request import Slo
 from moonserve.core.units import Tokens
 from moonserve.sim.cluster import Simulation
+from moonserve.sim.hindsight import could_have_been_served
 from moonserve.sim.node import Node
 from moonserve.sim.seesaw import loads, swing
 from moonserve.sim.served import Served
@@ -201,6 +202,7 @@ def _summary(
         "completed": len(done),
         "rejected": sum(row.outcome == "refused" for row in rows),
         **_rejections(served),
+        "could_have_been_served": could_have_been_served(sim),
         "failed": sum(row.outcome == "failed" for row in rows),
         "span_s": span_s,
         **quantiles("ttft", ttfts, "s", with_mean=True),

@@ -31,6 +31,7 @@ _POINTS = 400
 def report(sim: Simulation, result: Result, title: str, subtitle: str) -> str:
     """The whole page. `title` and `subtitle` say what was simulated."""
     charts = [*_curves(sim, result), *_load(sim), *_over_arrivals(sim, result)]
+    charts.append(_calibration(sim))
     slots = {
         "title": escape(title),
         "subtitle": escape(subtitle),
@@ -261,6 +262,23 @@ def _over_arrivals(sim: Simulation, result: Result) -> list[str]:
         line_chart("Prompt tokens reused", hits, when, "share of input tokens:", shares=True),
         line_chart("Goals met", goals, when, "share of requests:", shares=True),
     ]
+
+
+def _calibration(sim: Simulation) -> str:
+    """What TBT was, by what had been predicted for then: on the line where predictions are right.
+
+    Of the latest requests, in groups of like predictions; nothing where nothing was predicted.
+    """
+    pairs = np.array(sorted(sim.conductor.outlook.tbt_errors.latest), float).reshape(-1, 2) / 1e3
+    groups = np.array_split(pairs, max(1, min(20, len(pairs) // 10)))
+    middle = [float(group[:, 0].mean()) for group in groups if len(group)]
+    lines = [Line("as predicted", "quiet", middle, middle)]
+    lines += [
+        Line(name, tone, middle, [float(np.quantile(g[:, 1], q)) for g in groups if len(g)])
+        for name, tone, q in (("median", "c1", 0.5), ("p90", "c2", 0.9))
+    ]
+    when = "predicted on admission, for the end of prefill, ms"
+    return line_chart("Time between tokens, predicted and actual", lines, when, "ms:")
 
 
 def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:

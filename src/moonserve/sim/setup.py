@@ -80,7 +80,9 @@ class Setup(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raise ConfigError naming the first field that makes no sense."""
         policy_of(self.tuning.policy)
-        for field, most in (("deviations", 100), ("overtaken", 100), ("low_share", 1)):
+        for field, most in (
+            ("deviations", 100), ("overtaken", 100), ("held_share", 1), ("low_share", 1),
+        ):  # fmt: skip
             if not 0 <= getattr(self.tuning, field) <= most:
                 raise ConfigError(f"must be from 0 to {most}", field)
         if not self.mixed and not (self.prefill and self.decode):

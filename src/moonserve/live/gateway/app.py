@@ -248,6 +248,7 @@ class GatewayApp:
     async def _request(self, http: HttpRequest, fields: _Fields) -> Request:
         """The request as the cluster sees it; BadRequest or ModelNotFound where it cannot be."""
         slo, priority = headers.slo(http.headers), headers.priority(http.headers)
+        tenant = headers.tenant(http.headers)
         card = self._card(fields.model)
         prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
@@ -263,6 +264,7 @@ class GatewayApp:
             stopping=stopping,
             slo=slo,
             priority=priority,
+            tenant=tenant,
         )
 
     def _card(self, name: str) -> ModelCard:

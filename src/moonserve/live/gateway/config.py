@@ -38,6 +38,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Objectives of requests whose headers bring none."""
     admission: Admission = "predictive"
     """What refuses a request."""
+    admission_low: Admission | None = None
+    admission_high: Admission | None = None
+    """The same for a priority below, and above, 0; None: as for the others."""
     predictor: PredictorName = "survival"
     """How it is predicted who still decodes when a prefill ends; not oracle."""
     cpp: int = 8

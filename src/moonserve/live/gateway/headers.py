@@ -1,4 +1,4 @@
-"""The request headers that say how soon and how urgently: objectives and priority.
+"""The request headers that say how soon, how urgently and for whom: objectives, priority, tenant.
 
 Called by `app`; every refusal is a BadRequest that names the header and the remedy.
 """
@@ -15,8 +15,10 @@ from moonserve.core.units import Micros
 TTFT = "x-moonserve-ttft-slo-ms"
 TBT = "x-moonserve-tbt-slo-ms"
 PRIORITY = "x-moonserve-priority"
+TENANT = "x-moonserve-tenant"
 MAX_PRIORITY = 100
 _MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
+_NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,64}")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,3}")
 
 
@@ -33,6 +35,16 @@ def priority(headers: Mapping[str, str]) -> int:
     raise BadRequest(
         f"{PRIORITY}: {text[:40]!r} is no whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}",
         PRIORITY,
+    )
+
+
+def tenant(headers: Mapping[str, str]) -> str:
+    """On whose behalf; nobody's where it does not say. Raises BadRequest."""
+    text = headers.get(TENANT, "").strip()
+    if _NAME.fullmatch(text):
+        return text
+    raise BadRequest(
+        f"{TENANT}: {text[:40]!r} is no name of up to 64 letters, digits and . _ : @ / -", TENANT
     )
 
 

@@ -60,6 +60,8 @@ class Gateway:
             kvcache_balancing_threshold=config.threshold,
             slo=config.slo,
             admission=config.admission,
+            admission_low=config.admission_low,
+            admission_high=config.admission_high,
             predictor=config.predictor,
             cpp=config.cpp,
             bind_ahead_us=_BIND_AHEAD_US,
