@@ -39,7 +39,7 @@ class Outlook:
     ) -> None:
         self._tuning = tuning
         self._predictor = predictor_of(tuning.predictor, length_of)
-        self._tenants, self._told = Tenants(), Told()
+        self._tenants, self.told = Tenants(), Told()
         self._turns = policy_of(tuning.policy).late
         """Whether tenants take turns where requests wait."""
         self._outputs = 0.0
@@ -63,7 +63,7 @@ class Outlook:
     def asked(self, request: Request, now_us: Micros) -> None:
         """It came; whatever becomes of it."""
         self._tenants.asked(request.tenant, len(request.prompt), now_us)
-        self._told.came(request, now_us)
+        self.told.came(request, now_us)
 
     def held_to(self, request: Request, prefills: Sequence[InstanceView], now_us: Micros) -> Slo:
         """The objectives that it must be predicted to meet.
@@ -128,7 +128,7 @@ class Outlook:
             or self._tuning.mode(request.priority) != "predictive"
         ):
             return 0.0
-        return self._told.ahead(request, now_us)
+        return self.told.ahead(request, now_us)
 
     def promise(
         self,
@@ -143,7 +143,7 @@ class Outlook:
         goal_us, context = self.slo(request).tbt_us, self.context(length)
         missed = goal_us is not None and tbt_us > goal_us
         if request.id not in view.stays.promised:
-            self._told.admitted(request)
+            self.told.admitted(request)
             self._tenants.given(request.tenant, length)
         stay = self._predictor.stay(request, context, now_us + lag_us)
         stay.lag_us = lag_us
@@ -207,7 +207,7 @@ class Outlook:
         decodes = view.decodes(request.model)
         interval_us, context = 0.0, self.context(len(request.prompt))
         expected = max(1.0, self._predictor.stay(request, context, now_us).expected)
-        ends = [one.decodes / (expected * max(1, one.tbt_us(context))) for one in decodes]
+        ends = [max(1, one.decodes) / (expected * max(1, one.tbt_us(context))) for one in decodes]
         if any(ends):
             interval_us = 1 / sum(ends)
         if decision is not None:
@@ -215,9 +215,9 @@ class Outlook:
             if refusal.reason == "ttft_slo":
                 work_us = sum([share.work_us for share in decision.shares])
                 interval_us = max(interval_us, work_us / max(1, len(view.prefills(request.model))))
-            elif chosen is not None and not self._told.next_us(now_us):
+            elif chosen is not None and not self.told.next_us(now_us):
                 first_us = self._room_us(chosen, decision.prompt_tokens, first_us, now_us)
-        wait_us = self._told.tell(request, now_us, first_us, interval_us)
+        wait_us = self.told.tell(request, now_us, first_us, interval_us)
         return msgspec.structs.replace(refusal, retry_after_us=wait_us)
 
     def _room_us(

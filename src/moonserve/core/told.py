@@ -3,16 +3,18 @@
 Told the same time, all of a crowd would meet again and all but a few be refused again; told a time
 at which newcomers may have taken their place, so would they. So each is told the next free time of
 a calendar that is as dense as places become free, and room is kept for those whose time it is, in
-so far as those who are told do come. One is known again by its tenant, model and prompt. Kept by
-core.admission; bounded; knows no instance.
+so far as those who are told do come: against newcomers of their own tenant, since no tenant is to
+wait for another's crowd. One is known again by its tenant, model and prompt. For objectives of a
+request's own there may never be room, so that none is kept. Kept by core.admission; bounded; knows
+no instance.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Hashable
 
-from moonserve.core.request import Counted, Request
+from moonserve.core.request import Counted, Request, Slo
 from moonserve.core.units import MICROS_PER_SECOND, Micros
 
 LATEST_US: Micros = 60 * MICROS_PER_SECOND
@@ -28,6 +30,7 @@ _AHEAD_US: Micros = MICROS_PER_SECOND
 _MOST = 4_096
 _WEIGHT = 1 / 16
 _LEAST_SHARE = 0.1
+_GOLDEN = 0.618
 _SPARSER, _DENSER, _DENSEST, _SPARSEST = 1.02, 0.995, 1.15, 2.0
 
 
@@ -36,15 +39,16 @@ class Told:
 
     def __init__(self) -> None:
         self._due: dict[Hashable, Micros] = {}
-        self._order: list[Micros] = []
-        """The same times, sorted."""
+        self._order: list[tuple[Micros, str]] = []
+        """The same times, sorted, with the tenant."""
         self._last_us: Micros = 0
         """The latest time that was given out."""
         self._again_us: Micros = 0
         """The same for those who came in time, and in vain."""
         self._back: Hashable | None = None
         """Who came last, where that was in time."""
-        self._pace = 1.0
+        self._spread = 0.0
+        self._pace = _DENSEST
         """How much sparser the calendar is than it was told to be: as returns find no place."""
         self.share = 1.0
         """Of those who were told, how many come in time, lately."""
@@ -54,16 +58,17 @@ class Told:
 
     def came(self, request: Request, now_us: Micros) -> None:
         """A request arrives: it may be one of them. Those whose time is past are forgotten."""
-        if self._order and self._order[0] < now_us - _GRACE_US:
-            missed = bisect_right(self._order, now_us - _GRACE_US - 1)
+        past_us = now_us - _GRACE_US
+        if self._order and self._order[0][0] < past_us:
+            missed = bisect_left(self._order, (past_us, ""))
             del self._order[:missed]
-            self._due = {key: us for key, us in self._due.items() if us >= now_us - _GRACE_US}
+            self._due = {key: us for key, us in self._due.items() if us >= past_us}
             self.share *= (1 - _WEIGHT) ** missed
         key = _key(request)
         due_us = self._due.get(key)
         self._back = None
         if due_us is not None and now_us >= due_us - _EARLY_US:
-            self._forget(key)
+            self._forget(request, key)
             self._back = key
             self.share += _WEIGHT * (1 - self.share)
 
@@ -71,13 +76,14 @@ class Told:
         """How many are expected about now who go before it: none, if it is its own turn."""
         if not self._order or (self._back is not None and self._back == _key(request)):
             return 0.0
-        return self.share * bisect_right(self._order, now_us + _AHEAD_US)
+        near = self._order[: bisect_left(self._order, (now_us + _AHEAD_US, ""))]
+        return self.share * sum([tenant == request.tenant for _, tenant in near])
 
     def admitted(self, request: Request) -> None:
         """It found a place."""
         key = _key(request)
         if key in self._due:
-            self._forget(key)
+            self._forget(request, key)
         elif key == self._back:
             self._pace = max(_DENSEST, self._pace * _DENSER)
 
@@ -95,31 +101,34 @@ class Told:
             self._pace = min(_SPARSEST, self._pace * _SPARSER)
             due_us = max(now_us + _SOONEST_US, self._again_us + round(interval_us))
             self._again_us = due_us
-            self._remember(key, due_us)
+            self._remember(request, due_us)
             return due_us - now_us
         gap_us = self._pace * max(_LEAST_SHARE, self.share) * interval_us
         due_us = max(now_us + first_us, self._last_us + round(gap_us))
-        if len(self._due) >= _MOST:
-            return LATEST_US
+        wait_us = max(_SOONEST_US, due_us - now_us)
+        if len(self._due) >= _MOST or request.slo != Slo() or isinstance(request.prompt, Counted):
+            apart = 1 + self._spread / 4  # not at the same time at least
+            self._spread = (self._spread + _GOLDEN) % 1.0
+            return min(LATEST_US, round(apart * wait_us))
         self._last_us = due_us
-        self._remember(key, due_us)
-        return min(LATEST_US, max(_SOONEST_US, due_us - now_us))
+        self._remember(request, due_us)
+        return min(LATEST_US, wait_us)
 
     def next_us(self, now_us: Micros) -> Micros:
         """How long until the next free time: 0 where nobody was told a later one than now."""
         return max(0, self._last_us - now_us)
 
-    def _remember(self, key: Hashable, due_us: Micros) -> None:
-        self._due[key] = due_us
-        insort(self._order, due_us)
+    def _remember(self, request: Request, due_us: Micros) -> None:
+        self._due[_key(request)] = due_us
+        insort(self._order, (due_us, request.tenant))
 
-    def _forget(self, key: Hashable) -> None:
-        due_us = self._due.pop(key)
-        del self._order[bisect_right(self._order, due_us) - 1]
+    def _forget(self, request: Request, key: Hashable) -> None:
+        place = (self._due.pop(key), request.tenant)
+        del self._order[bisect_left(self._order, place)]
 
 
 def _key(request: Request) -> Hashable:
-    """What a request is known by when it comes again; made-up prompts are all different."""
+    """What a request is known by when it comes again; in a simulation none does."""
     if isinstance(request.prompt, Counted):
         return request.id
     return (request.tenant, request.model, hash(tuple(request.prompt)))
