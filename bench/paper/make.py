@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.paper import caches, overload, policies, serving
+from bench.paper import caches, cpp, hotspot, overload, policies, serving
 from bench.paper.lab import ROOT, Lab, Page, where
 
 
@@ -44,6 +44,9 @@ FIGURES = {
     "goodput": Figure("Goodput under load", *policies.GOODPUT),
     "rejections": Figure("arXiv 2407.00079, Table 3: early rejection", *overload.REJECTIONS),
     "seesaw": Figure("arXiv 2407.00079, Fig. 9 and 10: the see-saw", *overload.SEESAW_FIGURE),
+    "cpp": Figure("One prompt on several nodes (arXiv 2407.00079, section 5.1)", *cpp.ALONE),
+    "cpp_load": Figure("Long prompts among others, shared or not", *cpp.AMONG),
+    "hotspot": Figure("A hot prefix, with and without copies of it", *hotspot.HOTSPOT),
 }
 
 

@@ -92,6 +92,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The same for requests of a priority below, and above, 0."""
     predictor: Literal["uniform", "survival"] = "survival"
     """How admission predicts who still decodes when a prefill ends; see core.predict."""
+    spread_bytes: Annotated[int, msgspec.Meta(ge=0)] = 8 << 30
+    """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
     cpp: _Count = 8
     """The most prefill workers that may share one prompt, where one alone would miss its TTFT
     objective; 1: none does."""
@@ -194,7 +196,13 @@ def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
 
 
 def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
-    for name in ("segment_bytes", "disk_bytes", "kv_memory_bytes", "max_body_bytes"):
+    for name in (
+        "segment_bytes",
+        "disk_bytes",
+        "kv_memory_bytes",
+        "max_body_bytes",
+        "spread_bytes",
+    ):
         if isinstance(value := merged.get(name), str):
             try:
                 merged[name] = parse_bytes(value)

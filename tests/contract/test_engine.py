@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moonserve.core.batch import Chunk, Pass
+from moonserve.core.errors import EngineFailed
 from moonserve.core.request import Sampling
 from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
@@ -160,5 +161,53 @@ def test_seed_alone_decides_what_is_drawn(make: Make) -> None:
         other = Sampling(temperature=1.0, seed=12)
         assert await go_on(make(), PROMPT, 0, 8, sampling=DRAWN) == first
         assert await go_on(make(), PROMPT, 0, 8, sampling=other) != first
+
+    asyncio.run(main())
+
+
+def test_layers_come_as_they_are_asked_for(make: Make) -> None:
+    """A pass waits at each layer for the KV of what is before its chunk, in order; what it has
+    computed itself of that layer is shown then.
+    """
+
+    async def main() -> None:
+        alone, first, second = make(), make(), make()
+        [token] = await go_on(alone, PROMPT, 0, 1)
+        await first.run(Pass((chunk("r", PROMPT, 0, BLOCK, 3, GREEDY),)))
+        size = second.shape.block_bytes // second.shape.layers
+
+        class Layerwise:
+            def __init__(self) -> None:
+                self.told: list[int] = []
+
+            async def reached(self, layer: int) -> None:
+                self.told.append(layer)
+                part = slice(layer * size, (layer + 1) * size)
+                assert any(second.block(11)[part]), "its own KV of this layer"
+                await asyncio.sleep(0.001)
+                second.block(10)[part] = first.block(3)[part]
+
+        layers = Layerwise()
+        work = Pass((chunk("r", PROMPT, BLOCK, len(PROMPT), 10, GREEDY),))
+        assert (await second.run(work, layers)).sampled == {RequestId("r"): token}
+        assert layers.told == list(range(second.shape.layers))
+
+    asyncio.run(main())
+
+
+def test_who_fails_a_layer_fails_the_pass(make: Make) -> None:
+    """What a layer's wait raises is what the pass raises, and the next pass runs."""
+
+    class Lost:
+        async def reached(self, layer: int) -> None:
+            if layer == 1:
+                raise EngineFailed("lost")
+
+    async def main() -> None:
+        engine = make()
+        work = Pass((chunk("r", PROMPT, 0, len(PROMPT), 3, GREEDY),))
+        with pytest.raises(EngineFailed, match="lost"):
+            await engine.run(work, Lost())
+        assert await go_on(engine, PROMPT, 0, 2) == await go_on(make(), PROMPT, 0, 2)
 
     asyncio.run(main())

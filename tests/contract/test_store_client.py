@@ -6,10 +6,12 @@ What every KVStore must do is in test_kvstore.py.
 import asyncio
 import gc
 import os
+import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +22,7 @@ from moonserve.core.pool import Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.admin import ledgers
+from moonserve.live.store.objects import Objects
 from moonserve.live.transfer import region
 from tests.support.pools import LEASE, ROOM, Pool, blocks, key, read_all
 
@@ -124,6 +127,37 @@ def test_half_written_objects_are_never_seen(kind: str) -> None:
         assert it.service.master.stats().pending_puts == 0
 
     run(kind, test)
+
+
+def test_a_cancelled_read_ends_when_no_thread_writes_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its caller may use the buffers for other things then."""
+
+    async def test(it: Pool) -> None:
+        items = blocks(5000)
+        await it.writer.put(items, None)
+        found = await it.reader.find([key(0)], LEASE)
+        gate, begun, read = threading.Event(), threading.Event(), it.reader.transfer.read
+
+        def slow(*args: Any) -> list[bool]:
+            begun.set()
+            gate.wait(5)
+            return read(*args)
+
+        monkeypatch.setattr(it.reader.transfer, "read", slow)
+        into = memoryview(bytearray(5000))
+        reading = asyncio.create_task(it.reader.read(found, [into]))
+        await asyncio.to_thread(begun.wait)
+        reading.cancel()
+        await asyncio.sleep(0.02)
+        assert not reading.done()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert into == items[0][1]
+
+    run("tcp", test)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -371,3 +405,75 @@ def test_malformed_calls_are_bad_requests(op: str, body: bytes) -> None:
     with pytest.raises(BadRequest):
         service.handle(op, body)
     assert ledgers(service.master)["segments"] == []
+
+
+def test_a_put_under_way_does_not_bring_back_a_segment_that_left() -> None:
+    """Closing is the last that the master hears of it; the put is none."""
+
+    async def test(it: Pool) -> None:
+        other = await it.client("o")
+        closing = asyncio.create_task(other.close())
+        assert await other.put(blocks(10), None) == 0
+        await closing
+        assert list(it.service.master.addresses()) == ["w"]
+
+    run("embedded", test)
+
+
+def test_what_is_put_on_a_namesake_is_not_ours() -> None:
+    """Who lost its name to another writes there, and does not think that it lies here."""
+
+    async def test(it: Pool) -> None:
+        silent = await it.client("o")
+        it.now_us += 3_000_000
+        successor = await it.client("o")
+        assert await silent.put(blocks(10), None) == 1
+        assert not silent.owners[0].catalogue.held
+        await silent.close()
+        assert await read_all(successor, [key(0)]) != []
+        await successor.close()
+
+    run("embedded", test)
+
+
+def test_two_getters_of_one_client_lease_apart() -> None:
+    """What one lets go, the other still holds."""
+
+    async def test(it: Pool) -> None:
+        await Objects(it.writer).put([(b"k", memoryview(b"x"))])
+        leases = []
+
+        async def told(op: str, body: bytes, end_s: float) -> bytes:
+            if op == "get":
+                leases.append(msgspec.msgpack.decode(body, type=wire.FindCall).lease)
+            return await it.rpc(op, body, end_s)
+
+        it.writer.link.rpc = told
+        assert await Objects(it.writer).get([b"k"]) == await Objects(it.writer).get([b"k"])
+        assert len({*leases}) == 2
+
+    run("embedded", test)
+
+
+def test_a_cancel_while_memory_is_reserved_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes its time where there is much; who waits no longer leaves no segment behind."""
+    create = region.Region.create
+    reserving, go = threading.Event(), threading.Event()
+
+    def slow(size: int) -> region.Region:
+        made = create(size)
+        reserving.set()
+        go.wait(5)
+        return made
+
+    async def test(it: Pool) -> None:
+        monkeypatch.setattr(region.Region, "create", slow)
+        opening = asyncio.create_task(it.client("o"))
+        await asyncio.to_thread(reserving.wait, 5)
+        opening.cancel()
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert list(it.service.master.addresses()) == ["w"]
+
+    run("embedded", test)

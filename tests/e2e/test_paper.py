@@ -13,7 +13,10 @@ from moonserve.sim.synthesize import synthesize
 from moonserve.sim.trace import write_trace
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["fig01", "fig05", "fig09", "fig10", "fig15", "goodput", "policies", "table1"]
+NAMES = [
+    *("cpp", "cpp_load", "fig01", "fig05", "fig09", "fig10", "fig15", "goodput", "policies"),
+    "table1",
+]
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,14 @@ class MasterAgainstModel(RuleBasedStateMachine):
         assert self.master.drain(self.now, name) == known
         self.sync()
 
+    @rule(wanted=st.lists(keys, max_size=5, unique=True), to=segments, source=st.none() | segments)
+    def copy(self, wanted: list[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
+        """Copies are asked for: what is promised of them exists, and the segment takes it."""
+        count = self.master.copy(self.now, wanted, to, source)
+        assert not count or to in self.master.addresses()
+        assert all(key in self.objects for key in wanted[:count])
+        self.sync([to])
+
     @rule(us=st.integers(1, 45))
     def time_passes(self, us: int) -> None:
         self.now += us

@@ -13,6 +13,7 @@ from moonserve.core.profiles import PROFILES
 from moonserve.core.request import Slo
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
+from moonserve.sim.report import why_slow
 from moonserve.sim.setup import Breakdown, Setup
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace
@@ -63,13 +64,14 @@ def test_it_takes_as_long_as_planned(form: str, tokens: int) -> None:
     complete(sim)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_slow_links_are_planned_for(form: str) -> None:
-    """At a hundredth of the bandwidth a group is worth less, and the plan knows it."""
-    slow = msgspec.structs.replace(A800, link_bytes_per_s=2e9)
+@pytest.mark.parametrize(("form", "layers"), [("chain", 80), ("chain", 3), ("layers", 80)])
+def test_slow_links_are_planned_for(form: str, layers: int) -> None:
+    """Where bandwidth is little a group is worth less, and the plan knows it, to the last piece."""
+    sound = msgspec.structs.replace(A800, layers=layers)
+    slow = msgspec.structs.replace(sound, link_bytes_per_s=2e9 if layers > 3 else 20e9)
     quick, held = (
         ran(long((0, 65_536)), 0.5, cpp_form=form, profile=profile, overlap=False)
-        for profile in (A800, slow)
+        for profile in (sound, slow)
     )
     assert ttft_s(held) > ttft_s(quick)
     judged = held.served[0].judged
@@ -190,3 +192,33 @@ def test_late_binding_takes_those_that_are_free_soon() -> None:
     assert len(judged.stages) > 2
     assert measure(sim, 0.0).rows[-1].met_ttft
     balanced(sim)
+
+
+def test_a_member_lost_before_its_turn_ends_the_group() -> None:
+    """One that dies while the stage before it still waits for a place fails all of them."""
+    trace = long((0, 30_000), (0, 120_000), (1, 120_000))
+    for instance in (f"p{at:03}" for at in range(8)):
+        sim = ran(trace, 6.0, breakdowns=(Breakdown("kill", instance, 300_000),))
+        complete(sim)
+        balanced(sim)
+
+
+def test_the_report_says_who_shared_the_slowest() -> None:
+    """The time of a group is its own, not what one instance alone would have taken."""
+    sim = ran(long((0, 65_536)), 4.0)
+    assert why_slow(sim.served[0]) == "3.7 s by 3 instances together"
+
+
+def test_the_last_piece_is_waited_for() -> None:
+    """Behind a slow instance a stage ends one piece's way, and one piece's work, after that one."""
+    profile = msgspec.structs.replace(A800, layers=8, link_bytes_per_s=20e9)
+    slow = Breakdown("slow", "p000", 0, 3.0)
+    trace = long((0, 512), (1_000, 65_536))
+    sim = ran(trace, 6.0, cpp=2, profile=profile, breakdowns=(slow,), overlap=False)
+    judged, cost = sim.served[1].judged, profile.cost()
+    assert judged is not None
+    first = judged.stages[0]
+    assert first.instance == "p000"
+    way_s = first.end * profile.kv_bytes_per_token / 8 / profile.link_bytes_per_s
+    works_s = [pass_us(cost, stage.start, stage.end) / 1e6 for stage in judged.stages]
+    assert ttft_s(sim, 1) == pytest.approx(3 * works_s[0] + way_s + works_s[1] / 8, abs=1e-4)

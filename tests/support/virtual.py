@@ -99,7 +99,28 @@ class SharedStore:
         self.chains: dict[LeaseId, tuple[BlockKey, ...]] = {}
         self.fetches: dict[RequestId, bool] = {}
         """Whether the decision was to load what others hold."""
+        self.later: dict[RequestId, list[str]] = {}
+        """Who got what comes before its part from the part before: it is not kept."""
         self.tell: Callable[..., None] = lambda *facts: None
+        self.nodes = nodes
+
+    async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        """What the store's master does, over the simulator's links."""
+        held = self.segments.held(to, keys)
+        if held == len(keys):
+            return held  # it kept what it fetched
+        assert source is not None
+        chain = next(it for it in self.chains.values() if keys[-1] in it)
+        first = chain.index(keys[0])
+        there = self.segments.held(source, chain[: first + len(keys)])
+        node = self.nodes[to]
+
+        def came() -> None:
+            stored = self.segments.store(node, chain, first, there, copies=True)  # type: ignore[arg-type]
+            self.tell(*stored)
+
+        self.network.send(source, to, (there - first) * node.info.block_bytes, came)
+        return there - first
 
 
 class WorkerStore:
@@ -130,7 +151,8 @@ class WorkerStore:
         sources = self._sources.pop(LeaseId(found[0].replicas[0].segment))
         await self._moved(sources, node.info.block_bytes)
         if shared.copies and sources and node.info.role != "decode":
-            shared.tell(*shared.segments.store(node, keys, 0, len(keys)))  # type: ignore[arg-type]
+            stored = shared.segments.store(node, keys, 0, len(keys), copies=True)  # type: ignore[arg-type]
+            shared.tell(*stored)
         for key, buffer in zip(keys, into, strict=True):
             buffer[:] = shared.data[key]
         return len(found)
@@ -161,7 +183,8 @@ class WorkerStore:
         if full:
             first = chain.index(full[0])
             last = first + len(full)
-            if shared.copies or shared.segments.is_local(node, chain[:first]):  # type: ignore[arg-type]
+            later = node.name in shared.later[RequestId(lease.rpartition("/")[0])]
+            if (shared.copies and not later) or shared.segments.is_local(node, chain[:first]):  # type: ignore[arg-type]
                 first = 0
             shared.tell(*shared.segments.store(node, chain, first, last))  # type: ignore[arg-type]
         return len(items)
@@ -246,7 +269,17 @@ class LiveRun:
         nodes = {str(info.id): _Named(info) for info in infos}
         store = SharedStore(self.setup, nodes, self.copies)
         engines = {str(info.id): self._engine(info) for info in infos}
-        runners = {
+        runners: dict[str, Runner] = {}
+
+        @contextlib.asynccontextmanager
+        async def fetch(url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
+            """Of a part of a prompt; takes no time."""
+            chains = runners[url.removeprefix("sim://")].chains
+            assert chains is not None
+            async with contextlib.aclosing(await chains.hand_on(lease)) as frames:
+                yield frames
+
+        runners |= {
             name: Runner(
                 engines[name],
                 WorkerStore(store, node, engines[name].shape.block_bytes),
@@ -261,11 +294,12 @@ class LiveRun:
                 ),
                 Metrics(MODEL),
                 LoopClock(),
+                fetch,
             )
             for name, node in nodes.items()
         }
         self.shared = store
-        loop = ConductorLoop(self.conductor, lambda lease: None)
+        loop = ConductorLoop(self.conductor, lambda lease: None, store.copy)
         loop.on_step = self._note
         store.tell = lambda *facts: loop.tell(*facts) if facts else None
         loop.tell(*[Joined(info) for info in infos])
@@ -293,7 +327,9 @@ class LiveRun:
             if isinstance(action, Prefill):
                 decision = action.decision
                 fetches = decision.reused_tokens > decision.candidates[0].local_tokens
-                self.shared.fetches[action.request] = fetches
+                self.shared.fetches[action.request] = fetches or self.setup.one_copy
+                later = [str(stage.instance) for stage in decision.stages[1:]]
+                self.shared.later[action.request] = later
         happened = events(now_us, facts, actions)
         self.events += happened
         self.digest.take(happened)

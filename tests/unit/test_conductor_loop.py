@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from moonserve.core.actions import Action, GiveUp, Prefill, Refuse
+import msgspec
+from prometheus_client import generate_latest
+
+from moonserve.core.actions import Action, GiveUp, Prefill, Refuse, Spread
 from moonserve.core.conductor import Conductor
-from moonserve.core.facts import Fact, Joined, PrefillEnded
+from moonserve.core.errors import StoreError
+from moonserve.core.facts import Fact, Joined, PrefillEnded, SpreadUpTo
 from moonserve.core.policies import Tuning
 from moonserve.core.request import Request, Slo
-from moonserve.core.units import MICROS_PER_SECOND, LeaseId, Micros, RequestId
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, SegmentId
 from moonserve.live import conductor as module
 from moonserve.live.conductor import ConductorLoop
+from moonserve.live.gateway.api import explain
+from moonserve.live.gateway.metrics import Copies
 from tests.support.cluster import exact, info
 
 R = RequestId("r")
@@ -173,5 +179,59 @@ def test_a_bug_in_the_conductor_leaves_nobody_waiting() -> None:
         loop = ConductorLoop(Broken(), lambda lease: None)
         [given_up] = await inbox_of(loop, Slo())
         assert isinstance(given_up, GiveUp)
+
+    run(test)
+
+
+def test_copies_are_asked_for_and_told_of() -> None:
+    """The store is asked in the background; what it will not make the Conductor hears at once."""
+
+    async def test() -> None:
+        asked: list[tuple[int, str, str | None]] = []
+
+        async def copy(keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+            asked.append((len(keys), to, source))
+            if to == "lost":
+                raise StoreError("no such segment")
+            return 2
+
+        keys = tuple(BlockKey(bytes([n])) for n in range(5))
+        order = Spread(
+            request=R,
+            number=7,
+            keys=keys,
+            first=1,
+            source=SegmentId("p0"),
+            to=SegmentId("p1"),
+            tokens=20,
+            count=9.0,
+            missed=False,
+            holder_us=2_000_000,
+            mean_us=900_000,
+            target_us=0,
+        )
+        core = Sleeper([])
+        loop = ConductorLoop(core, lambda lease: None, copy)
+        loop.open(Request(R, "m", (1,)), (), asyncio.Queue())
+        loop._act(order)
+        loop._act(msgspec.structs.replace(order, number=8, to=SegmentId("lost")))
+        loop._act(msgspec.structs.replace(order, number=9, first=3))
+        await asyncio.sleep(0.01)
+        assert asked == [(4, "p1", "p0"), (4, "lost", "p0"), (2, "p1", "p0")]
+        told = [fact for _, facts in core.steps for fact in facts if isinstance(fact, SpreadUpTo)]
+        assert told == [SpreadUpTo(7, 2), SpreadUpTo(8, 0)], "of the third all will come"
+        assert loop.records[R].spread is not None
+        assert explain(R, loop.records[R]).spread == (
+            "Its first 20 tokens are copied from p0 to p1, in the background: about 9 requests "
+            "asked for them of late, and the least loaded one that has them has 2,000 ms to do, "
+            "the mean is 900 ms, p1 has 0 ms."
+        )
+        loop.keep(keys, SegmentId("p1"), None)
+        await asyncio.sleep(0.01)
+        assert (asked[-1], loop.kept_blocks) == ((5, "p1", None), 2)
+        page = generate_latest(Copies(loop))  # type: ignore[arg-type]
+        assert b"moonserve_kept_blocks_total 2.0" in page
+        assert b'moonserve_spread_skipped_total{reason="short"} 0.0' in page
+        loop.stop()
 
     run(test)

@@ -16,6 +16,7 @@ from moonserve.core.batch import Chunk, Pass  # noqa: E402
 from moonserve.core.errors import ConfigError, EngineFailed  # noqa: E402
 from moonserve.core.request import Sampling  # noqa: E402
 from moonserve.core.units import RequestId  # noqa: E402
+from moonserve.live.engine import inputs  # noqa: E402
 from moonserve.live.engine.torch_engine import TorchEngine, greedy_reference  # noqa: E402
 from tests.support.tiny import (  # noqa: E402
     DIM,
@@ -297,3 +298,17 @@ def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     broken.unlink()
     with pytest.raises(ConfigError, match=r"no \.safetensors"):
         load(broken.parent)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_long_chunks_are_masked_in_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """A chunk whose rows attend in steps writes the KV of one whole prefill; its token follows."""
+    whole, stepped = load(folder), load(folder)
+    expected = greedy_reference(whole, PROMPT, 1)
+    monkeypatch.setattr(inputs, "_MASKED_ROWS", rows)
+    blocks = table(3, len(PROMPT))
+    assert [compute(stepped, PROMPT, 0, 40, blocks)] == expected
+    ours = kv(stepped, blocks, len(PROMPT))
+    np.testing.assert_allclose(ours, kv(whole, table(0, len(PROMPT)), len(PROMPT)), **LIKE)

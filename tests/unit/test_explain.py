@@ -7,6 +7,7 @@ import pytest
 
 from moonserve.core.explain import Explanation, explanation, why
 from moonserve.core.index import Match
+from moonserve.core.pipeline import Group, Stage
 from moonserve.core.placement import Ask, Candidate, Decision
 from moonserve.core.policies import Memory, Tuning, decide
 from moonserve.core.request import Slo
@@ -66,8 +67,8 @@ def decision(
         (
             decision(candidate("p0", 5, 40, 20), candidate("p1", 200, 40)),
             "kvcache_centric chose p0 of 2: 65 ms to the first token, reusing 960 of 1,000 prompt "
-            "tokens, 864 of them loaded from p9; p1 would have taken 240 ms, 200 ms of it in its "
-            "queue.",
+            "tokens, 864 of them loaded from p9 and kept; p1 would have taken 240 ms, 200 ms of it "
+            "in its queue.",
         ),
         (
             decision(candidate("p0", 5, 40), candidate("p1", 5, 900)),
@@ -187,8 +188,43 @@ def test_a_refused_request_has_its_reason_and_what_would_have_been() -> None:
     assert text[-3].split() == ["TTFT", "ms", "45.0", "-"]
 
 
+def shared(*ends: int, chunks: int | None = None) -> Decision:
+    """p0 alone would take 65 ms; with others, who go on to those ends, it takes 30."""
+    starts = [0] * len(ends) if chunks else [0, *ends[:-1]]
+    stages = tuple(
+        Stage(InstanceId(f"p{at}"), start, end, 0, chunks or 4)
+        for at, (start, end) in enumerate(zip(starts, ends, strict=True))
+    )
+    made = decision(candidate("p0", 5, 40, 20), candidate("p1", 200, 40), waited_us=3_000)
+    return made.shared(Group(stages, 30_000, 70_000))
+
+
+def test_a_group_is_named_with_its_parts() -> None:
+    """Who does what, the time together and alone; then in the text, where each part lies."""
+    made = shared(600, 1_000)
+    said = why(made)
+    assert "65 ms to the first token alone" in said
+    assert said.endswith(" 2 share it: p0 600 p1 400 tokens; 30 ms to the first token together.")
+    assert made.predicted_ttft_us == 33_000
+    assert made.prefill == "p1"
+    text = list(lines(explanation("r1", "stop", made, said)))
+    assert "part of p0: tokens 0 to 600" in text
+    assert "part of p1: tokens 600 to 1,000" in text
+    by_layers = why(shared(1_000, 1_000, chunks=16))
+    assert " 2 share it: the layers, in 16 chunks; 30 ms " in by_layers
+
+
+def test_why_nobody_shares_it_is_said() -> None:
+    """Where a group is possible; nothing where none is asked for."""
+    made = decision(candidate("p0", 5, 40), candidate("p1", 200, 40))
+    assert "split" not in why(made)
+    alone = msgspec.structs.replace(made, alone="nobody else can take a part of it")
+    assert why(alone).endswith(" Not split: nobody else can take a part of it.")
+    assert explanation("r1", "stop", alone, "").alone == alone.alone
+
+
 def test_an_explanation_travels_as_json() -> None:
     """What the gateway sends is what the CLI reads."""
-    made = decision(candidate("p0", 5, 40, 20), candidate("p1", 200, 40))
+    made = shared(600, 1_000)
     told = explanation("r1", "stop", made, why(made))
     assert msgspec.json.decode(msgspec.json.encode(told), type=Explanation) == told

@@ -704,6 +704,25 @@ def test_in_flight_bound() -> None:
     run(use, 0.1, *say("hello"), limits=Limits(max_in_flight=1))
 
 
+def test_a_flood_in_flight_leaves_others_some_places() -> None:
+    """Over the bound an eighth more, for tenants that have less than a like part; no further."""
+
+    async def use(rig: Rig) -> None:
+        flood, calm = {"x_moonserve_tenant": "flood"}, {"x_moonserve_tenant": "calm"}
+        running = [asyncio.create_task(rig.post(CHAT, HI, **flood)) for _ in range(8)]
+        while rig.gateway.metrics.in_flight < 8:
+            await asyncio.sleep(0)
+        assert (await rig.post(CHAT, HI, **flood)).status == 429
+        running.append(asyncio.create_task(rig.post(CHAT, HI, **calm)))
+        while rig.gateway.metrics.in_flight < 9:
+            await asyncio.sleep(0)
+        assert (await rig.post(CHAT, HI, **calm)).status == 429
+        assert {reply.status for reply in await asyncio.gather(*running)} == {200}
+        assert not rig.gateway._in_flight
+
+    run(use, 0.1, *say("hello"), limits=Limits(max_in_flight=8))
+
+
 def test_two_live_requests_never_share_an_id() -> None:
     """An id in use gets a suffix, and header and body of the reply say the one that was served."""
 

@@ -182,35 +182,40 @@ def test_a_stage_waits_for_its_instance_and_for_the_stage_before() -> None:
     assert uneven.stages[1].work_us == uneven.ttft_us - 1_000_000
 
 
-def whom(seconds: float | None, *, count: int = 8, queue_us: int = 0) -> tuple[int, str]:
+def whom(seconds: float | None, queues_us: Sequence[int] = (0,) * 8) -> tuple[int, str]:
     """How many share 65,536 tokens of which one alone computes for 10.4 s; and why not more."""
-    members = views(count, [queue_us] * count)
+    members = views(len(queues_us), queues_us)
     alone_us = pass_us(members[0].cost, 0, 65_536)
     within_us = None if seconds is None else round(seconds * 1e6)
-    alone = (alone_us + queue_us, alone_us)
+    alone = (alone_us + queues_us[0], alone_us)
     group, why = split(members[0], members[1:], work(65_536), alone, within_us, 0)
     assert (group is None) == bool(why)
     return len(group.stages) if group else 1, why
 
 
 def test_the_smallest_group_that_is_in_time() -> None:
-    """No larger than need be; none where one alone will do; the quickest where it pays."""
+    """No larger than need be; none where one alone will do."""
     found = by_size(views(8), work(65_536))
     for size in (2, 3, 5, 8):
         assert whom(found[size].ttft_us / 1e6)[0] == size
     assert whom(11) == (1, "one instance alone meets the TTFT objective")
     assert whom(None) == (1, "there is no TTFT objective to be met")
-    assert whom(1, count=1) == (1, "nobody else can take a part of it")
-    assert whom(1)[0] == 8  # late, but 8.8 s sooner for some 2 s of work more
+    assert whom(1, [0]) == (1, "nobody else can take a part of it")
 
 
-def test_behind_a_queue_it_does_not_pay() -> None:
-    """A group that is late all the same costs others more than it saves: there is none."""
-    members = views(2, [0, 10_100_000])
-    alone_us = pass_us(members[0].cost, 0, 65_536)
-    group, why = split(members[0], members[1:], work(65_536), (alone_us, alone_us), 1_000_000, 0)
-    assert group is None
-    assert why.startswith("the best group, of 2, would take ")
+def test_too_long_for_all_together_the_idle_do_it() -> None:
+    """Late all the same, it is at least as quick as can be, but never at the cost of who waits."""
+    assert whom(1)[0] == 8
+    size, why = whom(1, [0, *[5_000_000] * 7])
+    assert size == 1
+    assert why.startswith("the best group, of 8, would be late too, after 5.")
+    assert whom(1, [5_000_000, *[0] * 7])[0] == 1
+
+
+def test_queues_are_no_reason_to_share() -> None:
+    """One that would be in time with nobody before it is not split."""
+    late = whom(11, [1_000_000] * 8)
+    assert late == (1, "it would be late for those before it, not for its length")
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"random"}))

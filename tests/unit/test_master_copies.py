@@ -346,3 +346,68 @@ def test_a_put_evicts_nothing_for_a_disk_that_is_full() -> None:
     assert where(it, 1) == [A]
     it.reap(1)
     assert where(it, 1) == []
+
+
+def asked(it: Master, *numbers: int, to: SegmentId = B, source: SegmentId | None = A) -> int:
+    """Ask for copies of these blocks."""
+    return it.copy(0, [key(n) for n in numbers], to, source)
+
+
+def test_copies_that_are_asked_for() -> None:
+    """They are made from the segment named, beyond what the objects' options want."""
+    it = master(a=4, b=4, c=4)
+    for number in (1, 2):
+        store(it, number)
+    assert asked(it, 1, 2) == 2
+    assert [copy.source.segment for copy in copies(it, B)] == [A, A]
+    assert asked(it, 1, 2) == 2, "they are coming"
+    assert copy_all(it, B) == [True, True]
+    assert asked(it, 1, 2) == 2, "they are there"
+    assert copies(it, B) == []
+    assert where(it, 1) == [A, B]
+    assert asked(it, 1, to=C, source=B) == 1
+    assert [copy.source.segment for copy in copies(it, C)] == [B]
+    assert asked(it, 2, to=C, source=C) == 1, "it is not there: from wherever it is"
+    assert copy_all(it, C) == [True, True]
+    assert it.stats().waiting == 0
+
+
+def test_how_many_will_come_is_said() -> None:
+    """Of a run the first that exist; none to a segment that is not there, drains or is full."""
+    it = master(a=4, b=1, c=4)
+    store(it, 1)
+    store(it, 3)
+    assert asked(it, 1, 2, 3, to=C) == 1
+    assert asked(it, 1, to=D) == 0
+    store(it, 4, B, lease=LEASE)
+    assert asked(it, 1, to=B) == 0
+    assert it.drain(0, C)
+    assert asked(it, 3, to=C) == 1, "it is coming since before"
+    store(it, 5)
+    assert asked(it, 5, to=C) == 0
+
+
+def test_a_copy_that_was_asked_for_ages_out() -> None:
+    """It takes the place of what was used longest ago, and is evicted like anything else."""
+    it = master(a=1, b=1)
+    store(it, 9, B)
+    store(it, 1)
+    assert asked(it, 1) == 1
+    copy_all(it, B)
+    assert (where(it, 9), where(it, 1)) == ([], [A, B])
+    store(it, 8, B)
+    assert where(it, 1) == [A]
+    assert copies(it, B) == [], "nobody makes it again"
+
+
+def test_many_copies_wait_for_their_turn() -> None:
+    """More than one segment takes at once are made as others end."""
+    it = master(a=200, b=200)
+    for number in range(150):
+        store(it, number)
+    assert asked(it, *range(150)) == 150
+    assert it.stats().waiting == 150 - len(copies(it, B)) > 0
+    while copies(it, B):
+        copy_all(it, B)
+    assert it.stats().waiting == 0
+    assert all(where(it, number) == [A, B] for number in range(150))

@@ -21,9 +21,10 @@ from moonserve.core.request import Counted, Request, Stopping
 from moonserve.core.units import RequestId
 
 
-def request(prompt: int = 1_000, most: int = 100_000) -> Request:
-    """One of this prompt length and max_tokens."""
-    return Request(RequestId("r"), "m", Counted(prompt), stopping=Stopping(max_tokens=most))
+def request(prompt: int = 1_000, most: int = 100_000, tenant: str = "") -> Request:
+    """One of this prompt length and max_tokens, on behalf of this tenant."""
+    stopping = Stopping(max_tokens=most)
+    return Request(RequestId("r"), "m", Counted(prompt), stopping=stopping, tenant=tenant)
 
 
 def test_learned_shares_are_those_seen() -> None:
@@ -65,6 +66,15 @@ def test_a_class_learns_from_all_until_it_has_its_own() -> None:
     short, long = (model.stay(request(prompt=p), 1, 0).expected for p in (100, 100_000))
     other = model.stay(request(prompt=3_000), 1, 0).expected
     assert short < 100 < other < 1_500 < long
+
+
+def test_tenants_are_classes_of_their_own() -> None:
+    """One whose answers are short is not taken for one whose answers are long."""
+    survival = Survival()
+    for tenant, tokens in (("terse", 5), ("wordy", 2_000)) * 100:
+        survival.ended(request(tenant=tenant), tokens, 0)
+    expected = [survival.stay(request(tenant=t), 1_000, 0).expected for t in ("terse", "wordy")]
+    assert 10 * expected[0] < expected[1]
 
 
 def test_classes_are_bounded() -> None:

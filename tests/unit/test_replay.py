@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -244,8 +245,11 @@ class Gateway:
 
     after = False
 
-    def get(self, path: str) -> object:
-        """The API's views."""
+    def get_as(self, path: str, shape: Any) -> Any:
+        """The API's views, as the mirror reads them."""
+        return msgspec.convert(self._get(path), shape)
+
+    def _get(self, path: str) -> object:
         cost = {"pass_us": [200.0, 10, 0, 0, 200, 100, 0], "load_us": [500.0, 1e-3]}
         one = {"url": "", "kv_blocks": 64, "block_bytes": 256, "block_size": 32, "max_seqs": 8}
         one |= {"chunk_tokens": 512, "cost": cost}

@@ -8,6 +8,7 @@ import pstats
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -363,3 +364,18 @@ def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n')
     assert "bad.jsonl:1: hash_ids" in run(file, code=2).stderr
+
+
+def test_long_prompts_are_shared_where_told(tmp_path: Path) -> None:
+    """By as many as --cpp allows; told where the profile does not know the model's layers."""
+    long = tmp_path / "long.jsonl"
+    row = {"timestamp": 0, "input_length": 60_000, "output_length": 2, "hash_ids": [*range(118)]}
+    long.write_text(json.dumps(row) + "\n")
+    argv = (long, "--cpp", "2", "--ttft-slo", "6", "--explain", "r000000")
+    assert " 2 share it: p000 " in run(*argv).stdout
+    assert " share it" not in run(*argv[:1], *argv[3:]).stdout
+    flat = tmp_path / "flat.json"
+    flat.write_bytes(msgspec.json.encode(msgspec.structs.replace(PROFILES["a800"], layers=0)))
+    warned = run(*argv, "--profile", flat)
+    assert warned.stderr.startswith("warning: --cpp changes nothing: profile a800 ")
+    assert "Not split: nobody else can take a part of it." in warned.stdout

@@ -15,7 +15,7 @@ from moonserve.core.facts import BlockEvent
 from moonserve.core.index import PrefixIndex
 from moonserve.core.master import Master
 from moonserve.core.pool import Address, Mount, Terms
-from moonserve.core.units import LeaseId, SegmentId
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
@@ -157,6 +157,24 @@ def test_a_gateway_elsewhere_hears_of_every_block() -> None:
     run(test)
 
 
+def test_a_gateway_elsewhere_has_copies_made() -> None:
+    """The master orders them of the target's owner, and says how many will come."""
+
+    async def test(site: Site, pool: RemotePool) -> None:
+        it = site.local.service.master
+        it.mount(0, Mount(SegmentId("v"), 1, 1 << 20, ADDRESS))
+        put(it, 0, 1, 2)
+        keys = [BlockKey(key(n)) for n in (0, 1, 2, 3)]
+        for asked in (pool, site.local):
+            assert await asked.copy(keys, SegmentId("v"), SegmentId("w")) == 3
+        assert await pool.copy(keys, SegmentId("nobody"), None) == 0
+        orders = it.beat(0, SegmentId("v"), 1)
+        assert orders is not None
+        assert [copy.held.key for copy in orders.copies] == [key(0), key(1), key(2)]
+
+    run(test)
+
+
 def test_a_listener_too_far_behind_or_of_another_start_is_told_all_anew() -> None:
     """What is gone meanwhile is forgotten; while a new master recovers, nothing is."""
 
@@ -199,13 +217,15 @@ def test_operations_need_the_token_and_a_gateway_says_where_the_master_is() -> N
     run(test)
 
 
-@pytest.mark.parametrize("status", [200, 400])
-def test_a_url_that_is_no_master_is_a_clear_error(status: int) -> None:
-    """Something else that answers there, in HTML, is named as such."""
+@pytest.mark.parametrize(
+    ("status", "text"), [(200, b"<html>"), (400, b"<html>"), (400, b'{"detail":"no"}')]
+)
+def test_a_url_that_is_no_master_is_a_clear_error(status: int, text: bytes) -> None:
+    """Something else that answers there, in HTML or in JSON of its own, is named as such."""
 
     async def body() -> None:
         async def page(request: HttpRequest) -> Response:
-            return Response(status, b"<html>", content_type="text/html")
+            return Response(status, text, content_type="text/html")
 
         server = await serve(App({("GET", "/api/segments"): page}), "127.0.0.1", 0)
         http = HttpClient()
@@ -220,6 +240,30 @@ def test_a_url_that_is_no_master_is_a_clear_error(status: int) -> None:
             await http.close()
 
     asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_a_beat_is_heard_though_its_answer_is_lost() -> None:
+    """Who beats over connections that break, each before the held answer, is not taken for dead."""
+    now_us = 0
+
+    async def body() -> None:
+        nonlocal now_us
+        pool = LocalPool(MasterService(master(), lambda: now_us), "", lambda events: None)
+        beat = msgspec.msgpack.encode(wire.BeatCall(SegmentId("w"), 1, wait_s=60.0))
+        for _ in range(6):
+            now_us += 4_000_000
+            answer = pool.answer("beat", beat)
+            assert not isinstance(answer, bytes)
+            held = asyncio.create_task(answer)
+            await asyncio.sleep(0)
+            held.cancel()
+            pool.tick()
+            assert "w" in pool.service.master.addresses()
+        now_us += 10_000_000
+        pool.tick()
+        assert "w" not in pool.service.master.addresses()
+
+    asyncio.run(body())
 
 
 def test_nothing_is_kept_of_segments_that_are_not_mounted() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +19,11 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.pool import Gone, Held, PutOptions, Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import disk
+from moonserve.live.store.client import StoreClient
 from moonserve.live.store.disk import open_disk
 from moonserve.live.store.objects import Objects
+from moonserve.live.store.settings import StoreSettings
+from moonserve.live.transfer.server import TransferServer
 from tests.support.pools import ROOM, Pool, blocks, key, read_all
 
 SIZE = 5000
@@ -181,6 +186,36 @@ def test_what_is_refused_leaves_nothing_and_takes_nothing(
                 open_disk(tmp_path / name, CAPACITY)
     assert os.listdir(tmp_path) == ["old"]
     assert kept(tmp_path / "old") == made
+
+
+def test_a_member_that_cannot_own_its_disk_leaves_nothing_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the second segment's server cannot listen, the first one's ends, and both let go."""
+    made: list[TransferServer] = []
+
+    class Scarce(TransferServer):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            if made:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            super().__init__(*args, **more)
+            made.append(self)
+
+    async def nobody(op: str, body: bytes, end_s: float) -> bytes:
+        raise AssertionError
+
+    monkeypatch.setattr("moonserve.live.store.owner.TransferServer", Scarce)
+    name = SegmentId("a")
+    settings = StoreSettings(
+        segment=name, epoch=1, capacity_bytes=CAPACITY, token=b"", disk_dir=tmp_path,
+        disk_bytes=CAPACITY,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="Too many open files"):
+        asyncio.run(StoreClient.open(nobody, settings))
+    assert not made[0]._region.path.exists()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", made[0].port))
+    assert kept(tmp_path) == []
 
 
 def _full(*args: object, **more: object) -> None:

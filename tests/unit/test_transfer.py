@@ -326,6 +326,28 @@ def test_bytes_travel_by_all_cards_of_a_peer_and_by_those_of_our_rail_first(
     assert spread(memory, Card("127.0.0.1", "red")) == {"127.0.0.1": 4096, "127.0.0.2": 0}
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="there, 127.0.0.2 has to be set up first")
+def test_any_port_is_one_that_is_free_at_all_cards(
+    memory: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the system gives at the first may be taken at the second; a port asked for is that."""
+    listen = socket.create_server
+    with listen(("127.0.0.2", 0)) as theirs:
+        taken = theirs.getsockname()[1]
+        given = iter([taken])
+
+        def create(at: tuple[str, int], **more: object) -> socket.socket:
+            return listen((at[0], at[1] or next(given, 0)), **more)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(socket, "create_server", create)
+        server = TransferServer(memory, TOKEN, also=["127.0.0.2"])
+        server.close()
+        assert server.port != taken
+        with pytest.raises(OSError, match="in use"):
+            TransferServer(memory, TOKEN, port=taken, also=["127.0.0.2"])
+        listen(("127.0.0.1", taken)).close()
+
+
 def test_lanes_are_told_of_in_bounded_numbers(memory: Region) -> None:
     """Prometheus reads each lane's counters by peer; peers past the bound are one."""
     server = TransferServer(memory, TOKEN)

@@ -1,7 +1,7 @@
 """The order in which late binding serves, by small numbers."""
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonserve.core.request import Counted, Request
@@ -176,6 +176,23 @@ def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
 
 
 works = st.lists(st.floats(0.1, 40), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(works, works)
+def test_turns_are_fair_to_one_prompt(one: list[float], other: list[float]) -> None:
+    """While both wait, what two tenants were given differs by no more than a prompt of each."""
+    left = {"a": [waiter(f"a{at}", w) for at, w in enumerate(one)]}
+    left["b"] = [waiter(f"b{at}", w) for at, w in enumerate(other)]
+    room = room_of(*(w for tenant, own in left.items() for w in owned(tenant, *own)))
+    given_us = {"a": 0, "b": 0}
+    most_us = round((max(one) + max(other)) * S)
+    while all(room._of[tenant] for tenant in left):
+        first = room.next(0, IDLE)
+        assert first is not None
+        room.went(first)
+        given_us[first.tenant] += first.work_us
+        assert abs(given_us["a"] - given_us["b"]) <= most_us
 
 
 @given(works, st.integers(1, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from moonserve.core.batch import Pass, PassResult
-from moonserve.core.errors import BadRequest, DeadlineExceeded, MoonserveError
+from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.ports import Layers
@@ -129,6 +130,9 @@ def test_parts_are_the_whole(length: int, starts: list[int]) -> None:
             [sample] = bench.runner.take_load().passes
             new, seqs = (0, 1) if end - start == 1 else (end - start, 0)
             assert (sample.prefill_new, sample.decode_seqs) == (new, seqs), "one pass"
+            page = bench.metrics.render().decode()
+            labels = '{engine="0",model_name="m"}'
+            assert f"moonserve:kv_chained_blocks_total{labels} {start // BLOCK}.0" in page
         await group.close()
 
     run(main())
@@ -354,6 +358,50 @@ def test_waits_end_by_their_deadlines() -> None:
     run(main())
 
 
+def test_a_long_pass_is_no_hung_engine_while_its_layers_come() -> None:
+    """The deadline of a pass holds for each layer of a part's, which may take much longer."""
+
+    async def main() -> None:
+        engines = [
+            FakeEngine(block_size=BLOCK, num_blocks=64, cost=fake_cost(0, 4_000, 0))
+            for _ in range(2)
+        ]
+        group = Group(2, engines=engines, pass_s=0.2)
+        pieces = await asyncio.gather(*group.start(parts_of("x", prompt(200), [0, 100], ["0"])))
+        assert [pieces[-1].token] == engines[0].reference(prompt(200), 1)
+        assert all(bench.runner.failure is None for bench in group.benches)
+        await group.idle()
+
+    run(main())
+
+
+def test_an_engine_that_hangs_amid_its_layers_ends_its_worker() -> None:
+    """It is told of as any hung engine; the other worker's part fails, and that worker goes on."""
+
+    class Hung(FakeEngine):
+        async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
+            assert layers is not None
+            await layers.reached(0)
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    async def main() -> None:
+        hung = Hung(block_size=BLOCK, num_blocks=64)
+        group = Group(2, engines=[hung, slow()], pass_s=0.2, chain_s=1.0)
+        first, second = group.start(parts_of("x", prompt(200), [0, 100], ["0"]))
+        with pytest.raises(EngineFailed, match="did not end a pass"):
+            await first
+        first_runner = group.benches[0].runner
+        assert first_runner.passes.hung
+        assert first_runner.failure is not None
+        with pytest.raises(MoonserveError):
+            await second
+        await group.benches[1].idle()
+        assert await group.benches[1].tokens(job("o", prompt(9))) == slow().reference(prompt(9), 5)
+
+    run(main())
+
+
 def test_a_worker_that_stops_ends_its_part_and_the_others() -> None:
     """Closing one runner amid its pass fails the parts everywhere by one error each."""
 
@@ -420,5 +468,38 @@ def test_samples_leave_waiting_out() -> None:
         assert sample.prefill_new == 40
         assert sample.elapsed_us < 160 * SLOW_US / 2
         await group.idle()
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_cancelled_when(seed: int) -> None:
+    """Groups of all shapes that cross and are cancelled at random: what ends is right, all ends."""
+
+    async def main() -> None:
+        draw = random.Random(seed)
+        count = draw.randint(2, 4)
+        group = Group(count, engines=[slow() for _ in range(count)], room_s=0.05, chain_s=2.0)
+        tasks: list[asyncio.Task[Piece]] = []
+        lasts: list[tuple[asyncio.Task[Piece], tuple[int, ...]]] = []
+        for number in range(draw.randint(1, 4)):
+            tokens = prompt(draw.randint(40, 200), number)
+            order = draw.sample(range(count), draw.randint(2, count))
+            cuts = sorted(draw.sample(range(BLOCK, len(tokens), BLOCK), len(order) - 1))
+            jobs = parts_of(f"x{number}", tokens, [0, *cuts], [str(at) for at in order])
+            pairs = zip(order, jobs, strict=True)
+            tasks += [asyncio.create_task(group.piece(at, part)) for at, part in pairs]
+            lasts.append((tasks[-1], tokens))
+        for _ in range(draw.randint(0, 3)):
+            await asyncio.sleep(draw.random() * 0.1)
+            draw.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for last, tokens in lasts:
+            if not last.cancelled() and last.exception() is None:
+                assert [last.result().token] == group.benches[0].engine.reference(tokens, 1)
+            else:
+                assert last.cancelled() or isinstance(last.exception(), MoonserveError)
+        await group.idle()
+        await group.close()
 
     run(main())

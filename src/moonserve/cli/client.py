@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -12,6 +12,8 @@ from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
+
+T = TypeVar("T")
 
 URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 120.0
@@ -47,9 +49,13 @@ class Client:
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path."""
+        return self.get_as(path, dict[str, Any])
+
+    def get_as(self, path: str, shape: type[T]) -> T:
+        """The JSON at a path, which has this shape."""
         with self._open("GET", path, None) as reply:
             try:
-                return msgspec.json.decode(reply.read(), type=dict[str, Any])
+                return msgspec.json.decode(reply.read(), type=shape)
             except msgspec.DecodeError:
                 raise EngineFailed(f"{self._url} answers, but is no moonserve") from None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -133,7 +133,7 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
         "{could_have_been_served:,} of all fit in; pools' loads correlate by "
         "{seesaw_correlation:.2f}",
         f"network    {{transfers:,}} transfers, {found['transfer_bytes'] / 1e9:,.1f} GB; "
-        "{migrations:,} blocks copied",
+        "{migrations:,} fetched blocks kept, {spread_copies:,} copies of hot prefixes",
         "hindsight  TTFT off by {ttft_error_mean_s:.2f} s; the best place was "
         "{regret_mean_s:.2f} s sooner (means)",
         "digest     {digest}, in {cpu_s:.1f} CPU s",
@@ -151,13 +151,14 @@ def _literal(text: str) -> str:
 
 def explanation_of(served: Served) -> Explanation:
     """What was decided for a request, and what came of it."""
-    from moonserve.core.explain import explanation, why
+    from moonserve.core.explain import explanation, why, why_spread
 
     decision, first_us, ended_us = served.judged, served.first_us, served.ended_us
     because = why(decision) if decision is not None and served.attempts else served.why
     told = explanation(served.id, served.outcome, decision, because)
     told.attempts = served.attempts
     told.error = served.why or None
+    told.spread = None if served.spread is None else why_spread(served.spread)
     if first_us is not None:
         told.actual_ttft_ms = (first_us - served.arrived_us) / 1e3
         told.actual_cached_tokens = served.cached
@@ -179,3 +180,14 @@ def story(told: Explanation, served: Served) -> str:
         gain = f"{sooner_ms:,.0f} ms sooner" if sooner_ms >= 0.5 else "no sooner"
         said.append(f"with hindsight: {best[0]} after {best[1] * 1e3:,.0f} ms, {gain}")
     return "\n".join(said)
+
+
+def write_rows(result: Result, out: TextIO) -> None:
+    """A CSV of all requests."""
+    import csv
+
+    from moonserve.sim.metrics import RequestRow
+
+    table = csv.DictWriter(out, RequestRow.__struct_fields__, lineterminator="\n")
+    table.writeheader()
+    table.writerows(msgspec.structs.asdict(row) for row in result.rows)

@@ -51,6 +51,7 @@ class _Instance(msgspec.Struct):
     max_seqs: int
     chunk_tokens: Tokens
     cost: _Cost
+    layers: int = 0
 
 
 class _Segment(msgspec.Struct):
@@ -137,10 +138,10 @@ class Watch:
     def _look(self) -> tuple[list[_Instance], _Stats]:
         try:
             return (
-                msgspec.convert(self._client.get("/api/instances"), list[_Instance]),
-                msgspec.convert(self._client.get("/api/stats"), _Stats),
+                self._client.get_as("/api/instances", list[_Instance]),
+                self._client.get_as("/api/stats", _Stats),
             )
-        except (msgspec.ValidationError, EngineFailed) as err:
+        except EngineFailed as err:
             raise ConfigError(
                 f"no moonserve gateway of this version ({err}); leave out --profile-out and "
                 "--compare",
@@ -195,6 +196,7 @@ class Watch:
             load_base_us=_mean([base for base, _ in loads]),
             call_us=max(0.0, call_us),
             hand_over_us=hand_over_us,
+            layers=one.layers,
         )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @settings_options(
     "model", "host", "port", "store_url", "store", "eviction", "policy",
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
-    "predictor", "cpp", "threshold", "max_body_bytes", "drain_s",
+    "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
@@ -63,6 +63,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 admission_low=settings.admission_low,
                 admission_high=settings.admission_high,
                 predictor=settings.predictor,
+                spread_bytes=settings.spread_bytes,
                 cpp=settings.cpp,
                 max_body_bytes=settings.max_body_bytes,
             )

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 import msgspec
 
-from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load
+from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load, parse_bytes
 from moonserve.core.errors import ConfigError
+from moonserve.core.units import Bytes
 
 if TYPE_CHECKING:
     from moonserve.core.pool import Card
@@ -73,6 +74,11 @@ _HELP: dict[str, tuple[str, str]] = {
     "admission_low": ("MODE", "the same for requests of a priority below 0"),
     "admission_high": ("MODE", "the same for requests of a priority above 0"),
     "predictor": ("NAME", "predictive: how long others decode: uniform or survival"),
+    "spread_bytes": (
+        "SIZE",
+        "prefixes that many ask for are copied to workers with less to do, so much at a time; 0: "
+        "none",
+    ),
     "cpp": ("N", "how many workers may share a prompt that is late with one, at most"),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
@@ -99,6 +105,14 @@ def settings_options(*names: str) -> Callable[[_Command], _Command]:
         return command
 
     return decorate
+
+
+def size_of(text: str, field: str) -> Bytes:
+    """A size as people write it, such as 512MiB. Raises ConfigError."""
+    try:
+        return parse_bytes(text)
+    except ValueError as err:
+        raise ConfigError(str(err), field) from None
 
 
 def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings:

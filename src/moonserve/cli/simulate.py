@@ -15,9 +15,17 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from moonserve.cli.figures import explanation_of, setup_of, story, table, titles, unusual
+from moonserve.cli.figures import (
+    explanation_of,
+    setup_of,
+    story,
+    table,
+    titles,
+    unusual,
+    write_rows,
+)
 from moonserve.cli.output import Output, check_apart, input_path
-from moonserve.cli.settings import read_profile
+from moonserve.cli.settings import read_profile, size_of
 from moonserve.core.errors import ConfigError
 from moonserve.core.evict import EVICTIONS
 from moonserve.core.policies import POLICIES
@@ -57,6 +65,12 @@ _OPTIONS = (
         default=1.0,
         metavar="RATIO",
         help="Fetch a prefix this many times as long as one's own (Algorithm 1).",
+    ),
+    _option(
+        "--spread-bytes",
+        default="8GiB",
+        metavar="SIZE",
+        help="Copy hot prefixes to idle instances, so much at a time; 0: none.",
     ),
     _option("--ttft-slo", default=30.0, metavar="S", help="Goal for the first token."),
     _option("--tbt-slo", default=200.0, metavar="MS", help="Goal between tokens."),
@@ -150,6 +164,7 @@ def _setup(
     mixed: int,
     policy: str,
     threshold: float,
+    spread_bytes: str,
     ttft_slo: float,
     tbt_slo: float,
     admission: Any,
@@ -185,6 +200,7 @@ def _setup(
         tuning=Tuning(
             policy=policy,
             kvcache_balancing_threshold=threshold,
+            spread_bytes=size_of(spread_bytes, "--spread-bytes"),
             slo=goal,
             admission=admission,
             predictor=predictor,
@@ -267,7 +283,7 @@ def simulate(
     if report is not None:
         _write_report(sim, result, titles(sim, speed, more), report)
     if rows is not None:
-        _write_rows(result, rows)
+        write_rows(result, rows)
     asked = [one for one in sim.served if one.id == explain]
     if as_json:
         further: dict[str, Any] = {"lost": result.lost, "setup": told, "queues": queues(sim)}
@@ -368,15 +384,3 @@ def _write_report(sim: Simulation, result: Result, titles: tuple[str, str], out:
     from moonserve.sim.report import report
 
     out.write(report(sim, result, *titles))
-
-
-def _write_rows(result: Result, out: TextIO) -> None:
-    import csv
-
-    import msgspec
-
-    from moonserve.sim.metrics import RequestRow
-
-    table = csv.DictWriter(out, RequestRow.__struct_fields__, lineterminator="\n")
-    table.writeheader()
-    table.writerows(msgspec.structs.asdict(row) for row in result.rows)

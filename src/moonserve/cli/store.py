@@ -24,6 +24,7 @@ from moonserve.cli.settings import (
     cards_option,
     read_settings,
     settings_options,
+    size_of,
 )
 from moonserve.config import check_name
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
@@ -251,7 +252,7 @@ def evict(segment: str, size: str, url: str) -> None:
     """
     from moonserve.core.units import SegmentId
 
-    much = _size(size, "size")
+    much = size_of(size, "size")
     if not much:
         raise ConfigError("must be more than nothing", "size")
     _check_segment(url, segment)
@@ -358,20 +359,11 @@ def _readable(key: str) -> str:
     return f"  {raw.decode()!r}" if raw.isascii() and raw.decode().isprintable() else ""
 
 
-def _size(text: str, field: str) -> int:
-    from moonserve.config import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as err:
-        raise ConfigError(str(err), field) from None
-
-
 def _quota(text: str) -> tuple[str, int]:
     tenant, _, size = text.partition("=")
     if not tenant or not size:
         raise ConfigError(f"write it like team-a=20GiB, not {text!r}", "quota")
-    return tenant, _size(size, "quota")
+    return tenant, size_of(size, "quota")
 
 
 def _print_json(value: object) -> None:

@@ -172,6 +172,8 @@ def scale(file: Path, speed: float, lengths: int, block_size: int, output: TextI
 @click.option("--system-prompts", default=16, show_default=True, help="How many are shared.")
 @click.option("--zipf", default=1.0, show_default=True, help="Skew of their popularity.")
 @click.option("--system-tokens", default=1024, show_default=True, help="Their median length.")
+@click.option("--hot-share", default=0.0, show_default=True, help="Sessions under one prompt more.")
+@click.option("--hot-tokens", default=8_192, show_default=True, help="Length of that prompt.")
 @click.option("--user-tokens", default=800, show_default=True, help="Median a turn adds.")
 @click.option("--output-tokens", default=300, show_default=True, help="Median of answers.")
 @click.option("--sigma", default=1.0, show_default=True, help="Spread of the log of lengths.")

@@ -59,6 +59,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "predictor",
     "cpp",
     "threshold",
+    "spread_bytes",
     "max_body_bytes",
     "start_s",
     "drain_s",

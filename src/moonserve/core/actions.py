@@ -11,7 +11,7 @@ import msgspec
 
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.placement import Decision
-from moonserve.core.units import Micros, RequestId
+from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
 
 
 class Prefill(msgspec.Struct, frozen=True):
@@ -79,4 +79,33 @@ class Release(msgspec.Struct, frozen=True):
     numbers: tuple[int, ...]
 
 
-Action: TypeAlias = Prefill | Decode | Abort | Refuse | GiveUp | Release
+class Spread(msgspec.Struct, frozen=True):
+    """Copy a hot prefix to one more segment, in the background.
+
+    The index learns of it by the target's events. Where less comes than asked for, the driver says
+    so by a fact, with the copy's number.
+    """
+
+    request: RequestId
+    """The one whose placement showed that it is wanted."""
+    number: int
+    """Of the copy."""
+    keys: tuple[BlockKey, ...]
+    """The chain from its head; the target has the first `first` of them."""
+    first: int
+    source: SegmentId
+    to: SegmentId
+    tokens: Tokens
+    """Length of the prefix, in tokens."""
+    count: float
+    """Requests that asked for it lately, an older one counting less; see core.hot.HALF_LIFE_US."""
+    missed: bool
+    """The target was chosen for such requests before, and has not kept it; else it is for relief of
+    its holders."""
+    holder_us: Micros | None
+    """Queue of its least loaded holder; None: none of the instances that prefill has it."""
+    mean_us: Micros
+    target_us: Micros
+
+
+Action: TypeAlias = Prefill | Decode | Abort | Refuse | GiveUp | Release | Spread

@@ -17,9 +17,6 @@ from moonserve.core.cost import Cost
 from moonserve.core.facts import (
     Arrived,
     Beat,
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
     CallFailed,
     ClientGone,
     DecodeEnded,
@@ -27,11 +24,14 @@ from moonserve.core.facts import (
     InstanceInfo,
     Joined,
     Left,
+    OfBlocks,
     PrefillEnded,
+    SpreadUpTo,
     StageEnded,
     Tick,
 )
 from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
+from moonserve.core.hot import Hot
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of, work_us
@@ -64,6 +64,7 @@ class Conductor:
         self.view = ClusterView()
         self.index = PrefixIndex()
         self._coming = Coming()
+        self.hot = Hot(self.tuning, self.view, self.index, self._coming)
         self._lives: dict[RequestId, Handoff] = {}
         self._rooms: dict[str, WaitingRoom] = {}
         """Lives that wait for an instance to be free, by model served; with late binding."""
@@ -78,12 +79,8 @@ class Conductor:
         """Take the facts of one instant, in rank order, and say what is to be done."""
         for fact in sorted(facts, key=lambda f: (f.rank, f.subject)):
             match fact:
-                case BlocksStored(segment, keys, parent, tier, epoch):
-                    self.index.stored(segment, keys, parent, tier, epoch)
-                case BlocksRemoved(segment, keys, tier, epoch):
-                    self.index.removed(segment, keys, tier, epoch)
-                case BlocksCleared(segment, tier, epoch):
-                    self.index.cleared(segment, tier, epoch)
+                case OfBlocks() | SpreadUpTo():
+                    self.hot.heard(fact)
                 case Joined(info):
                     self._joined(info, now_us)
                 case Beat(instance, epoch, load):
@@ -95,6 +92,7 @@ class Conductor:
                     if view is not None and view.info.epoch == epoch:
                         self.view.remove(instance)  # it still finishes what it has
                 case Tick():
+                    self.hot.expire(now_us)
                     self._reap(now_us)
                     self._unpark(now_us)
                 case Arrived(request, keys):
@@ -253,6 +251,7 @@ class Conductor:
         self.outlook.promise(request, life.length, decode, now_us, lag_us, tbt_us)
         group = tuple(infos) if decision.stages else ()
         self._actions.append(Prefill(request.id, number, infos[-1], decision, decode.info, group))
+        self._actions += self.hot.placed(request, life.keys, decision, now_us)
 
     def _unpark(self, now_us: Micros) -> None:
         """Try to place those who wait; those who waited too long have failed."""

@@ -23,7 +23,7 @@ _AT_ONCE_BYTES: Bytes = 256 << 20
 
 _MAX_BECAME = 4_096
 
-Why: TypeAlias = Literal["repair", "drain", "demote", "promote"]
+Why: TypeAlias = Literal["repair", "drain", "demote", "promote", "asked"]
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 import msgspec
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.facts import (
     Arrived,
     CallFailed,
@@ -31,7 +31,7 @@ class Event(msgspec.Struct, frozen=True):
     at_us: Micros
     what: str
     """arrived, prefill, staged, prefilled, decode, decoded, failed, gone, refused, given_up,
-    aborted, released."""
+    aborted, spread, released."""
     request: RequestId
     detail: str = ""
     """Which call, on which instances, reusing how many tokens."""
@@ -75,6 +75,9 @@ def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> 
                 made.append(Event(now_us, "given_up", request))
             case Abort(request, number):
                 made.append(Event(now_us, "aborted", request, str(number)))
+            case Spread(request, number, keys, first, source, to):
+                detail = f"{number} {source} {to} {first} {len(keys)}"
+                made.append(Event(now_us, "spread", request, detail))
             case Release(request):
                 made.append(Event(now_us, "released", request))
     return made

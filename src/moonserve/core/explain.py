@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moonserve.core.actions import Spread
 from moonserve.core.placement import Candidate, Decision
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 
@@ -73,6 +74,8 @@ class Explanation(msgspec.Struct, kw_only=True):
     """Prefill calls."""
     reject_reason: str | None = None
     error: str | None = None
+    spread: str | None = None
+    """What was copied to whom because of it, and why."""
     considered: int = 0
     """Candidates there were; `candidates` shows the best of many."""
     candidates: list[Row] = []
@@ -144,6 +147,23 @@ def _shared(decision: Decision) -> str:
     return f" {len(stages)} share it:{what}; {took} to the first token together."
 
 
+def why_spread(order: Spread) -> str:
+    """What is copied to whom, and why, in one sentence."""
+    to = order.to
+    copied = f"Its first {order.tokens:,} tokens are copied from {order.source} to {to}"
+    asked = f"about {order.count:,.0f} requests asked for them of late"
+    if order.missed:
+        reason = f"{to} was chosen for one before and has not kept them"
+    elif order.holder_us is None:
+        reason = "no prefill instance has them"
+    else:
+        reason = (
+            f"the least loaded one that has them has {_ms(order.holder_us)} to do, the mean is "
+            f"{_ms(order.mean_us)}, {to} has {_ms(order.target_us)}"
+        )
+    return f"{copied}, in the background: {asked}, and {reason}."
+
+
 def _plan(best: Candidate, decision: Decision) -> str:
     """What the winner computes and what it need not."""
     prompt = decision.prompt_tokens
@@ -153,7 +173,8 @@ def _plan(best: Candidate, decision: Decision) -> str:
     if best.reused_tokens == best.local_tokens:
         return f"reusing its own {of}"
     fetched = f"{best.reused_tokens - best.local_tokens:,} of them loaded"
-    return f"reusing {of}, {fetched}" + (f" from {best.holder}" if best.holder else "")
+    source = f" from {best.holder}" if best.holder else ""
+    return f"reusing {of}, {fetched}{source}" + (" and kept" if decision.copies else "")
 
 
 def _against(best: Candidate, other: Candidate, policy: str) -> str:

@@ -139,7 +139,7 @@ class Left(_OfInstance, frozen=True, tag=True):
     epoch: int
 
 
-class _OfBlocks(msgspec.Struct, frozen=True):
+class OfBlocks(msgspec.Struct, frozen=True):
     """A fact about blocks on one tier of one segment, in one epoch of its owner."""
 
     rank: ClassVar[int] = 3
@@ -147,7 +147,7 @@ class _OfBlocks(msgspec.Struct, frozen=True):
     segment: SegmentId
 
 
-class BlocksStored(_OfBlocks, frozen=True, tag=True):
+class BlocksStored(OfBlocks, frozen=True, tag=True):
     """A segment now holds a piece of a chain, complete and readable."""
 
     keys: tuple[BlockKey, ...]
@@ -158,7 +158,7 @@ class BlocksStored(_OfBlocks, frozen=True, tag=True):
     epoch: int
 
 
-class BlocksRemoved(_OfBlocks, frozen=True, tag=True):
+class BlocksRemoved(OfBlocks, frozen=True, tag=True):
     """A segment holds one copy less of each of these blocks, in any order."""
 
     keys: tuple[BlockKey, ...]
@@ -166,11 +166,23 @@ class BlocksRemoved(_OfBlocks, frozen=True, tag=True):
     epoch: int
 
 
-class BlocksCleared(_OfBlocks, frozen=True, tag=True):
+class BlocksCleared(OfBlocks, frozen=True, tag=True):
     """A segment emptied a tier."""
 
     tier: Tier
     epoch: int
+
+
+class SpreadUpTo(msgspec.Struct, frozen=True, tag=True):
+    """Of copy `number` only the first `blocks` of those that were lacking are to come; 0: no more.
+
+    To be told where that is less than was asked for; what came before it was told is told already.
+    """
+
+    rank: ClassVar[int] = 4
+    subject: ClassVar[str] = ""
+    number: int
+    blocks: int
 
 
 class PrefillEnded(_OfRequest, frozen=True, tag=True):
@@ -253,6 +265,7 @@ Fact: TypeAlias = (
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
+    | SpreadUpTo
     | PrefillEnded
     | StageEnded
     | DecodeEnded

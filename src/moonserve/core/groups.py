@@ -60,6 +60,7 @@ def partners(
         and view.info.layers == first.info.layers
         and view.info.namespace == first.info.namespace
         and view.takes_prefill
+        and view.kv_tokens >= work.length
     ]
     move_us = first.cost.load_us[1] * work.length / work.block_size * first.kind.block_bytes
 
@@ -80,28 +81,31 @@ def split(
     """The smallest group that has the first token `within_us` from now, or why there is none.
 
     alone: the TTFT that `first` is predicted to have by itself, and what of it is its engine's
-    time. Where no group is quick enough, it is the quickest, if it saves this request more time
-    than it costs the instances.
+    time. Only a prompt that is too long for one instance, were that idle, is shared: behind queues
+    a group costs all who wait more than it saves. Where none is quick enough, the quickest of idle
+    instances does it of those that save this request more time than they cost.
     """
     alone_us, spent_us = alone
     if within_us is None:
         return None, "there is no TTFT objective to be met"
     if alone_us <= within_us:
         return None, "one instance alone meets the TTFT objective"
+    if spent_us <= within_us:
+        return None, "it would be late for those before it, not for its length"
     best: Group | None = None
     for group in groups(first, others, work, now_us, within_us):
         if group.ttft_us <= within_us:
             return group, ""
-        if best is None or group.ttft_us < best.ttft_us:
-            best = group
+        best = group if best is None or group.ttft_us < best.ttft_us else best
     if best is None:
         return None, "nobody else can take a part of it"
-    if best.ttft_us < alone_us and alone_us - best.ttft_us > best.spent_us - spent_us:
-        return best, ""
-    why = f"the best group, of {len(best.stages)}, would take {best.ttft_us / 1e6:.3g} s"
-    if best.ttft_us < alone_us:
-        why += f", and {(best.spent_us - spent_us) / 1e6:.3g} s more of the instances' time"
-    return None, why
+    idle = [] if first.prefills else [view for view in others if not view.prefills]
+    found = groups(first, idle, work, now_us, within_us)
+    paying = [it for it in found if alone_us - it.ttft_us > it.spent_us - spent_us]
+    if paying:
+        return min(paying, key=lambda it: it.ttft_us), ""
+    late = f"the best group, of {len(best.stages)}, would be late too, after"
+    return None, f"{late} {best.ttft_us / 1e6:.3g} s, and is not idle or costs more than it saves"
 
 
 def promise(

@@ -88,7 +88,7 @@ class Master:
         self.mount, self.unmount, self.drain = roster.mount, roster.unmount, roster.drain
         self.beat, self.has_orders, self.copied = roster.beat, roster.has_orders, roster.copied
         self.claim, self.addresses = roster.claim, roster.addresses
-        self.holder = roster.holder
+        self.holder, self.hear = roster.holder, roster.hear
         self.drain_called = self._copies.drain_called
 
     # Puts
@@ -235,6 +235,13 @@ class Master:
         and what is left of it stays a usable prefix.
         """
         self._let_go(self._leases.release(lease))
+
+    def copy(
+        self, now_us: Micros, keys: Sequence[Key], to: SegmentId, source: SegmentId | None
+    ) -> int:
+        """Make replicas of these on `to`, in the background; see Repair.ask."""
+        self._roster.serve(now_us)
+        return self._repair.ask(now_us, keys, to, source)
 
     # Taking away
 

@@ -37,7 +37,7 @@ from moonserve.core.placement import (
 )
 from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
-from moonserve.core.units import InstanceId, Micros, Tokens
+from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.core.view import InstanceView
 from moonserve.core.waiting import PATIENCE_US
 
@@ -95,6 +95,9 @@ class Tuning(msgspec.Struct, frozen=True):
     pass under way before its own, and where prefill has streamed the first token, clients see it.
     Nearly 1 will do where decode streams it; and for one that has waited long, whose TTFT would be
     missed else."""
+    spread_bytes: Bytes = 8 << 30
+    """Of hot prefixes, so much is copied to other segments at a time, in the background; 0: none;
+    see core.hot."""
     cpp: int = 1
     """The most instances that may prefill one prompt together, where one alone is predicted to miss
     its TTFT objective; see core.groups."""
@@ -299,8 +302,7 @@ def _group(
     work = Work(start, ask.length, size, load_us, most, form, cross_rack)
     alone_us = (load_us + made.queue_us[row] + compute_us, load_us + compute_us)
     within_us = None if slo.ttft_us is None else slo.ttft_us - ask.waited_us
-    able = [view for view in others if view.kv_tokens >= ask.length]
-    return split(made.views[row], able, work, alone_us, within_us, made.now_us)
+    return split(made.views[row], others, work, alone_us, within_us, made.now_us)
 
 
 def work_us(

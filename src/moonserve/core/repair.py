@@ -1,13 +1,14 @@
-"""Repair: objects get the replicas they want, and leave segments that are drained.
+"""Repair: objects get the replicas they want, or were asked for, and leave what is drained.
 
 For core.master, which names the objects to look at: those just put with replicas to make, those
 that lost one with a segment, those on a segment that drains, those that want more when a segment is
-mounted. Eviction names none: an object that lost a replica to it has just fewer.
+mounted. Eviction names none: an object that lost a replica to it has just fewer. What was asked for
+beyond that is copied once: should it fail, or be evicted, nobody makes it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moonserve.core.copies import Copies, Why
 from moonserve.core.pool import Key
@@ -17,6 +18,8 @@ from moonserve.core.units import Micros, SegmentId
 
 _MAX_LOOKS = 256
 """The most objects looked at in one call."""
+_MAX_ASKED = 4_096
+"""The most objects that wait to be copied to one segment because somebody asked for it."""
 
 
 class Repair:
@@ -28,9 +31,11 @@ class Repair:
         self._new_id = new_id
         self._waiting: dict[Key, dict[SegmentId, Micros]] = {}
         """Key -> the segments to which a copy failed, and when."""
+        self._asked: dict[SegmentId, dict[Key, SegmentId | None]] = {}
+        """What waits to be copied to each segment, and from where."""
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + sum(map(len, self._asked.values()))
 
     def look_at(self, keys: Iterable[Key]) -> None:
         """These may lack replicas, or have to leave a segment."""
@@ -41,8 +46,28 @@ class Repair:
         """A copy to `target` failed: for a put's time to live, the next goes elsewhere."""
         self._waiting.setdefault(key, {})[target] = now_us
 
+    def ask(
+        self, now_us: Micros, keys: Sequence[Key], to: SegmentId, source: SegmentId | None
+    ) -> int:
+        """Copy objects to one more segment, from `source` where it has them, evicting for them.
+
+        How many of the first are there, or will be if all goes well.
+        """
+        objects, asked = self._stock.objects, self._asked.setdefault(to, {})
+        asked.update(dict.fromkeys(keys[: _MAX_ASKED - len(asked)], source))
+        self._plan_asked(now_us, to)
+        left = self._asked.get(to, {})
+        for count, key in enumerate(keys):
+            of = objects.get(key)
+            there = of is not None and any(it.segment == to for it in of.found.replicas)
+            if not there and key not in left and (of is None or to not in self._copies.coming(key)):
+                return count
+        return len(keys)
+
     def plan(self, now_us: Micros) -> None:
         """Look at what waits, start copies, drop replicas that left."""
+        for to in list(self._asked):
+            self._plan_asked(now_us, to)
         waiting = self._waiting
         for _ in range(min(_MAX_LOOKS, len(waiting))):
             key = next(iter(waiting))
@@ -50,6 +75,33 @@ class Repair:
             of = self._stock.objects.get(key)
             if of is not None and not self._is_settled(now_us, of, failed):
                 waiting[key] = failed
+
+    def _plan_asked(self, now_us: Micros, to: SegmentId) -> None:
+        """Start the copies to a segment that it takes now."""
+        stock, asked = self._stock, self._asked[to]
+        shelf = stock.shelves.get(to)
+        for key, source in list(asked.items()):
+            of = stock.objects.get(key)
+            if shelf is None or shelf.draining:
+                asked.clear()
+            elif of is None or key in shelf.objects or to in self._copies.coming(key):
+                del asked[key]
+            elif not self._copies.accepts(shelf, of.found.size):
+                return
+            elif self._copies.start(
+                now_us, self._new_id(), of, shelf, "asked", self._of(of, source)
+            ):
+                del asked[key]
+            else:
+                asked.clear()  # there is no room
+            if not asked:
+                break
+        del self._asked[to]
+
+    def _of(self, of: Object, source: SegmentId | None) -> Shelf | None:
+        """That shelf, if the object lies there."""
+        here = [it.segment for it in of.found.replicas if it.segment == source]
+        return self._stock.shelves[here[0]] if here else None
 
     def _is_settled(self, now_us: Micros, of: Object, failed: dict[SegmentId, Micros]) -> bool:
         """Do what can be done for an object now; whether nothing is left to do."""

@@ -108,6 +108,13 @@ class Roster:
             there = ", ".join(self._stock.shelves) or "none"
             raise BadRequest(f"preferred: no segment {segment!r}; there are: {there}", "preferred")
 
+    def hear(self, now_us: Micros, segment: SegmentId, epoch: int) -> bool:
+        """The owner lives, as who holds its beat's answer back may know. False: not mounted."""
+        shelf = self._shelf(segment, epoch)
+        if shelf is not None:
+            shelf.heard_us = now_us
+        return shelf is not None
+
     def beat(
         self, now_us: Micros, segment: SegmentId, epoch: int, seen: Seen = UNSEEN
     ) -> Orders | None:

@@ -10,20 +10,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.conductor import Conductor
-from moonserve.core.facts import Arrived, Fact
+from moonserve.core.errors import MoonserveError
+from moonserve.core.facts import Arrived, Fact, SpreadUpTo
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, Tokens
+from moonserve.core.units import (
+    MICROS_PER_SECOND,
+    BlockKey,
+    LeaseId,
+    Micros,
+    RequestId,
+    SegmentId,
+    Tokens,
+)
 from moonserve.live.clock import LoopClock
 
 log = logging.getLogger(__name__)
+
+Copy = Callable[[Sequence[BlockKey], SegmentId, SegmentId | None], Awaitable[int]]
+"""Has the store copy blocks to a segment, from that one where it has them. Gives how many of the
+first are there or will be. May raise MoonserveError or OSError."""
 
 _KEPT_RECORDS = 2_000
 """More than a gateway serves at once."""
@@ -41,6 +54,8 @@ class Record(msgspec.Struct):
     tbt_us: Micros | None = None
     """Mean over the request's gaps."""
     cached_tokens: Tokens | None = None
+    spread: Spread | None = None
+    """The copy of its prefix that its placement called for."""
     outcome: str = "waiting"
     reason: str | None = None
     """Of a refusal: for programs."""
@@ -59,10 +74,18 @@ def lease_of(request: RequestId, number: int) -> LeaseId:
 class ConductorLoop:
     """Drives one Conductor on the running event loop."""
 
-    def __init__(self, conductor: Conductor, release: Callable[[LeaseId], None]) -> None:
+    def __init__(
+        self,
+        conductor: Conductor,
+        release: Callable[[LeaseId], None],
+        copy: Copy | None = None,
+    ) -> None:
+        """`copy` None: the store makes no copies."""
         self.core = conductor
         self.now_us = LoopClock().now_us
         self._release = release
+        self._copy = copy
+        self._copying: set[asyncio.Task[None]] = set()
         self._inboxes: dict[RequestId, asyncio.Queue[Any]] = {}
         self.on_step: Callable[[Micros, list[Fact], list[Action]], None] | None = None
         """Told of every step, for who keeps an account of the run (core.events)."""
@@ -74,6 +97,8 @@ class ConductorLoop:
         """Requests that were placed, ever."""
         self.waited_us: Micros = 0
         """What they waited for that at the Conductor, together."""
+        self.kept_blocks = 0
+        """Blocks that prefill instances loaded from others and keep copies of (Algorithm 1)."""
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""
@@ -106,6 +131,12 @@ class ConductorLoop:
         """No timer goes off any more; to be told nothing after."""
         if self._timer is not None:
             self._timer.cancel()
+        for task in self._copying:
+            task.cancel()
+
+    def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
+        """An instance has loaded these from others: its own segment is to have them as well."""
+        self._start_copy(keys, to, source, None)
 
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id is under way."""
@@ -157,6 +188,13 @@ class ConductorLoop:
                 record = self.records.get(request)
                 if record is not None and record.decision is not None:
                     record.decision = msgspec.structs.replace(record.decision, decode=to.id)
+            case Spread(request, number, keys, first, source, to):
+                log.info("copy %d: %d blocks to %s", number, len(keys) - first, to)
+                record = self.records.get(request)
+                if record is not None:
+                    record.spread = action
+                self._start_copy(keys[first:], to, source, number)
+                return
             case Abort(request, number, why):
                 log.warning("%s: call %d aborted: %s", request, number, why)
             case Refuse() | GiveUp():
@@ -165,6 +203,36 @@ class ConductorLoop:
         inbox = self._inboxes.get(action.request)
         if inbox is not None:
             inbox.put_nowait(action)
+
+    def _start_copy(
+        self,
+        keys: Sequence[BlockKey],
+        to: SegmentId,
+        source: SegmentId | None,
+        number: int | None,
+    ) -> None:
+        task = asyncio.create_task(self._have_copied(keys, to, source, number))
+        self._copying.add(task)
+        task.add_done_callback(self._copying.discard)
+
+    async def _have_copied(
+        self,
+        keys: Sequence[BlockKey],
+        to: SegmentId,
+        source: SegmentId | None,
+        number: int | None,
+    ) -> None:
+        """Ask the store for copies; the Conductor hears of its own ones what will not come."""
+        count = 0
+        try:
+            if self._copy is not None:
+                count = await self._copy(keys, to, source)
+        except (MoonserveError, OSError) as error:
+            log.warning("no copy of %d blocks to %s: %s", len(keys), to, error)
+        if number is None:
+            self.kept_blocks += count
+        elif count < len(keys):
+            self.tell(SpreadUpTo(number, count))
 
     def _decided(self, request: RequestId, decision: Decision) -> None:
         record = self.records.get(request)

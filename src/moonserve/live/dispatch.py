@@ -135,6 +135,8 @@ class _Life:
         self._number = 0
         """Of the call that is out; 0 when none is."""
         self._call: asyncio.Task[None] | None = None
+        self._placed: Prefill | None = None
+        """The prefill call that is out."""
         self._ahead: asyncio.Task[None] | None = None
         """Has the decode instance pull KV while prefill computes."""
         self._first: Output | None = None
@@ -234,12 +236,27 @@ class _Life:
         stopped = what.finish_reason == "stop"
         finish = "stop" if stopped else ("length" if self._left() <= 0 else None)
         self._conductor.tell(PrefillEnded(self._request.id, self._number, final=finish is not None))
+        self._keep_fetched()
         cached = None
         if self._cached is None:
             cached = self._cached = what.cached_tokens
             self._first_us = self._last_us
             self._conductor.first_token(self._request.id, cached)
         return Output(what.token_ids, finish, cached)
+
+    def _keep_fetched(self) -> None:
+        """What prefill loaded from others is copied to its own segment, if the policy says so.
+
+        Now, since the copy would have made the load longer.
+        """
+        placed, self._placed = self._placed, None
+        if placed is None or not placed.decision.copies:
+            return
+        decision, loader = placed.decision, (*placed.group, placed.to)[0]
+        fetched = decision.reused_tokens > decision.candidates[0].local_tokens
+        if fetched and loader.segment is not None:
+            keys = self._keys()[: decision.reused_tokens // self._block_size]
+            self._conductor.keep(keys, loader.segment, decision.holder)
 
     def _generated(self) -> Tokens:
         return len(self._known) - len(self._request.prompt)
@@ -252,6 +269,7 @@ class _Life:
         return tuple(chain_keys(self._root, self._known, self._block_size))
 
     def _prefill(self, action: Prefill) -> None:
+        self._placed = action
         lease = lease_of(self._request.id, action.number)
 
         async def call() -> None:

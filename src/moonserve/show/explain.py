@@ -18,6 +18,8 @@ def lines(told: Explanation) -> Iterator[str]:
     if told.reject_reason is not None:
         yield f"rejected ({told.reject_reason})"
     yield told.why
+    if told.spread is not None:
+        yield told.spread
     if told.error is not None and told.error != told.why:
         yield f"error: {told.error}"
     if told.policy is None:

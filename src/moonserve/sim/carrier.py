@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from moonserve.core.facts import Fact
+from moonserve.core.actions import Spread
+from moonserve.core.facts import Fact, SpreadUpTo
 from moonserve.core.placement import Decision
 from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.sim.call import Call
@@ -75,7 +76,7 @@ class Carrier:
             if left <= 0:
                 if decision.copies and remote and not node.dead:
                     self.copied_blocks += blocks - local
-                    self._tell(self._segments.store(node, served.keys, 0, blocks))
+                    self._tell(self._segments.store(node, served.keys, 0, blocks, copies=True))
                 done(blocks * size)
 
         if not remote:
@@ -83,6 +84,19 @@ class Carrier:
         for source, count in remote.items():
             moved = count * node.info.block_bytes
             self.after(self.way_us, partial(self.move, source, node, moved, one_came))
+
+    def spread(self, order: Spread) -> None:
+        """Copy what the source has now of a hot prefix; the copy's end is told last."""
+        to = self._nodes[InstanceId(order.to)]
+        keys = order.keys[: self._segments.held(order.source, order.keys)]
+        count = max(0, len(keys) - order.first)
+
+        def came() -> None:
+            if count and not to.dead:
+                self._tell(self._segments.store(to, keys, order.first, len(keys), copies=True))
+            self._tell([SpreadUpTo(order.number, 0)])
+
+        self.move(order.source, to, count * to.info.block_bytes, came)
 
     def began(self, served: Served, call: Call) -> None:
         """A prefill's first pass begins: with overlap, its KV begins to move on."""

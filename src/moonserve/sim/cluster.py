@@ -12,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.batch import Progress
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
@@ -185,6 +185,9 @@ class Simulation:
                 nodes.append(self.nodes[decision.decode])
                 if any(node.cancel(served.id) for node in nodes):  # else it has failed already
                     self._failed(served, number)
+            case Spread():
+                served.spread = action
+                self.carrier.spread(action)
             case Refuse(why=why, reason=reason, decision=decision):
                 served.outcome, served.why, served.decision = "refused", why, decision
                 served.reason = reason
@@ -206,13 +209,12 @@ class Simulation:
         nodes = [self.nodes[share.instance] for share in decision.shares]
         self._tails.update((node.name, served) for node in nodes)
         load = partial(self.carrier.load_prefix, served, nodes[0], decision)
-        calls = [Call(served.id, action.number, length, length, 1, load)]
         if decision.stages:
             form, size = self.setup.tuning.cpp_form, self.trace.block_size
-            served.relay = Relay(self.carrier, action, nodes, form, size, load)
-            calls = served.relay.calls
-        for node, call in zip(nodes, calls, strict=True):
-            self._send(node, call)
+            served.relay = Relay(self.carrier, action, nodes, form, size, load, self._send)
+            served.relay.begin()
+            return
+        self._send(nodes[0], Call(served.id, action.number, length, length, 1, load))
 
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
@@ -275,9 +277,11 @@ class Simulation:
             over = partial(self._prefilled, served, node, call)
             if relay is not None and call is not relay.calls[-1]:
                 over = partial(self._staged, served, node, call)
+            over = partial(self.carrier.after, self._back_us, over)
             if relay is not None:
-                relay.ended(call)
-            self.carrier.after(self._back_us, over)
+                relay.ended(call, over)
+            else:
+                over()
 
     def _staged(self, served: Served, node: Node, call: Call) -> None:
         """One of a group has done its part."""
@@ -321,6 +325,7 @@ class Simulation:
         relay, member = served.relay, None
         if relay is not None and number == served.number:
             member = None if who is None else who.info.id
+            relay.over = True
             for node, call in zip(relay.nodes, relay.calls, strict=True):
                 node.cancel(served.id)
                 served.spend(call)
@@ -348,6 +353,9 @@ class Simulation:
                 if call.number == served.number:  # of prefill: what it computed is lost
                     served.spend(call)
                 self._failed(served, call.number, node)
+            for served in self.served:
+                if served.relay is not None and served.relay.needs(node):
+                    self._failed(served, served.number, node)
         elif breakdown.what == "join" and node.dead:
             self._revive(node)
 

@@ -228,6 +228,8 @@ def _summary(
         "ttft_error_mean_s": mean(np.array(errors)),
         "regret_mean_s": mean(np.array([_regret_s(one) for one in served if one.first_us])),
         "migrations": sim.carrier.copied_blocks,
+        "spread_copies": sim.conductor.hot.done["done"],
+        "spread_bytes": sim.conductor.hot.done["bytes"],
         "transfers": sim.carrier.network.transfers,
         "transfer_bytes": sim.carrier.network.bytes,
         "preemptions": sum(node.preemptions for node in sim.nodes.values()),

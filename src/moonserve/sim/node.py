@@ -131,6 +131,14 @@ class Node:
             self._drop(call)
         return True
 
+    def let_go(self, call: Call) -> None:
+        """Of a part, the next stage has all it needs."""
+        if self._calls.get(call.request) is call and not self.dead:
+            del self._calls[call.request], self._loading[call.request]
+            self._pool.free(self._blocks.pop(call.request))
+            self._full = False
+            self.stirred = True
+
     def _drop(self, call: Call) -> None:
         """A part is not wanted any more; its pass breaks off."""
         if self._pass is not None and self._pass[0].chunks[0].request == call.request:
@@ -285,9 +293,6 @@ class Node:
         self.ends.append(self._clock.now_us)
         self._charge(work, elapsed_us)
         if part is not None and call is not None:
-            del self._calls[call.request], self._loading[call.request]
-            self._pool.free(self._blocks.pop(call.request))
-            self._full = False
             step = Progress(call.request, 0, call.cached, call.known, Finish("length"))
             self._tell(self, call, step)
             return

@@ -43,22 +43,45 @@ class Relay:
         form: Form,
         block_size: Tokens,
         load: Load,
+        send: Callable[[Node, Call], None],
     ) -> None:
         self.nodes = nodes
         self.stages: Sequence[Stage] = action.decision.stages
         self._world = world
         self._form = form
         self._block_size = block_size
+        self._send_call = send
         self._loads: dict[int, Callable[[], None]] = {}
         """What begins the stages that wait for their first piece."""
         self._here = [False for _ in nodes]
         """Whose first piece is here."""
         self._due = [0 for _ in nodes]
         """Transfers to each stage that are yet to end."""
+        self._sent = 0
+        """How many calls went out."""
+        self.over = False
+        """Whether it was broken off."""
         self.calls = [
-            self._call(action, at, load if not at else partial(self._load, at))
+            self._call(action, at, partial(self._load, at) if at else load)
             for at in range(len(nodes))
         ]
+
+    def begin(self) -> None:
+        """The first call goes out; then each of the others when the one before has its place.
+
+        So groups that cross never hold places that each other waits for.
+        """
+        self._sent += 1
+        self._send_call(self.nodes[self._sent - 1], self.calls[self._sent - 1])
+
+    def needs(self, node: Node) -> bool:
+        """Whether a call to this one is yet to go out."""
+        return not self.over and node in self.nodes[self._sent :]
+
+    def _admitted(self, load: Load, done: Callable[[Tokens], None]) -> None:
+        load(done)
+        if self._sent < len(self.nodes) and not self.over:
+            self.begin()
 
     def _call(self, action: Prefill, at: int, load: Load) -> Call:
         stage, cost, work_us = self.stages[at], self.nodes[at].cost, None
@@ -66,7 +89,8 @@ class Relay:
             count = len(self.nodes)
             work_us = shared_us(cost, stage.start, stage.end, stage.pieces, count)
         part = Part(stage.pieces, work_us, whole=not at)
-        return Call(action.request, action.number, stage.end, stage.end, 1, load, part)
+        admitted = partial(self._admitted, load)
+        return Call(action.request, action.number, stage.end, stage.end, 1, admitted, part)
 
     def _load(self, at: int, done: Callable[[Tokens], None]) -> None:
         """Stage `at` has a place; by layers, it needs its share of what is reused."""
@@ -92,17 +116,26 @@ class Relay:
             self._due[at + 1] = min(3, self.stages[at].pieces)
             self._world.after(first_us, partial(self._send_first, at))
 
-    def ended(self, call: Call) -> None:
-        """A stage's pass has ended: its last piece goes to the next one."""
-        at = self.calls.index(call)
-        if at + 1 < len(self.nodes):
-            if self.stages[at].pieces > 1:
-                self._send(at, 1, partial(self._arrived, at + 1))
-        elif self._form == "layers":  # the last keeps all, and so is sent the others' layers
-            *others, last = self.nodes
-            size = call.known * last.info.block_bytes // self._block_size // len(self.nodes)
-            for node in others:
-                self._world.move(node.name, last, size, lambda: None)
+    def ended(self, call: Call, done: Callable[[], None]) -> None:
+        """A stage's pass has ended; it is `done` when the next one has its last piece."""
+        at, size = self.calls.index(call), len(self.nodes)
+        whole = at + 1 == size or self.stages[at].pieces == 1
+
+        def taken() -> None:
+            if not whole:
+                self._arrived(at + 1)
+            self.nodes[at].let_go(call)
+            done()
+
+        if whole:
+            taken()
+        else:
+            self._send(at, 1, taken)
+        if at + 1 == size and self._form == "layers":  # it keeps all, and so is sent their layers
+            target = self.nodes[at]
+            share = call.known * target.info.block_bytes // self._block_size // size
+            for node in self.nodes[:at]:
+                self._world.move(node.name, target, share, lambda: None)
 
     def _send_first(self, at: int) -> None:
         if not self.nodes[at].dead:

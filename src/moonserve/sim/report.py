@@ -59,11 +59,16 @@ def why_slow(served: Served) -> str:
     computed = decision.prompt_tokens - chosen.reused_tokens
     fetched = chosen.reused_tokens - chosen.local_tokens
     ttft_us = first_us - served.arrived_us
-    parts = [
+    shared_us = decision.predicted_ttft_us - decision.waited_us
+    parts = [(shared_us, f"by {len(decision.stages)} instances together")]
+    if not decision.stages:
+        parts = [
+            (chosen.queue_us, f"queued on {decision.prefill}"),
+            (chosen.compute_us, f"computing {computed:,} tokens"),
+            (chosen.transfer_us, f"loading {fetched:,} tokens"),
+        ]
+    parts += [
         (decision.waited_us, "until it was placed"),
-        (chosen.queue_us, f"queued on {decision.prefill}"),
-        (chosen.compute_us, f"computing {computed:,} tokens"),
-        (chosen.transfer_us, f"loading {fetched:,} tokens"),
         (ttft_us - decision.predicted_ttft_us, "more than predicted"),
     ]
     largest = sorted((part for part in parts if part[0] * 10 >= ttft_us), reverse=True)

@@ -63,12 +63,14 @@ class Segments:
         local = 0 if self._pooled else counts.pop(own, 0)
         return local, counts
 
-    def store(self, node: Node, keys: Sequence[BlockKey], first: int, last: int) -> list[Fact]:
-        """Hold keys[first:last] of a chain in the node's segment."""
+    def store(
+        self, node: Node, keys: Sequence[BlockKey], first: int, last: int, copies: bool = False
+    ) -> list[Fact]:
+        """Hold keys[first:last] of a chain in the node's segment. `copies`: though others do."""
         name = self._own(node)
         cache, segment = self._caches[name], SegmentId(name)
         mine: Sequence[int] = range(first, last)
-        if self._setup.one_copy:
+        if self._setup.one_copy and not copies:
             others = [it for it in self._caches.values() if it is not cache]
             mine = [at for at in mine if not any(keys[at] in other for other in others)]
         wanted = [keys[at] for at in mine]
@@ -88,6 +90,10 @@ class Segments:
         if evicted:
             facts.append(BlocksRemoved(segment, tuple(evicted), "dram", node.info.epoch))
         return facts
+
+    def held(self, segment: SegmentId, keys: Sequence[BlockKey]) -> int:
+        """How many leading ones of these keys a segment has."""
+        return self._caches[segment].run(keys)
 
     def is_local(self, node: Node, keys: Sequence[BlockKey]) -> bool:
         """Whether the node's own segment has all of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from moonserve.core.actions import Spread
 from moonserve.core.placement import Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 from moonserve.sim.call import Call
@@ -18,8 +19,8 @@ class Served:
     __slots__ = (
         "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
         "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed", "prefill_us",
-        "prefilled_tokens_us", "prefilled_us", "reason", "relay", "row", "tails", "wasted_us",
-        "why",
+        "prefilled_tokens_us", "prefilled_us", "reason", "relay", "row", "spread", "tails",
+        "wasted_us", "why",
     )  # fmt: skip
 
     def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
@@ -58,6 +59,8 @@ class Served:
         """The last one; where it was refused, what it would have been."""
         self.placed: Decision | None = None
         """The one that its first token came of."""
+        self.spread: Spread | None = None
+        """The copy of its prefix that its placement called for."""
         self.flow: Flow | None = None
         self.relay: Relay | None = None
         """Of its last prefill, if a group does it."""

@@ -29,6 +29,10 @@ class Shape(msgspec.Struct, frozen=True):
     zipf: float = 1.0
     system_tokens: Tokens = 1024
     """Median length of a system prompt."""
+    hot_share: float = 0.0
+    """Of the sessions, so many begin with one more prompt, the same for all of them."""
+    hot_tokens: Tokens = 8_192
+    """Its length."""
     user_tokens: Tokens = 800
     """Median length of what a turn adds."""
     output_tokens: Tokens = 300
@@ -73,6 +77,8 @@ def synthesize(
         tokens = length(shape.system_tokens)
         systems.append((tokens, tuple(islice(fresh, tokens // block_size))))
     weights = list(accumulate(1 / k**shape.zipf for k in range(1, len(systems) + 1)))
+    tokens = min(shape.hot_tokens, shape.most_tokens // 2)
+    hot = tokens, tuple(islice(fresh, tokens // block_size if shape.hot_share else 0))
     sessions: list[_Session] = []
     rows: list[Row] = []
     at_s = 0.0
@@ -81,7 +87,9 @@ def synthesize(
         goes_on = bool(sessions) and rng.random() >= 1 / shape.turns
         chosen = rng.choice(sessions) if goes_on else None
         if chosen is None or chosen.tokens + user > shape.most_tokens:
-            chosen = _Session(rng.choices(systems, cum_weights=weights)[0])
+            is_hot = shape.hot_share > 0 and rng.random() < shape.hot_share
+            system = hot if is_hot else rng.choices(systems, cum_weights=weights)[0]
+            chosen = _Session(system)
             sessions.append(chosen)
             del sessions[: -shape.open_sessions]
         chosen.tokens += user
@@ -105,6 +113,8 @@ def _check(requests: int, rps: float, shape: Shape, block_size: Tokens) -> None:
         "open_sessions": (shape.open_sessions, 1, _MOST),
         "system_prompts": (shape.system_prompts, 1, _MOST),
         "system_tokens": (shape.system_tokens, 1, MOST_TOKENS),
+        "hot_share": (shape.hot_share, 0, 1),
+        "hot_tokens": (shape.hot_tokens, 1, MOST_TOKENS),
         "user_tokens": (shape.user_tokens, 1, MOST_TOKENS),
         "output_tokens": (shape.output_tokens, 1, MOST_TOKENS),
         "zipf": (shape.zipf, 0, 10),

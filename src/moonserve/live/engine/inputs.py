@@ -6,7 +6,7 @@ then the chunks of one token (singles: decoding requests), so that each part is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,6 +20,9 @@ from moonserve.live.model.config import ModelConfig
 
 Ints = NDArray[np.int64]
 
+_MASKED_ROWS = 512
+"""A longer chunk with a context is taken in steps of so many rows: what a mask covers of its own
+upper triangle is computed in vain."""
 _SHORT_BLOCKS = 8
 """Singles with fewer blocks than this are not split into groups by length."""
 
@@ -102,9 +105,11 @@ def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
     ordered = spans + singles
     positions, blocks = _places(ordered, layout)
     ends = np.cumsum([len(chunk.tokens) for chunk in ordered])
-    built_spans = tuple(
-        _span(chunk, int(end), layout) for chunk, end in zip(spans, ends, strict=False)
-    )
+    built_spans = [
+        span
+        for chunk, end in zip(spans, ends, strict=False)
+        for span in _spans(chunk, int(end), layout)
+    ]
     groups: list[Group] = []
     first = int(ends[-1]) - len(singles)
     for _, members in groupby(singles, key=_length_class):
@@ -116,7 +121,7 @@ def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
         ids=torch.tensor([token for chunk in ordered for token in chunk.tokens]),
         positions=torch.from_numpy(positions),
         slots=layout.token_rows(blocks, positions % layout.block_size),
-        spans=built_spans,
+        spans=tuple(built_spans),
         groups=tuple(groups),
         sampling=tuple(chunk for chunk, _ in sampling),
         sample_rows=torch.tensor([row for _, row in sampling], dtype=torch.int64),
@@ -149,15 +154,23 @@ def _table(chunk: Chunk, layout: Layout) -> Ints:
     return np.array(chunk.blocks[:needed], dtype=np.int64)
 
 
-def _span(chunk: Chunk, last: int, layout: Layout) -> Span:
+def _spans(chunk: Chunk, last: int, layout: Layout) -> Iterator[Span]:
+    """The chunk's rows end with `last`."""
     count = len(chunk.tokens)
-    context = chunk.start + count
+    first = last - count
     if chunk.start == 0:
-        return Span(last - count, last, context, None, None)
-    # Query i stands at start + i and sees keys 0 .. start + i: the diagonal ends bottom right.
-    mask = torch.full((count, context), float("-inf"), dtype=layout.dtype)
-    mask.triu_(chunk.start + 1)
-    return Span(last - count, last, context, layout.block_rows(_table(chunk, layout)), mask)
+        yield Span(first, last, count, None, None)
+        return
+    table = _table(chunk, layout)
+    for begin in range(0, count, _MASKED_ROWS):
+        rows = min(_MASKED_ROWS, count - begin)
+        before = chunk.start + begin
+        context = before + rows
+        # Query i stands at before + i and sees keys 0 .. before + i: the diagonal ends bottom right
+        mask = torch.full((rows, context), float("-inf"), dtype=layout.dtype)
+        mask.triu_(before + 1)
+        gather = layout.block_rows(table[: -(-context // layout.block_size)])
+        yield Span(first + begin, first + begin + rows, context, gather, mask)
 
 
 def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> Group:

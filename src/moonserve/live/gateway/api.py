@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.explain import Explanation, explanation, why
+from moonserve.core.explain import Explanation, explanation, why, why_spread
 from moonserve.core.units import Micros, RequestId
 from moonserve.live.conductor import ConductorLoop, Record
 from moonserve.live.http.message import HttpRequest, Response, json_response
@@ -63,6 +63,7 @@ class Api:
                     "block_size": info.namespace.block_size,
                     "max_seqs": info.max_seqs,
                     "chunk_tokens": info.chunk_tokens,
+                    "layers": info.layers,
                     "segment": info.segment,
                     "rack": info.rack,
                     "prefills_promised": view.prefills,
@@ -115,6 +116,7 @@ def explain(request: RequestId, record: Record) -> Explanation:
     told.actual_cached_tokens = record.cached_tokens
     told.reject_reason = record.reason
     told.error = record.error
+    told.spread = None if record.spread is None else why_spread(record.spread)
     return told
 
 

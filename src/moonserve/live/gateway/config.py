@@ -43,6 +43,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The same for a priority below, and above, 0; None: as for the others."""
     predictor: PredictorName = "survival"
     """How it is predicted who still decodes when a prefill ends; not oracle."""
+    spread_bytes: Bytes = 8 << 30
+    """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
     cpp: int = 8
     """The most prefill instances that may share one prompt."""
     max_body_bytes: Bytes = 8 << 20

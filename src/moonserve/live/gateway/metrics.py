@@ -20,6 +20,8 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from moonserve.core.admission import Outlook
+from moonserve.core.hot import SKIPPED
+from moonserve.live.conductor import ConductorLoop
 
 _TTFT_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _TBT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -76,6 +78,39 @@ class Predictions(Collector):
                 if value is not None:
                     family.add_metric((figure,), value / unit)
             yield family
+
+
+class Copies(Collector):
+    """Copies of prefixes: what the Conductor wanted, what came of it, what kept it from more."""
+
+    def __init__(self, conductor: ConductorLoop) -> None:
+        self._conductor = conductor
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry."""
+        hot = self._conductor.core.hot
+        copies = CounterMetricFamily(
+            "moonserve_spread_copies", "Copies of hot prefixes, by stage.", labels=("stage",)
+        )
+        for stage in ("started", "done", "failed"):
+            copies.add_metric((stage,), hot.done[stage])
+        yield copies
+        skipped = CounterMetricFamily(
+            "moonserve_spread_skipped", "Looks at hot prefixes without a copy.", labels=("reason",)
+        )
+        for reason in SKIPPED:
+            skipped.add_metric((reason,), hot.skipped[reason])
+        yield skipped
+        for name, text, count in (
+            ("spread_copied_bytes", "Bytes of hot prefixes that were copied.", hot.done["bytes"]),
+            ("kept_blocks", "Blocks that prefill loaded and keeps.", self._conductor.kept_blocks),
+        ):
+            yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
+        for name, text, count in (
+            ("spread_copies_under_way", "Copies of hot prefixes.", len(hot)),
+            ("spread_bytes_under_way", "What is still to come of them.", hot.bytes_under_way),
+        ):
+            yield GaugeMetricFamily(f"moonserve_{name}", text, value=count)
 
 
 class Metrics(Collector):

@@ -18,7 +18,7 @@ from moonserve.core.facts import BlockEvent, Tick
 from moonserve.core.master import Master
 from moonserve.core.policies import Tuning
 from moonserve.core.pool import Terms
-from moonserve.core.units import LeaseId, Micros, Tokens, seconds_to_us
+from moonserve.core.units import BlockKey, LeaseId, Micros, SegmentId, Tokens, seconds_to_us
 from moonserve.live.clock import LoopClock
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.dispatch import Cluster
@@ -26,7 +26,7 @@ from moonserve.live.gateway.api import Api
 from moonserve.live.gateway.app import GatewayApp, Limits
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.internal import Internal
-from moonserve.live.gateway.metrics import Predictions
+from moonserve.live.gateway.metrics import Copies, Predictions
 from moonserve.live.gateway.text import ModelText
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
@@ -63,11 +63,13 @@ class Gateway:
             admission_low=config.admission_low,
             admission_high=config.admission_high,
             predictor=config.predictor,
+            spread_bytes=config.spread_bytes,
             cpp=config.cpp,
             bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
         )
-        self.conductor = ConductorLoop(Conductor(tuning, random.Random(0)), self._release)
+        core = Conductor(tuning, random.Random(0))
+        self.conductor = ConductorLoop(core, self._release, self._copy)
         self._http = HttpClient()
         self.pool = self._open_pool()
         self._front: GatewayApp | None = None
@@ -115,6 +117,7 @@ class Gateway:
             cluster, {found.name: text}.__getitem__, Limits(max_in_flight=config.max_in_flight)
         )
         front.metrics.registry.register(Predictions(self.conductor.core.outlook))
+        front.metrics.registry.register(Copies(self.conductor))
         internal = Internal(self.conductor, config.token, [found.name])
         api = Api(self.conductor, self.pool)
         app = App(
@@ -135,6 +138,9 @@ class Gateway:
 
     def _release(self, lease: LeaseId) -> None:
         self.pool.release(lease)
+
+    async def _copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        return await self.pool.copy(keys, to, source)
 
     def _open_pool(self) -> LocalPool | RemotePool | ForeignPool:
         config = self._config

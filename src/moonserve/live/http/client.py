@@ -47,6 +47,7 @@ def _parse(url: str) -> _Target:
         raise ConfigError(f"{url!r} is not an http:// address", "url")
     try:
         port = parts.port or 80
+        parts.hostname.encode("idna")  # as it is looked up; a UnicodeError is a ValueError
     except ValueError as error:
         raise ConfigError(f"{url!r}: {error}", "url") from None
     path = parts.path or "/"
@@ -154,16 +155,18 @@ class HttpClient:
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await self._connect(target)
+                switched = False
                 try:
                     connection.may_switch = True
                     await connection.send(_head("GET", target, asked, 0))
                     if connection.status == 101:
                         connection.switch(to)
+                        switched = True
                         return None
                     whole = await connection.read_all(self._max_reply_bytes)
                     return ClientResponse(connection.status, connection.headers, whole)
                 finally:
-                    if connection.status != 101:
+                    if not switched:  # also where a cancel came just after the 101
                         connection.abort()
         except TimeoutError:
             raise DeadlineExceeded(f"GET {url}: no reply within {timeout_s:g} s") from None

@@ -26,12 +26,14 @@ log = logging.getLogger(__name__)
 PATH = "/internal/store"
 PROTOCOL = "moonserve-store/1"
 MAX_FRAME_BYTES: Bytes = 64 << 20
+_MAX_REPLY_BYTES: Bytes = 1 << 30
+"""All there is in a pool of many millions of blocks is told a gateway as one."""
 _HEAD = struct.Struct("<IQB")
 _DONE, _REFUSED, _FAILED = 0, 1, 2
 _MAX_WAITING = 256
 """Calls of one connection that wait for something to happen at the master."""
 _DEAD_S = 5
-"""How long what was sent may stay unacknowledged, and a silent connection unproven."""
+"""How long what was sent may stay unacknowledged; a silent connection is lost after two of it."""
 
 Answer: TypeAlias = Callable[[str, bytes], bytes | Coroutine[Any, Any, bytes]]
 """Runs an operation; what may have to wait is a coroutine. Both may raise MoonserveError."""
@@ -39,6 +41,9 @@ Answer: TypeAlias = Callable[[str, bytes], bytes | Coroutine[Any, Any, bytes]]
 
 class _Frames(Switched):
     """Cuts what arrives into frames."""
+
+    most: Bytes = MAX_FRAME_BYTES
+    """In one; memory is taken as the bytes arrive."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -54,6 +59,7 @@ class _Frames(Switched):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_S * 1_000)
 
     def send(self, number: int, kind: int, body: bytes) -> None:
@@ -79,8 +85,8 @@ class _Frames(Switched):
         at, self._need = 0, _HEAD.size
         while len(data) - at >= _HEAD.size and not self.transport.is_closing():
             size, number, kind = _HEAD.unpack_from(data, at)
-            if size > MAX_FRAME_BYTES:
-                self.break_off(f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+            if size > self.most:
+                self.break_off(f"a frame of {size} bytes is over the limit of {self.most}")
                 return
             start = at + _HEAD.size
             if start + size > len(data):
@@ -116,7 +122,7 @@ class Served(_Frames):
         elif len(self._waiting) < _MAX_WAITING:
             task = asyncio.create_task(self._wait(number, answer))
             self._waiting.add(task)
-            task.add_done_callback(self._waiting.discard)
+            task.add_done_callback(self._waited)
         else:
             answer.close()
             self._fail(number, StoreError(f"{_MAX_WAITING} calls wait already"))
@@ -126,6 +132,12 @@ class Served(_Frames):
             self.send(number, _DONE, await answer)
         except MoonserveError as error:
             self._fail(number, error)
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        self._waiting.discard(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            log.error("%s: bug in a call that waited", self.peer, exc_info=bug)
+            self.transport.abort()
 
     def _fail(self, number: int, error: MoonserveError) -> None:
         self.send(
@@ -151,6 +163,8 @@ class Served(_Frames):
 class Channel(_Frames):
     """A member's end."""
 
+    most = _MAX_REPLY_BYTES
+
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
         self._last = 0
@@ -171,11 +185,14 @@ class Channel(_Frames):
         """Run one operation at the master; what it answers by `deadline_s` of the loop's clock.
 
         Raises BadRequest: it never will; StoreError: it could not; DeadlineExceeded; UpstreamError:
-        the connection is lost, and the call may have been run. TimeoutError: it was not sent.
+        the connection is lost, and the call may have been run.
         """
         if not self._room.is_set():
-            async with asyncio.timeout_at(deadline_s):
-                await self._room.wait()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await self._room.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(f"{self.peer} took no calls in time") from None
         if not self.is_open():
             raise UpstreamError(f"{self.peer}: connection lost before {op!r}", sent=False)
         self._last = number = self._last + 1

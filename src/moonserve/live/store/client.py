@@ -56,7 +56,7 @@ class StoreClient:
     """
 
     def __init__(self, rpc: Rpc, settings: StoreSettings) -> None:
-        """Reserve the memory and listen; `open` does this and mounts."""
+        """Reserve the memory and listen; `open` does this and mounts. Raises ConfigError."""
         self.settings = settings
         self.link = Link(rpc, settings.call_s)
         self.transfer = Transfer(
@@ -66,12 +66,17 @@ class StoreClient:
         self._copier = Copier(self.link, self.transfer, self._threads, settings)
         self._segment = settings.segment if settings.capacity_bytes else None
         self.owners: list[Owner] = []
-        if settings.capacity_bytes:
-            region = Region.create(settings.capacity_bytes)
-            self.owners.append(Owner(self.link, self.transfer, self._threads, region, settings))
-        if settings.disk_dir is not None:
-            self.owners.append(self._own_disk(settings.disk_dir))
-        self._mine = {owner.mounting.id: owner for owner in self.owners}
+        try:
+            if settings.capacity_bytes:
+                region = Region.create(settings.capacity_bytes)
+                self.owners.append(Owner(self.link, self.transfer, self._threads, region, settings))
+            if settings.disk_dir is not None:
+                self.owners.append(self._own_disk(settings.disk_dir))
+        except ConfigError:
+            self.transfer.close()
+            self._close_blocking()
+            raise
+        self._mine = {(it.mounting.id, it.mounting.epoch): it for it in self.owners}
         self._named_s: dict[SegmentId, float] = {}
         """When the master last named each segment, if no beat says which there are."""
         self._forgetting: asyncio.TimerHandle | None = None
@@ -79,12 +84,7 @@ class StoreClient:
     def _own_disk(self, folder: Path) -> Owner:
         """The segment on disk: of the same node, its bytes verified. Raises ConfigError."""
         mine = self.settings
-        try:
-            region, journal = open_disk(folder, mine.disk_bytes)
-        except ConfigError:
-            self.transfer.close()
-            self._close_blocking()
-            raise
+        region, journal = open_disk(folder, mine.disk_bytes)
         settings = msgspec.structs.replace(
             mine,
             segment=SegmentId(f"{mine.segment}-disk"),
@@ -102,14 +102,16 @@ class StoreClient:
 
         Raises what its refusal or absence raises.
         """
-        client = await asyncio.to_thread(cls, rpc, settings)
+        making = asyncio.ensure_future(asyncio.to_thread(cls, rpc, settings))
         try:
+            client = await to_the_end(making)  # else its memory would be nobody's to give back
             for owner in client.owners:
                 await owner.mount()
             if not client.owners:
                 await client.exists([])
         except BaseException:
-            await client.close()
+            if making.done() and not making.cancelled() and making.exception() is None:
+                await making.result().close()
             raise
         return client
 
@@ -352,8 +354,9 @@ class StoreClient:
             return set()
         ended = await self.link.call("put_end", wire.PutEndCall(ends, lease), wire.PutEnded)
         for write, (id, _), version in zip(written, ends, ended.versions, strict=True):
+            at = write.ticket.segment, write.ticket.epoch  # the name may be another's by now
             if version != id:
                 diary.drop(id)
-            elif (mine := self._mine.get(write.ticket.segment)) and (held := diary.held(id)):
+            elif (mine := self._mine.get(at)) and (held := diary.held(id)):
                 mine.wrote(held)
         return {id for (id, _), it in zip(ends, ended.versions, strict=True) if it is not None}

@@ -5,11 +5,11 @@ Its blocks are known from what workers report (store.reports); where they lie, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.units import LeaseId
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.channel import PATH
@@ -35,6 +35,10 @@ class ForeignPool:
 
     def release(self, lease: LeaseId) -> None:
         """Nothing to do: Mooncake's leases end by their time."""
+
+    async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        """Mooncake places its replicas itself: none."""
+        return 0
 
     def tick(self) -> None:
         """Nothing to do: Mooncake's master has its own clock."""

@@ -15,7 +15,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, Recovering
 from moonserve.core.facts import BlockEvent
-from moonserve.core.units import LeaseId, SegmentId
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
@@ -61,6 +61,12 @@ class LocalPool:
         """End a lease."""
         self.service.master.release(lease)
 
+    async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        """See Master.copy; of very many only the first. May raise MoonserveError or OSError."""
+        copying = self.service.copy(wire.CopyCall(keys[: wire.MAX_BATCH], to, source))
+        self._pass_events()
+        return copying.count
+
     def tick(self) -> None:
         """To be called about twice a second."""
         self.service.reap()
@@ -104,7 +110,7 @@ class LocalPool:
             call = _decode_beat(body)
         except msgspec.DecodeError:
             return  # which the service says better
-        if call.segment not in self.service.master.addresses():
+        if not self.service.hear(call):  # now: the answer may be lost with its connection
             return  # it is told at once to mount
         called = self._called.setdefault(call.segment, asyncio.Event())
         try:

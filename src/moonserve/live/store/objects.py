@@ -21,6 +21,7 @@ from moonserve.live.store.link import FAILURES, text
 
 _AGAIN_S = 0.1
 _OBJECTS = PutOptions(blocks=False)
+_numbers = itertools.count(1)  # of leases: a client may have several Objects
 
 
 class Objects:
@@ -30,7 +31,6 @@ class Objects:
         """`most_s` None: the client's transfer_s."""
         self._client = client
         self._most_s = most_s or client.settings.transfer_s
-        self._numbers = itertools.count(1)
 
     async def put(
         self, items: Sequence[tuple[Key, memoryview]], options: PutOptions = _OBJECTS
@@ -73,7 +73,7 @@ class Objects:
         for key in keys:
             _check_key(key)
         mine = self._client.settings
-        lease = LeaseId(f"{mine.segment}-{mine.epoch}-{next(self._numbers)}")
+        lease = LeaseId(f"{mine.segment}-{mine.epoch}-{next(_numbers)}")
         try:
             return await self._get(keys, lease)
         finally:  # whatever was heard: an answer that was lost may have told of a lease

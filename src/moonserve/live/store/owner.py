@@ -80,7 +80,8 @@ class Owner:
         held: Sequence[Held] = (),
         journal: Journal | None = None,
     ) -> None:
-        """Listen for peers. Takes `region` over. Raises ConfigError: it cannot listen there."""
+        """Listen for peers. Takes `region` and `journal` over, also where it raises ConfigError: it
+        cannot listen there."""
         self.region = region
         self.catalogue = Catalogue(held)
         self.tasks = Tasks(_COPIES_AT_ONCE)
@@ -94,6 +95,8 @@ class Owner:
                 region, settings.token, settings.host, settings.port, also=also
             )
         except OSError as error:
+            if journal is not None:
+                journal.close()
             region.close()
             at = f"{settings.host}:{settings.port}"
             if error.errno == errno.EADDRINUSE:
@@ -119,6 +122,7 @@ class Owner:
         transfer.adopt(region)
         self._one_mount = asyncio.Lock()
         self._mounts = 0
+        self._left = False
         self._beat_s = _BEAT_S
         self._telling = asyncio.Lock()
         self._copying: set[asyncio.Task[None]] = set()
@@ -150,6 +154,8 @@ class Owner:
         """All pages; False: refused, or the master lost some between."""
         pages = self.catalogue.pages(wire.MAX_BATCH)
         for number, page in enumerate(pages):
+            if self._left:
+                raise StoreError(f"segment {self.mounting.id!r} has left the pool")
             last = number == len(pages) - 1
             call = wire.MountCall(self.mounting, page, number, last)
             reply = await self._link.call("mount", call, wire.Mounted)
@@ -204,6 +210,7 @@ class Owner:
                 await self.catch_up()
             except FAILURES as error:
                 log.debug("store master: no last beat: %s", text(error))
+        self._left = True  # a put that is under way would mount it again
         self.tasks.forget()  # what runs is waited for, and no more is begun
         await self._link.tell("unmount", wire.SegmentCall(self.mounting.id, self.mounting.epoch))
 

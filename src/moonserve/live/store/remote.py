@@ -16,9 +16,15 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, ConfigError, MoonserveError, StoreError
+from moonserve.core.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    MoonserveError,
+    StoreError,
+)
 from moonserve.core.facts import BlockEvent, BlocksCleared
-from moonserve.core.units import LeaseId, SegmentId
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.connection import BadReply
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
@@ -52,11 +58,14 @@ class HttpRpc:
         self._connecting = asyncio.Lock()
 
     async def __call__(self, op: str, body: bytes, deadline_s: float) -> bytes:
-        """Run one operation. Raises what `connect` and Channel.call do; TimeoutError too."""
+        """Run one operation. Raises what `connect` and Channel.call do."""
         channel = self._channel
         if channel is None or not channel.is_open():
-            async with asyncio.timeout_at(deadline_s):
-                channel = await self.connect()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    channel = await self.connect()
+            except TimeoutError:
+                raise DeadlineExceeded(f"{self.url} let nobody connect in time") from None
         return await channel.call(op, body, deadline_s)
 
     async def connect(self) -> Channel:
@@ -125,17 +134,21 @@ class RemotePool:
         if reply.status not in (200, 400):
             raise StoreError(f"{url} answers {reply.status}")
         try:
-            told = msgspec.json.decode(reply.body, type=dict[str, Any])
+            if reply.status == 400:
+                raise BadRequest(msgspec.json.decode(reply.body, type=ErrorReply).error.message)
+            return msgspec.json.decode(reply.body, type=dict[str, Any])
         except msgspec.DecodeError:
             raise StoreError(f"{self._rpc.url} answers, but is no store's master") from None
-        if reply.status == 400:
-            raise BadRequest(told["error"]["message"])
-        return told
 
     def release(self, lease: LeaseId) -> None:
         """End a lease soon; should that fail, it ends by its time to live."""
         self._leases.append(lease)
         self._released.set()
+
+    async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        """See Master.copy; of very many only the first. May raise MoonserveError or OSError."""
+        call = wire.CopyCall(keys[: wire.MAX_BATCH], to, source)
+        return (await self._link.call("copy", call, wire.Copying)).count
 
     def tick(self) -> None:
         """Nothing to do: the master has its own clock."""

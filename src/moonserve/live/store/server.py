@@ -48,10 +48,18 @@ class MasterService:
         except Recovering:
             return _encode(None)
 
+    def hear(self, beat: wire.BeatCall) -> bool:
+        """A beat is here, whose answer may be held back. False: its segment is not mounted."""
+        return self.master.hear(self._now_us(), beat.segment, beat.epoch)
+
     def reap(self) -> None:
         """Take back what ran out; to be called about once a second."""
         for segment in self.master.reap(self._now_us()):
             log.warning("segment %s was not heard of in time: its objects are dropped", segment)
+
+    def copy(self, call: wire.CopyCall) -> wire.Copying:
+        """The operation of that name. Raises Recovering."""
+        return wire.Copying(self.master.copy(self._now_us(), call.keys, call.to, call.source))
 
     # Operations
 
@@ -173,6 +181,7 @@ OPS = {
     "remove": _op(wire.RemoveCall, MasterService._remove),
     "pin": _op(wire.PinCall, MasterService._pin),
     "evict": _op(wire.EvictCall, MasterService._evict),
+    "copy": _op(wire.CopyCall, MasterService.copy),
     "release": _op(wire.ReleaseCall, MasterService._release),
     "discard": _op(wire.DiscardCall, MasterService._discard),
 }

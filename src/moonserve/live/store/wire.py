@@ -225,6 +225,20 @@ class Freed(msgspec.Struct, frozen=True, array_like=True):
     moving: bool = False
 
 
+class CopyCall(msgspec.Struct, frozen=True, array_like=True):
+    """Make replicas of objects on one more segment, preferably from `source`."""
+
+    keys: Keys
+    to: Segment
+    source: Segment | None
+
+
+class Copying(msgspec.Struct, frozen=True, array_like=True):
+    """How many of the first are there, or will be if all goes well."""
+
+    count: int
+
+
 class ReleaseCall(msgspec.Struct, frozen=True, array_like=True):
     """End a lease."""
 

@@ -10,6 +10,7 @@ readers' checksums, see to that.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import math
@@ -31,6 +32,7 @@ _GREET_S = 5.0
 _STALL_S = 10.0  # a peer that neither sends nor takes a byte
 _CLOSE_S = 5.0
 _MAX_STRANGERS = 64
+_PORTS_TRIED = 8
 
 
 class TransferServer:
@@ -66,13 +68,8 @@ class TransferServer:
         """Those of them that have not shown the token, longest here first."""
         self._members: dict[threading.Thread, None] = {}
         self._closing = False
-        self._listeners = [_listen(host, port)]
+        self._listeners = _listen([host, *also], port)
         self.port: int = self._listeners[0].getsockname()[1]
-        try:
-            self._listeners += [_listen(it, self.port) for it in also]
-        except OSError:
-            self._listeners[0].close()
-            raise
         self._acceptors = [
             threading.Thread(target=self._accept, args=(it,), name="kv-accept", daemon=True)
             for it in self._listeners
@@ -216,9 +213,23 @@ class TransferServer:
         return True
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=64)
+def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """A listener at each host, all at one port. Raises OSError: one of them cannot be had."""
+    for _ in range(_PORTS_TRIED):
+        made: list[socket.socket] = []
+        try:
+            for host in hosts:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                at = made[0].getsockname()[1] if made else port
+                made.append(socket.create_server((host, at), family=family, backlog=64))
+            return made
+        except OSError as error:
+            for listener in made:
+                listener.close()
+            if port or not made or error.errno != errno.EADDRINUSE:
+                raise
+            taken = error  # what is free at the first host is another's at a later one
+    raise taken
 
 
 def _cut(sock: socket.socket) -> None:

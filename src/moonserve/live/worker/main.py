@@ -104,7 +104,8 @@ class Worker:
             max_requests=limits.max_seqs + limits.max_waiting,
             segment=SegmentId(config.name) if isinstance(store, StoreClient) else None,
             rack=config.rack,
-            layers=shape.layers if store is not None and shape.layers > 1 else 0,
+            # A part is one long pass: whoever decodes would stand still.
+            layers=shape.layers if store and shape.layers > 1 and config.role == "prefill" else 0,
         )
         app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
         try:

@@ -1,7 +1,8 @@
 """The engine, one pass at a time: who needs one waits for the turn. Used by the runner, and by the
 parts of prompts that run beside its batch.
 
-A pass that does not end within its deadline means a hung engine: nothing can be run any more.
+A pass that does not end within its deadline means a hung engine: nothing can be run any more. Where
+a pass tells of its layers, each may take as long; what it waits there for ends by itself.
 """
 
 from __future__ import annotations
@@ -33,6 +34,28 @@ def taken(samples: deque[T]) -> tuple[T, ...]:
     return whole
 
 
+class _Told:
+    """Layers, and whether the engine has come on to one since it was last asked."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._waits = False
+        self._came = False
+
+    async def reached(self, layer: int) -> None:
+        """See ports.Layers."""
+        self._waits = True
+        try:
+            await self._layers.reached(layer)
+        finally:
+            self._waits, self._came = False, True
+
+    def comes_on(self) -> bool:
+        """Whether it has, or waits for others."""
+        came, self._came = self._came, False
+        return came or self._waits
+
+
 class Passes:
     """Turns at one engine, in order of asking."""
 
@@ -47,9 +70,12 @@ class Passes:
 
     async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Run one pass. Raises what `layers` does, and EngineFailed; then see `hung`."""
+        told = None if layers is None else _Told(layers)
         async with self._turn:
-            task = asyncio.create_task(self._engine.run(work, layers))
+            task = asyncio.create_task(self._engine.run(work, told))
             await asyncio.wait({task}, timeout=self._deadline_s)
+            while told is not None and not task.done() and told.comes_on():
+                await asyncio.wait({task}, timeout=self._deadline_s)
         if not task.done():
             self.hung = True
             raise EngineFailed(f"the engine did not end a pass within {self._deadline_s:g} s")

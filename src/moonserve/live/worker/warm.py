@@ -27,7 +27,11 @@ async def warm_up(engine: Engine, role: Role, chunk_tokens: Tokens) -> list[Pass
 
 
 def _passes(shape: EngineShape, role: Role, chunk_tokens: Tokens) -> Iterator[Pass]:
-    """Prefills of growing length and a second chunk; decodes of two batch sizes."""
+    """Prefills of growing length and a second chunk; decodes of two batch sizes.
+
+    One is longer than a chunk, as a part of a prompt may be: from chunks of one length alone, what
+    attention costs inside of them cannot be told from what it costs to what was there before.
+    """
     rooms = max(_DECODES)
     short = min(_SHORT, shape.max_len // 2, shape.num_blocks // rooms * shape.block_size - 1)
     if short < 1 or len(_DECODES) > shape.num_blocks:
@@ -35,9 +39,9 @@ def _passes(shape: EngineShape, role: Role, chunk_tokens: Tokens) -> Iterator[Pa
     yield Pass(tuple(_chunk(shape, room, 0, short) for room in range(rooms)))
     if role != "decode":
         longest = min(shape.max_len, shape.num_blocks * shape.block_size)
-        for start, length in ((0, short), (0, chunk_tokens // 2), (0, chunk_tokens)):
-            if start + length <= longest:
-                yield Pass((_chunk(shape, 0, start, length),))
+        for length in (short, chunk_tokens // 2, chunk_tokens, 3 * chunk_tokens):
+            if length <= longest:
+                yield Pass((_chunk(shape, 0, 0, length),))
         if 2 * chunk_tokens <= longest:
             yield Pass((_chunk(shape, 0, chunk_tokens, chunk_tokens),))
     if role != "prefill":
