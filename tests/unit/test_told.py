@@ -39,8 +39,8 @@ def test_room_is_kept_for_who_is_due_and_not_against_it() -> None:
         assert it.ahead(request(9), now_us) == wanted
     assert it.ahead(request(9, tenant="other"), T + 3 * S) == 0
     it.came(request(1, name="again"), T + 3 * S + S // 2)
-    assert it.ahead(request(1), T + 3 * S + S // 2) == 0
-    it.admitted(request(1))
+    assert it.ahead(request(1, name="again"), T + 3 * S + S // 2) == 0
+    it.admitted(request(1, name="again"))
     assert len(it) == 2
 
 
@@ -58,8 +58,8 @@ def test_who_came_in_time_and_in_vain_is_next() -> None:
     """It is not sent behind all others."""
     it = Told()
     told(it, 20)
-    it.came(request(0), T + S)
-    assert it.tell(request(0), T + S, S, 2 * S) <= 3 * S
+    it.came(request(0, name="again"), T + S)
+    assert it.tell(request(0, name="again"), T + S, S, 2 * S) <= 3 * S
     assert len(it) == 20
 
 
@@ -84,7 +84,7 @@ def test_own_objectives_and_made_up_prompts_keep_no_room() -> None:
         waits = {it.tell(one, 0, 8 * S, S) for _ in range(3)}
         assert len(waits) == 3
     assert len(it) == 0
-    assert it.next_us(0) == 0
+    assert it.next_us("m", 0) == 0
 
 
 def test_what_is_remembered_is_bounded() -> None:

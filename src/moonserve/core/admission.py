@@ -215,7 +215,7 @@ class Outlook:
             if refusal.reason == "ttft_slo":
                 work_us = sum([share.work_us for share in decision.shares])
                 interval_us = max(interval_us, work_us / max(1, len(view.prefills(request.model))))
-            elif chosen is not None and not self.told.next_us(now_us):
+            elif chosen is not None and not self.told.next_us(request.model, now_us):
                 first_us = self._room_us(chosen, decision.prompt_tokens, first_us, now_us)
         wait_us = self.told.tell(request, now_us, first_us, interval_us)
         return msgspec.structs.replace(refusal, retry_after_us=wait_us)
