@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path as File
+from typing import Any
 
 import msgspec
 import pytest
@@ -289,6 +290,30 @@ def test_nothing_is_written_past_the_deadline(memory: Region, server: TransferSe
     into = bytearray(5)  # reading late does no harm: the caller waits
     assert transfer.read(address, [Slice(0, memoryview(into))], soon(-0.001)) == [True]
     transfer.close()
+
+
+def test_late_bytes_of_a_write_that_was_given_up_touch_nothing(
+    memory: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that stalls takes none of what it finds when it goes on: the extent is another's."""
+    go = threading.Event()
+    receive = frames.Channel.recv_all
+
+    def stalled(*args: Any, **how: Any) -> None:
+        assert not how or go.wait(5)
+        receive(*args, **how)
+
+    monkeypatch.setattr(frames.Channel, "recv_all", stalled)
+    server = TransferServer(memory, TOKEN)
+    transfer = Transfer(TOKEN, shared_memory=False)
+    late = [Slice(0, memoryview(b"late" * 25_000))]
+    assert transfer.write(server.address("127.0.0.1"), late, soon(0.2)) == [False]
+    go.set()
+    while server._open:
+        time.sleep(0.001)
+    assert memory.view[:256] == bytes(range(256))
+    transfer.close()
+    server.close()
 
 
 @pytest.mark.parametrize("host", ["a" * 70, "a..b"])

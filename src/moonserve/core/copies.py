@@ -130,10 +130,6 @@ class Copies:
             of.options,
         )
 
-    def has_orders(self, segment: SegmentId) -> bool:
-        """Whether there is anything to copy to a segment."""
-        return segment in self._by_target
-
     def end(self, segment: SegmentId, id: int, done: bool) -> tuple[Task, bool] | None:
         """A copy to `segment` ended; whether it became a replica. None: there is no such task."""
         task = self._tasks.get(id)

@@ -86,9 +86,8 @@ class Master:
         )
         # The owners' side is the roster's; see there.
         self.mount, self.unmount, self.drain = roster.mount, roster.unmount, roster.drain
-        self.beat, self.has_orders, self.copied = roster.beat, roster.has_orders, roster.copied
-        self.claim, self.addresses = roster.claim, roster.addresses
-        self.holder, self.hear = roster.holder, roster.hear
+        self.beat, self.hear, self.copied = roster.beat, roster.hear, roster.copied
+        self.claim, self.addresses, self.holder = roster.claim, roster.addresses, roster.holder
         self.drain_called = self._copies.drain_called
 
     # Puts

@@ -127,11 +127,6 @@ class Roster:
         changes, now_seen, more = shelf.changes(seen, lambda key: self._stock.held(shelf, key))
         return Orders(seen, changes, now_seen, more, self._copies.orders(now_us, segment))
 
-    def has_orders(self, segment: SegmentId) -> bool:
-        """Whether a beat of this segment would bring anything."""
-        shelf = self._stock.shelves.get(segment)
-        return shelf is not None and (shelf.has_changes() or self._copies.has_orders(segment))
-
     def copied(
         self, now_us: Micros, segment: SegmentId, epoch: int, results: Sequence[tuple[int, bool]]
     ) -> list[bool]:

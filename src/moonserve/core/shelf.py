@@ -49,10 +49,6 @@ class Shelf:
         old = self._changed.pop(key, None)
         self._changed[key] = (self._changes, id if old is None else max(id, old[1]))
 
-    def has_changes(self) -> bool:
-        """Whether there is anything that its owner has not been told, or not yet said so."""
-        return bool(self._changed)
-
     def changes(
         self, seen: Seen, held: Callable[[Key], Held]
     ) -> tuple[tuple[Held | Gone, ...], Seen, bool]:

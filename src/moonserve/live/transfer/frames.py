@@ -15,6 +15,7 @@ TLS the same goes through the encrypted stream. Used by this room's server and c
 from __future__ import annotations
 
 import hmac
+import select
 import socket
 import ssl
 import struct
@@ -71,6 +72,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._timeouts = {socket.SO_RCVTIMEO: 0, socket.SO_SNDTIMEO: 0}
+        self._cut = select.poll()
+        self._cut.register(sock, 0)  # errors and hang-ups are told in any case
 
     def recv_some(self, into: list[memoryview], at: int, deadline_s: float, stall_s: float) -> int:
         """Fill `into` from its `at`-th buffer on; returns the first that is not full yet.
@@ -93,11 +96,24 @@ class Channel:
             into[at] = into[at][count:]
         return at
 
-    def recv_all(self, into: Sequence[memoryview], deadline_s: float, stall_s: float) -> None:
-        """Fill all of `into`."""
+    def recv_all(
+        self,
+        into: Sequence[memoryview],
+        deadline_s: float,
+        stall_s: float,
+        *,
+        until_cut: bool = False,
+    ) -> None:
+        """Fill all of `into`.
+
+        `until_cut`: once the peer has cut the connection, with nothing of what came before and lies
+        here still, which the system would give out first. Raises TransferFailed then.
+        """
         rest = [part for part in into if len(part)]
         at = 0
         while at < len(rest):
+            if until_cut and self._cut.poll(0):
+                raise TransferFailed("peer cut the connection")
             at = self.recv_some(rest, at, deadline_s, stall_s)
 
     def recv_bytes(self, count: int, deadline_s: float, stall_s: float) -> bytes:

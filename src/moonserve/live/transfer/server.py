@@ -208,7 +208,8 @@ class TransferServer:
         if op == frames.READ:
             parts += memory
         else:
-            channel.recv_all(memory, deadline_s, _STALL_S)
+            # Of a write that was given up, the extents may be another's.
+            channel.recv_all(memory, deadline_s, _STALL_S, until_cut=True)
         channel.send_all(parts, deadline_s, _STALL_S)
         return True
 
