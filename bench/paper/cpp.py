@@ -124,6 +124,7 @@ def draw_alone(found: Any) -> Any:
             axes.plot(nodes, [times[0] / n for n in nodes], ":", lw=1, color=color)
         axes.set(title=name, xlabel="prefill nodes", xscale="log", yscale="log")
         axes.set_xticks(NODES, [str(n) for n in NODES])
+        axes.set_xticks([], minor=True)
     panels[0].set_ylabel("TTFT, s (dotted: ideal)")
     panels[0].legend()
     return figure

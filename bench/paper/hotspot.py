@@ -95,6 +95,7 @@ def draw_hotspot(found: Any) -> Any:
             ((False, "#9ecae1", "without copies"), (True, "#084594", "with copies"))
         ):
             rows = [r for r in found if (r["one_copy"], r["spreads"]) == (one_copy, spread)]
+            rows.sort(key=lambda row: list(POLICIES).index(row["policy"]))
             heights = [i + 0.4 * at for i in range(len(rows))]
             axes.barh(heights, [r["ttft_mean_s"] for r in rows], 0.4, color=color, label=label)
         axes.set_yticks([i + 0.2 for i in range(len(rows))], [r["policy"] for r in rows])

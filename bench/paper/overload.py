@@ -218,7 +218,8 @@ def draw_seesaw(found: Any) -> Any:
         axes.set(title=f"{arm}: correlation {row['seesaw_correlation']:+.2f}", ylim=(0, None))
         axes.set_ylabel("load over its mean")
     panels[-1][0].set_xlabel("seconds")
-    panels[0][0].legend(loc="upper right", ncols=2)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure
 
 
