@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill: _Count = 1
     decode: _Count = 1
     engine: Literal["torch", "fake"] = "torch"
+    profile: str = ""
+    """How long the fake engine's passes take: a profile's name or file; empty: next to nothing."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     block_size: Annotated[Tokens, msgspec.Meta(ge=1, le=1024)] = 32
     segment_bytes: _Size = 512 << 20
@@ -68,6 +70,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whose KV store; mooncake: the real one, by its wheel."""
     mooncake_master: str = ""
     """host:port of its master; empty: `up` starts one."""
+    max_seqs: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
+    """Requests in one pass of a worker."""
     kv_memory_bytes: _Size = 1 << 30
     """Each torch worker's own pool for the KV of running requests."""
     decode_kv: Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)] = "end"

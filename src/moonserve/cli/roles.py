@@ -17,6 +17,7 @@ from moonserve.cli.settings import (
     TOKEN,
     advertise_host_option,
     cards_option,
+    read_profile,
     read_settings,
     settings_options,
 )
@@ -84,9 +85,9 @@ def gateway(config: Path | None, **flags: str | None) -> None:
 @advertise_host_option
 @cards_option
 @settings_options(
-    "model", "host", "rack", "engine", "dtype", "block_size", "segment_bytes", "disk_bytes",
-    "disk_dir", "replicas", "node", "store_url", "store",
-    "mooncake_master", "kv_memory_bytes", "decode_kv",
+    "model", "host", "rack", "engine", "profile", "dtype", "block_size", "segment_bytes",
+    "disk_bytes", "disk_dir", "replicas", "node", "store_url", "store",
+    "mooncake_master", "max_seqs", "kv_memory_bytes", "decode_kv",
 )  # fmt: skip
 def worker(
     config: Path | None,
@@ -100,6 +101,7 @@ def worker(
 ) -> None:
     """Run one prefill or decode worker."""
     settings, name = read_settings(config, flags), check_name(name)
+    pass_us = read_profile(settings.profile).pass_us if settings.profile else None
     token = os.environ.get(TOKEN, "")
     from moonserve.live.supervise import die_with_parent
 
@@ -121,6 +123,7 @@ def worker(
                 rack=settings.rack,
                 model=settings.model,
                 engine=settings.engine,
+                pass_us=pass_us,
                 dtype=settings.dtype,
                 block_size=settings.block_size,
                 segment_bytes=settings.segment_bytes,
@@ -131,6 +134,7 @@ def worker(
                 store_url=settings.store_url,
                 store=settings.store,
                 mooncake_master=settings.mooncake_master,
+                max_seqs=settings.max_seqs,
                 kv_memory_bytes=settings.kv_memory_bytes,
                 decode_kv=settings.decode_kv,
             )

@@ -16,6 +16,7 @@ from moonserve.core.units import Bytes
 
 if TYPE_CHECKING:
     from moonserve.core.pool import Card
+    from moonserve.core.profiles import Profile
 
 TOKEN = ENV_PREFIX + "TOKEN"
 """The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
@@ -45,6 +46,7 @@ _HELP: dict[str, tuple[str, str]] = {
     "prefill": ("N", "how many prefill workers"),
     "decode": ("M", "how many decode workers"),
     "engine": ("NAME", "torch, or fake: needs no torch, makes up its tokens"),
+    "profile": ("NAME", "how slow the fake engine is: a simulator's profile, or a file of one"),
     "dtype": ("TYPE", "float32, bfloat16, or auto: bfloat16 where the CPU multiplies it"),
     "block_size": ("TOKENS", "tokens in one KV block"),
     "segment_bytes": ("SIZE", "each worker's share of the KV store"),
@@ -56,6 +58,7 @@ _HELP: dict[str, tuple[str, str]] = {
     "eviction": ("NAME", "what the KV store evicts first; a wrong name is answered with all"),
     "store": ("NAME", "whose KV store: embedded, or mooncake (needs its wheel)"),
     "mooncake_master": ("ADDRESS", "host:port of Mooncake's master; none: up starts one"),
+    "max_seqs": ("N", "requests in one pass of a worker"),
     "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
     "decode_kv": ("WHEN", "store the KV of answers: off, end, or every so many blocks"),
     "max_body_bytes": ("SIZE", "largest request body"),
@@ -117,6 +120,19 @@ def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings
     settings = load(config, os.environ, flags)
     apply_logging(settings.logging)
     return settings
+
+
+def read_profile(name: str) -> Profile:
+    """A built-in profile, or one in a file. Raises ConfigError."""
+    from moonserve.core.profiles import PROFILES, profile_from_json, profile_of
+
+    path = Path(name)
+    if name in PROFILES or not path.is_file():
+        return profile_of(name)
+    try:
+        return profile_from_json(path.read_bytes(), name)
+    except OSError as err:
+        raise ConfigError(f"{name} cannot be read: {err.strerror}", "profile") from err
 
 
 def child_env(settings: Settings, **extra: str) -> dict[str, str]:

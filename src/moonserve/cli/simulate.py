@@ -25,7 +25,7 @@ from moonserve.cli.figures import (
     write_rows,
 )
 from moonserve.cli.output import Output, check_apart, input_path
-from moonserve.cli.settings import size_of
+from moonserve.cli.settings import read_profile, size_of
 from moonserve.core.errors import ConfigError
 from moonserve.core.evict import EVICTIONS
 from moonserve.core.policies import POLICIES
@@ -34,7 +34,6 @@ from moonserve.core.profiles import PROFILES
 if TYPE_CHECKING:
     from cProfile import Profile as Profiler
 
-    from moonserve.core.profiles import Profile
     from moonserve.sim.cluster import Simulation
     from moonserve.sim.metrics import Result
     from moonserve.sim.setup import Breakdown, Setup
@@ -197,7 +196,7 @@ def _setup(
         prefill=apart if prefill is None else prefill,
         decode=apart if decode is None else decode,
         mixed=mixed,
-        profile=_profile(profile),
+        profile=read_profile(profile),
         tuning=Tuning(
             policy=policy,
             kvcache_balancing_threshold=threshold,
@@ -324,19 +323,6 @@ def _idle(
     ):
         if setup.mixed and given:
             yield f"{option} changes nothing: --mixed instances decode where they prefill"
-
-
-def _profile(name: str) -> Profile:
-    """A built-in profile, or one in a file. Raises ConfigError."""
-    from moonserve.core.profiles import profile_from_json, profile_of
-
-    path = Path(name)
-    if name in PROFILES or not path.is_file():
-        return profile_of(name)
-    try:
-        return profile_from_json(path.read_bytes(), name)
-    except OSError as err:
-        raise ConfigError(f"{name} cannot be read: {err.strerror}", "profile") from err
 
 
 def _breakdown(text: str) -> Breakdown:

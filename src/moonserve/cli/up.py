@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from moonserve.cli.settings import TOKEN, child_env, read_settings, settings_options
+from moonserve.cli.settings import TOKEN, child_env, read_profile, read_settings, settings_options
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "prefill",
     "decode",
     "engine",
+    "profile",
     "port",
     "host",
     "dtype",
@@ -46,6 +47,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "eviction",
     "store",
     "mooncake_master",
+    "max_seqs",
     "kv_memory_bytes",
     "decode_kv",
     "policy",
@@ -71,6 +73,8 @@ def up(config: Path | None, **flags: str | None) -> None:
     finish and stops all; a second Ctrl-C does not wait.
     """
     settings = read_settings(config, flags)
+    if settings.profile:
+        read_profile(settings.profile)  # a wrong one is found now, not by the workers
     port = _free_port(settings.host, settings.port)
     _fetch_model(settings.model)
     asyncio.run(_serve(settings, port))

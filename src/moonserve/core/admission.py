@@ -8,7 +8,7 @@ Costs that nobody measured yet refuse nobody: a cold instance takes what it has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,7 +19,8 @@ from moonserve.core.policies import Tuning, Verdict, policy_of
 from moonserve.core.predict import Errors, predictor_of
 from moonserve.core.request import Request, Slo
 from moonserve.core.tenants import Tenants
-from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, RequestId, Tokens
+from moonserve.core.told import Told
+from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView
 from moonserve.core.waiting import Waiter, WaitingRoom
 
@@ -38,7 +39,7 @@ class Outlook:
     ) -> None:
         self._tuning = tuning
         self._predictor = predictor_of(tuning.predictor, length_of)
-        self._tenants = Tenants()
+        self._tenants, self.told = Tenants(), Told()
         self._turns = policy_of(tuning.policy).late
         """Whether tenants take turns where requests wait."""
         self._outputs = 0.0
@@ -62,13 +63,20 @@ class Outlook:
     def asked(self, request: Request, now_us: Micros) -> None:
         """It came; whatever becomes of it."""
         self._tenants.asked(request.tenant, len(request.prompt), now_us)
+        self.told.came(request, now_us)
 
-    def held_to(self, request: Request) -> Slo:
+    def held_to(self, request: Request, prefills: Sequence[InstanceView], now_us: Micros) -> Slo:
         """The objectives that it must be predicted to meet.
 
-        Low priority is refused first, and so is a tenant that was given more than its part.
+        Low priority is refused first, and so is a tenant that was given more than its part. Where
+        refusals told others to come now, they are taken to be before it, each like this one.
         """
         slo, share, low = self.slo(request), 1.0, self._tuning.low_share
+        told = self._told_ahead(request, now_us)
+        if told and slo.ttft_us is not None:
+            view, length = prefills[0], len(request.prompt)
+            work_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens)
+            slo = Slo(slo.ttft_us - round(told * work_us / len(prefills)), slo.tbt_us)
         if request.priority < 0:
             share = low
         elif not self._turns:
@@ -81,10 +89,13 @@ class Outlook:
             None if tbt_us is None else round(share * tbt_us),
         )
 
-    def look(self, request: Request, length: Tokens, now_us: Micros) -> Look | None:
-        """How admission sees the load of decode; None where those promised there say it."""
+    def look(self, request: Request, length: Tokens, now_us: Micros, among: int = 1) -> Look | None:
+        """How admission sees the load of decode; None where those promised there say it.
+
+        among: on how many instances those whom refusals told to come now will be.
+        """
         context = self.context(length)
-        mode = self._tuning.mode(request.priority)
+        mode = "none" if self._turns else self._tuning.mode(request.priority)
         if mode == "early":
             return lambda view, ends_us: (view.tbt_now_us(context), _grown_us(view, context))
         if mode != "predictive":
@@ -102,9 +113,22 @@ class Outlook:
             unseen_us = self._tuning.overtaken * view.stays.unseen_us(
                 ends_us - now_us, now_us, step
             )
+            _, per_seq, per_context = step
+            told = self._told_ahead(request, now_us) / among
+            unseen_us += told * (per_seq + per_context * context)
             return round(found[0] + unseen_us), round(_GROWTH * (found[1] + unseen_us))
 
         return ahead
+
+    def _told_ahead(self, request: Request, now_us: Micros) -> float:
+        """How many that were refused before go before it: where others wait, nobody."""
+        if (
+            self._turns
+            or request.priority > 0
+            or self._tuning.mode(request.priority) != "predictive"
+        ):
+            return 0.0
+        return self.told.ahead(request, now_us)
 
     def promise(
         self,
@@ -119,6 +143,7 @@ class Outlook:
         goal_us, context = self.slo(request).tbt_us, self.context(length)
         missed = goal_us is not None and tbt_us > goal_us
         if request.id not in view.stays.promised:
+            self.told.admitted(request)
             self._tenants.given(request.tenant, length)
         stay = self._predictor.stay(request, context, now_us + lag_us)
         stay.lag_us = lag_us
@@ -170,19 +195,40 @@ class Outlook:
             self._predictor.ended(request, tokens, now_us - stay.due_us)
 
     def with_drain(
-        self, refusal: Refuse, views: Mapping[InstanceId, InstanceView], now_us: Micros
+        self, request: Request, refusal: Refuse, view: ClusterView, now_us: Micros
     ) -> Refuse:
-        """A refusal for want of room in decode says when there will be some, if nobody comes."""
-        decision = refusal.decision
-        if decision is None or refusal.reason not in ("tbt_slo", "tbt_slo_late"):
+        """A refusal says when there will be room, behind those who were refused before it.
+
+        For want of room in decode that is when some who decode will have ended.
+        """
+        first_us, decision = refusal.retry_after_us, refusal.decision
+        if first_us is None or refusal.reason == "kv_memory":
             return refusal
-        view = views.get(decision.decode)
-        goal_us = view.strictest_us() if view is not None else None
-        if view is None or goal_us is None or not view.decodes:
-            return refusal
-        context, step = decision.prompt_tokens, view.cost.step_us
-        wait_us = room_in_us(view.stays, step, context, goal_us, self._predictor, now_us)
+        decodes = view.decodes(request.model)
+        interval_us, context = 0.0, self.context(len(request.prompt))
+        expected = max(1.0, self._predictor.stay(request, context, now_us).expected)
+        ends = [max(1, one.decodes) / (expected * max(1, one.tbt_us(context))) for one in decodes]
+        if any(ends):
+            interval_us = 1 / sum(ends)
+        if decision is not None:
+            chosen = view.instances.get(decision.decode)
+            if refusal.reason == "ttft_slo":
+                work_us = sum([share.work_us for share in decision.shares])
+                interval_us = max(interval_us, work_us / max(1, len(view.prefills(request.model))))
+            elif chosen is not None and not self.told.next_us(request.model, now_us):
+                first_us = self._room_us(chosen, decision.prompt_tokens, first_us, now_us)
+        wait_us = self.told.tell(request, now_us, first_us, interval_us)
         return msgspec.structs.replace(refusal, retry_after_us=wait_us)
+
+    def _room_us(
+        self, view: InstanceView, context: Tokens, least_us: Micros, now_us: Micros
+    ) -> Micros:
+        """Until one more may decode there, if nobody comes."""
+        goal_us = view.strictest_us()
+        if goal_us is None or not view.decodes:
+            return least_us
+        step = view.cost.step_us
+        return room_in_us(view.stays, step, context, goal_us, self._predictor, now_us)
 
 
 def _grown_us(view: InstanceView, context: Tokens) -> Micros:

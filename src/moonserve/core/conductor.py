@@ -203,7 +203,7 @@ class Conductor:
         elif verdict is None:
             self._refuse(life, admission.nobody(life.request, prefills, decodes, now_us), now_us)
         else:
-            slo = self.outlook.held_to(life.request)
+            slo = self.outlook.held_to(life.request, prefills, now_us)
             refusal = admission.unwanted(life.request, verdict, slo, self.tuning, self.view)
             if refusal is not None and not life.attempts:
                 self._refuse(life, refusal, now_us)
@@ -227,8 +227,8 @@ class Conductor:
             expected_tokens=self.outlook.expected_tokens,
         )
         request, tuning = life.request, self.tuning
-        slo, memory = self.outlook.held_to(request), self._memory
-        look = None if self._policy.late else self.outlook.look(request, life.length, now_us)
+        slo, memory = self.outlook.held_to(request, prefills, now_us), self._memory
+        look = self.outlook.look(request, life.length, now_us, len(decodes))
         return decide(
             ask, prefills, decodes, slo, tuning, memory, now_us, life.failed, look, others
         )
@@ -395,5 +395,5 @@ class Conductor:
             self._bound(life, verdict.decision, now_us)
 
     def _refuse(self, life: Handoff, refusal: Refuse, now_us: Micros) -> None:
-        self._actions.append(self.outlook.with_drain(refusal, self.view.instances, now_us))
+        self._actions.append(self.outlook.with_drain(life.request, refusal, self.view, now_us))
         self._end(life, None, now_us)

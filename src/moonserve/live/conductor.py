@@ -198,7 +198,9 @@ class ConductorLoop:
             case Abort(request, number, why):
                 log.warning("%s: call %d aborted: %s", request, number, why)
             case Refuse() | GiveUp():
-                log.warning("%s: %s", action.request, action.why)
+                # Refusals come in hundreds where they come: counted and recorded, not told each.
+                level = logging.DEBUG if isinstance(action, Refuse) else logging.WARNING
+                log.log(level, "%s: %s", action.request, action.why)
                 self._over(action)
         inbox = self._inboxes.get(action.request)
         if inbox is not None:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any, TypeAlias
-from zlib import crc32
 
 import msgspec
 
@@ -172,8 +171,7 @@ class _Life:
                         raise NobodyAlive(why)
                     if reason == "kv_memory":  # no waiting helps
                         raise BadRequest(why, "prompt", "context_length_exceeded")
-                    spread = 1 + crc32(request.id.encode()) / 2**34  # they come back apart
-                    raise Overloaded(why, reason, spread * wait_us / MICROS_PER_SECOND)
+                    raise Overloaded(why, reason, wait_us / MICROS_PER_SECOND)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)

@@ -22,6 +22,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Catalog name, Hugging Face folder or GGUF file."""
     engine: Literal["torch", "fake"] = "torch"
+    pass_us: tuple[float, ...] | None = None
+    """How long the fake engine's passes take, see Cost.pass_us; None: next to nothing."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     host: str = "127.0.0.1"
     port: int = 0

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from moonserve.core.cost import Cost
 from moonserve.core.errors import ConfigError, MoonserveError
 from moonserve.core.facts import InstanceInfo, InstanceLoad
 from moonserve.core.pool import PutOptions
@@ -262,6 +263,7 @@ def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
             vocab_size=shape.vocab_size,
             words=range(min(1000, shape.vocab_size // 2), min(8000, shape.vocab_size)),
             eos_token_ids=shape.eos_token_ids,
+            cost=Cost(config.pass_us, learns=False) if config.pass_us else None,
         )
         return fake, tokenizer, found.name
     from moonserve.live.engine.torch_engine import TorchEngine  # torch takes a second to import
