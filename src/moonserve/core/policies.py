@@ -265,7 +265,8 @@ def decide(
     made.scores = policy.score(made, memory)
     row = _best(made)
     group, alone = _group(made, row, preferred(others or prefills, avoid), slo, tuning)
-    near, ttft_us = likely[row], made.ttft_us()[row]
+    near = likely[row]
+    ttft_us = made.transfer_us[row] + made.queue_us[row] + made.compute_us[row]
     if group is not None:
         last, ttft_us = group.stages[-1].instance, group.ttft_us
         near = next(v for v in others or prefills if v.info.id == last)
