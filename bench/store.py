@@ -22,13 +22,14 @@ import asyncio
 import ctypes
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.store import mooncake_master
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.remote import HttpRpc
+from moonserve.live.transfer.region import clean_stale
 
 SIZES = {"4KiB": 4 << 10, "64KiB": 64 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20, "16MiB": 16 << 20}
 SIZES["64MiB"] = 64 << 20
@@ -56,13 +58,25 @@ RATIOS = [
     ("tcp put x2", "mc put x2"),
 ]  # fmt: skip
 
+CHILDREN: list[subprocess.Popen[str]] = []
+"""All that were started; `main` ends those that are left."""
+
 Arm = Callable[[int, int], Awaitable[float]]
 """Moves `count` objects of `size` bytes; the seconds that took."""
 
 
+def launch(argv: Sequence[str], stdout: int | None = None) -> subprocess.Popen[str]:
+    """Start a process, with nothing of the caller's own cluster: neither its token nor settings."""
+    environ = {name: it for name, it in os.environ.items() if not name.startswith("MOONSERVE_")}
+    CHILDREN.append(
+        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=stdout, text=True, env=environ)
+    )
+    return CHILDREN[-1]
+
+
 def start(*argv: str, until: str) -> tuple[subprocess.Popen[str], str]:
     """Start a process, and wait for a line; its first group."""
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = launch(argv, subprocess.PIPE)
     assert process.stdout is not None
     for line in process.stdout:
         if found := re.search(until, line):
@@ -218,7 +232,7 @@ class Mooncake:
             trial.bind(("127.0.0.1", 0))
             port = trial.getsockname()[1]
         argv = mooncake_master.command("127.0.0.1", port, 1000)
-        self.processes.append(subprocess.Popen(argv, stdin=subprocess.PIPE, text=True))
+        self.processes.append(launch(argv))
         time.sleep(1.5)
         hosts = []
         for _ in range(2):
@@ -380,7 +394,14 @@ def main() -> None:
     args = parser.parse_args()
     print(machine_line())
     sizes = {name: SIZES[name] for name in args.sizes.split(",")}
-    uvloop.run(run(sizes, args.seconds, not args.alone))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop"))
+    try:
+        uvloop.run(run(sizes, args.seconds, not args.alone))
+    finally:
+        for process in reversed(CHILDREN):
+            process.kill()
+            process.wait()
+        clean_stale()  # of segments that had to be killed
     sys.stdout.flush()
     os._exit(0)  # Mooncake's threads do not end
 
