@@ -89,6 +89,26 @@ def test_a_worker_everywhere_must_say_where(host: str, monkeypatch: pytest.Monke
     assert "--advertise-host" in result.stderr
 
 
+@pytest.mark.parametrize("token", ["sch\u014dn", "two\nlines", "\udcff"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["gateway"],
+        WORKER,
+        ["store", "serve", "--listen", "0"],
+        ["segment", "--name", "s", "--store-url", "http://127.0.0.1:1"],
+    ],
+    ids=" ".join,
+)
+def test_a_token_that_no_header_can_carry_is_refused(argv: list[str], token: str) -> None:
+    """In one line that names it, and does not show it."""
+    result = CliRunner().invoke(cli, argv, env={"MOONSERVE_TOKEN": token})
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: token: MOONSERVE_TOKEN has characters beyond Latin-1 or unprintable ones\n"
+    )
+
+
 def test_a_workers_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Address, advertised address, token and sizes arrive in the worker's own settings."""
     given: list[WorkerConfig] = []

@@ -6,7 +6,6 @@ Also for hand-made clusters: start them with one MOONSERVE_TOKEN in all of their
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from moonserve.cli.settings import (
-    TOKEN,
     advertise_host_option,
     cards_option,
     read_profile,
     read_settings,
+    read_token,
     settings_options,
 )
 from moonserve.config import check_name
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 def gateway(config: Path | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
     settings = read_settings(config, flags)
-    token = os.environ.get(TOKEN, "")
+    token = read_token()
     from moonserve.live.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
@@ -102,7 +101,7 @@ def worker(
     """Run one prefill or decode worker."""
     settings, name = read_settings(config, flags), check_name(name)
     pass_us = read_profile(settings.profile).pass_us if settings.profile else None
-    token = os.environ.get(TOKEN, "")
+    token = read_token()
     from moonserve.live.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time

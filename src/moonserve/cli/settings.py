@@ -35,6 +35,16 @@ cards_option = click.option(
     help="One of several addresses of this machine that bytes are to travel by; repeatable."
     " They go by all of them, and by those of one rail first.",
 )
+
+
+def read_token() -> str:
+    """The shared secret; empty: there is none. Raises ConfigError: it fits into no HTTP header."""
+    token = os.environ.get(TOKEN, "")
+    if not token.isprintable() or any(ord(it) > 255 for it in token):
+        raise ConfigError(f"{TOKEN} has characters beyond Latin-1 or unprintable ones", "token")
+    return token
+
+
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 # Setting: (metavar, help). Flags carry no default of their own: a flag not given is None, and

@@ -19,10 +19,10 @@ from moonserve.cli.client import URL, Client
 from moonserve.cli.output import Output
 from moonserve.cli.roles import run_role
 from moonserve.cli.settings import (
-    TOKEN,
     advertise_host_option,
     cards_option,
     read_settings,
+    read_token,
     settings_options,
     size_of,
 )
@@ -100,7 +100,7 @@ def serve(
         segment_ttl_us=round(segment_ttl_s * 1_000_000),
         quotas=dict(_quota(text) for text in quotas),
     )
-    token = os.environ.get(TOKEN, "")
+    token = read_token()
     run_role(
         run_master(
             MasterConfig(
@@ -155,7 +155,7 @@ def segment(
         capacity_bytes=settings.segment_bytes,
         disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
         disk_bytes=settings.disk_bytes,
-        token=os.environ.get(TOKEN, "").encode(),
+        token=read_token().encode(),
         node=settings.node,
         rack=settings.rack,
         host=settings.host,
@@ -316,7 +316,7 @@ def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
     from moonserve.live.store.client import StoreClient, StoreSettings
     from moonserve.live.store.remote import HttpRpc
 
-    token = os.environ.get(TOKEN, "")
+    token = read_token()
 
     async def body() -> T:
         http = HttpClient()

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from moonserve.cli.settings import TOKEN, child_env, read_profile, read_settings, settings_options
+from moonserve.cli.settings import (
+    TOKEN,
+    child_env,
+    read_profile,
+    read_settings,
+    read_token,
+    settings_options,
+)
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -158,7 +165,7 @@ async def _serve(settings: Settings, port: int) -> None:
     from moonserve.live.supervise import Supervisor
     from moonserve.live.transfer.region import clean_stale
 
-    token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
+    token = read_token() or secrets.token_urlsafe(32)
     environ = child_env(settings, **{TOKEN: token})
     master: list[Child] = []
     if settings.store == "mooncake":
