@@ -228,6 +228,20 @@ def test_who_leaves_hands_on_what_lies_with_it(
         run(test)
 
 
+def test_who_leaves_says_that_time_ran_out(caplog: pytest.LogCaptureFixture) -> None:
+    """In seconds and with what is left, where nobody takes anything in time."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        await Objects(members[0]).put([(b"k", memoryview(os.urandom(3000)))])
+        for member in members[1:]:
+            await member.drain(member.owners[0].mounting.id)
+        await hand_on(members[0], 0.2)
+
+    run(test)
+    said = [it.getMessage() for it in caplog.records if it.name.endswith("leaving")]
+    assert said == ["left with 1 objects: 0.2 s were too short"]
+
+
 def test_a_master_that_restarts_knows_all_that_was_put() -> None:
     """Owners' catalogues, and claims of what a put had just ended, bring every object back."""
 

@@ -28,7 +28,7 @@ async def hand_on(client: StoreClient, most_s: float) -> None:
     """
     own = [it for it in client.owners if it.mounting.tier == "dram"]
     try:
-        async with asyncio.timeout(most_s):
+        async with asyncio.timeout(most_s) as limit:
             try:
                 for owner in own:
                     await owner.catch_up()  # or another start of it would be drained by its name
@@ -38,7 +38,8 @@ async def hand_on(client: StoreClient, most_s: float) -> None:
             else:
                 await _until_empty(client, own)
     except FAILURES as error:
-        log.warning("left with %d objects: %s", _count(own), text(error))
+        why = f"{most_s:g} s were too short" if limit.expired() else text(error)
+        log.warning("left with %d objects: %s", _count(own), why)
 
 
 async def _until_empty(client: StoreClient, own: Sequence[Owner]) -> None:
