@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moonserve.core import admission
 from moonserve.core.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
@@ -238,3 +239,14 @@ def test_come_back_when_somebody_will_have_ended() -> None:
     assert waits[0] == 1_000_000
     assert waits[1] is not None
     assert waits[1] > 1_000_000
+
+
+def test_who_is_too_late_anyway_costs_no_look_at_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The TTFT objective refuses it, and no forecast is made."""
+    conductor = cluster("predictive", "p0", "d0", slo=Slo(ttft_us=100, tbt_us=210))
+
+    def forecast(*args: Any) -> tuple[int, int]:
+        raise AssertionError("nobody needs it")
+
+    monkeypatch.setattr(admission, "forecast", forecast)
+    assert refusals(conductor.step(0, [arrived("a")])) == [("a", "ttft_slo")]

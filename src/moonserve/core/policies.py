@@ -276,7 +276,8 @@ def decide(
     decode, meets = choose_decode(context, decodes, goal_us, near, leaves=policy.late)
     tbt_us = decode.tbt_us(context)
     likely_us = decode.tbt_us(ask.length)
-    if look is not None:
+    late = slo.ttft_us is not None and ask.waited_us + ttft_us > slo.ttft_us
+    if look is not None and not (late and near.cost.known):  # else that refuses it
         decode, likely_us, tbt_us = roomy_decode(
             decode, decodes, context, goal_us, look, now_us + ttft_us
         )
@@ -285,7 +286,6 @@ def decide(
         decision = decision.shared(group)
     elif alone:
         decision = msgspec.structs.replace(decision, alone=alone)
-    late = slo.ttft_us is not None and decision.predicted_ttft_us > slo.ttft_us
     strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
     return Verdict(decision, late, not meets, tbt_us, breaks_us)
