@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.units import Bytes, Tokens
+from moonserve.core.units import MAX_BYTES, Bytes, Tokens
 
 ENV_PREFIX = "MOONSERVE_"
 _Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
@@ -27,7 +27,7 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
 _Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 _Objective: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-_Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES)]
 
 
 class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block_size: Annotated[Tokens, msgspec.Meta(ge=1, le=1024)] = 32
     segment_bytes: _Size = 512 << 20
     """Each worker's share of the KV store."""
-    disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    disk_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)] = 0
     """Each worker's share of it on disk; 0: none."""
     disk_dir: str = ""
     """The folder for that; each worker makes one of its own in it."""
@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The same for requests of a priority below, and above, 0."""
     predictor: Literal["uniform", "survival"] = "survival"
     """How admission predicts who still decodes when a prefill ends; see core.predict."""
-    spread_bytes: Annotated[int, msgspec.Meta(ge=0)] = 8 << 30
+    spread_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)] = 8 << 30
     """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
     cpp: _Count = 8
     """The most prefill workers that may share one prompt, where one alone would miss its TTFT
@@ -117,7 +117,10 @@ def parse_bytes(text: str | int) -> Bytes:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like 512MiB or 2GiB")
-    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+    size = float(match[1]) * (1 << _UNITS[match[2].upper()])
+    if size > MAX_BYTES:
+        raise ValueError(f"{text!r} is more than any size can be: {MAX_BYTES >> 40}TiB")
+    return int(size)
 
 
 def load(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object | None]) -> Settings:

@@ -65,6 +65,21 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
+        (["ask", "hi", "--url", "http://[::1"], "error: url: http://[::1: Invalid IPv6 URL"),
+        (["store", "get", "ab", "--url", "http://[::1"], "error: url: 'http://[::1': Invalid IPv6"),
+        (["store", "get", "ab", "--url", "x:1"], "error: url: 'x:1' is no address; write it like"),
+        (
+            ["segment", "--name", "s", "--store-url", "http://[::1"],
+            "error: store_url: 'http://[::1': Invalid IPv6",
+        ),
+        (
+            ["segment", "--name", "s", "--store-url", "127.0.0.1:1"],
+            "error: store_url: '127.0.0.1:1' is no address; write it like http://",
+        ),
+        (
+            ["store", "evict", "s", "99999999TiB"],
+            "error: size: '99999999TiB' is more than any size can be: 4194304TiB",
+        ),
         (["segment", "--name", "../x"], "error: name: must be 1 to 64 letters"),
         (["segment", "--name", "s", "--disk-dir", "/d"], "error: disk_dir: say how much of it"),
         (["store", "get", "--text", "k" * 300], "error: key: must be at most 256 bytes, not 300"),

@@ -61,6 +61,8 @@ def test_sizes_are_human(text: str, size: int) -> None:
         ("store: redis", r"^store: must be embedded or mooncake \('redis' from"),
         ("mooncake_master: here", r"^mooncake_master: write it like 127.0.0.1:50051 \('here' from"),
         ("segment_bytes: lots", r"^segment_bytes: 'lots' is not a size; write it like 512MiB"),
+        ("segment_bytes: 99999999TiB", r"^segment_bytes: '99999999TiB' is more than any size"),
+        ("disk_bytes: 9223372036854775808", r"^disk_bytes: expected `int` <= 46116860"),
         ("segment_bytes: 10", r"^segment_bytes: must be 1MiB or more \(10 from .*moonserve.yaml\)"),
         ("{disk_bytes: 10, disk_dir: /d}", r"^disk_bytes: must be 1MiB or more \(10 from "),
         ("disk_bytes: 1GiB", r"^disk_bytes: say in which folder, with disk_dir"),

@@ -25,8 +25,8 @@ class Client:
     def __init__(self, url: str) -> None:
         from urllib.parse import urlsplit
 
-        parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
         try:
+            parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
             self._port = parts.port
         except ValueError as err:
             raise ConfigError(f"{url}: {err}", "url") from err

@@ -23,6 +23,8 @@ BlockKey = NewType("BlockKey", bytes)
 """The 32-byte name of one KV block: a chained SHA-256 over its tokens and all before it."""
 
 MICROS_PER_SECOND = 1_000_000
+MAX_BYTES: Bytes = 1 << 62
+"""No size is larger: more than any pool has, and an integer to all that is told it."""
 
 
 def seconds_to_us(seconds: float) -> Micros:

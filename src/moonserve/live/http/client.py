@@ -42,10 +42,10 @@ class _Target(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)
 def _parse(url: str) -> _Target:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ConfigError(f"{url!r} is not an http:// address", "url")
     try:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"{url!r} is no address; write it like http://10.0.0.5:8100", "url")
         port = parts.port or 80
         parts.hostname.encode("idna")  # as it is looked up; a UnicodeError is a ValueError
     except ValueError as error:
@@ -56,6 +56,14 @@ def _parse(url: str) -> _Target:
     if not (path + parts.netloc).isascii() or any(c <= " " for c in path + parts.netloc):
         raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
     return _Target(parts.hostname, port, parts.netloc, path)
+
+
+def check_url(url: str, setting: str) -> None:
+    """Raises ConfigError that names the setting: the client cannot use this address."""
+    try:
+        _parse(url)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("url: "), setting) from None
 
 
 def _head(method: str, target: _Target, headers: Mapping[str, str], length: int) -> bytes:

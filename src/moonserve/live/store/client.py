@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonserve.core.errors import ConfigError, StoreError
+from moonserve.core.errors import BadRequest, ConfigError, StoreError
 from moonserve.core.pool import (
     Address,
     Exists,
@@ -25,7 +25,7 @@ from moonserve.core.pool import (
     Removal,
     Ticket,
 )
-from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
+from moonserve.core.units import MAX_BYTES, BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.copying import Copier, Write
 from moonserve.live.store.disk import open_disk
@@ -244,8 +244,11 @@ class StoreClient:
     async def evict(self, segment: SegmentId, size: Bytes) -> Bytes:
         """Let go of `size` bytes of a segment; of how many it did, less where the rest is held.
 
-        They are free then or, where the segment's node has a disk, on their way to it.
+        They are free then or, where the segment's node has a disk, on their way to it. Raises
+        BadRequest: no such size, no such segment.
         """
+        if not 0 < size <= MAX_BYTES:
+            raise BadRequest(f"size must be 1 to {MAX_BYTES} bytes, not {size}", "size")
         freed = 0
         while True:
             call = wire.EvictCall(segment, size - freed)

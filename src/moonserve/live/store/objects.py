@@ -150,6 +150,14 @@ def _check_options(options: PutOptions) -> None:
         wrong, _, path = str(error).partition(" - at `$.")
         field = path.rstrip("`") or "options"
         raise BadRequest(f"{field}: {wrong}", field) from None
+    for field, name in (("tenant", options.tenant), ("preferred", options.preferred or "")):
+        try:
+            length = len(name.encode())
+        except UnicodeEncodeError:
+            raise BadRequest(f"{field} has half a character, a surrogate", field) from None
+        if length > wire.MAX_KEY_BYTES:
+            most = wire.MAX_KEY_BYTES
+            raise BadRequest(f"{field} must be at most {most} bytes, not {length}", field)
     if not 1 <= options.replicas <= wire.MAX_REPLICAS:
         most = wire.MAX_REPLICAS
         raise BadRequest(f"replicas must be 1 to {most}, not {options.replicas}", "replicas")

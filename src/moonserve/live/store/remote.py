@@ -25,7 +25,7 @@ from moonserve.core.errors import (
 )
 from moonserve.core.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
-from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.client import ClientResponse, HttpClient, check_url
 from moonserve.live.http.connection import BadReply
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
@@ -50,7 +50,10 @@ class HttpRpc:
     """The rpc of a Link: one connection to wherever a master is, made anew when it is lost."""
 
     def __init__(self, http: HttpClient, url: str, token: str) -> None:
-        """`http` makes the connection, and ends it when it is closed."""
+        """`http` makes the connection, and ends it when it is closed. Raises ConfigError: the
+        url is none.
+        """
+        check_url(url, _URL)
         self._http = http
         self.url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
