@@ -13,7 +13,7 @@ import pytest
 
 from moonserve.core.segments import ALIGN, aligned
 from tests.support.pool_client import KEYS, Client, Oracle, intact
-from tests.support.pool_nodes import MASTER, Node, Segment
+from tests.support.pool_nodes import MASTER, TERMS, Node, Segment
 from tests.support.pool_world import World
 
 CHAOS_US = 1_600_000
@@ -80,7 +80,8 @@ class Run:
         for node in self.world.nodes:
             if not node.alive:
                 continue
-            claims, _ = node.diary.claims(self.world.now)  # stamps anew, which loses nothing
+            # It stamps anew, which loses nothing.
+            claims, _ = node.diary.claims(self.world.now, TERMS.put_ttl_us)
             if any(it.held.version == version and not it.writing for it in claims):
                 return True
             for segment in node.segments:

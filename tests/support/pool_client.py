@@ -176,6 +176,7 @@ class Client:
                 if version == ticket:
                     if held is not None and self.oracle.on[ticket] == self.node.main.name:
                         self.node.main.catalogue.add(held)
+                    diary.acknowledged(self.world.now, ticket)
                     self.oracle.acked[ticket] = (self.node, self.node.epoch)
                 elif version is not None or tries == 0:
                     diary.drop(ticket)

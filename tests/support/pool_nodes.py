@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moonserve.core.owner import Catalogue, Diary, Tasks
 from moonserve.core.pool import (
     Address,
+    Change,
     Copy,
     Held,
     Mount,
@@ -166,7 +167,7 @@ class Owner:
         if page == 0:
             segment.catalogue.restart()
             segment.pages = segment.catalogue.pages(3)  # type: ignore[attr-defined]
-        pages: list[tuple[Held, ...]] = segment.pages  # type: ignore[attr-defined]
+        pages: list[tuple[Change, ...]] = segment.pages  # type: ignore[attr-defined]
         last = page == len(pages) - 1
 
         def then(taken: Any) -> None:
@@ -190,7 +191,7 @@ class Owner:
             if answer is LOST:
                 node.at(BEAT_US, lambda: self.claim(segment))
 
-        self.world.call(node, "claim", node.diary.claims(self.world.now), then)
+        self.world.call(node, "claim", node.diary.claims(self.world.now, TERMS.put_ttl_us), then)
 
     def beat(self, segment: Segment) -> None:
         """Beat once, and again later."""

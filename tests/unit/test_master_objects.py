@@ -60,7 +60,7 @@ def test_removal_is_told_key_by_key() -> None:
     assert it.remove(0, keys) == [
         Removal("removed", version),
         Removal("leased"),
-        Removal("missing"),
+        Removal("missing", leased),
     ]
     assert it.remove(0, [key(2)], force=True) == [Removal("removed", leased)]
     assert it.stats().segments[0].used_bytes == 0

@@ -5,7 +5,7 @@ import pytest
 from moonserve.core.errors import Recovering
 from moonserve.core.facts import BlocksCleared, BlocksStored
 from moonserve.core.master import Master
-from moonserve.core.pool import Claim, Held, PutOptions, Removal, Ticket
+from moonserve.core.pool import Claim, Gone, Held, PutOptions, Removal, Ticket
 from moonserve.core.units import BlockKey, LeaseId
 from tests.support.pool import BLOCK, LEASE, TERMS, A, B, copies, key, master, mount, store, where
 
@@ -35,6 +35,8 @@ def test_nothing_is_answered_before_it_is_known() -> None:
         lambda: it.exists([key(1)]),
         lambda: it.locate(key(1)),
         lambda: it.pin([key(1)], True),
+        lambda: it.drain(99, A),
+        lambda: it.evict(99, A, BLOCK),
     ):
         with pytest.raises(Recovering):
             call()
@@ -82,6 +84,20 @@ def test_claims_fill_what_owners_have_not_heard_of() -> None:
     it.mount(0, mount(A, 4))
     it.reap(100)
     assert [where(it, n) for n in (1, 2, 3)] == [[A], [], []], "3 is no earlier master's"
+
+
+@pytest.mark.parametrize("claimed_us", [0, 100])
+def test_what_an_owner_was_told_as_gone_is_not_claimed(claimed_us: int) -> None:
+    """Its extent was another's since, whoever put it and has not heard of that; a later put lies
+    there all the same."""
+    it = recovering()
+    it.mount(0, mount(A, 4), [held(1, 5, 0), Gone(key(2), 6), Gone(key(3), 7)])
+    if claimed_us:
+        it.reap(100)
+    claims = [Claim(A, 1, held(2, 6, 1), False), Claim(A, 1, held(3, 8, 2), False)]
+    it.claim(claimed_us, claims, [])
+    it.reap(100)
+    assert [where(it, n) for n in (1, 2, 3)] == [[A], [], [A]]
 
 
 def test_a_put_under_way_goes_on() -> None:
@@ -148,6 +164,28 @@ def test_removed_while_its_owner_was_silent_is_removed() -> None:
     assert it.remove(200, [key(1)]) == [Removal("removed", version)]
     it.mount(210, mount(A, 4), [held(1, version, 0, checksum=1)])
     assert where(it, 1) == []
+
+
+def test_what_was_missing_when_removed_does_not_come_back() -> None:
+    """Nor after another restart, by the remover's word; what was being put then does stay."""
+    it = master(a=4, b=4)
+    version = store(it, 1).id
+    it.beat(100, B, 1)
+    it.reap(200)
+    (put,) = it.put_start(200, B, [(key(2), BLOCK)], None)
+    assert isinstance(put, Ticket)
+    first, second = it.remove(200, [key(1), key(2)])
+    assert (first.outcome, second.outcome) == ("missing", "missing")
+    it.put_end(200, [(put.id, 1)], None)
+    it.mount(210, mount(A, 4), [held(1, version, 0, checksum=1)])
+    assert [where(it, n) for n in (1, 2)] == [[], [B]]
+    assert first.version is not None
+    assert second.version is not None
+    it = recovering()
+    it.claim(0, [], [(key(1), first.version), (key(2), second.version)])
+    it.mount(0, mount(A, 4), [held(1, version, 0), held(2, put.id, 1)])
+    it.reap(100)
+    assert [where(it, n) for n in (1, 2)] == [[], [A]]
 
 
 def test_a_newer_epoch_brings_only_what_it_says() -> None:

@@ -73,6 +73,9 @@ def test_a_catalogue_is_told_in_pages() -> None:
     assert [len(page) for page in it.pages(2)] == [2, 2, 1]
     assert [change.id for page in it.pages(2) for change in page] == list(range(5))
     assert Catalogue().pages(2) == [()]
+    it = Catalogue([held(1, 5)])
+    it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5), held(2, 6)))
+    assert it.pages(1) == [(held(2, 6),), (Gone(key(1), 5),)], "others may still claim it"
 
 
 def test_each_task_is_done_once_and_some_at_a_time() -> None:
@@ -119,7 +122,7 @@ def test_a_diary_claims_what_was_written() -> None:
     it.writing(0, Ticket(5, A, 128, 3), key(1), 64, None, OPTIONS)
     it.writing(0, Ticket(6, A, 192, 3), key(2), 64, key(1), OPTIONS)
     it.ended(10, 5, 7)
-    (first, second), removed = it.claims(10)
+    (first, second), removed = it.claims(10, 100)
     assert (first.writing, first.held.checksum, first.held.offset, first.epoch) == (
         False,
         7,
@@ -131,18 +134,34 @@ def test_a_diary_claims_what_was_written() -> None:
     assert it.held(5) == first.held
     it.drop(6)
     it.forget(10)
-    assert it.claims(30)[0] == [first]
+    assert it.claims(30, 100)[0] == [first]
     it.forget(30)
-    assert it.claims(30)[0] == [first], "what was claimed anew is kept anew"
+    assert it.claims(30, 100)[0] == [first], "what was claimed anew is kept anew"
     it.forget(31)
-    assert it.claims(31) == ([], [])
+    assert it.claims(31, 100) == ([], [])
     assert it.held(5) is None
+
+
+def test_a_diary_claims_no_put_that_was_given_up_meanwhile() -> None:
+    """What nobody acknowledged for a put's time to live may lie in another's extent by now."""
+    it = Diary()
+    for ticket in (5, 6, 7):
+        it.writing(0, Ticket(ticket, A, 64 * ticket, 3), key(ticket), 64, None, OPTIONS)
+    for ticket in (6, 7):
+        it.ended(10, ticket, 7)
+    it.acknowledged(20, 7)
+    assert [claim.held.id for claim in it.claims(99, 100)[0]] == [5, 6, 7]
+    assert [claim.held.id for claim in it.claims(100, 100)[0]] == [7], "claims give no more time"
+    assert it.held(6) is not None, "its answer may still come"
+    it.forget(100)
+    assert [claim.held.id for claim in it.claims(101, 100)[0]] == [7]
+    assert it.held(6) is None
 
 
 def test_a_diary_claims_removals() -> None:
     """The version that was removed, as long as puts are."""
     it = Diary()
     it.removed(0, key(1), 5)
-    assert it.claims(0) == ([], [(key(1), 5)])
+    assert it.claims(0, 100) == ([], [(key(1), 5)])
     it.forget(1)
-    assert it.claims(1) == ([], [])
+    assert it.claims(1, 100) == ([], [])

@@ -245,13 +245,19 @@ class Master:
     # Taking away
 
     def remove(self, now_us: Micros, keys: Sequence[Key], force: bool = False) -> list[Removal]:
-        """Remove objects, pinned ones too; leased ones only with `force`."""
+        """Remove objects, pinned ones too; leased ones only with `force`.
+
+        What is missing may lie on a segment that is away: it does not come back with it.
+        """
         self._roster.serve(now_us)
         removals = []
+        putting = self._puts.oldest()  # these may still end, after the removal
         for key in keys:
             of = self._stock.objects.get(key)
             if of is None:
-                removals.append(Removal("missing"))
+                version = putting.get(key, self._next_id) - 1
+                self._roster.note_removal(key, version)
+                removals.append(Removal("missing", version))
             elif of.leases and not force:
                 removals.append(Removal("leased"))
             else:
@@ -286,6 +292,7 @@ class Master:
         How many are free now or will be when their copies are made, and whether any are on their
         way: where these are too few, ask again for the rest when the disk is less busy.
         """
+        self._roster.serve(now_us)
         shelf = self._stock.shelves.get(segment)
         if shelf is None:
             return 0, False

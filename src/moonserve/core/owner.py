@@ -76,9 +76,12 @@ class Catalogue:
         """The segment is not mounted any more: changes are told from the start when it is."""
         self.seen = UNSEEN
 
-    def pages(self, most: int) -> list[tuple[Held, ...]]:
-        """All of it in pages of up to `most`, to mount with; at least one."""
-        rest = iter(list(self.held.values()))
+    def pages(self, most: int) -> list[tuple[Change, ...]]:
+        """All of it in pages of up to `most`, to mount with; at least one. What was told as gone is
+        part of it: those who put that claim it for a while yet."""
+        told: list[Change] = [*self.held.values()]
+        told += [Gone(key, id) for key, id in self._gone.items()]
+        rest = iter(told)
         pages = []
         while page := tuple(islice(rest, most)):
             pages.append(page)
@@ -151,7 +154,9 @@ class Tasks:
 @dataclass(slots=True)
 class _Written:
     claim: Claim
+    began_us: Micros
     at_us: Micros
+    acknowledged: bool = False
 
 
 class Diary:
@@ -170,10 +175,10 @@ class Diary:
         parent: Key | None,
         options: PutOptions,
     ) -> None:
-        """A put began: before the first byte is written."""
+        """A put that was asked for at `now_us` begins: before the first byte is written."""
         held = Held(key, size, 0, ticket.id, ticket.id, ticket.offset, parent, options)
         claim = Claim(ticket.segment, ticket.epoch, held, True)
-        self._puts[ticket.id] = _Written(claim, now_us)
+        self._puts[ticket.id] = _Written(claim, now_us, now_us)
 
     def ended(self, now_us: Micros, ticket: int, checksum: int) -> None:
         """All bytes are written; to be noted before the master is told, lest its answer is lost."""
@@ -181,28 +186,43 @@ class Diary:
         if written is not None:
             it = written.claim
             held = msgspec.structs.replace(it.held, checksum=checksum)
-            self._puts[ticket] = _Written(Claim(it.segment, it.epoch, held, False), now_us)
+            written.claim, written.at_us = Claim(it.segment, it.epoch, held, False), now_us
+
+    def acknowledged(self, now_us: Micros, ticket: int) -> None:
+        """The master said that the object exists by this put."""
+        written = self._puts.get(ticket)
+        if written is not None:
+            written.acknowledged, written.at_us = True, now_us
 
     def drop(self, ticket: int) -> None:
         """The put was given up, or the master said that its ticket is stale."""
         self._puts.pop(ticket, None)
 
     def removed(self, now_us: Micros, key: Key, version: int) -> None:
-        """The master removed this on our behalf."""
-        self._removed[key] = (version, now_us)
+        """The master removed this on our behalf, or noted that it is not to come back."""
+        known, _ = self._removed.get(key, (version, now_us))
+        self._removed[key] = (max(version, known), now_us)
 
     def held(self, ticket: int) -> Held | None:
         """What a put wrote; an owner adds it to its own catalogue once the master has said yes."""
         written = self._puts.get(ticket)
         return None if written is None else written.claim.held
 
-    def claims(self, now_us: Micros) -> tuple[list[Claim], list[tuple[Key, int]]]:
+    def claims(
+        self, now_us: Micros, put_ttl_us: Micros
+    ) -> tuple[list[Claim], list[tuple[Key, int]]]:
         """What to tell a master that may have restarted, until it answers; all is new again then,
-        since that one has yet to tell the owners."""
-        for written in self._puts.values():
+        since that one has yet to tell the owners.
+
+        A put that nobody acknowledged for a put's time to live was given up, unless its answer was
+        lost: its extent may be another's since.
+        """
+        old_us = now_us - put_ttl_us
+        claimed = [it for it in self._puts.values() if it.acknowledged or it.began_us > old_us]
+        for written in claimed:
             written.at_us = now_us
         self._removed = {key: (version, now_us) for key, (version, _) in self._removed.items()}
-        claims = [it.claim for it in self._puts.values()]
+        claims = [it.claim for it in claimed]
         return claims, [(key, version) for key, (version, _) in self._removed.items()]
 
     def forget(self, before_us: Micros) -> None:

@@ -160,7 +160,8 @@ class Removal(msgspec.Struct, frozen=True):
 
     outcome: Literal["removed", "missing", "leased"]
     version: int | None = None
-    """Of the removed object: the remover claims it towards a master that restarts."""
+    """Of the removed object, or the latest that may be away: the remover claims it towards a master
+    that restarts."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, tag="h"):

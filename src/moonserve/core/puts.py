@@ -41,6 +41,13 @@ class Puts:
     def __contains__(self, ticket: int) -> bool:
         return ticket in self._puts
 
+    def oldest(self) -> dict[Key, int]:
+        """The first ticket of each key that is being put."""
+        tickets: dict[Key, int] = {}
+        for id, put in self._puts.items():
+            tickets[put.key] = min(id, tickets.get(put.key, id))
+        return tickets
+
     def add(self, ticket: int, put: Put) -> None:
         """A put begins."""
         self._puts[ticket] = put

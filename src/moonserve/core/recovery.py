@@ -3,7 +3,8 @@
 For core.master, when it starts among segments that outlived another, and when a segment comes back
 that it had given up. An owner tells its catalogue in pages; clients claim what owners may not have
 heard of. Of two extents that overlap, the later is true (the larger id); so is the later version of
-a key, and a removal that came after it. Versions of equal bytes are replicas of one object.
+a key, and a removal that came after it. What an owner was told as gone is gone, whoever claims it:
+its extent was others' since. Versions of equal bytes are replicas of one object.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moonserve.core.pool import Claim, Found, Held, Key, Mount, Replica
+from moonserve.core.pool import Change, Claim, Found, Held, Key, Mount, Replica
 from moonserve.core.shelf import Shelf
 from moonserve.core.stock import Stock
 from moonserve.core.units import Micros, SegmentId
@@ -25,7 +26,7 @@ _CLAIMS_KEPT_US: Micros = 60_000_000
 class _Loading:
     mount: Mount
     heard_us: Micros
-    held: list[Held] = field(default_factory=list)
+    held: list[Change] = field(default_factory=list)
     pages: int = 0
 
 
@@ -46,8 +47,8 @@ class Recovery:
         return bool(self._loading)
 
     def page(
-        self, now_us: Micros, mount: Mount, held: Sequence[Held], page: int, last: bool
-    ) -> list[Held] | None:
+        self, now_us: Micros, mount: Mount, held: Sequence[Change], page: int, last: bool
+    ) -> list[Change] | None:
         """Take one page of a catalogue; all of it after the last, empty before that.
 
         None: it is out of sequence, or of an older epoch.
@@ -99,6 +100,8 @@ class Recovery:
             shelf = stock.shelves.get(name)
             if shelf is not None and shelf.mount.epoch == epoch:
                 _, claims = self._claims.pop((name, epoch))
+                gone = shelf.gone
+                claims = [it for it in claims if it.held.id > gone.get(it.held.key, -1)]
                 found += [(shelf, claim.held, claim.writing) for claim in claims]
         found.sort(key=lambda it: (it[1].id, not it[2]), reverse=True)
         placed: list[tuple[Shelf, Held]] = []

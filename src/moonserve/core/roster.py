@@ -11,7 +11,19 @@ from collections.abc import Callable, Sequence
 
 from moonserve.core.copies import Copies
 from moonserve.core.errors import BadRequest, Recovering
-from moonserve.core.pool import UNSEEN, Address, Claim, Held, Holder, Key, Mount, Orders, Seen
+from moonserve.core.pool import (
+    UNSEEN,
+    Address,
+    Change,
+    Claim,
+    Gone,
+    Held,
+    Holder,
+    Key,
+    Mount,
+    Orders,
+    Seen,
+)
 from moonserve.core.puts import Puts
 from moonserve.core.recovery import Recovery
 from moonserve.core.repair import Repair
@@ -59,7 +71,7 @@ class Roster:
         self,
         now_us: Micros,
         mount: Mount,
-        held: Sequence[Held] = (),
+        held: Sequence[Change] = (),
         page: int = 0,
         last: bool = True,
     ) -> bool:
@@ -92,7 +104,11 @@ class Roster:
         self._known.move_to_end(mount.id)
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
-        self._told += [(shelf, it) for it in whole]
+        for it in whole:
+            if isinstance(it, Gone):
+                shelf.gone[it.key] = it.id
+            else:
+                self._told.append((shelf, it))
         if not self.recovering:
             self._restore(now_us)
         return True
@@ -151,6 +167,7 @@ class Roster:
 
         It is empty when its stats say so, and may be unmounted then.
         """
+        self.serve(now_us)
         shelf = self._stock.shelves.get(segment)
         if shelf is None:
             return False

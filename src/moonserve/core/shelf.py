@@ -34,6 +34,9 @@ class Shelf:
         self.chains = Chains(eviction)
         self.objects: dict[Key, int] = {}
         """The id of the put or copy that wrote each replica."""
+        self.gone: dict[Key, int] = {}
+        """What the owner mounted it with as gone: nothing as old is claimed on it. As bounded as
+        the owner's catalogue keeps it."""
         self.evictable_bytes: Bytes = 0
         self.leaving_bytes: Bytes = 0
         """What goes when its copy to disk is made."""

@@ -309,14 +309,14 @@ class StoreClient:
         parent: Key | None,
         options: PutOptions,
     ) -> list[Outcome | None]:
-        sizes = [(key, len(memory)) for key, memory in items]
+        sizes, asked_us = [(key, len(memory)) for key, memory in items], now_us()
         outcomes = await self._start(
             wire.PutStartCall(self._segment, sizes, lease, parent, options)
         )
         writes = []
         for (key, memory), outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Ticket):
-                self.link.diary.writing(now_us(), outcome, key, len(memory), parent, options)
+                self.link.diary.writing(asked_us, outcome, key, len(memory), parent, options)
                 writes.append(Write(outcome, memory))
             parent = key if options.blocks else None
         if not writes:
@@ -360,6 +360,8 @@ class StoreClient:
             at = write.ticket.segment, write.ticket.epoch  # the name may be another's by now
             if version != id:
                 diary.drop(id)
-            elif (mine := self._mine.get(at)) and (held := diary.held(id)):
+                continue
+            diary.acknowledged(now_us(), id)
+            if (mine := self._mine.get(at)) and (held := diary.held(id)):
                 mine.wrote(held)
         return {id for (id, _), it in zip(ends, ended.versions, strict=True) if it is not None}

@@ -16,7 +16,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError, Recovering, StoreError
 from moonserve.core.owner import Diary
-from moonserve.core.pool import Address
+from moonserve.core.pool import Address, Terms
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId, seconds_to_us
 from moonserve.live.store import wire
 
@@ -36,6 +36,7 @@ _CLAIM_EVERY_S = 1.0
 _TIDY_EVERY_US: Micros = MICROS_PER_SECOND
 _KEPT_US: Micros = 30 * MICROS_PER_SECOND
 """How long the diary keeps what was done: by then owners know it by their beats."""
+_PUT_TTL_US: Final = Terms().put_ttl_us  # no command gives a master another
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -81,7 +82,7 @@ class Link:
     async def claim(self) -> None:
         """Tell the master what it may not know: puts and removals of the last half minute."""
         self._claimed_s = _now_s()
-        claims, removed = self.diary.claims(now_us())
+        claims, removed = self.diary.claims(now_us(), _PUT_TTL_US)
         for start in range(0, max(len(claims), len(removed)), wire.MAX_BATCH):
             part = slice(start, start + wire.MAX_BATCH)
             await self.tell("claim", wire.ClaimCall(claims[part], removed[part]))

@@ -14,7 +14,17 @@ import msgspec
 
 from moonserve.core import pool
 from moonserve.core.facts import BlocksCleared, BlocksRemoved, BlocksStored
-from moonserve.core.pool import Address, Claim, Found, Held, Mount, Orders, Outcome, Removal, Terms
+from moonserve.core.pool import (
+    Address,
+    Change,
+    Claim,
+    Found,
+    Mount,
+    Orders,
+    Outcome,
+    Removal,
+    Terms,
+)
 from moonserve.core.units import Bytes, LeaseId, SegmentId
 
 MAX_BATCH = 4096
@@ -35,7 +45,7 @@ class MountCall(msgspec.Struct, frozen=True, array_like=True):
     """Offer a segment: empty, or with one page of what lies on it, pages from 0 on."""
 
     mount: Mount
-    held: Annotated[Sequence[Held], _BATCH] = ()
+    held: Annotated[Sequence[Change], _BATCH] = ()
     page: int = 0
     last: bool = True
 
