@@ -218,6 +218,20 @@ def test_queues_are_no_reason_to_share() -> None:
     assert late == (1, "it would be late for those before it, not for its length")
 
 
+def test_where_all_are_busy_it_is_soon_said_that_none_is_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No plan is made for a crowd that is refused; where there is time enough, one is."""
+    assert whom(6, [1_000_000] * 8)[0] > 1
+
+    def chain(*args: object) -> None:
+        raise AssertionError("nobody needs it")
+
+    monkeypatch.setattr("moonserve.core.groups.chain", chain)
+    late = whom(6, [5_000_000] * 8)
+    assert late == (1, "all who could share it have too little time left to be in time")
+
+
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"random"}))
 def test_a_decision_names_the_group(policy: str) -> None:
     """Under any policy the chosen one comes first; what it would take alone can still be read."""

@@ -32,7 +32,7 @@ def groups(
     members = [first, *partners(first, others, work, now_us)][: work.most]
     blocks = (work.length - work.start) // work.block_size
     most = min(len(members), blocks)
-    least_us = min(pass_us(view.cost, work.start, work.length) for view in members)
+    least_us = _least_us(members, work)
     for size in range(2, most + 1):
         hopeless = within_us is not None and least_us > size * within_us
         if hopeless and size & (size - 1) and size < most:
@@ -41,6 +41,11 @@ def groups(
         group = of(members[:size], work, now_us)
         if group is not None:
             yield group
+
+
+def _least_us(members: Sequence[InstanceView], work: Work) -> Micros:
+    """What they spend together at least, however they share it."""
+    return min(pass_us(view.cost, work.start, work.length) for view in members)
 
 
 def partners(
@@ -92,6 +97,11 @@ def split(
         return None, "one instance alone meets the TTFT objective"
     if spent_us <= within_us:
         return None, "it would be late for those before it, not for its length"
+    if first.prefills:  # then it must be in time, and a crowd is refused that cannot be
+        members = [first, *partners(first, others, work, now_us)][: work.most]
+        left_us = sum([max(0, within_us - free_us(view, now_us)) for view in members])
+        if left_us < _least_us(members, work):
+            return None, "all who could share it have too little time left to be in time"
     best: Group | None = None
     for group in groups(first, others, work, now_us, within_us):
         if group.ttft_us <= within_us:
