@@ -24,6 +24,9 @@ from moonserve.live.transfer.ports import Op
 
 T = TypeVar("T")
 
+_ASIDE_S = 10.0
+"""A segment that did not deliver is read last for so long: by then the master has dropped it."""
+
 _INLINE_BYTES: Bytes = 1 << 20
 _SHARE_BYTES: Bytes = 4 << 20
 """What another thread is worth."""
@@ -57,6 +60,8 @@ class Copier:
         self._rack = settings.rack
         self._transfer = transfer
         self._threads = threads
+        self._aside_s: dict[SegmentId, float] = {}
+        """Until when each segment that did not deliver is read last."""
         self._cores = min(settings.threads, os.cpu_count() or 1)
 
     async def read(
@@ -78,19 +83,22 @@ class Copier:
                     groups.setdefault(orders[index][turn].segment, []).append(index)
             now_s = time.monotonic()
             deadline_s = now_s + (end_s - now_s) / (turns - turn)
-            jobs = []
+            jobs, asked = [], []
             for segment, indices in groups.items():
                 address = known[segment]
                 for share in self._shares(address, indices, into):
                     slices = [Slice(orders[i][turn].offset, into[i]) for i in share]
                     sums = [found[i].checksum for i in share]
+                    asked.append((segment, len(share)))
                     jobs.append(
                         self._run(address, slices, self._fetch, segment, share, sums, deadline_s)
                     )
             good: set[int] = set()
-            for fetched, bad in await _all(jobs):
+            for (segment, count), (fetched, bad) in zip(asked, await _all(jobs), strict=True):
                 good.update(fetched)
                 corrupt += bad
+                if len(fetched) + len(bad) < count:
+                    self._put_aside(segment)
             missing = [index for index in missing if index not in good]
             if not missing:
                 break
@@ -115,15 +123,26 @@ class Copier:
                 sums[index] = checksum
         return sums
 
+    def _put_aside(self, segment: SegmentId) -> None:
+        now_s = time.monotonic()
+        self._aside_s = {name: at_s for name, at_s in self._aside_s.items() if at_s > now_s}
+        self._aside_s[segment] = now_s + _ASIDE_S
+
     def _near_first(
         self, replicas: Sequence[Replica], known: Mapping[SegmentId, Address]
     ) -> Sequence[Replica]:
         """The replicas that can be reached: mapped ones first, memory before disk, those of this
-        node before those of this rack before others.
+        node before those of this rack before others; last those that lately did not deliver.
         """
         reachable = [it for it in replicas if it.segment in known]
         if len(reachable) > 1:
-            reachable.sort(key=lambda it: self._distance(known[it.segment]))
+            now_s = time.monotonic()
+            reachable.sort(
+                key=lambda it: (
+                    self._aside_s.get(it.segment, now_s) > now_s,
+                    self._distance(known[it.segment]),
+                )
+            )
         return reachable
 
     def _distance(self, address: Address) -> int:
