@@ -106,6 +106,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _LEAST_SEGMENT: Bytes = 1 << 20
+_LEAST_MOONCAKE: Bytes = 16 << 20
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -219,6 +220,7 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     _check_eviction(settings.eviction, origin)
     _check_segment(settings, origin)
     _check_master(settings.mooncake_master, origin)
+    _check_mooncake(settings, origin)
     return settings
 
 
@@ -260,6 +262,31 @@ def _check_eviction(name: str, origin: Mapping[str, str]) -> None:
     if name not in EVICTIONS:
         known = f"must be one of {', '.join(EVICTIONS)}"
         raise ConfigError(f"{known} ({name!r} from {origin['eviction']})", "eviction")
+
+
+def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:
+    """What Mooncake would not heed is refused rather than ignored."""
+    if settings.store != "mooncake":
+        return
+    ours = "only the embedded store has"
+    instead = {
+        "replicas": f"{ours} copies; leave it at 1 with store mooncake",
+        "eviction": "Mooncake's master evicts by its own rule, set by its --eviction_* flags; start"
+        " one and name it with mooncake_master",
+        "disk_bytes": f"{ours} a share on disk; leave it out with store mooncake",
+        "node": f"{ours} nodes that copies avoid; leave it out with store mooncake",
+        "store_url": "is for the embedded store; name Mooncake's master with mooncake_master",
+    }
+    for name, remedy in instead.items():
+        value = getattr(settings, name)
+        if value != getattr(Settings(), name):
+            raise ConfigError(f"{remedy} ({value!r} from {origin[name]})", name)
+    if settings.segment_bytes < _LEAST_MOONCAKE:
+        value = settings.segment_bytes
+        raise ConfigError(
+            f"Mooncake takes segments of 16MiB and more ({value} from {origin['segment_bytes']})",
+            "segment_bytes",
+        )
 
 
 def _check_master(address: str, origin: Mapping[str, str]) -> None:

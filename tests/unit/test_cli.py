@@ -80,6 +80,14 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
             ["store", "evict", "s", "99999999TiB"],
             "error: size: '99999999TiB' is more than any size can be: 4194304TiB",
         ),
+        (
+            [*WORKER, "--store", "mooncake", "--card", "127.0.0.1"],
+            "error: card: only the embedded store has cards",
+        ),
+        (
+            ["up", "--store", "mooncake", "--segment-bytes", "4MiB"],
+            "error: segment_bytes: Mooncake takes segments of 16MiB and more",
+        ),
         (["segment", "--name", "../x"], "error: name: must be 1 to 64 letters"),
         (["segment", "--name", "s", "--disk-dir", "/d"], "error: disk_dir: say how much of it"),
         (["store", "get", "--text", "k" * 300], "error: key: must be at most 256 bytes, not 300"),
@@ -298,8 +306,8 @@ def test_ask_prints_the_answer_and_how_it_came_about(url: str) -> None:
     assert result.stdout == "Grüß Gott 🌙\n"
     assert "5 tokens, reused 2,016 of 2,051 prompt tokens" in result.stderr
     assert (
-        "prefill p0 (reused 2,016 of 2,051 tokens, from p0) → decode d0, predicted TTFT 320 ms"
-        in result.stderr
+        "prefill p0 (expected to reuse 2,016 of 2,051 tokens, from p0) → decode d0,"
+        " predicted TTFT 320 ms" in result.stderr
     )
     roles = [(m["role"], m["content"]) for m in Gateway.asked["messages"]]
     assert roles == [("system", "Be kind."), ("user", "Hello?")]

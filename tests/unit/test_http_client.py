@@ -426,7 +426,16 @@ def test_cancelled_request_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["https://a/", "ftp://a/", "http://", "x", "http://h:99999/", "http://h/a b", "http://a..b/", "http://[::1"],
+    [
+        "https://a/",
+        "ftp://a/",
+        "http://",
+        "x",
+        "http://h:99999/",
+        "http://h/a b",
+        "http://a..b/",
+        "http://[::1",
+    ],
 )
 def test_bad_urls_name_the_field(url: str) -> None:
     """An address the client cannot use raises ConfigError that names the field."""

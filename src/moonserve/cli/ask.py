@@ -119,7 +119,7 @@ def story(answer: Answer) -> Iterator[str]:
         decision = msgspec.convert(answer.decision, Decision)
     except msgspec.ValidationError:  # a newer gateway may say it otherwise
         return
-    reused = f"reused {decision.reused_tokens:,} of {answer.prompt_tokens:,} tokens"
+    reused = f"expected to reuse {decision.reused_tokens:,} of {answer.prompt_tokens:,} tokens"
     if decision.reused_tokens and decision.holder:
         reused += f", from {decision.holder}"
     line = f"prefill {decision.prefill} ({reused}) → decode {decision.decode}"

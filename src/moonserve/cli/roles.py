@@ -21,6 +21,7 @@ from moonserve.cli.settings import (
     settings_options,
 )
 from moonserve.config import check_name
+from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
 
@@ -100,6 +101,8 @@ def worker(
 ) -> None:
     """Run one prefill or decode worker."""
     settings, name = read_settings(config, flags), check_name(name)
+    if cards and settings.store == "mooncake":
+        raise ConfigError("only the embedded store has cards; leave it out with mooncake", "card")
     pass_us = read_profile(settings.profile).pass_us if settings.profile else None
     token = read_token()
     from moonserve.live.supervise import die_with_parent
