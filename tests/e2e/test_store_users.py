@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +17,7 @@ from moonserve.core.pool import PutOptions
 from moonserve.core.units import SegmentId
 from moonserve.live.http.server import App, serve
 from moonserve.live.store.objects import Objects
-from tests.support.store_processes import Pool, Process, content, put, replicas, run
+from tests.support.store_processes import TOKEN, Pool, Process, content, put, replicas, run
 
 
 def test_a_name_has_one_holder() -> None:
@@ -37,6 +42,31 @@ def test_a_name_has_one_holder() -> None:
         assert await replicas(client) == {"y": ["a"]}
 
     run(test)
+
+
+def test_the_documents_program_runs_as_it_stands() -> None:
+    """What docs/store.md shows from Python puts, reads and removes, and ends without a complaint."""
+    page = (Path(__file__).parents[2] / "docs/store.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    async def test(it: Pool) -> None:
+        child = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-W",
+                "error",
+                "-c",
+                program.replace("http://127.0.0.1:8100", it.url),
+            ),
+            env={**os.environ, "MOONSERVE_TOKEN": TOKEN},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert await child.communicate() == (b"bytearray(b'any bytes')\n", b"")
+        assert child.returncode == 0
+        assert await (await it.client("looker")).exists([b"name"]) == [False]
+
+    run(test, None, ("--recover-s", "0"))
 
 
 def test_a_quota_is_kept() -> None:
