@@ -183,9 +183,19 @@ def test_nobodys_tbt_is_broken_by_who_joins(mode: str) -> None:
 def test_low_priority_goes_first() -> None:
     """Where one of the usual priority is taken still, one of a lower is refused."""
     for priority, taken in ((0, True), (5, True), (-1, False)):
-        c = cluster("predictive", "p0", "d0", slo=Slo(tbt_us=120))
+        c = cluster("predictive", "p0", "d0", slo=TWO, held_share=0.0)
+        begin(c, 0, "x")
         found = begun(c.step(1, [arrived("a", priority=priority)]), Prefill)
         assert bool(found) == taken
+
+
+@pytest.mark.parametrize("slo", [Slo(tbt_us=120), Slo(ttft_us=450)])
+def test_low_priority_gives_way_to_nobody_where_nobody_is(slo: Slo) -> None:
+    """An idle cluster takes it where its own objectives are met, and else refuses it still."""
+    for most, taken in ((1.0, True), (0.8, False)):
+        goal = Slo(*(us and round(us * most) for us in (slo.ttft_us, slo.tbt_us)))
+        c = cluster("predictive", "p0", "d0", slo=goal)
+        assert bool(begun(c.step(1, [arrived("a", priority=-1)]), Prefill)) == taken
 
 
 def test_a_class_may_have_a_mode_of_its_own() -> None:
@@ -243,7 +253,8 @@ def test_come_back_when_somebody_will_have_ended() -> None:
 
 def test_who_is_too_late_anyway_costs_no_look_at_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The TTFT objective refuses it, and no forecast is made."""
-    conductor = cluster("predictive", "p0", "d0", slo=Slo(ttft_us=100, tbt_us=210))
+    conductor = cluster("predictive", "p0", "d0", slo=Slo(ttft_us=450, tbt_us=210))
+    conductor.step(0, [arrived("before")])
 
     def forecast(*args: Any) -> tuple[int, int]:
         raise AssertionError("nobody needs it")

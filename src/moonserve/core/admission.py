@@ -259,7 +259,10 @@ def unwanted(
     decision, predicted_us = verdict.decision, verdict.decision.predicted_ttft_us
     known = view.instances[decision.prefill].cost.known
     refuses = known and refuses_ttft(tuning, request.priority)
-    if verdict.misses_ttft and refuses and slo.ttft_us is not None:
+    own_us = request.slo.over(tuning.slo).ttft_us
+    # Held to less, it leaves room for others: where nobody is before it, to nobody.
+    gives_way = decision.candidates[0].queue_us > 0 or own_us is None or predicted_us > own_us
+    if verdict.misses_ttft and refuses and slo.ttft_us is not None and gives_way:
         why = _misses("TTFT", predicted_us, slo.ttft_us)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
         return Refuse(request.id, why, "ttft_slo", wait_us, decision)
@@ -270,10 +273,11 @@ def unwanted_in_decode(
     request: Request, verdict: Verdict, slo: Slo, tuning: Tuning, view: ClusterView
 ) -> Refuse | None:
     """What is predicted to miss its own TBT objective or to break another's, where that refuses."""
-    known = view.instances[verdict.decision.decode].cost.known
-    if tuning.mode(request.priority) not in ("early", "predictive") or not known:
+    chosen, own_us = view.instances[verdict.decision.decode], request.slo.over(tuning.slo).tbt_us
+    if tuning.mode(request.priority) not in ("early", "predictive") or not chosen.cost.known:
         return None
-    if slo.tbt_us is not None and verdict.tbt_us > slo.tbt_us:
+    gives_way = chosen.decodes > 0 or own_us is None or verdict.tbt_us > own_us
+    if slo.tbt_us is not None and verdict.tbt_us > slo.tbt_us and gives_way:
         goal_us, why = slo.tbt_us, _misses("TBT", verdict.tbt_us, slo.tbt_us)
     elif verdict.breaks_us is not None:
         goal_us = verdict.breaks_us

@@ -85,7 +85,8 @@ class Tuning(msgspec.Struct, frozen=True):
     TTFT objective leaves: so decode is not idle where what was forecast does not come."""
     low_share: float = 0.8
     """Requests of a priority below 0 are held to this share of the objectives, and so go first;
-    those of a tenant that has more than its part, to this or more: see core.tenants."""
+    those of a tenant that has more than its part, to this or more: see core.tenants. An instance
+    with nothing to do takes them for their whole objectives."""
     cross_rack: float = 2.0
     """How many times longer a transfer between racks takes than one within."""
     max_waiting: int = 10_000
@@ -277,7 +278,8 @@ def decide(
     tbt_us = decode.tbt_us(context)
     likely_us = decode.tbt_us(ask.length)
     late = slo.ttft_us is not None and ask.waited_us + ttft_us > slo.ttft_us
-    if look is not None and not (late and near.cost.known):  # else that refuses it
+    refused = late and near.cost.known and made.queue_us[row] > 0
+    if look is not None and not refused:
         decode, likely_us, tbt_us = roomy_decode(
             decode, decodes, context, goal_us, look, now_us + ttft_us
         )
