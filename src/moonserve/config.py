@@ -221,16 +221,21 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     _check_segment(settings, origin)
     _check_master(settings.mooncake_master, origin)
     _check_mooncake(settings, origin)
+    for field in ("node", "rack"):
+        if name := getattr(settings, field):
+            check_name(name, field)
     return settings
 
 
-def check_name(name: str) -> str:
-    """The name of a worker or a segment, which is also a folder's. Raises ConfigError."""
+def check_name(name: str, field: str = "name") -> str:
+    """The name of a worker or a segment, which is also a folder's, of a node or a rack. Raises
+    ConfigError.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(
             "must be 1 to 64 letters, digits, dots, dashes or underscores, and begin with a letter "
             f"or digit, not {name!r}",
-            "name",
+            field,
         )
     return name
 

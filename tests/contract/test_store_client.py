@@ -18,7 +18,7 @@ import pytest
 
 from moonserve.core.errors import BadRequest, ConfigError, DeadlineExceeded
 from moonserve.core.facts import BlocksCleared, BlocksStored
-from moonserve.core.pool import Terms
+from moonserve.core.pool import Card, Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.admin import ledgers
@@ -366,11 +366,15 @@ def test_a_segment_that_was_killed_is_back_before_it_is_missed() -> None:
 
 
 def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
-    """A port in use names the setting, and leaves no memory behind."""
+    """A port in use, and a card that is none of this machine, name the setting and the address;
+    no memory is left behind.
+    """
 
     async def test(it: Pool) -> None:
         with pytest.raises(ConfigError, match=r"listen: .* is in use; choose"):
             await it.client("o", port=it.writer.owners[0].mounting.address.port)
+        with pytest.raises(ConfigError, match=r"card: cannot listen on 192.0.2.1:0: "):
+            await it.client("o", cards=(Card("127.0.0.1"), Card("192.0.2.1", "red")))
 
     run("embedded", test)
 

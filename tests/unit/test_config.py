@@ -75,6 +75,8 @@ def test_sizes_are_human(text: str, size: int) -> None:
         ("{store: mooncake, node: n}", r"^node: only the embedded store has nodes"),
         ("{store: mooncake, store_url: 'http://h'}", r"^store_url: .* with mooncake_master"),
         ("{store: mooncake, segment_bytes: 4MiB}", r"^segment_bytes: .* 16MiB and more \(4194304 "),
+        ("rack: x y z", r"^rack: must be 1 to 64 letters, .*, not 'x y z'"),
+        ("node: a:b", r"^node: must be 1 to 64 letters, .*, not 'a:b'"),
         ("disk_dir: /d", r"^disk_dir: say how much of it, with disk_bytes"),
         ("logging: {levle: INFO}", r"^logging.levle: unknown setting in .*; did you mean .*level"),
         ("logging: {modules: {a: LOUD}}", r"^logging.modules: a level is DEBUG, INFO"),

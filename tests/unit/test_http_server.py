@@ -501,6 +501,8 @@ def test_port_in_use_names_the_field() -> None:
     async def use(rig: Rig, server: Server, url: str) -> None:
         with pytest.raises(ConfigError, match=r"^port: .* in use; stop its owner or choose"):
             await serve(rig.app, "127.0.0.1", server.port)
+        with pytest.raises(ConfigError, match=r"^metrics_port: .* in use"):
+            await serve(rig.app, "127.0.0.1", server.port, "metrics_port")
         with pytest.raises(ConfigError, match=r"^host: "):
             await serve(rig.app, "192.0.2.1", 0)
 

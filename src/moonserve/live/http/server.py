@@ -332,10 +332,10 @@ class Server:
                     await self._state.lost.wait()
 
 
-async def serve(app: App, host: str, port: int) -> Server:
+async def serve(app: App, host: str, port: int, setting: str = "port") -> Server:
     """Listen on host:port (0: any free one) and serve `app` on the running loop.
 
-    Raises ConfigError where the address cannot be bound.
+    Raises ConfigError where the address cannot be bound; `setting` is what the port's is called.
     """
     config = uvicorn.Config(
         app,
@@ -356,13 +356,13 @@ async def serve(app: App, host: str, port: int) -> Server:
             lambda: _Protocol(config, state, {}, loop), host, port, backlog=2048
         )
     except OSError as error:
-        raise _bind_error(error, host, port) from None
+        raise _bind_error(error, host, port, setting) from None
     return Server(state, listener)
 
 
-def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
+def _bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"{host}:{port} is in use; stop its owner or choose another", "port")
+        return ConfigError(f"{host}:{port} is in use; stop its owner or choose another", setting)
     if error.errno == errno.EACCES:
-        return ConfigError(f"{port} needs privileges; choose one above 1023", "port")
+        return ConfigError(f"{port} needs privileges; choose one above 1023", setting)
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", "host")

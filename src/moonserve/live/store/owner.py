@@ -89,8 +89,8 @@ class Owner:
         self._transfer = transfer
         self._threads = threads
         self._journal = journal
+        also = [it.host for it in settings.listened()]
         try:
-            also = [it.host for it in settings.listened()]
             self.server = TransferServer(
                 region, settings.token, settings.host, settings.port, also=also
             )
@@ -98,11 +98,12 @@ class Owner:
             if journal is not None:
                 journal.close()
             region.close()
-            at = f"{settings.host}:{settings.port}"
+            at = f"{error.filename}:{settings.port}"
             if error.errno == errno.EADDRINUSE:
                 why = f"{at} is in use; choose another, or 0 for any that is free"
                 raise ConfigError(why, "listen") from None
-            raise ConfigError(f"cannot listen on {at}: {error.strerror}", "host") from None
+            field = "card" if error.filename in also else "host"
+            raise ConfigError(f"cannot listen on {at}: {error.strerror}", field) from None
         node = settings.node or settings.segment
         address = msgspec.structs.replace(
             self.server.address(settings.advertise_host or settings.host),

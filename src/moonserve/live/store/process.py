@@ -94,7 +94,8 @@ async def run_master(config: MasterConfig, say: Say = _say) -> None:
         ("GET", "/api/stats"): stats,
         **pool.routes(),
     }
-    server = await serve(App(routes, name="store master"), config.host, config.port)
+    master_app = App(routes, name="store master")
+    server = await serve(master_app, config.host, config.port, "listen")
     say(f"listening on http://{config.host}:{server.port}")
     recovering = master.stats().recovering
     while not await within(stop, _TICK_S):
@@ -159,7 +160,7 @@ async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) 
         ("GET", "/metrics"): metrics,
     }
     name = f"segment {config.settings.segment}"
-    return await serve(App(routes, name=name), config.settings.host, port)
+    return await serve(App(routes, name=name), config.settings.host, port, "metrics_port")
 
 
 def _stop_event() -> asyncio.Event:

@@ -53,7 +53,8 @@ class TransferServer:
     ) -> None:
         """`port` 0 takes a free one; `also`: further addresses to listen on at that port.
 
-        `frame_s`: the most one frame's bytes may take. Raises OSError: it cannot listen there.
+        `frame_s`: the most one frame's bytes may take. Raises OSError: it cannot listen there;
+        its filename says where.
         With `tls`, a server's context, everything but the bytes in shared memory is encrypted.
         """
         self._region = region
@@ -215,7 +216,7 @@ class TransferServer:
 
 
 def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """A listener at each host, all at one port. Raises OSError: one of them cannot be had."""
+    """A listener at each host, all at one port. Raises OSError: one cannot be had, its filename."""
     for _ in range(_PORTS_TRIED):
         made: list[socket.socket] = []
         try:
@@ -225,6 +226,7 @@ def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
                 made.append(socket.create_server((host, at), family=family, backlog=64))
             return made
         except OSError as error:
+            error.filename = hosts[len(made)]
             for listener in made:
                 listener.close()
             if port or not made or error.errno != errno.EADDRINUSE:

@@ -109,7 +109,7 @@ class Worker:
         )
         app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
         try:
-            server = await serve(app.app(), config.host, config.port)
+            server = await serve(app.app(), config.host, config.port, "listen")
         except MoonserveError:
             await runner.close()
             raise
