@@ -194,10 +194,18 @@ class Run:
                 for segment in node.segments:
                     if segment.catalogue._gone.get(key) == version:
                         continue  # it was moved away; what is left of it is nobody's
+                    if self._gave_up(segment, content):
+                        continue  # nor is what a put wrote that nobody acknowledged
                     for offset in self._places(segment, content):
                         assert not intact(segment, offset, content, size), (
                             f"{key!r} lies whole on {segment.name} and is not found"
                         )
+
+    def _gave_up(self, segment: Segment, content: int) -> bool:
+        """Whether a put of this content, to here, was never acknowledged."""
+        oracle = self.oracle
+        on = [it for it, name in oracle.on.items() if name == segment.name]
+        return any(oracle.content[it][1] == content and it not in oracle.acked for it in on)
 
     def _places(self, segment: Segment, content: int) -> list[int]:
         """Where a content begins, but for what the master itself freed."""
