@@ -39,9 +39,9 @@ class World:
         """Nobody asks any more."""
         slo = Slo(2 * SECOND, STEP + 30 * SEQ)
         cost = Cost((prefill_us, 0, 0, 0, STEP, SEQ, 0), learns=False)
-        self.core = Conductor(Tuning(slo=slo, **tuning), cost_of=lambda _: cost)
+        self.core = Conductor(Tuning(slo=slo, join_passes=0.0, **tuning), cost_of=lambda _: cost)
         names = {"p0": "prefill", "d0": "decode", "d1": "decode"}
-        joins = [Joined(info(n, r)) for n, r in names.items()]  # type: ignore[arg-type]
+        joins = [Joined(info(n, r, max_seqs=64)) for n, r in names.items()]  # type: ignore[arg-type]
         self.core.step(0, joins)
         self.obey = obey
         self.events: list[tuple[int, int, str, Any]] = []

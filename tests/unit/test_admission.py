@@ -13,7 +13,7 @@ from moonserve.core import admission
 from moonserve.core.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
-from moonserve.core.facts import Arrived, DecodeEnded, InstanceInfo, Joined, PrefillEnded
+from moonserve.core.facts import Arrived, DecodeEnded, InstanceInfo, Joined, PrefillEnded, Role
 from moonserve.core.policies import Tuning
 from moonserve.core.request import Counted, Request, Slo, Stopping
 from moonserve.core.units import RequestId
@@ -30,11 +30,15 @@ def simple(joining: InstanceInfo) -> Cost:
     return Cost((0, 10, 0, 0, 0, 100, 0), (5, 0.005), learns=False)
 
 
-def cluster(admission: str, *names: str, slo: Slo = TWO, **more: Any) -> Conductor:
-    """p… prefill and d… decode."""
+def cluster(
+    admission: str, *names: str, slo: Slo = TWO, places: int = 64, **more: Any
+) -> Conductor:
+    """p… prefill and d… decode, which streams the first token."""
+    more = {"join_passes": 0.0, **more}
     tuning = Tuning(admission=admission, slo=slo, **more)  # type: ignore[arg-type]
     made = Conductor(tuning, cost_of=simple)
-    made.step(0, [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names])
+    roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+    made.step(0, [Joined(info(n, roles[n[0]], max_seqs=places)) for n in names])
     return made
 
 
@@ -227,6 +231,49 @@ def test_one_may_count_on_a_short_wait_for_room() -> None:
         teach(c, tokens)
         begin(c, TAUGHT, "a", "b")
         assert bool(begun(c.step(TAUGHT + 1, [arrived("c")]), Prefill)) == taken
+
+
+@pytest.mark.parametrize(("tokens", "taken"), [(5, False), (100, True)])
+def test_a_late_second_token_counts_in_the_tbt(tokens: int, taken: bool) -> None:
+    """Where prefill streams the first, one that joins waits a pass: of few tokens, that is much.
+
+    The longest tenth of the gaps is that one gap, or it and eight others.
+    """
+    for join_passes, let_in in ((0.0, True), (1.0, taken)):
+        more = {"join_passes": join_passes, "held_share": 0.0}
+        c = cluster("predictive", "p0", "d0", slo=Slo(tbt_us=240), **more)
+        teach(c, tokens)
+        begin(c, TAUGHT, "a")
+        assert bool(begun(c.step(TAUGHT + 1, [arrived("b", 2)]), Prefill)) == let_in
+
+
+def test_a_late_second_token_refuses_nobody_who_is_alone() -> None:
+    """No pass is under way there."""
+    c = cluster("predictive", "p0", "d0", slo=Slo(tbt_us=110), join_passes=1.0)
+    teach(c, 5)
+    begin(c, TAUGHT, "a")
+
+
+def test_who_finds_all_places_promised_is_refused() -> None:
+    """Four decode at a time, longer than the TTFT objective would have one wait."""
+    c = cluster("predictive", "p0", "d0", slo=Slo(100_000, 2_000), places=4)
+    teach(c, 5_000)
+    actions = c.step(TAUGHT, [arrived(f"r{at:02}") for at in range(20)])
+    assert begun(actions, Prefill) == ["r00", "r01", "r02", "r03"]
+    assert {reason for _, reason in refusals(actions)} == {"tbt_slo"}
+
+
+@pytest.mark.parametrize("mode", ["ttft", "early", "predictive"])
+def test_nobody_begins_to_decode_without_a_place(mode: str) -> None:
+    """Else its first token would be out, and the second come when somebody has ended."""
+    c = cluster(mode, "p0", "d0", slo=Slo(tbt_us=2_000), places=2)
+    teach(c, 20)
+    arrive = [arrived("a"), arrived("b"), arrived("c", 300)]
+    assert len(begun(c.step(TAUGHT, arrive), Prefill)) == 3
+    actions = c.step(TAUGHT + 1, [prefilled(name) for name in "abc"])  # sooner than predicted
+    assert begun(actions, Decode) == ["a", "b"]
+    actions = c.step(TAUGHT + 2, [DecodeEnded(RequestId("a"), 2, 20)])
+    assert begun(actions, Decode) == (["c"] if mode == "predictive" else [])
 
 
 def test_a_cold_start_refuses_nobody() -> None:

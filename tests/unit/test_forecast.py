@@ -104,3 +104,17 @@ def test_room_comes_when_somebody_ends() -> None:
         full.begin(RequestId(name), 0, step)
     assert 4_000_000 <= room_in_us(full, step, 1, 200_000, ORACLE, 0) <= 16_000_000
     assert room_in_us(full, step, 1, 50_000, ORACLE, 0) == 600_000_000
+
+
+def test_who_finds_no_place_waits_until_one_is_free() -> None:
+    """Of those who are more than take part in a pass, outputs of 40 end at 2 in 40 passes of 30."""
+    load = stays({"a": 40, "b": 40})
+    joining = Stay(1, 0, 40, expected=40)
+    step = (0.0, 10.0, 0.0)
+    assert forecast(load, step, joining, ORACLE, 0, 0.0, 0, 3) == (30, 30)
+    assert forecast(load, step, joining, ORACLE, 0, 0.0, 0, 2) == (30, 30 + 40 * 30 // 2)
+    full = Stays()
+    full.promise(RequestId("a"), Stay(1, 0, 40))
+    full.begin(RequestId("a"), 0, (0.0, 100_000.0, 0.0))
+    wait_us = room_in_us(full, (0.0, 100_000.0, 0.0), 1, 250_000, ORACLE, 0, 1)
+    assert 4_000_000 <= wait_us <= 8_000_000

@@ -205,7 +205,7 @@ def _setup(
             admission=admission,
             predictor=predictor,
             cpp=cpp,
-            tbt_share=ALONE if same["first_token"] == "decode" else Tuning().tbt_share,
+            **({"tbt_share": ALONE, "join_passes": 0.0} if same["first_token"] == "decode" else {}),
         ),
         goal=goal,
         cache_blocks=None if cache_blocks == "infinite" else int(cache_blocks),

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonserve.core.actions import Refuse
-from moonserve.core.forecast import forecast, room_in_us
+from moonserve.core.forecast import forecast, place_us, room_in_us
 from moonserve.core.placement import Decision, Look
 from moonserve.core.policies import Tuning, Verdict, policy_of
-from moonserve.core.predict import Errors, predictor_of
+from moonserve.core.predict import Errors, Stay, predictor_of
 from moonserve.core.request import Request, Slo
 from moonserve.core.tenants import Tenants
 from moonserve.core.told import Told
@@ -24,6 +24,8 @@ from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView
 from moonserve.core.waiting import Waiter, WaitingRoom
 
+_TAIL = 10
+"""A request's TBT is the mean of the longest of so many of its gaps, at least of one (FAST'25)."""
 _GROWTH = 1.01
 """Contexts grow while they decode: so much is kept of every TBT objective."""
 
@@ -44,6 +46,8 @@ class Outlook:
         """Whether tenants take turns where requests wait."""
         self._outputs = 0.0
         """Mean output length seen, newer ones counting more."""
+        self._joined_share = 0.0
+        """Mean over outputs of the part that the first gap has in a TBT as it is measured."""
         self.tbt_errors, self.output_errors = Errors(), Errors()
         """Predicted against actual: TBT (us) when prefill ends, and output lengths (tokens)."""
 
@@ -109,16 +113,25 @@ class Outlook:
             deviations = self._tuning.deviations
             step = view.cost.step_us
             wait_us = round(share * max(0, allowed_us - (ends_us - now_us)))
-            found = forecast(view.stays, step, stay, self._predictor, now_us, deviations, wait_us)
+            seqs = view.info.max_seqs
+            found = forecast(
+                view.stays, step, stay, self._predictor, now_us, deviations, wait_us, seqs
+            )
             unseen_us = self._tuning.overtaken * view.stays.unseen_us(
                 ends_us - now_us, now_us, step
             )
             _, per_seq, per_context = step
             told = self._told_ahead(request, now_us) / among
             unseen_us += told * (per_seq + per_context * context)
-            return round(found[0] + unseen_us), round(_GROWTH * (found[1] + unseen_us))
+            growth = self._growth if view.decodes else _GROWTH  # no pass to wait for
+            return round(found[0] + unseen_us), round(growth * (found[1] + unseen_us))
 
         return ahead
+
+    @property
+    def _growth(self) -> float:
+        """What TBT as measured will be, as a multiple of the pass that one joins."""
+        return _GROWTH + self._tuning.join_passes * self._joined_share
 
     def _told_ahead(self, request: Request, now_us: Micros) -> float:
         """How many that were refused before go before it: where others wait, nobody."""
@@ -156,6 +169,7 @@ class Outlook:
         views: Sequence[InstanceView],
         context: Tokens,
         decision: Decision,
+        now_us: Micros,
     ) -> tuple[InstanceView, Refuse | None]:
         """Its prefill has ended: where it decodes, or why not.
 
@@ -163,15 +177,18 @@ class Outlook:
         but nobody's time between tokens is broken. With predictive admission it may go elsewhere.
         """
         slo = self.slo(request)
-        over_us = _over_us(view, context, slo)
+        stay = view.stays.promised.get(request.id)
+        if stay is None:
+            stay = self._predictor.stay(request, context, now_us)
+        over_us = _over_us(view, context, stay, slo)
         mode = self._tuning.mode(request.priority)
         if mode == "none" or over_us <= 0 or not view.cost.known:
             return view, None
         if mode == "predictive":
-            other = min(views, key=lambda one: _over_us(one, context, slo))
-            if _over_us(other, context, slo) <= 0 and other.has_slot(context):
+            other = min(views, key=lambda one: _over_us(one, context, stay, slo))
+            if _over_us(other, context, stay, slo) <= 0 and other.has_slot(context):
                 return other, None
-        tbt_us = _grown_us(view, context)
+        tbt_us = _joined_us(view, context, stay)
         why = _misses("TBT", tbt_us, tbt_us - over_us) + ", found when its prefill had ended"
         return view, Refuse(request.id, why, "tbt_slo_late", MICROS_PER_SECOND, decision)
 
@@ -189,6 +206,8 @@ class Outlook:
     ) -> None:
         """It decoded there until now, or elsewhere, if that restarted meanwhile."""
         self._outputs += (tokens - self._outputs) / 64
+        share = 1 / max(1, (tokens - 1) // _TAIL) if tokens > 1 else 0.0
+        self._joined_share += (share - self._joined_share) / 256
         stay = view.stays.active.get(request.id) if view is not None else None
         if stay is not None:
             self.output_errors.add(stay.expected, tokens)
@@ -228,16 +247,25 @@ class Outlook:
         if goal_us is None or not view.decodes:
             return least_us
         step = view.cost.step_us
-        return room_in_us(view.stays, step, context, goal_us, self._predictor, now_us)
+        seqs, goal_us = view.info.max_seqs, round(goal_us / self._growth)
+        return room_in_us(view.stays, step, context, goal_us, self._predictor, now_us, seqs)
 
 
 def _grown_us(view: InstanceView, context: Tokens) -> Micros:
     return round(_GROWTH * view.tbt_now_us(context))
 
 
-def _over_us(view: InstanceView, context: Tokens, slo: Slo) -> Micros:
+def _joined_us(view: InstanceView, context: Tokens, stay: Stay) -> Micros:
+    """The time between tokens of one that joins now; with all places taken, until one is free."""
+    tbt_us, seqs = _grown_us(view, context), view.info.max_seqs
+    if len(view.stays.active) < seqs:
+        return tbt_us
+    return tbt_us + round(place_us(stay, tbt_us, seqs))
+
+
+def _over_us(view: InstanceView, context: Tokens, stay: Stay, slo: Slo) -> Micros:
     """By how much one that joins now would miss the tightest goal there, its own included."""
-    tbt_us = _grown_us(view, context)
+    tbt_us = _joined_us(view, context, stay)
     goals_us = [us for us in (slo.tbt_us, view.strictest_us()) if us is not None]
     return tbt_us - min(goals_us, default=tbt_us)
 

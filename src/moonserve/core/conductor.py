@@ -284,7 +284,7 @@ class Conductor:
             outlook.tbt_errors.add(decision.predicted_tbt_us, view.tbt_now_us(context))
         if life.attempts == 1:  # else its client may have tokens
             others = self.view.decodes(request.model)
-            view, refusal = outlook.arrives(request, view, others, context, decision)
+            view, refusal = outlook.arrives(request, view, others, context, decision, now_us)
             if refusal is not None:
                 if now_us < outlook.patient_us(request, life.arrived_us):
                     self._held[request.id] = life

@@ -105,10 +105,12 @@ def forecast(
     now_us: Micros,
     deviations: float,
     wait_us: Micros = 0,
+    seqs: int | None = None,
 ) -> tuple[Micros, Micros]:
     """Pass times when `joining` comes: the mean; and so many standard `deviations` above, by then.
 
-    The latter once it has waited for `wait_us`: who is handed over meanwhile is behind it.
+    The latter once it has waited for `wait_us`: who is handed over meanwhile is behind it. Where
+    more than `seqs` are there, who take part in a pass, with the wait until a place is free.
     Hand-overs are gone through in order, since what is there by then sets how fast all go on: those
     who decode now and are still there, and those who came meanwhile and are. How many those are is
     a sum of independent chances. Nobody else is taken to come: see Stays.unseen_us. step:
@@ -118,7 +120,7 @@ def forecast(
     own_us = max(now_us, joining.due_us)
     coming = sorted([*stays.promised.values(), joining], key=lambda stay: stay.due_us)
     group = -(-len(coming) // _POINTS)
-    at_us, ahead, pass_us = now_us, 0.0, stays.step_us(step)
+    at_us, ahead, pass_us, count = now_us, 0.0, stays.step_us(step), 0.0
     here: list[tuple[Stay, float, Micros]] = []
 
     def there() -> Iterable[tuple[float, Stay]]:
@@ -138,29 +140,37 @@ def forecast(
         ahead += (then_us - at_us) / pass_us
         at_us = then_us
         here += [(stay, ahead, then_us) for stay in arrived]
-        pass_us, high_us = _pass_us(there(), step, deviations)
+        pass_us, high_us, count = _pass_us(there(), step, deviations)
         if then_us >= own_us:
             break
     mean_us = pass_us
     if wait_us:
         ahead += wait_us / pass_us
         at_us += wait_us
-        _, high_us = _pass_us(there(), step, deviations)
+        pass_us, high_us, count = _pass_us(there(), step, deviations)
+    if seqs is not None and count > seqs:
+        high_us += (count - seqs) * place_us(joining, pass_us, seqs)
     return round(mean_us), round(high_us)
+
+
+def place_us(joining: Stay, pass_us: float, seqs: int) -> float:
+    """Until one more place of `seqs`, all taken, is free: outputs end like the expected one."""
+    return max(1.0, joining.expected) * pass_us / seqs
 
 
 def _pass_us(
     chances: Iterable[tuple[float, Stay]], step: Sequence[float], deviations: float
-) -> tuple[float, float]:
-    """A pass of those who are there by these chances: in the mean, and so far above."""
+) -> tuple[float, float, float]:
+    """A pass of those who are there by these chances: mean, so far above, how many they are."""
     base, per_seq, per_context = step
     mean = base
-    variance = 0.0
+    variance = count = 0.0
     for chance, stay in chances:
         weight = per_seq + per_context * stay.context
         mean += chance * weight
+        count += chance
         variance += chance * (1 - chance) * weight * weight
-    return max(1.0, mean), mean + deviations * math.sqrt(variance)
+    return max(1.0, mean), mean + deviations * math.sqrt(variance), count
 
 
 def room_in_us(
@@ -170,6 +180,7 @@ def room_in_us(
     goal_us: Micros,
     predictor: Predictor,
     now_us: Micros,
+    seqs: int | None = None,
 ) -> Micros:
     """How long until one more may join within the goal, if nobody else comes: by doubling.
 
@@ -180,7 +191,7 @@ def room_in_us(
     wait_us = max(wait_us, last_us)
     while wait_us < _LATEST_US:
         joins = Stay(joining, now_us + wait_us, 1, 1)
-        if forecast(stays, step, joins, predictor, now_us, 0.0)[0] <= goal_us:
+        if forecast(stays, step, joins, predictor, now_us, 0.0, 0, seqs)[1] <= goal_us:
             break
         wait_us *= 2
     return min(wait_us, _LATEST_US)

@@ -83,6 +83,10 @@ class Tuning(msgspec.Struct, frozen=True):
     held_share: float = 0.05
     """predictive: one may wait for room in decode, its prefill done, for this share of what its
     TTFT objective leaves: so decode is not idle where what was forecast does not come."""
+    join_passes: float = 1.0
+    """predictive: where prefill streams the first token, the second is later by so many passes than
+    those after it: one that joins waits for the pass under way. TBT is predicted with that, by the
+    part that it has in TBT as measured, in the mean over outputs. 0 where decode streams it."""
     low_share: float = 0.8
     """Requests of a priority below 0 are held to this share of the objectives, and so go first;
     those of a tenant that has more than its part, to this or more: see core.tenants. An instance

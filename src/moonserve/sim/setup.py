@@ -82,6 +82,7 @@ class Setup(msgspec.Struct, frozen=True):
         policy_of(self.tuning.policy)
         for field, most in (
             ("deviations", 100), ("overtaken", 100), ("held_share", 1), ("low_share", 1),
+            ("join_passes", 100),
         ):  # fmt: skip
             if not 0 <= getattr(self.tuning, field) <= most:
                 raise ConfigError(f"must be from 0 to {most}", field)

@@ -132,7 +132,7 @@ def setup_of(values: Mapping[str, Any]) -> Setup:
     """The setup that values of axes describe; `trace` and `speed` are no part of it."""
     values = {**_DEFAULTS, **values}
     if values.get("first_token") == "decode":
-        values = {"tbt_share": ALONE, **values}
+        values = {"tbt_share": ALONE, "join_passes": 0.0, **values}
     goal = Slo(_objective(values, "ttft_slo_s", 1e6), _objective(values, "tbt_slo_ms", 1e3))
     prefill, decode, mixed = _split(values["split"])
     setup = Setup(
