@@ -276,6 +276,15 @@ def test_nobody_begins_to_decode_without_a_place(mode: str) -> None:
     assert begun(actions, Decode) == (["c"] if mode == "predictive" else [])
 
 
+def test_without_a_place_nobody_begins_on_a_cold_start_either() -> None:
+    """Predictive: who waits is not refused for costs, but its first token is not out either."""
+    c = Conductor(Tuning(slo=Slo(50_000, 5_000)), cost_of=lambda _: Cost())
+    c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode", max_seqs=2))])
+    assert len(begun(c.step(1, [arrived(name) for name in "abc"]), Prefill)) == 3
+    assert begun(c.step(2, [prefilled(name) for name in "abc"]), Decode) == ["a", "b"]
+    assert begun(c.step(3, [DecodeEnded(RequestId("a"), 2, 20)]), Decode) == ["c"]
+
+
 def test_a_cold_start_refuses_nobody() -> None:
     """Costs that nobody has measured refuse nobody, on arrival or later."""
     for mode in ("ttft", "early", "predictive"):

@@ -174,22 +174,30 @@ class Outlook:
         """Its prefill has ended: where it decodes, or why not.
 
         Refused where decode has no room within the goals there and its own: that prefill is wasted,
-        but nobody's time between tokens is broken. With predictive admission it may go elsewhere.
+        but nobody's time between tokens is broken. With predictive admission it may go elsewhere;
+        and without a place it is not begun: its first token waits, not those after it.
         """
         slo = self.slo(request)
         stay = view.stays.promised.get(request.id)
         if stay is None:
             stay = self._predictor.stay(request, context, now_us)
         over_us = _over_us(view, context, stay, slo)
-        mode = self._tuning.mode(request.priority)
-        if mode == "none" or over_us <= 0 or not view.cost.known:
+        mode, full = self._tuning.mode(request.priority), not view.has_place
+        if not view.cost.known:
+            over_us = 0
+        if full and mode == "predictive" and slo.tbt_us is not None:
+            over_us = max(1, over_us)
+        if mode == "none" or over_us <= 0:
             return view, None
         if mode == "predictive":
             other = min(views, key=lambda one: _over_us(one, context, stay, slo))
             if _over_us(other, context, stay, slo) <= 0 and other.has_slot(context):
                 return other, None
         tbt_us = _joined_us(view, context, stay)
-        why = _misses("TBT", tbt_us, tbt_us - over_us) + ", found when its prefill had ended"
+        why = _misses("TBT", tbt_us, tbt_us - over_us)
+        if full:
+            why = f"all {view.info.max_seqs} places in decode on {view.info.id} are taken"
+        why += ", found when its prefill had ended"
         return view, Refuse(request.id, why, "tbt_slo_late", MICROS_PER_SECOND, decision)
 
     def patient_us(self, request: Request, arrived_us: Micros) -> Micros:
@@ -258,9 +266,8 @@ def _grown_us(view: InstanceView, context: Tokens) -> Micros:
 def _joined_us(view: InstanceView, context: Tokens, stay: Stay) -> Micros:
     """The time between tokens of one that joins now; with all places taken, until one is free."""
     tbt_us, seqs = _grown_us(view, context), view.info.max_seqs
-    if len(view.stays.active) < seqs:
-        return tbt_us
-    return tbt_us + round(place_us(stay, tbt_us, seqs))
+    behind = max(0, len(view.stays.active) + 1 - seqs)
+    return tbt_us + round(behind * place_us(stay, tbt_us, seqs))
 
 
 def _over_us(view: InstanceView, context: Tokens, stay: Stay, slo: Slo) -> Micros:

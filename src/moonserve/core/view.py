@@ -181,6 +181,11 @@ class InstanceView:
         """Whether one more decode of this context finds a place in the batch, and its KV room."""
         return context <= self.room_tokens
 
+    @property
+    def has_place(self) -> bool:
+        """Whether one that begins to decode now takes part in the next pass."""
+        return len(self.stays.active) < self.info.max_seqs
+
     def tbt_us(self, joining: Tokens) -> Micros:
         """Predicted time between tokens once a request of context `joining` has joined.
 
