@@ -26,6 +26,8 @@ from moonserve.core.waiting import Waiter, WaitingRoom
 
 _TAIL = 10
 """A request's TBT is the mean of the longest of so many of its gaps, at least of one (FAST'25)."""
+_UNSEEN, _SEEN = 8, 256
+"""Outputs that weigh as much as knowing nothing, and as many as are remembered."""
 _GROWTH = 1.01
 """Contexts grow while they decode: so much is kept of every TBT objective."""
 
@@ -46,7 +48,7 @@ class Outlook:
         """Whether tenants take turns where requests wait."""
         self._outputs = 0.0
         """Mean output length seen, newer ones counting more."""
-        self._joined_share = 0.0
+        self._joined_share, self._seen = 0.0, 0
         """Mean over outputs of the part that the first gap has in a TBT as it is measured."""
         self.tbt_errors, self.output_errors = Errors(), Errors()
         """Predicted against actual: TBT (us) when prefill ends, and output lengths (tokens)."""
@@ -181,10 +183,8 @@ class Outlook:
         stay = view.stays.promised.get(request.id)
         if stay is None:
             stay = self._predictor.stay(request, context, now_us)
-        over_us = _over_us(view, context, stay, slo)
+        over_us = _over_us(view, context, stay, slo) if view.cost.known else 0
         mode, full = self._tuning.mode(request.priority), not view.has_place
-        if not view.cost.known:
-            over_us = 0
         if full and mode == "predictive" and slo.tbt_us is not None:
             over_us = max(1, over_us)
         if mode == "none" or over_us <= 0:
@@ -215,7 +215,8 @@ class Outlook:
         """It decoded there until now, or elsewhere, if that restarted meanwhile."""
         self._outputs += (tokens - self._outputs) / 64
         share = 1 / max(1, (tokens - 1) // _TAIL) if tokens > 1 else 0.0
-        self._joined_share += (share - self._joined_share) / 256
+        self._seen = min(self._seen + 1, _SEEN)
+        self._joined_share += (share - self._joined_share) / (_UNSEEN + self._seen)
         stay = view.stays.active.get(request.id) if view is not None else None
         if stay is not None:
             self.output_errors.add(stay.expected, tokens)
