@@ -15,7 +15,7 @@ import xxhash
 
 from moonserve.core.errors import BadRequest, Recovering, StoreError
 from moonserve.core.master import Master
-from moonserve.core.pool import Copy, Found, Held, PutOptions, Terms, Ticket
+from moonserve.core.pool import Copy, Found, Held, Orders, PutOptions, Terms, Ticket
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient
@@ -267,6 +267,30 @@ def test_a_master_that_restarts_knows_all_that_was_put() -> None:
         assert got == [bytes(memory) for _, memory in old + new]
 
     run(test)
+
+
+@pytest.mark.parametrize(("failures", "said"), [(2, 0), (3, 1), (6, 1)])
+def test_one_failed_beat_is_no_news(
+    failures: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A master that stays away is warned of, once; a lost connection, or one that stops, is not."""
+
+    async def test(pool: Pool, members: list[StoreClient]) -> None:
+        owner, left = members[0].owners[0], failures
+        beat = owner._beat
+
+        async def failing(wait_s: float) -> Orders | None:
+            nonlocal left
+            if left > 0:
+                left -= 1
+                raise StoreError("away")
+            return await beat(wait_s)
+
+        monkeypatch.setattr(owner, "_beat", failing)
+        await until(lambda: left == 0 and owner._reached)
+
+    run(test)
+    assert [it.levelname for it in caplog.records if "away" in it.message] == ["WARNING"] * said
 
 
 def test_a_master_that_recovers_too_long_is_a_clear_error() -> None:

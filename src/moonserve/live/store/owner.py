@@ -39,6 +39,7 @@ _BEATS_PER_TTL = 4
 _BUSY_S = 0.001  # between beats while there is more to hear of
 _HELD_S = 0.1  # between looks whether who holds the name still lives
 _BEATS_OF_LIFE = 2  # one of the dead may be under way
+_NEWS = 3  # failed beats in a row
 
 
 class _Job(NamedTuple):
@@ -232,6 +233,7 @@ class Owner:
     async def _beat_forever(self, heard: Callable[[], None], pause_s: float) -> None:
         await asyncio.sleep(pause_s)
         loop = asyncio.get_running_loop()
+        missed = 0
         while True:
             next_s = loop.time() + self._beat_s  # the answer may take most of it
             try:
@@ -240,9 +242,10 @@ class Owner:
                 heard()
                 if orders is None or orders.more or orders.copies:
                     next_s = loop.time() + _BUSY_S
-                self._reached = True
+                self._reached, missed = True, 0
             except FAILURES as error:
-                level = logging.WARNING if self._reached else logging.DEBUG
+                missed += 1  # one alone is no news: a cluster that stops ends its master first
+                level = logging.WARNING if missed == _NEWS else logging.DEBUG
                 log.log(level, "store master: beat failed: %s; still trying", text(error))
                 self._reached = False
             await asyncio.sleep(max(0.0, next_s - loop.time()))
