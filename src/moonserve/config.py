@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.units import MAX_BYTES, Bytes, Tokens
+from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Tokens
 
 ENV_PREFIX = "MOONSERVE_"
 _Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
@@ -106,7 +106,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _LEAST_SEGMENT: Bytes = 1 << 20
-_LEAST_MOONCAKE: Bytes = 16 << 20
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -286,7 +285,7 @@ def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:
         value = getattr(settings, name)
         if value != getattr(Settings(), name):
             raise ConfigError(f"{remedy} ({value!r} from {origin[name]})", name)
-    if settings.segment_bytes < _LEAST_MOONCAKE:
+    if settings.segment_bytes < LEAST_MOONCAKE_BYTES:
         value = settings.segment_bytes
         raise ConfigError(
             f"Mooncake takes segments of 16MiB and more ({value} from {origin['segment_bytes']})",

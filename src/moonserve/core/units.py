@@ -26,6 +26,9 @@ MICROS_PER_SECOND = 1_000_000
 MAX_BYTES: Bytes = 1 << 62
 """No size is larger: more than any pool has, and an integer to all that is told it."""
 
+LEAST_MOONCAKE_BYTES: Bytes = 16 << 20
+"""Mooncake's store takes no smaller segment."""
+
 
 def seconds_to_us(seconds: float) -> Micros:
     """Convert seconds to whole microseconds."""

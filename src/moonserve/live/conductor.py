@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -136,7 +136,7 @@ class ConductorLoop:
 
     def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
         """An instance has loaded these from others: its own segment is to have them as well."""
-        self._start_copy(keys, to, source, None)
+        self._begin(self._have_copied(keys, to, source, None))
 
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id is under way."""
@@ -193,7 +193,7 @@ class ConductorLoop:
                 record = self.records.get(request)
                 if record is not None:
                     record.spread = action
-                self._start_copy(keys[first:], to, source, number)
+                self._begin(self._have_copied(keys[first:], to, source, number))
                 return
             case Abort(request, number, why):
                 log.warning("%s: call %d aborted: %s", request, number, why)
@@ -206,14 +206,8 @@ class ConductorLoop:
         if inbox is not None:
             inbox.put_nowait(action)
 
-    def _start_copy(
-        self,
-        keys: Sequence[BlockKey],
-        to: SegmentId,
-        source: SegmentId | None,
-        number: int | None,
-    ) -> None:
-        task = asyncio.create_task(self._have_copied(keys, to, source, number))
+    def _begin(self, copying: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(copying)
         self._copying.add(task)
         task.add_done_callback(self._copying.discard)
 

@@ -25,7 +25,7 @@ import xxhash
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.facts import BlocksRemoved, BlocksStored
 from moonserve.core.pool import Found
-from moonserve.core.units import BlockKey, Bytes, LeaseId, SegmentId
+from moonserve.core.units import LEAST_MOONCAKE_BYTES, BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store.mooncake_calls import Lane, Lanes, called
 from moonserve.live.store.mooncake_master import require
 from moonserve.live.store.reports import POOL, Reports, Tell
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _SUM_BYTES = 8
 _LANE_BYTES = 16 << 20
-_MIN_SEGMENT_BYTES = 16 << 20
 _NO_SPACE = -200
 _EVICTION_S = 0.02  # the master evicts in the background, once a put has found no room
 _EVICTION_TRIES = 10
@@ -83,7 +82,7 @@ class MooncakeStore:
         require()
         if not settings.master:
             raise ConfigError("mooncake needs its master's host:port", "mooncake_master")
-        if 0 < settings.segment_bytes < _MIN_SEGMENT_BYTES:
+        if 0 < settings.segment_bytes < LEAST_MOONCAKE_BYTES:
             raise ConfigError("Mooncake takes segments of 16MiB and more", "segment_bytes")
         for name, value in {**_ENVIRONMENT, "MC_TCP_BIND_ADDRESS": settings.host}.items():
             os.environ.setdefault(name, value)
