@@ -77,6 +77,7 @@ def world(transport: tuple[str, Transport]) -> Iterator[World]:
     engine.close()
     if made.owner is not None:
         made.owner.stop()
+        clean_stale()  # who was killed, or stopped, could not remove its memory itself
     else:
         region.close()
 
@@ -199,7 +200,6 @@ def test_a_dead_owner_costs_slices_and_no_patience(world: World) -> None:
         lost = world.engine.submit(world.requests("read", (0, got)), soon(60)).wait()
         assert bool(lost) == (world.kind != "shm")
     assert time.monotonic() - started < 30
-    clean_stale()  # it could not remove its memory itself
 
 
 def test_many_threads_at_once_get_their_own_bytes(world: World) -> None:
