@@ -26,6 +26,9 @@ from moonserve.core.units import (
 )
 
 Role = Literal["prefill", "decode", "both"]
+Connector: TypeAlias = Literal["embedded", "none", "nixl", "mooncake", "sglang"]
+"""How KV gets from an instance that prefills to one that decodes. `embedded`: through our store;
+`none`: it does not, such an instance serves whole requests; the others: vLLM's or SGLang's own."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):
@@ -55,6 +58,13 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     layers: int = 0
     """Of its model, where it can prefill as a stage of core.pipeline and hand KV on after each of
     them; 0: it cannot."""
+    connector: Connector = "embedded"
+    bootstrap: str = ""
+    """Where mooncake's or sglang's prefill side is asked for who it is, as URL; else empty."""
+    dp_rank: int | None = None
+    """Which data-parallel rank of the engine at `url` it is, said in a header; None: there is one."""
+    fetches: bool = True
+    """Whether its prefill can load KV that others hold, from a pool; else it reuses its own alone."""
 
 
 class PassSample(msgspec.Struct, frozen=True):
