@@ -62,9 +62,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     bootstrap: str = ""
     """Where mooncake's or sglang's prefill side is asked for who it is, as URL; else empty."""
     dp_rank: int | None = None
-    """Which data-parallel rank of the engine at `url` it is, said in a header; None: there is one."""
+    """Which data-parallel rank of the engine at `url`, said in a header; None: there is one."""
     fetches: bool = True
-    """Whether its prefill can load KV that others hold, from a pool; else it reuses its own alone."""
+    """Whether its prefill can load KV that others hold, from a pool; else it reuses its own."""
 
 
 class PassSample(msgspec.Struct, frozen=True):
