@@ -36,7 +36,7 @@ from moonserve.core.placement import (
     roomy_decode,
 )
 from moonserve.core.predict import PredictorName
-from moonserve.core.request import Slo
+from moonserve.core.request import Held, Slo
 from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.core.view import InstanceView
 from moonserve.core.waiting import PATIENCE_US
@@ -229,6 +229,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """A decision, and which objectives it is predicted to miss."""
 
     decision: Decision
+    slo: Slo
+    """What it was held to."""
     misses_ttft: bool
     misses_tbt: bool
     """Its own, or that of one that decodes there."""
@@ -242,7 +244,7 @@ def decide(
     ask: Ask,
     prefills: list[InstanceView],
     decodes: list[InstanceView],
-    slo: Slo,
+    held: Held,
     tuning: Tuning,
     memory: Memory,
     now_us: Micros,
@@ -257,7 +259,7 @@ def decide(
     be stages of a group beside the prefill instance chosen; else `prefills` may.
     Hard constraints come before any score: a free place in the queue, KV memory for the prompt.
     """
-    policy = POLICIES[tuning.policy]
+    policy, slo = POLICIES[tuning.policy], held.slo
     need = ask.length
     prefills = preferred([v for v in prefills if v.takes_prefill and v.kv_tokens >= need], avoid)
     decodes = preferred([v for v in decodes if v.takes_decode and v.kv_tokens >= need], avoid)
@@ -292,9 +294,11 @@ def decide(
         decision = decision.shared(group)
     elif alone:
         decision = msgspec.structs.replace(decision, alone=alone)
+    if held.why:
+        decision = msgspec.structs.replace(decision, held=held.why)
     strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
-    return Verdict(decision, late, not meets, tbt_us, breaks_us)
+    return Verdict(decision, slo, late, not meets, tbt_us, breaks_us)
 
 
 def _group(

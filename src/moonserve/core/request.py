@@ -92,6 +92,14 @@ class Slo(msgspec.Struct, frozen=True):
         )
 
 
+class Held(msgspec.Struct, frozen=True):
+    """The objectives that a request is held to."""
+
+    slo: Slo = Slo()
+    why: str = ""
+    """What made them tighter than its own; empty: nothing did."""
+
+
 class Request(msgspec.Struct, frozen=True):
     """One request. `prompt` holds token ids; everything else is what the client asked for."""
 

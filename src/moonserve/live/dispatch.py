@@ -167,11 +167,12 @@ class _Life:
                     self._tell_failed(_Failed(why, retry=True))
                 case Refuse(why=why, reason=reason, retry_after_us=wait_us):
                     self._outcome = "refused"
-                    if wait_us is None:
+                    if reason == "nobody_alive":
                         raise NobodyAlive(why)
                     if reason == "kv_memory":  # no waiting helps
                         raise BadRequest(why, "prompt", "context_length_exceeded")
-                    raise Overloaded(why, reason, wait_us / MICROS_PER_SECOND)
+                    wait_s = None if wait_us is None else wait_us / MICROS_PER_SECOND
+                    raise Overloaded(why, reason, wait_s)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)

@@ -35,6 +35,8 @@ def lines(told: Explanation) -> Iterator[str]:
     yield f"decode on {told.decode}; the pool held {held}"
     for part in told.group:
         yield f"part of {part.instance}: tokens {part.start:,} to {part.end:,}"
+    if told.held is not None:
+        yield f"objectives: {told.held}"
     if told.waited_ms:
         yield f"waited {told.waited_ms:,.1f} ms to be placed, part of the TTFTs"
     figures = [

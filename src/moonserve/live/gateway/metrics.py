@@ -19,8 +19,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from moonserve.core.admission import Outlook
 from moonserve.core.hot import SKIPPED
+from moonserve.core.outlook import Outlook
 from moonserve.live.conductor import ConductorLoop
 
 _TTFT_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)

@@ -124,7 +124,8 @@ def error_response(error: MoonserveError) -> Response:
     """The reply to a failed request: the error's own status, body in OpenAI's shape."""
     headers = {}
     if isinstance(error, Overloaded):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["x-moonserve-reject-reason"] = error.reason
     elif isinstance(error, NobodyAlive):
         headers["retry-after"] = _NOBODY_RETRY_S
