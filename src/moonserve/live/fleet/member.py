@@ -13,8 +13,8 @@ import msgspec
 
 from moonserve.core.errors import EngineFailed, MoonserveError
 from moonserve.core.facts import InstanceInfo
-from moonserve.core.spec import InstanceSpec
 from moonserve.core.units import InstanceId
+from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 
 _ASK_S = 5.0

@@ -14,7 +14,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.facts import Role
-from moonserve.core.units import MAX_BYTES, InstanceId, Tokens
+from moonserve.core.units import MAX_BYTES, InstanceId
 
 Handover: TypeAlias = Literal["none", "nixl", "mooncake", "sglang"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
