@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.core import admission, outlook
+from moonserve.core import outlook
 from moonserve.core.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost

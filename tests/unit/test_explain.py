@@ -170,7 +170,7 @@ def test_the_text_shows_terms_and_predictions_beside_the_truth() -> None:
         "waited 3.0 ms to be placed, part of the TTFTs",
         "               predicted  actual",
         "TTFT ms             68.0    70.2",
-        "TBT ms              25.0    24.0",
+        "mean TBT ms         25.0    24.0",
         "reused tokens        960     960",
     ]
 

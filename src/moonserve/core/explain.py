@@ -71,8 +71,6 @@ class Explanation(msgspec.Struct, kw_only=True):
     predicted_tbt_ms: float | None = None
     actual_tbt_ms: float | None = None
     """Mean over the request's gaps."""
-    actual_tbt_p99_ms: float | None = None
-    """Of the same gaps."""
     actual_cached_tokens: Tokens | None = None
     attempts: int = 0
     """Prefill calls."""

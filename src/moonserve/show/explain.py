@@ -42,7 +42,7 @@ def lines(told: Explanation) -> Iterator[str]:
     figures = [
         ("", "predicted", "actual"),
         ("TTFT ms", _number(told.predicted_ttft_ms), _number(told.actual_ttft_ms)),
-        ("TBT ms", _number(told.predicted_tbt_ms), _number(told.actual_tbt_ms)),
+        ("mean TBT ms", _number(told.predicted_tbt_ms), _number(told.actual_tbt_ms)),
         ("reused tokens", _number(told.reused_tokens), _number(told.actual_cached_tokens)),
     ]
     yield from _table(figures, words=1)
