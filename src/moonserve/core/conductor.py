@@ -99,7 +99,7 @@ class Conductor:
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
                     self.outlook.asked(request, now_us)
-                    life = Handoff(request, keys, now_us)
+                    life = Handoff(request, keys, request.since_us(now_us))
                     self._lives[request.id] = life
                     self._place(life, now_us)
                 case StageEnded(request, instance=instance) if request in self._lives:

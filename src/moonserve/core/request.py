@@ -112,5 +112,12 @@ class Request(msgspec.Struct, frozen=True):
     slo: Slo = Slo()
     priority: int = 0
     """Higher goes first where requests wait at the Conductor."""
+    arrived_us: Micros | None = None
+    """When the gateway had its headers, by the Conductor's clock; None: when the Conductor hears of
+    it."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""
+
+    def since_us(self, now_us: Micros) -> Micros:
+        """Since when its client waits, for one that the Conductor hears of now."""
+        return now_us if self.arrived_us is None else min(now_us, self.arrived_us)

@@ -149,6 +149,7 @@ class HttpRequest:
         "_max_body_bytes",
         "_receive",
         "_watcher",
+        "arrived_s",
         "gone",
         "headers",
         "id",
@@ -172,6 +173,8 @@ class HttpRequest:
             name, value = raw_name.decode("latin-1"), raw.decode("latin-1")
             self.headers[name] = f"{self.headers[name]}, {value}" if name in self.headers else value
         self.id = _request_id(self.headers.get("x-request-id"))
+        self.arrived_s: float = scope["state"]["arrived_s"]
+        """When its headers were here, by the loop's clock."""
         self.gone = False
         """Whether the client was seen to leave."""
         self._receive = receive
