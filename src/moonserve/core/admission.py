@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from moonserve.core.actions import Refuse
 from moonserve.core.outlook import misses, own_slo
-from moonserve.core.policies import Tuning, Verdict
+from moonserve.core.policies import Verdict
 from moonserve.core.request import Request, Slo
+from moonserve.core.tuning import Tuning
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.core.view import ClusterView, InstanceView
 from moonserve.core.waiting import Waiter, WaitingRoom

@@ -13,11 +13,12 @@ import msgspec
 from moonserve.core.actions import Refuse
 from moonserve.core.forecast import forecast, place_us, room_in_us
 from moonserve.core.placement import Decision, Look
-from moonserve.core.policies import Tuning, policy_of, work_us
+from moonserve.core.policies import policy_of, work_us
 from moonserve.core.predict import Errors, Stay, predictor_of
 from moonserve.core.request import Held, Request, Slo
 from moonserve.core.tenants import Tenants
 from moonserve.core.told import LATEST_US, Told
+from moonserve.core.tuning import Tuning
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView
 

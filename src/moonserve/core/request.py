@@ -115,6 +115,9 @@ class Request(msgspec.Struct, frozen=True):
     arrived_us: Micros | None = None
     """When the gateway had its headers, by the Conductor's clock; None: when the Conductor hears of
     it."""
+    whole: bool = False
+    """Whether one call must prefill and decode it, where engines are foreign: KV that one hands on
+    is for one reader, and several choices are several."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""
 
