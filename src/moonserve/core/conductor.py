@@ -86,11 +86,11 @@ class Conductor:
                 case Beat(instance, epoch, load):
                     view = self.view.instances.get(instance)
                     if view is not None and view.info.epoch == epoch:
-                        view.heard(load, now_us)
-                case Left(instance, epoch):
+                        self.view.heard(view, load, now_us)
+                case Left(instance, epoch, why):
                     view = self.view.instances.get(instance)
                     if view is not None and view.info.epoch == epoch:
-                        self.view.remove(instance)  # it still finishes what it has
+                        self._lost(instance, why)
                 case Tick():
                     self.hot.expire(now_us)
                     self._reap(now_us)
@@ -154,7 +154,7 @@ class Conductor:
 
     def _lost(self, instance: InstanceId, why: str) -> None:
         self.view.remove(instance)
-        for life in self._lives.values():
+        for life in self._lives.values() if why else ():  # else it still finishes what it has
             if instance in life.at:
                 life.at = [instance]  # of a group, one that is lost ends it
                 why_all = f"instance {instance} is gone: {why}"
@@ -223,6 +223,7 @@ class Conductor:
             match=self.index.match(life.keys),
             coming=self._coming.match(life.keys),
             racks=self.view.racks,
+            doubts=self.view.doubts,
             waited_us=now_us - life.arrived_us,
             expected_tokens=self.outlook.expected_tokens,
         )
