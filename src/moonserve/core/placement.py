@@ -104,12 +104,13 @@ class Options:
         """Blocks of the prompt that it has itself."""
         self.reused, self.transfer_us, self.compute_us = map(list, zip(*terms, strict=True))
         """Blocks that each would start from; time to load those it lacks, to compute the rest."""
-        self.queue_us: list[Micros] = [
+        left = [
             left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
             for view in views
         ]
         if views[0].info.connector != "embedded":  # then others may have work there too
-            self.queue_us = [view.queue_us(now_us) for view in views]
+            left = [view.queue_us(now_us) for view in views]
+        self.queue_us: list[Micros] = left
         self.decodes = [view.decodes for view in views]
         self.scores: Sequence[float] = ()
         self._longest: SegmentId | None = None
