@@ -146,7 +146,7 @@ class ConductorLoop:
         """Whether a request of this id is under way."""
         return request in self._inboxes
 
-    def first_token(self, request: RequestId, cached_tokens: Tokens) -> None:
+    def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """Prefill gave its token: note the measured TTFT beside the predicted one."""
         record = self.records.get(request)
         if record is not None and record.ttft_us is None:
