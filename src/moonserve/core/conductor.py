@@ -86,8 +86,8 @@ class Conductor:
                     self._joined(info, now_us)
                 case Beat():
                     self._presence.heard(fact, now_us)
-                case Left():
-                    self._presence.left(fact)
+                case Left(instance, lost=why) if self._presence.of_now(fact):
+                    self._lost(instance, why)
                 case Tick():
                     self.hot.expire(now_us)
                     for instance in self._presence.silent(now_us):
@@ -141,7 +141,7 @@ class Conductor:
 
     def _lost(self, instance: InstanceId, why: str) -> None:
         self.view.remove(instance)
-        for life in self._lives.values():
+        for life in self._lives.values() if why else ():  # else it still finishes what it has
             if instance in life.at:
                 life.at = [instance]  # of a group, one that is lost ends it
                 why_all = f"instance {instance} is gone: {why}"
@@ -211,6 +211,7 @@ class Conductor:
             match=self.index.match(life.keys),
             coming=self._coming.match(life.keys),
             racks=self.view.racks,
+            doubts=self.view.doubts,
             waited_us=now_us - life.arrived_us,
             expected_tokens=self.outlook.expected_tokens,
             whole=life.request.whole,
