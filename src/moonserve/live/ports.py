@@ -188,8 +188,8 @@ class Conducting(Protocol):
     def tell(self, *facts: Fact) -> None:
         """Facts about requests that are open; those of one turn of the loop are taken together."""
 
-    def first_token(self, request: RequestId, cached_tokens: Tokens) -> None:
-        """Prefill gave its token: for the record, beside what was predicted."""
+    def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
+        """Prefill gave its token: for the record, beside what was predicted. None: not said."""
 
     def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
         """An instance has loaded these from others: its own segment is to have them as well."""

@@ -233,6 +233,7 @@ class Accepted(asyncio.Protocol):
         request = HttpRequest(
             parser.get_method().decode(), path.decode("utf-8", "replace"), query, headers, self
         )
+        request.arrived_s = self._loop.time()
         request.http_1_0 = old
         request.keep_alive = not old and parser.should_keep_alive()
         self._parsed = request

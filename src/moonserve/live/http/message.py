@@ -127,7 +127,8 @@ def error_response(error: MoonserveError) -> Response:
     """The reply to a failed request: the error's own status, body in OpenAI's shape."""
     headers = {}
     if isinstance(error, Overloaded):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["x-moonserve-reject-reason"] = error.reason
     elif isinstance(error, NobodyAlive):
         headers["retry-after"] = _NOBODY_RETRY_S
@@ -166,6 +167,7 @@ class HttpRequest:
         "_source",
         "_waiter",
         "_watched",
+        "arrived_s",
         "body_timeout_s",
         "gone",
         "headers",
@@ -186,6 +188,9 @@ class HttpRequest:
         self.query_string = query_string
         self.headers = headers
         self.id = _request_id(headers.get("x-request-id"))
+        self.arrived_s = 0.0
+        """When its headers were here, by the loop's clock: from here on the client waits for us,
+        also while others' handlers run."""
         self.gone = False
         """Whether the client was seen to leave."""
         self.http_1_0 = False
