@@ -72,6 +72,9 @@ class Etcd:
         """It does not answer any more, though it is there."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
 
     def thaw(self) -> None:
         """It answers again."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from moonserve.core.errors import ConfigError, RegistryError
@@ -34,7 +34,7 @@ class EtcdRegistry:
 
     def __init__(self, aetcd: Any, address: Address, ttl_s: float) -> None:
         self._aetcd = aetcd
-        self._failures = (aetcd.ClientError, TimeoutError, OSError)
+        self._failures = (aetcd.ClientError, OSError)  # the latter has TimeoutError below it
         self._address = address
         self._at = 0
         """Which of the addresses is asked."""
@@ -295,24 +295,39 @@ class EtcdRegistry:
             old, self._client = self._client, self._connect()
             self._closing = asyncio.create_task(self._quietly(old.close()))
 
-    async def _calling(self, call: Awaitable[T]) -> T:
+    async def _calling(self, call: Coroutine[Any, Any, T]) -> T:
+        """Raises RegistryError, at the deadline too. In a task of its own: gRPC may take a
+        cancellation that comes as a call ends for the end, and we would wait for ever."""
+        task = asyncio.create_task(call)
         try:
-            async with asyncio.timeout(_CALL_S * 2):
-                return await call
-        except TimeoutError:
-            raise RegistryError(f"etcd {self._address} does not answer in time") from None
+            await asyncio.wait({task}, timeout=_CALL_S * 2)
+        finally:
+            if not task.done():
+                task.add_done_callback(_look_at)
+                task.cancel()
+        if not task.done():
+            raise RegistryError(f"etcd {self._address} does not answer in time")
+        try:
+            return task.result()
         except self._failures as error:
             said = str(error).partition("\n")[0] or type(error).__name__
             raise RegistryError(f"etcd {self._address}: {said}") from None
+        except asyncio.CancelledError:  # by gRPC itself, as its channel was closed
+            raise RegistryError(f"etcd {self._address}: the connection was closed") from None
 
-    async def _quietly(self, call: Awaitable[object]) -> None:
+    async def _quietly(self, call: Coroutine[Any, Any, object]) -> None:
         """Let it be where etcd is away: leases end by themselves."""
-        with contextlib.suppress(*self._failures):
-            async with asyncio.timeout(_CALL_S):
-                await call
+        with contextlib.suppress(RegistryError):
+            await self._calling(call)
 
     def _full(self, key: str) -> bytes:
         return (self._address.root + key).encode()
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Nobody waits for it any more, and nobody shall be told that it failed."""
+    if not task.cancelled():
+        task.exception()
 
 
 class _Entry:
