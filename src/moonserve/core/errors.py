@@ -61,12 +61,15 @@ class BodyTooLarge(BadRequest):
 
 
 class Overloaded(MoonserveError):
-    """Refused before any prefill was spent on it; try again after `retry_after_s`."""
+    """Refused before any prefill was spent on it; try again after `retry_after_s`.
+
+    None: no retry helps, since what it asks for could not be had of an idle cluster.
+    """
 
     status = 429
     kind = "overloaded_error"
 
-    def __init__(self, message: str, reason: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, reason: str, retry_after_s: float | None) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_after_s = retry_after_s

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
+from moonserve.core.facts import Connector
 from moonserve.core.index import Match
 from moonserve.core.pipeline import Group, Stage
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
@@ -68,10 +69,14 @@ class Ask(msgspec.Struct, frozen=True):
     """Leading blocks that each holder will have once its promised prefills are done."""
     racks: Mapping[SegmentId, str] = {}
     """Rack of each holder that said one."""
+    doubts: Mapping[SegmentId, float] = {}
+    """Holders whose claims are not believed, and the share of them that counts all the same."""
     waited_us: Micros = 0
     """Since it arrived."""
     expected_tokens: Tokens = 0
     """Output to be expected; for KV room."""
+    whole: bool = False
+    """Whether one call must do all of it; see Request."""
 
 
 class Options:
@@ -102,10 +107,13 @@ class Options:
         """Blocks of the prompt that it has itself."""
         self.reused, self.transfer_us, self.compute_us = map(list, zip(*terms, strict=True))
         """Blocks that each would start from; time to load those it lacks, to compute the rest."""
-        self.queue_us = [
+        left = [
             left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
             for view in views
         ]
+        if views[0].info.connector != "embedded":  # then others may have work there too
+            left = [view.queue_us(now_us) for view in views]
+        self.queue_us: list[Micros] = left
         self.decodes = [view.decodes for view in views]
         self.scores: Sequence[float] = ()
         self._longest: SegmentId | None = None
@@ -198,6 +206,13 @@ class Decision(msgspec.Struct, frozen=True):
     """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
     alone: str = ""
     """Why there is no group of them, where one may be (Tuning.cpp)."""
+    held: str = ""
+    """Why it was held to less than its own objectives, where it was."""
+    connector: Connector = "embedded"
+    """How KV gets from `prefill` to `decode`."""
+    joint: bool = False
+    """Whether both are one foreign engine, that does all of it in one call: whose first token is
+    told as PrefillEnded, and no Decode follows."""
 
     @property
     def shares(self) -> tuple[Stage, ...]:
@@ -232,10 +247,14 @@ class Estimate:
         self._fetch, self._threshold, self._cross_rack = fetch, threshold, cross_rack
         self._usable = (ask.length - 1) // block_size
         self._best = min(ask.match.pool, self._usable)
-        held = ask.match.by_holder.copy() if ask.coming else ask.match.by_holder
+        told = ask.match.by_holder
+        held = told.copy() if ask.coming or ask.doubts else told
         for segment, blocks in ask.coming.items():
             if blocks > held.get(segment, 0):
                 held[segment] = blocks
+        for segment, share in ask.doubts.items():
+            if held.get(segment):
+                held[segment] = max(1, int(share * held[segment]))
         self._own = cast("dict[SegmentId | None, int]", held)
         """Leading blocks that each segment has, or will have."""
         longest = source(ask.match, None) if ask.racks else None
@@ -253,6 +272,10 @@ class Estimate:
         rows = [known.get(pair) or self._terms(*pair) for pair in pairs]
         return Options(self._ask, self._block_size, views, local, rows, now_us)
 
+    def own_tokens(self, view: InstanceView) -> Tokens:
+        """The prefix of it that the instance has itself, or will have."""
+        return min(self._own.get(view.info.segment, 0), self._usable) * self._block_size
+
     def least_us(self, kinds: Collection[Kind]) -> Micros:
         """What transfer and compute take at least on instances of these kinds; 0 where many."""
         runs = dict.fromkeys((0, *self._own.values()))
@@ -266,7 +289,7 @@ class Estimate:
         length, size, best, fetch = self._ask.length, self._block_size, self._best, self._fetch
         cost, chunk = kind.cost, kind.chunk_tokens
         reused, transfer_us = local, 0
-        if best > local and (
+        if (best > local and kind.fetches) and (
             fetch == "cheaper" or (fetch == "threshold" and best > local * self._threshold)
         ):
             crosses = self._home and kind.rack not in ("", self._home)

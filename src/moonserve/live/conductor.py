@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
+from moonserve.core.account import Account
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.conductor import Conductor
 from moonserve.core.errors import MoonserveError
-from moonserve.core.facts import Arrived, Fact, SpreadUpTo
+from moonserve.core.facts import Arrived, Fact, InstanceInfo, SpreadUpTo
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
 from moonserve.core.units import (
@@ -72,7 +73,7 @@ def lease_of(request: RequestId, number: int) -> LeaseId:
 
 
 class ConductorLoop:
-    """Drives one Conductor on the running event loop."""
+    """Drives one Conductor on the running event loop. Implements ports.Conducting."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class ConductorLoop:
         """`copy` None: the store makes no copies."""
         self.core = conductor
         self.now_us = LoopClock().now_us
+        self.account = Account(conductor.outlook.slo)
         self._release = release
         self._copy = copy
         self._copying: set[asyncio.Task[None]] = set()
@@ -100,6 +102,10 @@ class ConductorLoop:
         self.kept_blocks = 0
         """Blocks that prefill instances loaded from others and keep copies of (Algorithm 1)."""
 
+    def instances(self) -> list[InstanceInfo]:
+        """See ports.Conducting."""
+        return [view.info for view in self.core.view.instances.values()]
+
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""
         if not self._facts:
@@ -110,7 +116,7 @@ class ConductorLoop:
         """A request arrives; the Conductor's actions for it go to `inbox`."""
         assert request.id not in self._inboxes, "request ids are unique"
         self.records.pop(request.id, None)  # an earlier request of this id
-        self.records[request.id] = Record(self.now_us())
+        self.records[request.id] = Record(request.since_us(self.now_us()))
         while len(self.records) > _KEPT_RECORDS:
             self.records.popitem(last=False)
         self._inboxes[request.id] = inbox
@@ -142,7 +148,7 @@ class ConductorLoop:
         """Whether a request of this id is under way."""
         return request in self._inboxes
 
-    def first_token(self, request: RequestId, cached_tokens: Tokens) -> None:
+    def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """Prefill gave its token: note the measured TTFT beside the predicted one."""
         record = self.records.get(request)
         if record is not None and record.ttft_us is None:
@@ -159,6 +165,7 @@ class ConductorLoop:
             if actions is None:  # a bug, which the loop logs: nobody shall wait for ever
                 for request, inbox in self._inboxes.items():
                     inbox.put_nowait(GiveUp(request, "the Conductor failed"))
+        self.account.take(now_us, facts, actions)
         if self.on_step is not None:
             self.on_step(now_us, facts, actions)
         for action in actions:

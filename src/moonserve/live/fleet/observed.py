@@ -1,0 +1,38 @@
+"""What the relay tells of each call to a foreign engine, as it goes on.
+
+`Observer.began` when a call is sent, then on the Call it gives: `answered` at the first byte of
+its reply, `count` raised with every token, and `ended` on every path.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, TypeAlias
+
+from moonserve.core.units import InstanceId, Tokens
+
+Part: TypeAlias = Literal["prefill", "decode", "whole"]
+"""Of a request: its prefill alone (one token), the decode after a remote prefill, or both."""
+
+
+class Call(Protocol):
+    """One call that is out."""
+
+    count: Tokens
+    """Tokens that have come; raised by the caller as they do."""
+
+    def answered(self, cached: Tokens | None) -> None:
+        """The first token is there. cached: prompt tokens reused, as the engine says it, or None:
+        it did not say. Where usage comes at the end, say None here and give it to `ended`.
+        """
+
+    def ended(self, cached: Tokens | None = None) -> None:
+        """The call is over, however; a second time is of no effect."""
+
+
+class Observer(Protocol):
+    """Who takes note; Fleet does."""
+
+    def began(self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens) -> Call:
+        """A call goes out now. prompt: its length; predicted: the part that is taken to be cached
+        there (Decision.reused_tokens).
+        """

@@ -1,0 +1,446 @@
+"""vLLM 0.32's HTTP wire without a model: what the captured exchanges show, failures included.
+
+A `Fabric` stands for the network between engines: hand-overs of KV by the NIXL and the Mooncake
+connector go through it. Tokens are the bytes of the text; what is generated is a function of the
+prompt, so that any engine that has the right KV says the same, and one with the wrong KV does not.
+Knobs (`statuses`, `delay_s`, `cut_after`, `hold`) make it fail; `calls` tells what it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from hashlib import sha256
+from typing import Any, Literal
+
+import msgspec
+
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
+from moonserve.live.http.server import App, Server, serve
+from tests.support.serving import ByteText
+
+LEASE_S = 30.0
+_HANG_S = 480.0
+_WORDS = ("sea", "wind", "salt", "star", "moon", "wave", "sail", "rope", "gull", "tide")
+
+
+def spoken(prompt: Sequence[int], count: int, choice: int = 0, kv: bytes = b"") -> list[str]:
+    """The words that follow a prompt; `kv` other than b"" stands for KV that is not its own."""
+    digest = sha256(bytes(str(list(prompt)), "ascii") + kv).digest() * (1 + count // 32)
+    return [f" {_WORDS[(byte + choice) % len(_WORDS)]}" for byte in digest[:count]]
+
+
+class Call(msgspec.Struct):
+    """One generation that was asked for."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    raw: bytes
+
+
+class Refused(Exception):
+    """An error reply in vLLM's shape."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        kind = {400: "BadRequestError", 404: "NotFoundError"}.get(status, "InternalServerError")
+        error = {"message": message, "type": kind, "param": None, "code": status}
+        self.response = json_response({"error": error}, status)
+
+
+class Fabric:
+    """Who can pull KV from whom: engines by their id, and what each has ready for others."""
+
+    def __init__(self) -> None:
+        self.ready: dict[str, dict[str, tuple[tuple[int, ...], float]]] = {}
+        """Engine id -> request or transfer id -> (prompt, when its lease ends)."""
+        self.changed = asyncio.Event()
+
+    def put(self, engine: str, name: str, prompt: Sequence[int], lease_s: float) -> None:
+        """Keep a prompt's KV for who comes with this name."""
+        self.ready[engine][name] = (tuple(prompt), asyncio.get_running_loop().time() + lease_s)
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def pull(self, engine: str, name: str) -> tuple[int, ...] | None:
+        """The prompt whose KV this is, once; None where it is not, or no longer, there."""
+        prompt, until_s = self.ready[engine].pop(name, ((), 0.0))
+        return prompt if until_s > asyncio.get_running_loop().time() else None
+
+    async def wait(self, engine: str, name: str) -> None:
+        """Until it is there, as vLLM's Mooncake connector does: for minutes."""
+        async with asyncio.timeout(_HANG_S):
+            while name not in self.ready.get(engine, {}):
+                await self.changed.wait()
+
+
+class FakeVllm:
+    """One engine; `start` it, `restart` it, `stop` it. See the module for its knobs."""
+
+    def __init__(
+        self,
+        name: str = "e0",
+        connector: Literal["none", "nixl", "mooncake"] = "none",
+        fabric: Fabric | None = None,
+        *,
+        model: str = "m",
+        block_size: int = 32,
+        max_len: int = 2048,
+        dp_size: int = 1,
+        token_s: float = 0.0,
+        prompt_details: bool = True,
+    ) -> None:
+        self.name, self.model, self.max_len = name, model, max_len
+        self.connector, self.fabric = connector, fabric or Fabric()
+        self.block_size, self.dp_size, self.token_s = block_size, dp_size, token_s
+        self.prompt_details = prompt_details
+        self.calls: list[Call] = []
+        self.running = 0
+        self.aborted = 0
+        """Generations whose client left."""
+        self.statuses: deque[int] = deque()
+        """Answers to the next generations; 200 does nothing."""
+        self.delay_s = 0.0
+        """Before the first byte."""
+        self.cut_after: int | None = None
+        """A stream's connection is cut after so many tokens."""
+        self.hold: asyncio.Event | None = None
+        """No generation goes on before this is set."""
+        self.port = self.bootstrap_port = 0
+        self.starts = 0
+        self._servers: list[Server] = []
+        self._text = ByteText()
+        self._cache: set[bytes] = set()
+        self.engine_ids: list[str] = []
+
+    @property
+    def url(self) -> str:
+        """Its base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def bootstrap(self) -> str:
+        """Where the Mooncake connector says its engine ids."""
+        return f"http://127.0.0.1:{self.bootstrap_port}"
+
+    async def start(self) -> FakeVllm:
+        """Listen, on the ports it had before; engine ids are new, nothing is cached or ready."""
+        self.starts += 1
+        self._cache.clear()
+        self.engine_ids = [f"{self.name}-{self.starts}-dp{rank}" for rank in range(self.dp_size)]
+        for engine in self.engine_ids:
+            self.fabric.ready[engine] = {}
+        routes = {
+            ("POST", "/v1/completions"): self._completion,
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/tokenize"): self._tokenize,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/version"): self._version,
+        }
+        server = await serve(App(routes, name=self.name), "127.0.0.1", self.port)
+        self.port = server.port
+        query = App({("GET", "/query"): self._query}, name=f"{self.name} bootstrap")
+        bootstrap = await serve(query, "127.0.0.1", self.bootstrap_port)
+        self.bootstrap_port = bootstrap.port
+        self._servers = [server, bootstrap]
+        return self
+
+    async def stop(self) -> None:
+        """Gone at once, as if killed: every connection is cut, nothing it had ready is left."""
+        for engine in self.engine_ids:
+            self.fabric.ready.pop(engine, None)
+        servers, self._servers = self._servers, []
+        for server in servers:
+            await server.stop(0)
+
+    async def restart(self) -> None:
+        """Killed and started again at the same address."""
+        await self.stop()
+        await self.start()
+
+    # What is no generation.
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return Response()
+
+    async def _version(self, request: HttpRequest) -> Response:
+        return json_response({"version": "0.32.0"})
+
+    async def _models(self, request: HttpRequest) -> Response:
+        card = {"id": self.model, "object": "model", "created": 1795818000, "owned_by": "vllm"}
+        card |= {"root": self.model, "parent": None, "max_model_len": self.max_len}
+        return json_response({"object": "list", "data": [card]})
+
+    async def _query(self, request: HttpRequest) -> Response:
+        ids = {str(rank): {"engine_id": engine} for rank, engine in enumerate(self.engine_ids)}
+        return json_response({rank: {**it, "worker_addr": {}} for rank, it in ids.items()})
+
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        body = msgspec.json.decode(await request.body())
+        tokens = self._prompt(body)
+        shape = {"count": len(tokens), "max_model_len": self.max_len, "tokens": tokens}
+        return json_response({**shape, "token_strs": None})
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        of = f'engine="0",model_name="{self.model}"'
+        lines = [
+            f"vllm:num_requests_running{{{of}}} {float(self.running)}",
+            f"vllm:num_requests_waiting{{{of}}} 0.0",
+            f"vllm:kv_cache_usage_perc{{{of}}} 0.0",
+            f'vllm:cache_config_info{{block_size="{self.block_size}",enable_prefix_caching="True",'
+            f'engine="0",num_gpu_blocks="1024"}} 1.0',
+        ]
+        return Response(body="\n".join([*lines, ""]).encode(), content_type="text/plain")
+
+    # Generations.
+
+    async def _completion(self, request: HttpRequest) -> Response | StreamingResponse:
+        return await self._generate(request, chat=False)
+
+    async def _chat(self, request: HttpRequest) -> Response | StreamingResponse:
+        return await self._generate(request, chat=True)
+
+    async def _generate(self, request: HttpRequest, chat: bool) -> Response | StreamingResponse:
+        raw = await request.body()
+        request.cancel_on_disconnect()
+        body = msgspec.json.decode(raw)
+        self.calls.append(Call(request.path, dict(request.headers), body, raw))
+        status = self.statuses.popleft() if self.statuses else 200
+        self.running += 1
+        streamed = False
+        try:
+            if status != 200:
+                raise Refused(status, "told to")
+            rank = self._rank(request)
+            job = _Job(self, body, chat, request.headers.get("x-request-id"), rank)
+            if self.hold is not None:
+                await self.hold.wait()
+            await asyncio.sleep(self.delay_s)
+            await job.transfer()
+            if not body.get("stream"):
+                return json_response(await job.whole())
+            streamed = True
+            return StreamingResponse(_Stream(self, job))
+        except Refused as refused:
+            return refused.response
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            if not streamed:
+                self.running -= 1
+
+    def _rank(self, request: HttpRequest) -> int:
+        given = request.headers.get("x-data-parallel-rank", "0")
+        rank = int(given) if given.isdecimal() else 0
+        if rank >= self.dp_size:
+            raise Refused(400, f"data_parallel_rank {rank} is out of range [0, {self.dp_size}).")
+        return rank
+
+    def _prompt(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            parts = [{"role": m["role"], "content": str(m["content"])} for m in body["messages"]]
+            tools = msgspec.json.encode(body["tools"]).decode() if body.get("tools") else ""
+            return self._text.encode(tools + self._text.render_chat(parts), add_bos=False)
+        prompt = body["prompt"]
+        return self._text.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
+
+    def cached(self, prompt: Sequence[int]) -> int:
+        """Tokens of the prompt that are here; all of it is here from now on."""
+        count, whole = 0, True
+        for at in range(self.block_size, len(prompt) + 1, self.block_size):
+            key = sha256(str(list(prompt[:at])).encode()).digest()
+            whole = whole and key in self._cache and at < len(prompt)
+            count += self.block_size * whole
+            self._cache.add(key)
+        return count
+
+
+class _Job:
+    """One generation: judged, its KV pulled or computed, its words known."""
+
+    def __init__(
+        self, engine: FakeVllm, body: dict[str, Any], chat: bool, given: str | None, rank: int
+    ) -> None:
+        self.engine, self.body, self.chat = engine, body, chat
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{given or secrets.token_hex(8)}"
+        self.engine_id = engine.engine_ids[rank]
+        self.prompt = engine._prompt(body)
+        self.n = body.get("n") or 1
+        asked = body.get("max_completion_tokens") if chat else None
+        self.max_tokens = asked or body.get("max_tokens") or 16
+        self.params: dict[str, Any] = body.get("kv_transfer_params") or {}
+        self.kv, self.cached = b"", 0
+        self._judge()
+
+    def _judge(self) -> None:
+        body = self.body
+        if body.get("model") not in (None, self.engine.model):
+            raise Refused(404, f"The model `{body['model']}` does not exist.")
+        if self.max_tokens < 1:
+            raise Refused(400, f"max_tokens must be at least 1, got {self.max_tokens}.")
+        if body.get("stream_options") and not body.get("stream"):
+            raise Refused(400, "Stream options can only be defined when `stream=True`.")
+        if (body.get("min_tokens") or 0) > self.max_tokens:
+            raise Refused(400, "min_tokens must be less than or equal to max_tokens")
+        if len(self.prompt) + self.max_tokens > self.engine.max_len:
+            raise Refused(400, f"maximum context length is {self.engine.max_len} tokens")
+
+    async def transfer(self) -> None:
+        """Pull KV that is elsewhere, as told; what nobody has, or had for another, is wrong."""
+        engine, params = self.engine, self.params
+        self.cached = engine.cached(self.prompt)
+        if engine.connector == "none" or not params.get("do_remote_prefill"):
+            return
+        remote, fabric = params.get("remote_engine_id"), engine.fabric
+        if remote not in fabric.ready:
+            raise Refused(500, "Internal server error")
+        name = params.get("remote_request_id") or ""
+        self.cached = params.get("remote_prefill_cached_tokens") or 0
+        if engine.connector == "mooncake":
+            name = params.get("transfer_id") or "unnamed"
+            await fabric.wait(remote, name)
+            self.cached = len(self.prompt)
+        if fabric.pull(remote, name) != tuple(self.prompt):
+            self.kv = b"somebody else's"
+
+    def handed_over(self) -> dict[str, Any] | None:
+        """What a reply says of the KV that others may pull; makes it ready."""
+        engine, params = self.engine, self.params
+        if not params.get("do_remote_decode"):
+            return None
+        if engine.connector == "mooncake":
+            if "transfer_id" in params:
+                engine.fabric.put(self.engine_id, params["transfer_id"], self.prompt, _HANG_S)
+            return None
+        if engine.connector != "nixl":
+            return None
+        name = f"{self.id}-{'' if self.chat else '0-'}{secrets.token_hex(4)}"
+        engine.fabric.put(self.engine_id, name, self.prompt, LEASE_S)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(1, 1 - (-len(self.prompt) // engine.block_size)))],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": name,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "remote_num_tokens": len(self.prompt),
+            "remote_blocks_expiry_time": None,
+            "remote_prefill_cached_tokens": self.cached,
+        }
+
+    def words(self, choice: int) -> list[str]:
+        """What one choice says."""
+        return spoken(self.prompt, self.max_tokens, choice, self.kv)
+
+    def usage(self) -> dict[str, Any]:
+        """As vLLM counts."""
+        said = self.max_tokens * self.n
+        details = {"cached_tokens": self.cached, "created_cache_tokens": None}
+        return {
+            "prompt_tokens": len(self.prompt),
+            "total_tokens": len(self.prompt) + said,
+            "completion_tokens": said,
+            "prompt_tokens_details": details if self.engine.prompt_details else None,
+            "completion_tokens_details": None,
+        }
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What every object of the reply begins with."""
+        created = int(time.time())
+        return {"id": self.id, "object": kind, "created": created, "model": self.engine.model}
+
+    def logprobs(self, words: Sequence[str]) -> dict[str, Any] | None:
+        """Where asked for."""
+        if not self.body.get("logprobs"):
+            return None
+        if self.chat:
+            return {"content": [{"token": word, "logprob": -0.5} for word in words]}
+        return {"tokens": list(words), "token_logprobs": [-0.5] * len(words)}
+
+    def message(self, text: str) -> dict[str, Any]:
+        """A chat message: a call of the first tool, where one must be called."""
+        tools = self.body.get("tools")
+        if not tools or self.body.get("tool_choice") != "required":
+            return {"role": "assistant", "content": text, "refusal": None}
+        call = {"name": tools[0]["function"]["name"], "arguments": '{"usage": {"a": 1}}'}
+        calls = [{"id": "call-1", "type": "function", "function": call}]
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+
+    async def whole(self) -> dict[str, Any]:
+        """The reply as one object."""
+        choices = []
+        for index in range(self.n):
+            words = self.words(index)
+            said = {"message": self.message("".join(words))} if self.chat else {}
+            if not self.chat:
+                said = {"text": "".join(words)}
+            logprobs = self.logprobs(words)
+            end = {"logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+            choices.append({"index": index, **said, **end})
+        await asyncio.sleep(self.engine.token_s * self.max_tokens)
+        reply = self.head("chat.completion" if self.chat else "text_completion")
+        return {
+            **reply,
+            "choices": choices,
+            "usage": self.usage(),
+            "kv_transfer_params": self.handed_over(),
+        }
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The reply as events. A streamed prefill hands nothing over, as in vLLM."""
+        head = self.head("chat.completion.chunk" if self.chat else "text_completion")
+
+        def event(**fields: Any) -> bytes:
+            return b"data: %b\n\n" % msgspec.json.encode({**head, **fields})
+
+        if self.chat:
+            role = {"role": "assistant", "content": ""}
+            yield event(choices=[{"index": i, "delta": role} for i in range(self.n)])
+        for at in range(self.max_tokens):
+            for index in range(self.n):
+                await asyncio.sleep(self.engine.token_s)
+                if self.engine.cut_after is not None and at >= self.engine.cut_after:
+                    raise ConnectionResetError("cut as told")
+                word = self.words(index)[at]
+                said: dict[str, Any] = {"delta": {"content": word}} if self.chat else {}
+                said = said or {"text": word}
+                finish = "length" if at + 1 == self.max_tokens else None
+                end = {"logprobs": self.logprobs([word]), "finish_reason": finish}
+                yield event(choices=[{"index": index, **said, **end}])
+        if (self.body.get("stream_options") or {}).get("include_usage"):
+            yield event(choices=[], usage=self.usage())
+        yield b"data: [DONE]\n\n"
+
+
+class _Stream:
+    """A stream that counts as running until it is closed, and as aborted if that is early."""
+
+    def __init__(self, engine: FakeVllm, job: _Job) -> None:
+        self._engine, self._chunks, self._ended = engine, job.chunks(), False
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await anext(self._chunks)
+        except StopAsyncIteration:
+            self._ended = True
+            raise
+
+    async def aclose(self) -> None:
+        """Called by the server on every path."""
+        self._engine.running -= 1
+        self._engine.aborted += not self._ended
+        with contextlib.suppress(RuntimeError):
+            await self._chunks.aclose()  # type: ignore[attr-defined]
