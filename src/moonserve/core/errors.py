@@ -12,6 +12,7 @@
     ├── StoreError               the pool could not do as asked
     │   ├── UnknownSegment       no such segment is mounted
     │   └── Recovering           the master has started and gathers what segments hold
+    ├── RegistryError            who is there cannot be asked or told
     ├── TransferFailed           bytes did not arrive; `done` says which slices did
     └── ConfigError              a setting is wrong; `field` names it and the remedy
 
@@ -111,6 +112,13 @@ class Recovering(StoreError):
     """The master has just started and does not know yet what exists: try again soon."""
 
     status = 503
+
+
+class RegistryError(MoonserveError):
+    """The registry, such as etcd, cannot be reached or did not do as asked."""
+
+    status = 503
+    kind = "registry_error"
 
 
 class TransferFailed(MoonserveError):
