@@ -1,4 +1,4 @@
-"""A tenant that asks for nine times as much as another, of a cluster that holds a third of it all."""
+"""One tenant asks for nine times as much as another, of a cluster that holds a third of it all."""
 
 from __future__ import annotations
 
