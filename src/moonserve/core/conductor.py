@@ -33,6 +33,7 @@ from moonserve.core.facts import (
 from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
 from moonserve.core.hot import Hot
 from moonserve.core.index import PrefixIndex
+from moonserve.core.outlook import Outlook
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of, work_us
 from moonserve.core.presence import Presence
@@ -60,7 +61,7 @@ class Conductor:
         self.tuning = tuning or Tuning()
         self._policy = policy_of(self.tuning.policy)
         self._memory = Memory(rng)
-        self.outlook = admission.Outlook(self.tuning, length_of)
+        self.outlook = Outlook(self.tuning, length_of)
         self.view = ClusterView()
         self._presence = Presence(self.view, self.tuning, cost_of)
         self.index = PrefixIndex()
@@ -95,7 +96,7 @@ class Conductor:
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
                     self.outlook.asked(request, now_us)
-                    life = Handoff(request, keys, now_us)
+                    life = Handoff(request, keys, request.since_us(now_us))
                     self._lives[request.id] = life
                     self._place(life, now_us)
                 case StageEnded(request, instance=instance) if request in self._lives:
@@ -191,8 +192,7 @@ class Conductor:
         elif verdict is None:
             self._refuse(life, admission.nobody(life.request, prefills, decodes, now_us), now_us)
         else:
-            slo = self.outlook.held_to(life.request, prefills, now_us)
-            refusal = admission.unwanted(life.request, verdict, slo, self.tuning, self.view)
+            refusal = admission.unwanted(life.request, verdict, self.tuning, self.view)
             if refusal is not None and not life.attempts:
                 self._refuse(life, refusal, now_us)
             else:
@@ -217,10 +217,10 @@ class Conductor:
             whole=life.request.whole,
         )
         request, tuning = life.request, self.tuning
-        slo, memory = self.outlook.held_to(request, prefills, now_us), self._memory
+        held, memory = self.outlook.held_to(request, prefills, now_us), self._memory
         look = self.outlook.look(request, life.length, now_us, len(decodes))
         return decide(
-            ask, prefills, decodes, slo, tuning, memory, now_us, life.failed, look, others
+            ask, prefills, decodes, held, tuning, memory, now_us, life.failed, look, others
         )
 
     def _bound(self, life: Handoff, decision: Decision, now_us: Micros) -> None:

@@ -206,6 +206,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
     alone: str = ""
     """Why there is no group of them, where one may be (Tuning.cpp)."""
+    held: str = ""
+    """Why it was held to less than its own objectives, where it was."""
     connector: Connector = "embedded"
     """How KV gets from `prefill` to `decode`."""
     joint: bool = False
