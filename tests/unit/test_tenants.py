@@ -40,6 +40,16 @@ def test_like_parts_are_no_more_than_that() -> None:
     assert (found.share("a"), found.share("b")) == (1.0, 1.0)
 
 
+def test_rounding_makes_nobody_have_more_than_a_like_part() -> None:
+    """Equal parts, faded in many steps and summed in another order, are equal."""
+    found = shared(*((name, 3, 3) for name in ("a", "b", "c")))
+    for at in range(1, 40):
+        for name in ("a", "b", "c"):
+            found.asked(name, 7, at * 4 * SECOND)
+            found.given(name, 7)
+        assert [found.share(name) for name in ("a", "b", "c")] == [1.0] * 3
+
+
 def test_what_was_is_forgotten() -> None:
     """Half of it in 30 seconds, and who asks for nothing is soon not counted at all."""
     found = shared(("flood", 900, 900), ("b", 100, 10))
