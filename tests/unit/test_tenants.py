@@ -41,13 +41,12 @@ def test_like_parts_are_no_more_than_that() -> None:
 
 
 def test_rounding_makes_nobody_have_more_than_a_like_part() -> None:
-    """Equal parts, faded in many steps and summed in another order, are equal."""
-    found = shared(*((name, 3, 3) for name in ("a", "b", "c")))
-    for at in range(1, 40):
-        for name in ("a", "b", "c"):
-            found.asked(name, 7, at * 4 * SECOND)
-            found.given(name, 7)
-        assert [found.share(name) for name in ("a", "b", "c")] == [1.0] * 3
+    """Equal parts that have faded are equal, however their sums are rounded."""
+    names = [f"t{at}" for at in range(10)]
+    for steps in range(1, 60):
+        found = shared(*((name, 7, 7) for name in names))
+        found.asked(names[0], 1, steps * 30 * SECOND // 8)
+        assert [found.share(name) for name in names] == [1.0] * 10
 
 
 def test_what_was_is_forgotten() -> None:
