@@ -99,8 +99,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     objective; 1: none does."""
     rack: str = ""
     """Where a worker stands; transfers between racks are taken to last longer."""
-    instances: tuple[dict[str, object], ...] = ()
-    """Foreign engines that a gateway serves with; see cli.instances. In the file only."""
+    instances: tuple[dict[str, object], ...] | None = None
+    """Foreign engines that a gateway serves with; see cli.instances. In the file only. Empty: those
+    that are named later; None: a gateway has workers of ours."""
     start_s: _Seconds = 180.0
     drain_s: _Seconds = 30.0
     logging: Logging = Logging()
