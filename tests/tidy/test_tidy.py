@@ -25,7 +25,7 @@ PURE = {
     *("msgspec", "xxhash", "blake3"),
 }
 HEAVY = {
-    *("torch", "numpy", "uvicorn", "uvloop", "httptools", "rich", "tokenizers", "jinja2"),
+    *("torch", "numpy", "uvloop", "httptools", "rich", "tokenizers", "jinja2"),
     *("safetensors", "prometheus_client", "yaml", "moonserve.live", "moonserve.sim"),
     "moonserve.show",
 }

@@ -115,11 +115,11 @@ def owed(refusal: Refuse) -> MoonserveError:
     why, reason, wait_us = refusal.why, refusal.reason, refusal.retry_after_us
     if reason == "duplicate_request_id":
         return BadRequest(why, "x-request-id", reason)
-    if wait_us is None:
+    if reason == "nobody_alive":
         return NobodyAlive(why)
     if reason == "kv_memory":  # no waiting helps
         return BadRequest(why, "prompt", "context_length_exceeded")
-    return Overloaded(why, reason, wait_us / MICROS_PER_SECOND)
+    return Overloaded(why, reason, None if wait_us is None else wait_us / MICROS_PER_SECOND)
 
 
 class _Life:

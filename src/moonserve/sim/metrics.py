@@ -31,6 +31,8 @@ class RequestRow(msgspec.Struct, frozen=True):
 
     id: str
     arrived_s: float
+    tenant: str
+    priority: int
     input_tokens: Tokens
     output_tokens: Tokens
     outcome: str
@@ -156,6 +158,8 @@ def _row(served: Served, gaps: Times, goal: Slo) -> RequestRow:
     return RequestRow(
         id=served.id,
         arrived_s=served.arrived_us / 1e6,
+        tenant=served.row.tenant,
+        priority=served.row.priority,
         input_tokens=served.row.input_tokens,
         output_tokens=served.row.output_tokens,
         outcome=served.outcome,
@@ -227,6 +231,7 @@ def _summary(
         "busy_decode": _share_busy([node.busy_us for node in sim.decodes], span_s),
         "ttft_error_mean_s": mean(np.array(errors)),
         "regret_mean_s": mean(np.array([_regret_s(one) for one in served if one.first_us])),
+        "shared_prompts": sum(bool(one.judged and one.judged.stages) for one in begun),
         "migrations": sim.carrier.copied_blocks,
         "spread_copies": sim.conductor.hot.done["done"],
         "spread_bytes": sim.conductor.hot.done["bytes"],

@@ -6,7 +6,6 @@ adds its own routes beside these. Holds no state of a request beyond its end.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from moonserve.core.errors import (
     NobodyAlive,
 )
 from moonserve.core.request import Request
-from moonserve.core.units import RequestId, Tokens
+from moonserve.core.units import RequestId, Tokens, seconds_to_us
 from moonserve.live.gateway import headers, openai
 from moonserve.live.gateway.door import SHUTTING_DOWN, Door
 from moonserve.live.gateway.door import Limits as Limits
@@ -139,7 +138,6 @@ class GatewayApp:
         return await self._generate(http, "completion")
 
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
-        arrived_s = asyncio.get_running_loop().time()
         tenant = headers.tenant(http.headers)
         self._door.enter(tenant)
         try:
@@ -152,7 +150,7 @@ class GatewayApp:
                 self._serving.generate(request),
                 self._tools(request.model).detokenizer(),
                 self.metrics,
-                arrived_s,
+                http.arrived_s,
                 lambda: self._leave(http, tenant, request.id),
             )
         except BaseException:
@@ -203,6 +201,7 @@ class GatewayApp:
             stopping=stopping,
             slo=slo,
             priority=priority,
+            arrived_us=seconds_to_us(http.arrived_s),
             tenant=tenant,
         )
 

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.request import Counted, Request, Stopping
-from moonserve.core.units import RequestId
+from moonserve.core.units import RequestId, seconds_to_us
 from moonserve.live.fleet.observed import Observer
 from moonserve.live.gateway import headers
 from moonserve.live.gateway.app import ModelEntry, ModelList
@@ -119,7 +119,7 @@ class RelayApp(Collector):
 
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
         caller = self._caller
-        arrived_us = caller.conductor.now_us()
+        arrived_us = seconds_to_us(http.arrived_s)
         tenant = headers.tenant(http.headers)
         self._door.enter(tenant)
         life, streams = None, False
@@ -127,16 +127,19 @@ class RelayApp(Collector):
             raw = await http.body()
             http.cancel_on_disconnect()
             asked = Asked(form, raw)
-            reading = await self._reader.reading(asked, self._models.of(asked.model))
+            infos = self._models.of(asked.model)
+            reading = await self._reader.reading(asked, infos)
+            default = Stopping().max_tokens if form == "completion" else infos[0].max_len
             if caller.conductor.known(RequestId(http.id)):
                 http.id = f"{http.id}-{secrets.token_hex(4)}"
             request = Request(
                 id=RequestId(http.id),
                 model=asked.model,
                 prompt=Counted(reading.length),
-                stopping=Stopping(max_tokens=asked.max_tokens or Stopping().max_tokens),
+                stopping=Stopping(max_tokens=asked.max_tokens or default),
                 slo=headers.slo(http.headers),
                 priority=headers.priority(http.headers),
+                arrived_us=arrived_us,
                 whole=asked.whole,
                 tenant=tenant,
             )
