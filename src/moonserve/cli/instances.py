@@ -7,6 +7,7 @@ name addresses only. Every error says which engine, which field, on which line, 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
+from moonserve.config import ENV_PREFIX, Settings
 from moonserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,6 +103,25 @@ def named_by_flags(
 def _of_flag(fields: dict[str, Any], flag: str) -> InstanceSpec:
     named = {"url": flag} | {it: f"--{it}" for it in ("connector", "events", "tokenizer")}
     return _described(fields, lambda field: named.get(field, field))
+
+
+def engines_of(
+    settings: Settings, file: Path | None, by_flags: Sequence[InstanceSpec]
+) -> list[InstanceSpec] | None:
+    """All engines of a gateway; None where it has workers of ours. Raises ConfigError."""
+    if settings.instances is None and not by_flags:
+        return None
+    for name in ("store", "store_url"):
+        if getattr(settings, name) != getattr(Settings(), name):
+            remedy = "is for workers of ours: foreign engines keep their KV; leave one of both out"
+            raise ConfigError(f"{remedy} (instances are named too)", name)
+    named = os.environ.get(ENV_PREFIX + "CONFIG")
+    file = file or (Path(named) if named else None)
+    found = named_in_file(settings.instances or (), file)
+    for spec in by_flags:
+        if spec.name in [it.name for it in found]:
+            raise ConfigError(f"an engine in the file is named {spec.name}; rename it", "instances")
+    return [*found, *by_flags]
 
 
 def _own(events: str, address: str) -> str:

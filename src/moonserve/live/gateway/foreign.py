@@ -1,6 +1,6 @@
 """The gateway process before foreign engines: Conductor, fleet and relay in one event loop.
 
-As `process.Gateway` is before workers of ours, with which it shares the control side. Needs no model
+As `process.Gateway` is before workers of ours; both have the same control side. Needs no model
 files but the tokenizers that engine descriptions name.
 """
 
@@ -25,6 +25,7 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.relay.front import RelayApp
+
 
 def starting(
     specs: Sequence[InstanceSpec],
