@@ -60,7 +60,7 @@ def gateway(
 
     die_with_parent()  # before the imports that take their time
     from moonserve.live.gateway.config import GatewayConfig
-    from moonserve.live.gateway.process import Gateway, run_gateway
+    from moonserve.live.gateway.process import run_gateway
 
     made = GatewayConfig(
         host=settings.host,
@@ -83,11 +83,11 @@ def gateway(
         max_body_bytes=settings.max_body_bytes,
     )
     if engines is None:
-        run_role(run_gateway(made, Gateway.start))
+        run_role(run_gateway(made))
     else:
         from moonserve.live.gateway.foreign import starting
 
-        run_role(run_gateway(made, starting(engines)))
+        run_role(run_gateway(made, start=starting(engines)))
 
 
 @click.command()

@@ -126,8 +126,8 @@ def _print(line: str) -> None:
 
 async def run_gateway(
     config: GatewayConfig,
-    start: Callable[[GatewayConfig], Awaitable[Running]],
     say: Callable[[str], None] = _print,
+    start: Callable[[GatewayConfig], Awaitable[Running]] = Gateway.start,
 ) -> None:
     """Run one gateway until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""
     stop = asyncio.Event()
