@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonserve.core import outlook
@@ -376,3 +377,25 @@ def test_what_tightens_an_objective_is_named() -> None:
     held = [a.decision.held for a in actions if isinstance(a, Prefill)]
     assert held[0] == ""
     assert held[-1].endswith("given more than its part")
+
+
+def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:
+    """Enough to learn the costs, more by a slow machine's; the others are told to come soon."""
+    for tokens, taken in ((6_000, 16), (20, 200)):
+        c = Conductor(Tuning(slo=Slo(30_000_000, None)), cost_of=lambda _: Cost())
+        names: dict[str, Role] = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
+        infos = [
+            msgspec.structs.replace(info(n, r), max_requests=400, kv_blocks=1 << 20)
+            for n, r in names.items()
+        ]
+        c.step(0, [Joined(it) for it in infos])
+        prompts = [tuple(range(at, at + tokens)) for at in range(200)]
+        crowd = [
+            Arrived(Request(RequestId(f"r{at:03}"), "m", prompt), ())
+            for at, prompt in enumerate(prompts)
+        ]
+        actions = c.step(1, crowd)
+        assert len(begun(actions, Prefill)) == taken
+        waits = [a.retry_after_us for a in actions if isinstance(a, Refuse)]
+        assert all(us is not None and 1_000_000 <= us <= 6_000_000 for us in waits)
+        assert len(set(waits)) >= (200 - taken) // 2

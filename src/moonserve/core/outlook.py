@@ -26,6 +26,8 @@ _TAIL = 10
 """A request's TBT is the mean of the longest of so many of its gaps, at least of one (FAST'25)."""
 _UNSEEN, _SEEN = 8, 256
 """Outputs that weigh as much as knowing nothing, and as many as are remembered."""
+_COLD_US: Micros = 20_000
+"""Apart come those who are refused by costs that nobody measured: soon, and not all at once."""
 _GROWTH = 1.01
 """Contexts grow while they decode: so much is kept of every TBT objective."""
 
@@ -244,8 +246,10 @@ class Outlook:
         if any(ends):
             interval_us = 1 / sum(ends)
         if decision is not None:
-            chosen = view.instances.get(decision.decode)
-            if refusal.reason == "ttft_slo":
+            chosen, cold = view.instances.get(decision.decode), view.instances.get(decision.prefill)
+            if refusal.reason == "ttft_slo" and cold is not None and not cold.cost.known:
+                interval_us = min(interval_us or _COLD_US, _COLD_US)
+            elif refusal.reason == "ttft_slo":
                 work_us = sum([share.work_us for share in decision.shares])
                 interval_us = max(interval_us, work_us / max(1, len(view.prefills(request.model))))
             elif chosen is not None and not self.told.next_us(request.model, now_us):
@@ -268,6 +272,8 @@ class Outlook:
             if goal_us is None or least_us <= goal_us:
                 return 0
             prefills = view.prefills(request.model)
+            if not all(one.cost.known for one in prefills):
+                return 0
             pool = decision.pool_tokens // prefills[0].info.namespace.block_size
             least_us = min(
                 least_us,
@@ -297,7 +303,7 @@ def _grown_us(view: InstanceView, context: Tokens) -> Micros:
 def _joined_us(view: InstanceView, context: Tokens, stay: Stay) -> Micros:
     """The time between tokens of one that joins now; with all places taken, until one is free."""
     tbt_us, seqs = _grown_us(view, context), view.info.max_seqs
-    behind = max(0, len(view.stays.active) + 1 - seqs)
+    behind = max(0, len(view.stays.active) + view.stays.others.running + 1 - seqs)
     return tbt_us + round(behind * place_us(stay, tbt_us, seqs))
 
 
