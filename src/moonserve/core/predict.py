@@ -155,8 +155,11 @@ class Predictor(Protocol):
         """A decode to come, which takes over from prefill at `due_us`."""
         ...
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
-        """Probability that one with so many tokens, after so long, goes on for so many more."""
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+        """Probability that an output has more tokens, and takes longer, than this.
+
+        Of one that has some by now, as a share of that for now: see core.forecast.
+        """
         ...
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
@@ -197,9 +200,9 @@ class Uniform:
         """See Predictor."""
         return Stay(context, due_us, expected=self._tokens)
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
         """See Predictor."""
-        return 1.0 if us + more_us < self.mean_us else 0.0
+        return 1.0 if us < self.mean_us else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -229,13 +232,11 @@ class Survival:
         most = request.stopping.max_tokens
         return Stay(context, due_us, lengths, most, lengths.mean(most))
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
         """See Predictor."""
         length = stay.length
         assert isinstance(length, Lengths), "a stay of this predictor's"
-        if tokens + more >= stay.most:
-            return 0.0
-        return length.beyond(tokens + more) / length.beyond(tokens)
+        return length.beyond(tokens) if tokens < stay.most else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -274,10 +275,10 @@ class Oracle:
         length = self._length_of(request.id)
         return Stay(context, due_us, length, expected=length)
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
         """See Predictor."""
         assert isinstance(stay.length, int), "a stay of this predictor's"
-        return 1.0 if tokens + more < stay.length else 0.0
+        return 1.0 if tokens < stay.length else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor: nothing is left to be learned."""
