@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from moonserve.core import admission, groups
+from moonserve.core import admission, groups, pairs
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.coming import Coming
 from moonserve.core.cost import Cost
@@ -35,6 +35,7 @@ from moonserve.core.hot import Hot
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of, work_us
+from moonserve.core.presence import Presence
 from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 from moonserve.core.view import ClusterView, InstanceView, Promised
 from moonserve.core.waiting import Waiter, WaitingRoom
@@ -60,8 +61,8 @@ class Conductor:
         self._policy = policy_of(self.tuning.policy)
         self._memory = Memory(rng)
         self.outlook = admission.Outlook(self.tuning, length_of)
-        self._cost_of = cost_of
         self.view = ClusterView()
+        self._presence = Presence(self.view, self.tuning, cost_of)
         self.index = PrefixIndex()
         self._coming = Coming()
         self.hot = Hot(self.tuning, self.view, self.index, self._coming)
@@ -72,7 +73,6 @@ class Conductor:
         """Lives that wait for an instance to join, and since when."""
         self._held: dict[RequestId, Handoff] = {}
         """Lives whose prefill has ended and that wait for room in decode, by then."""
-        self._ticked_us: Micros | None = None
         self._actions: list[Action] = []
 
     def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
@@ -83,17 +83,14 @@ class Conductor:
                     self.hot.heard(fact)
                 case Joined(info):
                     self._joined(info, now_us)
-                case Beat(instance, epoch, load):
-                    view = self.view.instances.get(instance)
-                    if view is not None and view.info.epoch == epoch:
-                        view.heard(load, now_us)
-                case Left(instance, epoch):
-                    view = self.view.instances.get(instance)
-                    if view is not None and view.info.epoch == epoch:
-                        self.view.remove(instance)  # it still finishes what it has
+                case Beat():
+                    self._presence.heard(fact, now_us)
+                case Left():
+                    self._presence.left(fact)
                 case Tick():
                     self.hot.expire(now_us)
-                    self._reap(now_us)
+                    for instance in self._presence.silent(now_us):
+                        self._lost(instance, "it was not heard of any more")
                     self._unpark(now_us)
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
@@ -134,23 +131,12 @@ class Conductor:
     # Instances.
 
     def _joined(self, info: InstanceInfo, now_us: Micros) -> None:
-        old = self.view.instances.get(info.id)
-        if old is not None and old.info.epoch >= info.epoch:
-            if old.info.epoch == info.epoch:
-                old.heard_us = now_us
+        if not self._presence.joins(info, now_us):
             return
-        if old is not None:
+        if info.id in self.view.instances:
             self._lost(info.id, "it restarted")
-        self.view.add(InstanceView(info, now_us, self._cost_of(info)))
+        self._presence.add(info, now_us)
         self._unpark(now_us)
-
-    def _reap(self, now_us: Micros) -> None:
-        last_us, self._ticked_us = self._ticked_us, now_us
-        if last_us is None or now_us - last_us > self.tuning.pause_us:
-            return
-        dead_us = now_us - self.tuning.dead_after_us
-        for instance in [i for i, v in self.view.instances.items() if v.heard_us < dead_us]:
-            self._lost(instance, "it was not heard of any more")
 
     def _lost(self, instance: InstanceId, why: str) -> None:
         self.view.remove(instance)
@@ -180,6 +166,8 @@ class Conductor:
                 life.unplaced()
                 self._forget(absent)
                 self._place(life, now_us)
+            case StartDecode() if life.decision is not None and life.decision.joint:
+                self._go_on(life, life.decision, now_us)
             case StartDecode() if self._held:
                 self._held[life.request.id] = life  # behind them, in this step
             case StartDecode():
@@ -225,6 +213,7 @@ class Conductor:
             racks=self.view.racks,
             waited_us=now_us - life.arrived_us,
             expected_tokens=self.outlook.expected_tokens,
+            whole=life.request.whole,
         )
         request, tuning = life.request, self.tuning
         slo, memory = self.outlook.held_to(request, prefills, now_us), self._memory
@@ -262,13 +251,22 @@ class Conductor:
                 why = f"no instance for model {life.request.model} came back in time"
                 self._end(life, why, now_us)
 
+    def _go_on(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
+        """The call that has prefilled decodes on; no other goes out."""
+        self._end_prefill(life, now_us)
+        view = self.view.instances.get(decision.decode)
+        if view is not None:
+            tbt_us = decision.predicted_tbt_us  # promised again: it may have restarted
+            self.outlook.promise(life.request, life.length, view, now_us, 0, tbt_us)
+            view.begin_decode(life.request.id, now_us)
+
     def _decode(self, life: Handoff, now_us: Micros) -> None:
         request, decision = life.request, life.decision
         assert decision is not None
         self._end_prefill(life, now_us)
-        view = self.view.instances.get(decision.decode)
+        view, way = self.view.instances.get(decision.decode), decision.connector
         if view is None:
-            alive = self.view.decodes(request.model)
+            alive = pairs.speaking(way, self.view.decodes(request.model))
             if not alive and life.exhausted:
                 why = f"no decode instance for model {request.model} is alive"
                 self._end(life, why, now_us)
@@ -283,7 +281,7 @@ class Conductor:
         if self._held.pop(request.id, None) is None:
             outlook.tbt_errors.add(decision.predicted_tbt_us, view.tbt_now_us(context))
         if life.attempts == 1:  # else its client may have tokens
-            others = self.view.decodes(request.model)
+            others = pairs.speaking(way, self.view.decodes(request.model))
             view, refusal = outlook.arrives(request, view, others, context, decision, now_us)
             if refusal is not None:
                 if now_us < outlook.patient_us(request, life.arrived_us):

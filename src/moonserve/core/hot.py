@@ -239,8 +239,8 @@ class Hot:
         self._prompts = min(self._prompts + 1, _MEAN_OF)
         self._mean_tokens += (decision.prompt_tokens - self._mean_tokens) / self._prompts
         views = self._view.prefills(request.model)
-        if not self.most_bytes or not views:
-            return []
+        if not self.most_bytes or not views or views[0].info.connector != "embedded":
+            return []  # what foreign engines hold cannot be copied from here
         size = views[0].info.namespace.block_size
         held = min(decision.pool_tokens // size, len(keys))
         hot, count = self._heat.touch(keys, held, now_us)

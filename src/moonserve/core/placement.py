@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
+from moonserve.core.facts import Connector
 from moonserve.core.index import Match
 from moonserve.core.pipeline import Group, Stage
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
@@ -72,6 +73,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Since it arrived."""
     expected_tokens: Tokens = 0
     """Output to be expected; for KV room."""
+    whole: bool = False
+    """Whether one call must do all of it; see Request."""
 
 
 class Options:
@@ -198,6 +201,11 @@ class Decision(msgspec.Struct, frozen=True):
     """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
     alone: str = ""
     """Why there is no group of them, where one may be (Tuning.cpp)."""
+    connector: Connector = "embedded"
+    """How KV gets from `prefill` to `decode`."""
+    joint: bool = False
+    """Whether both are one foreign engine, that does all of it in one call: whose first token is
+    told as PrefillEnded, and no Decode follows."""
 
     @property
     def shares(self) -> tuple[Stage, ...]:
@@ -253,6 +261,10 @@ class Estimate:
         rows = [known.get(pair) or self._terms(*pair) for pair in pairs]
         return Options(self._ask, self._block_size, views, local, rows, now_us)
 
+    def own_tokens(self, view: InstanceView) -> Tokens:
+        """The prefix of it that the instance has itself, or will have."""
+        return min(self._own.get(view.info.segment, 0), self._usable) * self._block_size
+
     def least_us(self, kinds: Collection[Kind]) -> Micros:
         """What transfer and compute take at least on instances of these kinds; 0 where many."""
         runs = dict.fromkeys((0, *self._own.values()))
@@ -266,7 +278,7 @@ class Estimate:
         length, size, best, fetch = self._ask.length, self._block_size, self._best, self._fetch
         cost, chunk = kind.cost, kind.chunk_tokens
         reused, transfer_us = local, 0
-        if best > local and (
+        if (best > local and kind.fetches) and (
             fetch == "cheaper" or (fetch == "threshold" and best > local * self._threshold)
         ):
             crosses = self._home and kind.rack not in ("", self._home)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from moonserve.core import pairs
 from moonserve.core.errors import ConfigError
 from moonserve.core.groups import groups, split
 from moonserve.core.peers import (
@@ -22,7 +23,7 @@ from moonserve.core.peers import (
     preble_e2,
     sglang_cache_aware,
 )
-from moonserve.core.pipeline import Form, Group, Work
+from moonserve.core.pipeline import Group, Work
 from moonserve.core.placement import (
     Ask,
     Candidates,
@@ -35,9 +36,10 @@ from moonserve.core.placement import (
     preferred,
     roomy_decode,
 )
-from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
-from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
+from moonserve.core.tuning import Admission as Admission
+from moonserve.core.tuning import Tuning as Tuning
+from moonserve.core.units import InstanceId, Micros, Tokens
 from moonserve.core.view import InstanceView
 from moonserve.core.waiting import PATIENCE_US
 
@@ -53,74 +55,6 @@ PRESSED, PRESSED_SHARE = 0.25, 0.9
 OVERLOADED = 0.9
 """alpha_beta: an instance this loaded takes nothing while another is less so."""
 ALPHA, BETA = 0.7, 0.3
-
-
-Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
-"""What refuses a request: nothing; on arrival a TTFT predicted to be missed; that, and decode too
-full now; that, and decode predicted to be too full when its prefill will have ended. In all but the
-first, one that decode turns out to have no room for when prefill has ended is dropped then."""
-
-
-class Tuning(msgspec.Struct, frozen=True):
-    """Settings of the Conductor, the same live and in simulation."""
-
-    policy: str = "kvcache_centric"
-    kvcache_balancing_threshold: float = 1.0
-    """Fetch when the pool's prefix exceeds this many times the instance's own (Algorithm 1)."""
-    slo: Slo = Slo()
-    """Objectives of requests that bring none of their own."""
-    admission: Admission = "predictive"
-    admission_low: Admission | None = None
-    admission_high: Admission | None = None
-    """The same for requests of a priority below, and above, 0; None: as for the others."""
-    predictor: PredictorName = "survival"
-    """predictive: how long others decode; see core.predict."""
-    deviations: float = 0.0
-    """predictive: one is admitted that has room so many standard deviations above the mean load."""
-    overtaken: float = 0.75
-    """predictive: room is kept for so much of what requests that are yet to come, and are quicker
-    through prefill, could take. 1 serves the most requests; less, longer ones and more tokens."""
-    held_share: float = 0.05
-    """predictive: one may wait for room in decode, its prefill done, for this share of what its
-    TTFT objective leaves: so decode is not idle where what was forecast does not come."""
-    join_passes: float = 1.0
-    """predictive: where prefill streams the first token, the second is later by so many passes than
-    those after it: one that joins waits for the pass under way. TBT is predicted with that, by the
-    part that it has in TBT as measured, in the mean over outputs. 0 where decode streams it."""
-    low_share: float = 0.8
-    """Requests of a priority below 0 are held to this share of the objectives, and so go first;
-    those of a tenant that has more than its part, to this or more: see core.tenants. An instance
-    with nothing to do takes them for their whole objectives."""
-    cross_rack: float = 2.0
-    """How many times longer a transfer between racks takes than one within."""
-    max_waiting: int = 10_000
-    """Requests that wait at the Conductor; one more is refused."""
-    tbt_share: float = 0.55
-    """Late binding fills decode up to this share of the TBT objective: one that joins waits for the
-    pass under way before its own, and where prefill has streamed the first token, clients see it.
-    Nearly 1 will do where decode streams it; and for one that has waited long, whose TTFT would be
-    missed else."""
-    spread_bytes: Bytes = 8 << 30
-    """Of hot prefixes, so much is copied to other segments at a time, in the background; 0: none;
-    see core.hot."""
-    cpp: int = 1
-    """The most instances that may prefill one prompt together, where one alone is predicted to miss
-    its TTFT objective; see core.groups."""
-    cpp_form: Form = "chain"
-    """How they share it; the other form is for simulation."""
-    bind_ahead_us: Micros = 0
-    """Late binding: an instance gets its next request when this much of its work is left."""
-    dead_after_us: Micros = 5_000_000
-    """An instance not heard of for this long is taken for dead."""
-    pause_us: Micros = 2_000_000
-    """A tick that comes later than this says that we slept, not that everybody else died."""
-    patience_us: Micros = 30_000_000
-    """How long a request that lost its instances waits for one to join: a restart's time."""
-
-    def mode(self, priority: int) -> Admission:
-        """How requests of this priority are admitted."""
-        own = self.admission_low if priority < 0 else self.admission_high if priority else None
-        return own or self.admission
 
 
 class Memory:
@@ -265,16 +199,24 @@ def decide(
         return None
     size, threshold = prefills[0].info.namespace.block_size, tuning.kvcache_balancing_threshold
     estimate = Estimate(ask, size, policy.fetch, threshold, tuning.cross_rack)
+    foreign, alone = pairs.is_foreign(decodes[0]), False
+    if foreign:
+        lone = pairs.alone(ask, estimate, decodes, tuning.alone_tokens)
+        prefills, alone = lone or pairs.able(prefills, decodes), bool(lone)
+        if not prefills:
+            return None
     likely = _likely(estimate, prefills, now_us) if policy.score is kvcache_centric else prefills
     made = estimate.options(likely, now_us)
     made.scores = policy.score(made, memory)
     row = _best(made)
-    group, alone = _group(made, row, preferred(others or prefills, avoid), slo, tuning)
+    group, why_none = _group(made, row, preferred(others or prefills, avoid), slo, tuning)
     near = likely[row]
     ttft_us = made.transfer_us[row] + made.queue_us[row] + made.compute_us[row]
     if group is not None:
         last, ttft_us = group.stages[-1].instance, group.ttft_us
         near = next(v for v in others or prefills if v.info.id == last)
+    if foreign:
+        decodes = [near] if alone else pairs.mates(near, decodes)
     context = ask.length + ask.expected_tokens
     share = _tbt_share(ask.waited_us, slo, tuning) if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
@@ -290,8 +232,12 @@ def decide(
     decision = _decision(made, row, len(prefills), decode, likely_us, tuning, policy)
     if group is not None:
         decision = decision.shared(group)
-    elif alone:
-        decision = msgspec.structs.replace(decision, alone=alone)
+    elif why_none:
+        decision = msgspec.structs.replace(decision, alone=why_none)
+    if foreign:
+        decision = msgspec.structs.replace(
+            decision, connector=near.info.connector, joint=decode is near
+        )
     strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
     return Verdict(decision, late, not meets, tbt_us, breaks_us)

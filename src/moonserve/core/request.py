@@ -104,5 +104,8 @@ class Request(msgspec.Struct, frozen=True):
     slo: Slo = Slo()
     priority: int = 0
     """Higher goes first where requests wait at the Conductor."""
+    whole: bool = False
+    """Whether one call must prefill and decode it, where engines are foreign: KV that one hands on
+    is for one reader, and several choices are several."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""

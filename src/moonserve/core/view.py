@@ -24,13 +24,14 @@ class Kind:
     Compared by identity: ClusterView lets alike instances share one.
     """
 
-    __slots__ = ("block_bytes", "chunk_tokens", "cost", "rack")
+    __slots__ = ("block_bytes", "chunk_tokens", "cost", "fetches", "rack")
 
     def __init__(self, info: InstanceInfo, cost: Cost) -> None:
         self.cost = cost
         self.chunk_tokens = info.chunk_tokens
         self.block_bytes = info.block_bytes
         self.rack = info.rack
+        self.fetches = info.fetches
 
 
 class InstanceView:

@@ -18,7 +18,7 @@ import msgspec
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.conductor import Conductor
 from moonserve.core.errors import MoonserveError
-from moonserve.core.facts import Arrived, Fact, SpreadUpTo
+from moonserve.core.facts import Arrived, Fact, InstanceInfo, SpreadUpTo
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
 from moonserve.core.units import (
@@ -72,7 +72,7 @@ def lease_of(request: RequestId, number: int) -> LeaseId:
 
 
 class ConductorLoop:
-    """Drives one Conductor on the running event loop."""
+    """Drives one Conductor on the running event loop. Implements ports.Conducting."""
 
     def __init__(
         self,
@@ -99,6 +99,10 @@ class ConductorLoop:
         """What they waited for that at the Conductor, together."""
         self.kept_blocks = 0
         """Blocks that prefill instances loaded from others and keep copies of (Algorithm 1)."""
+
+    def instances(self) -> list[InstanceInfo]:
+        """See ports.Conducting."""
+        return [view.info for view in self.core.view.instances.values()]
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""
@@ -142,7 +146,7 @@ class ConductorLoop:
         """Whether a request of this id is under way."""
         return request in self._inboxes
 
-    def first_token(self, request: RequestId, cached_tokens: Tokens) -> None:
+    def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """Prefill gave its token: note the measured TTFT beside the predicted one."""
         record = self.records.get(request)
         if record is not None and record.ttft_us is None:

@@ -33,7 +33,7 @@ from moonserve.core.units import (
     Micros,
     Tokens,
 )
-from moonserve.live.conductor import ConductorLoop, lease_of
+from moonserve.live.conductor import lease_of
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances import embedded
 from moonserve.live.instances.wire import (
@@ -43,7 +43,7 @@ from moonserve.live.instances.wire import (
     WireClient,
     completion_body,
 )
-from moonserve.live.ports import ModelCard, Output
+from moonserve.live.ports import Conducting, ModelCard, Output
 from moonserve.live.together import MemberFailed, together
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Cluster:
     """Serves requests on the instances that have joined."""
 
     def __init__(
-        self, conductor: ConductorLoop, wire: WireClient, configured: Mapping[str, Tokens]
+        self, conductor: Conducting, wire: WireClient, configured: Mapping[str, Tokens]
     ) -> None:
         """`configured`: models served here by name and context length, joined yet or not."""
         self._conductor = conductor
@@ -83,10 +83,9 @@ class Cluster:
         """One card per model name, in order of name."""
         sizes = dict(self._configured)
         roles: dict[str, list[str]] = {name: [] for name in sizes}
-        for view in self._conductor.core.view.instances.values():
-            model = view.info.model
-            sizes[model] = min(view.info.max_len, sizes.get(model, view.info.max_len))
-            roles.setdefault(model, []).append(view.info.role)
+        for info in self._conductor.instances():
+            sizes[info.model] = min(info.max_len, sizes.get(info.model, info.max_len))
+            roles.setdefault(info.model, []).append(info.role)
         return [ModelCard(name, sizes[name], _both(roles[name])) for name in sorted(sizes)]
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
@@ -100,9 +99,9 @@ class Cluster:
             await life.close()
 
     def _namespace(self, model: str) -> Namespace:
-        for view in self._conductor.core.view.instances.values():
-            if view.info.model == model:
-                return view.info.namespace
+        for info in self._conductor.instances():
+            if info.model == model:
+                return info.namespace
         raise NobodyAlive(f"no instance of model {model} is alive")
 
 
@@ -115,7 +114,7 @@ class _Life:
     """One request's task: its inbox, the call that is out, the tokens known so far."""
 
     def __init__(
-        self, request: Request, namespace: Namespace, conductor: ConductorLoop, wire: WireClient
+        self, request: Request, namespace: Namespace, conductor: Conducting, wire: WireClient
     ) -> None:
         self._request = request
         self._root = namespace.root()
@@ -167,6 +166,8 @@ class _Life:
                     self._tell_failed(_Failed(why, retry=True))
                 case Refuse(why=why, reason=reason, retry_after_us=wait_us):
                     self._outcome = "refused"
+                    if reason == "duplicate_request_id":
+                        raise BadRequest(why, "x-request-id", reason)
                     if wait_us is None:
                         raise NobodyAlive(why)
                     if reason == "kv_memory":  # no waiting helps

@@ -6,16 +6,26 @@ that runs over every implementation.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from moonserve.core.batch import Pass, PassResult
+from moonserve.core.facts import Fact, InstanceInfo
 from moonserve.core.pool import Found as Found
 from moonserve.core.pool import Replica as Replica
 from moonserve.core.request import Request
-from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId, Tokens
+from moonserve.core.units import (
+    BlockKey,
+    Bytes,
+    LeaseId,
+    Micros,
+    RequestId,
+    SegmentId,
+    Tokens,
+)
 
 
 class Clock(Protocol):
@@ -152,3 +162,38 @@ class Serving(Protocol):
         Raises Overloaded, NobodyAlive, EngineFailed, DeadlineExceeded, ModelNotFound; the first
         two only before the first piece.
         """
+
+
+class Conducting(Protocol):
+    """The Conductor as those see it who serve requests: in this process, or in another.
+
+    Nothing here waits. What it wants of a request comes into that request's inbox.
+    """
+
+    def now_us(self) -> Micros:
+        """The clock by which its times are told."""
+
+    def instances(self) -> Sequence[InstanceInfo]:
+        """Those that have joined, in order of id."""
+
+    def known(self, request: RequestId) -> bool:
+        """Whether a request of this id was opened here and not closed."""
+
+    def open(self, request: Request, keys: Sequence[BlockKey], inbox: asyncio.Queue[Any]) -> None:
+        """A request arrives, under an id that is not `known`; the actions for it go to `inbox`.
+
+        Where another process serves one of this id it is refused, as `duplicate_request_id`.
+        """
+
+    def tell(self, *facts: Fact) -> None:
+        """Facts about requests that are open; those of one turn of the loop are taken together."""
+
+    def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
+        """Prefill gave its token: for the record, beside what was predicted. None: not said."""
+
+    def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
+        """An instance has loaded these from others: its own segment is to have them as well."""
+
+    def close(self, request: RequestId, outcome: str, tbt_us: Micros | None = None) -> None:
+        """The request's task has ended; what is still said of it is dropped. An open life ends by
+        ClientGone, told before. tbt_us: the mean of its gaps, if it had any."""

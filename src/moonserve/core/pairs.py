@@ -1,0 +1,64 @@
+"""Which instances can serve a request together: by what way KV gets from one to the other.
+
+For placement and the Conductor. Our own workers share a store, and any two of a model can: the
+gateway lets none of them join beside foreign engines of the same model. Of foreign engines only
+those with the same connector can, and one with none serves whole requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.core.facts import Connector
+from moonserve.core.placement import Ask, Estimate
+from moonserve.core.units import Tokens
+from moonserve.core.view import InstanceView
+
+
+def is_foreign(view: InstanceView) -> bool:
+    """Whether it is an engine that does not know our store."""
+    return view.info.connector != "embedded"
+
+
+def able(prefills: list[InstanceView], decodes: Sequence[InstanceView]) -> list[InstanceView]:
+    """Those of the foreign `prefills` for whom there is somebody to decode."""
+    ways = {view.info.connector for view in decodes}
+    here = {view.info.id for view in decodes}
+    return [
+        view
+        for view in prefills
+        if (view.info.id in here if view.info.connector == "none" else view.info.connector in ways)
+    ]
+
+
+def mates(prefill: InstanceView, decodes: list[InstanceView]) -> list[InstanceView]:
+    """Those who can decode what the foreign `prefill` has prefilled."""
+    if prefill.info.connector == "none":
+        return [view for view in decodes if view is prefill]
+    return speaking(prefill.info.connector, decodes)
+
+
+def speaking(way: Connector, views: list[InstanceView]) -> list[InstanceView]:
+    """Those who hand KV on this way."""
+    if way == "embedded":
+        return views
+    return [view for view in views if view.info.connector == way]
+
+
+def alone(
+    ask: Ask, estimate: Estimate, decodes: list[InstanceView], most: Tokens
+) -> list[InstanceView]:
+    """Foreign instances that should do all of it by themselves; none: it is to be handed over.
+
+    Where the request wants that, any that decodes; else those that have all of the prompt but for
+    at most `most` tokens: to compute these takes less than another's prefill and a transfer.
+    """
+    if ask.whole:
+        return decodes
+    context = ask.length + ask.expected_tokens
+    return [
+        view
+        for view in decodes
+        if (held := estimate.own_tokens(view)) and ask.length - held <= most
+        if view.has_slot(context)
+    ]

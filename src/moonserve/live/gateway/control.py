@@ -1,0 +1,114 @@
+"""The control side of a gateway: Conductor, store master, joins and the admin API.
+
+One per cluster, in the gateway's process or in one of its own; `process` mounts its routes. Serves
+no request of a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+
+from prometheus_client.registry import Collector
+
+from moonserve.core.conductor import Conductor
+from moonserve.core.facts import BlockEvent, Tick
+from moonserve.core.master import Master
+from moonserve.core.policies import Tuning
+from moonserve.core.pool import Terms
+from moonserve.core.units import BlockKey, LeaseId, Micros, SegmentId, seconds_to_us
+from moonserve.live.clock import LoopClock
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.gateway.api import Api
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.internal import Internal
+from moonserve.live.gateway.metrics import Copies, Predictions
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.server import Handler
+from moonserve.live.store.foreign import ForeignPool
+from moonserve.live.store.local import LocalPool
+from moonserve.live.store.remote import RemotePool
+from moonserve.live.store.server import MasterService
+
+_TICK_S = 0.5
+_BIND_AHEAD_US: Micros = 20_000
+"""Late binding: before an instance is free, its next call travels there, and KV is looked up and
+loaded: some milliseconds each, and the predicted end errs by some more. Longer binds too early."""
+
+
+class Control:
+    """See the module. `start` and `stop` are called on the event loop."""
+
+    def __init__(self, config: GatewayConfig, http: HttpClient, model: str) -> None:
+        """`model`: the name that the served model goes by."""
+        self._config = config
+        self._http = http
+        tuning = Tuning(
+            policy=config.policy,
+            kvcache_balancing_threshold=config.threshold,
+            slo=config.slo,
+            admission=config.admission,
+            admission_low=config.admission_low,
+            admission_high=config.admission_high,
+            predictor=config.predictor,
+            spread_bytes=config.spread_bytes,
+            cpp=config.cpp,
+            bind_ahead_us=_BIND_AHEAD_US,
+            dead_after_us=seconds_to_us(config.dead_after_s),
+        )
+        core = Conductor(tuning, random.Random(0))
+        self.conductor = ConductorLoop(core, self._release, self._copy)
+        self.pool = self._open_pool()
+        self._internal = Internal(self.conductor, config.token, [model])
+        self._api = Api(self.conductor, self.pool)
+        self._ticker: asyncio.Task[None] | None = None
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return self._internal.routes() | self._api.routes() | self.pool.routes()
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes."""
+        return self._api.prefixes()
+
+    def collectors(self) -> list[Collector]:
+        """What it counts, for a registry of metrics."""
+        return [Predictions(self.conductor.core.outlook), Copies(self.conductor)]
+
+    def start(self) -> None:
+        """Time passes from now on."""
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def stop(self) -> None:
+        """To be called when nobody is served any more."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await self.pool.close()
+        self.conductor.stop()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.pool.tick()
+            self.conductor.tell(Tick())
+
+    def _release(self, lease: LeaseId) -> None:
+        self.pool.release(lease)
+
+    async def _copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        return await self.pool.copy(keys, to, source)
+
+    def _open_pool(self) -> LocalPool | RemotePool | ForeignPool:
+        config = self._config
+        if config.store == "mooncake":
+            return ForeignPool()
+        if config.store_url:
+            return RemotePool(self._http, config.store_url, config.token, self._tell)
+        first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out
+        master = Master(Terms(eviction=config.eviction), first_ticket)
+        return LocalPool(MasterService(master, LoopClock().now_us), config.token, self._tell)
+
+    def _tell(self, events: Sequence[BlockEvent]) -> None:
+        self.conductor.tell(*events)
