@@ -35,7 +35,7 @@ def conductor(policy: str) -> Conductor:
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].late])
 def test_a_look_is_what_would_be_decided_and_changes_nothing(policy: str) -> None:
-    """Whatever the policy, drawing and turn-taking ones too, the same request then gets just that."""
+    """Whatever the policy, drawing and turn-taking ones too, the request then gets just that."""
     asked, other = conductor(policy), conductor(policy)
     before = pickle.dumps(asked._memory.__dict__), pickle.dumps(asked.outlook._predictor)
     request = Request(RequestId("r"), "m", PROMPT, tenant="new")
