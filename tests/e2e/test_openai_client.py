@@ -149,7 +149,12 @@ def test_leaving_a_stream_cancels_it() -> None:
         ({"messages": [{"role": "x", "content": ""}]}, openai.BadRequestError, None, None),
         ({"temperature": 3}, openai.BadRequestError, "temperature", None),
         ({"n": 2}, openai.BadRequestError, "n", "unsupported_parameter"),
-        ({"max_tokens": 99}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 99}]},
+            openai.BadRequestError,
+            "messages",
+            "context_length_exceeded",
+        ),
         ({"model": "gpt"}, openai.NotFoundError, "model", "model_not_found"),
     ],
 )

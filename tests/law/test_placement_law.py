@@ -11,7 +11,7 @@ from moonserve.core.cost import Cost
 from moonserve.core.index import Match
 from moonserve.core.placement import Ask, choose_decode
 from moonserve.core.policies import Memory, Tuning, decide
-from moonserve.core.request import Slo
+from moonserve.core.request import Held
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.core.view import ClusterView, InstanceView
 from tests.support.cluster import view
@@ -57,7 +57,7 @@ def test_those_left_out_would_not_have_been_kept(
     ask = Ask(41, Match(max(held.values(), default=0), held), racks={SegmentId("p03"): "a"})
 
     def verdict() -> object:
-        return decide(ask, views, views, Slo(), Tuning(policy), Memory(), NOW_US)
+        return decide(ask, views, views, Held(), Tuning(policy), Memory(), NOW_US)
 
     quick = verdict()
     with patch.object(policies, "_likely", lambda estimate, views, now_us: views):

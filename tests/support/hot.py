@@ -9,7 +9,7 @@ from moonserve.core.hot import Hot
 from moonserve.core.index import PrefixIndex
 from moonserve.core.placement import Ask
 from moonserve.core.policies import Memory, Tuning, decide
-from moonserve.core.request import Counted, Request, Slo
+from moonserve.core.request import Counted, Held, Request
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 from moonserve.core.view import ClusterView
 from tests.support.cluster import BLOCK, view
@@ -50,7 +50,7 @@ class World:
         ask = Ask(length=length, match=match, coming=self.coming.match(keys))
         prefills = [v for v in self.view.prefills("m") if v.info.id == at]
         verdict = decide(
-            ask, prefills, self.view.decodes("m"), Slo(), self.tuning, Memory(), self.now_us
+            ask, prefills, self.view.decodes("m"), Held(), self.tuning, Memory(), self.now_us
         )
         assert verdict is not None
         request = Request(RequestId(f"r{self.count}"), "m", Counted(length))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.core import admission
+from moonserve.core import outlook
 from moonserve.core.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
@@ -315,5 +315,64 @@ def test_who_is_too_late_anyway_costs_no_look_at_decode(monkeypatch: pytest.Monk
     def forecast(*args: Any) -> tuple[int, int]:
         raise AssertionError("nobody needs it")
 
-    monkeypatch.setattr(admission, "forecast", forecast)
+    monkeypatch.setattr(outlook, "forecast", forecast)
     assert refusals(conductor.step(0, [arrived("a")])) == [("a", "ttft_slo")]
+
+
+@pytest.mark.parametrize("mode", ["ttft", "early", "predictive"])
+def test_what_an_idle_cluster_misses_is_told_no_time(mode: str) -> None:
+    """A retry would not help: the refusal says so, and what it would take."""
+    for slo, where in ((Slo(400, None), "TTFT"), (Slo(None, 90), "TBT")):
+        if (mode, where) == ("ttft", "TBT"):
+            continue
+        c = cluster(mode, "p0", "p1", "d0", slo=slo)
+        [refuse] = [a for a in c.step(1, [arrived("a")]) if isinstance(a, Refuse)]
+        assert refuse.retry_after_us is None
+        least = {"TTFT": "0.41", "TBT": "0.101"}[where]
+        assert f"an idle cluster would take {least} ms" in refuse.why
+    c = cluster(mode, "p0", "d0", slo=Slo(500, None))
+    refused = [a for a in c.step(1, [arrived("a"), arrived("b")]) if isinstance(a, Refuse)]
+    assert [a.retry_after_us is None for a in refused] == [False]  # only for whom is before it
+
+
+@pytest.mark.parametrize("mode", ["early", "predictive"])
+def test_one_token_has_no_time_between_tokens(mode: str) -> None:
+    """No TBT objective refuses it, its own or that of those who decode."""
+    c = cluster(mode, "p0", "d0")
+    teach(c, 5_000)
+    begin(c, TAUGHT, "a", "b")
+    assert refusals(c.step(TAUGHT + 1, [arrived("c", most=2)])) == [("c", "tbt_slo")]
+    assert begun(c.step(TAUGHT + 2, [arrived("d", most=1)]), Prefill) == ["d"]
+    c = cluster(mode, "p0", "d0", slo=Slo(None, 1))
+    assert begun(c.step(1, [arrived("a", most=1)]), Prefill) == ["a"]
+
+
+def test_a_long_wait_is_named_and_told_in_parts() -> None:
+    """Clients do not wait for more than a minute: that is told, and in words the whole."""
+    slow = Cost((0, 1_000_000, 0, 0, 0, 100, 0), (5, 0.005), learns=False)
+    c = Conductor(Tuning(slo=Slo(ttft_us=90_000_000)), cost_of=lambda _: slow)
+    c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+    c.step(1, [arrived(f"r{at}", 80) for at in range(5)])
+    prompts = [tuple(range(at, at + 80)) for at in range(5)]
+    asks = [
+        Arrived(Request(RequestId(f"s{at}"), "m", prompt), ()) for at, prompt in enumerate(prompts)
+    ]
+    refused = [a for a in c.step(2, asks) if isinstance(a, Refuse)]
+    assert {a.retry_after_us for a in refused} == {60_000_000}
+    assert "there is predicted to be room in " in refused[-1].why
+
+
+def test_what_tightens_an_objective_is_named() -> None:
+    """A priority below 0, or a tenant's part: in the refusal, and in the decision's record."""
+    low = cluster("predictive", "p0", "d0", slo=Slo(900, None))
+    actions = low.step(1, [arrived("a"), arrived("b", priority=-1)])
+    [refuse] = [a for a in actions if isinstance(a, Refuse)]
+    assert "objective of 0.72 ms (0.8 of its own, since it is of a priority below 0)" in refuse.why
+    flood = cluster("predictive", "p0", "d0", slo=Slo(2_000, 100_000))
+    flood.step(1, [arrived("other", tenant="calm")])
+    actions = flood.step(1, [arrived(f"r{at}", tenant="flood") for at in range(6)])
+    [first, *_] = [a for a in actions if isinstance(a, Refuse)]
+    assert "since it is of tenant 'flood', given more than its part" in first.why
+    held = [a.decision.held for a in actions if isinstance(a, Prefill)]
+    assert held[0] == ""
+    assert held[-1].endswith("given more than its part")

@@ -84,7 +84,7 @@ def test_a_refusal_names_the_objective_that_would_break() -> None:
     conductor.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
     conductor.step(1, [Arrived(Request(R, "m", PROMPT, slo=Slo(tbt_us=160)), KEYS)])
     for own, rest in (
-        (Slo(tbt_us=150), "misses the objective of 0.15 ms"),
+        (Slo(tbt_us=155), "misses the objective of 0.155 ms"),
         (Slo(), "would break the objective of 0.16 ms of a request that decodes on d0"),
         (Slo(tbt_us=9_000), "would break the objective of 0.16 ms of a request that decodes on d0"),
     ):

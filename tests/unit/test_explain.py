@@ -10,7 +10,7 @@ from moonserve.core.index import Match
 from moonserve.core.pipeline import Group, Stage
 from moonserve.core.placement import Ask, Candidate, Decision
 from moonserve.core.policies import Memory, Tuning, decide
-from moonserve.core.request import Slo
+from moonserve.core.request import Held
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 from moonserve.show.explain import lines
 from tests.support.cluster import view
@@ -137,7 +137,7 @@ def test_the_reason_for_a_tie_is_as_it_was_when_it_was_decided() -> None:
     first, second = view("m0", "both"), view("m1", "both")
     first.promise_decode(RequestId("r0"), 1)
     ask, views = Ask(41, Match(0, {})), [first, second]
-    made = decide(ask, views, views, Slo(), Tuning(), Memory(), 0)
+    made = decide(ask, views, views, Held(), Tuning(), Memory(), 0)
     assert made is not None
     first.promise_decode(RequestId("r1"), 1)
     assert why(made.decision).endswith("m0 would have taken as long, but has 1 to decode, not 0.")
@@ -170,7 +170,7 @@ def test_the_text_shows_terms_and_predictions_beside_the_truth() -> None:
         "waited 3.0 ms to be placed, part of the TTFTs",
         "               predicted  actual",
         "TTFT ms             68.0    70.2",
-        "TBT ms              25.0    24.0",
+        "mean TBT ms         25.0    24.0",
         "reused tokens        960     960",
     ]
 

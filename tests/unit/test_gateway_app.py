@@ -469,19 +469,11 @@ def test_unsupported_fields_say_so() -> None:
 
 
 def test_context_length() -> None:
-    """Prompt plus max_tokens over the context is a 400 with OpenAI's code and the numbers.
-
-    The field at fault is the prompt where that alone does not fit, else the one that asked.
-    """
-    most = "max_completion_tokens"
+    """A prompt without room for one token more is a 400 with OpenAI's code and the numbers."""
 
     async def use(rig: Rig) -> None:
         for path, body, param, numbers in [
-            (*_chat(max_tokens=92), "max_tokens", ("9", "92", "100")),
-            (*_chat(max_completion_tokens=92), most, ("9", "92", "100")),
-            (*_chat(max_tokens=1, max_completion_tokens=200), most, ("9", "200", "100")),
             (*_chat(messages=_say("x" * 200), max_tokens=999), "messages", ("207", "100")),
-            (*_text(prompt=[1] * 90, max_tokens=11), "max_tokens", ("90", "11", "100")),
             (*_text(prompt=[1] * 100), "prompt", ("100",)),
             (*_text(prompt=[1] * 100 + [999]), "prompt", ("101", "100")),  # before a look at each
         ]:
@@ -490,8 +482,24 @@ def test_context_length() -> None:
             assert (reply.status, error["param"]) == (400, param)
             assert error["code"] == "context_length_exceeded"
             assert all(number in error["message"] for number in numbers)
-        assert (await rig.post(*_text(prompt=[1] * 90, max_tokens=10))).status == 200
-        assert (await rig.post(*_chat(max_tokens=91))).status == 200
+
+    run(use)
+
+
+def test_no_max_tokens_is_refused_for_its_size() -> None:
+    """Asked for more than the context leaves, the cluster generates what it leaves."""
+
+    async def use(rig: Rig) -> None:
+        for path, body, most in [
+            (*_chat(max_tokens=100_000), 91),
+            (*_chat(max_tokens=1, max_completion_tokens=100_000), 91),
+            (*_chat(max_tokens=91), 91),
+            (*_chat(max_tokens=90), 90),
+            (*_text(prompt=[1] * 90, max_tokens=100_000), 10),
+            (*_text(prompt=[1] * 99, max_tokens=None), 1),
+        ]:
+            assert (await rig.post(path, body)).status == 200
+            assert rig.serving.requests[-1].stopping.max_tokens == most
 
     run(use)
 

@@ -17,7 +17,7 @@ from moonserve.core.pipeline import Group, Step, Work, finish, pass_us, shared_u
 from moonserve.core.placement import Ask
 from moonserve.core.policies import POLICIES, Memory, Tuning, decide
 from moonserve.core.profiles import PROFILES
-from moonserve.core.request import Slo
+from moonserve.core.request import Held, Slo
 from moonserve.core.units import RequestId, Tokens
 from moonserve.core.view import InstanceView
 from moonserve.sim.setup import Setup
@@ -238,7 +238,7 @@ def test_a_decision_names_the_group(policy: str) -> None:
     ask = Ask(65_536, Match(0, {}))
     tuning = Tuning(policy=policy, cpp=4)
     decodes = views(1, role="decode")
-    verdict = decide(ask, views(8), decodes, Slo(3_000_000, None), tuning, Memory(), 0)
+    verdict = decide(ask, views(8), decodes, Held(Slo(3_000_000, None)), tuning, Memory(), 0)
     assert verdict is not None
     decision = verdict.decision
     assert len(decision.stages) == 4

@@ -517,5 +517,6 @@ def test_a_repeated_header_is_one_with_commas() -> None:
 
     headers = [(b"x-slo", b"5"), (b"accept", b"a"), (b"x-slo", b"9")]
     scope = {"method": "GET", "path": "/", "query_string": b"", "headers": headers}
+    scope["state"] = {"arrived_s": 1.0}
     request = HttpRequest(scope, nothing, 0, 1.0)
     assert request.headers == {"x-slo": "5, 9", "accept": "a"}

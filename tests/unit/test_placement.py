@@ -12,7 +12,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.index import Match
 from moonserve.core.placement import Ask, Estimate, Fetch, Options, choose_decode
 from moonserve.core.policies import POLICIES, Memory, Tuning, Verdict, decide, policy_of
-from moonserve.core.request import Slo
+from moonserve.core.request import Held, Slo
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
 from moonserve.core.view import InstanceView
 from tests.support.cluster import BLOCK, view
@@ -134,7 +134,7 @@ def verdict(
         Ask(41, match),
         prefills if prefills is not None else [prefill("p0"), prefill("p1")],
         decodes if decodes is not None else [decode("d0")],
-        slo or Slo(),
+        Held(slo or Slo()),
         Tuning(policy=policy, **tuning),  # type: ignore[arg-type]
         memory or Memory(Random(1)),
         0,

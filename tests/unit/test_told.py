@@ -24,11 +24,11 @@ def told(told: Told, count: int, every_us: int = 2 * S) -> list[int]:
 
 
 def test_each_of_a_crowd_gets_a_time_of_its_own() -> None:
-    """One interval or more apart from the next, and never later than clients would wait."""
+    """One interval or more apart from the next, also beyond what clients would wait."""
     waits = told(Told(), 60)
     assert waits[0] == S
-    assert all(b - a >= 2 * S for a, b in pairwise(waits) if b < LATEST_US)
-    assert max(waits) == LATEST_US
+    assert all(b - a >= 2 * S for a, b in pairwise(waits))
+    assert max(waits) > LATEST_US
 
 
 def test_room_is_kept_for_who_is_due_and_not_against_it() -> None:

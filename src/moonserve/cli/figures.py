@@ -134,12 +134,15 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
         "{seesaw_correlation:.2f}",
         f"network    {{transfers:,}} transfers, {found['transfer_bytes'] / 1e9:,.1f} GB; "
         "{migrations:,} fetched blocks kept, {spread_copies:,} copies of hot prefixes",
+        "groups     {shared_prompts:,} prompts, each prefilled by several",
         "hindsight  TTFT off by {ttft_error_mean_s:.2f} s; the best place was "
         "{regret_mean_s:.2f} s sooner (means)",
         "digest     {digest}, in {cpu_s:.1f} CPU s",
     ]
     if sim.setup.tuning.admission == "none":
         lines = [line for line in lines if not line.startswith("refused")]
+    if sim.setup.tuning.cpp < 2:
+        lines = [line for line in lines if not line.startswith("groups")]
     form = Form()
     return "\n".join(above) + "\n\n" + "\n".join(form.vformat(line, (), found) for line in lines)
 

@@ -6,6 +6,7 @@ A face over live/model/catalog; nothing else imports it. Heavy imports stay insi
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
@@ -58,3 +59,21 @@ def list_(as_json: bool) -> None:
     for entry in models:
         place = entry.path or f"not pulled; moonserve model pull {entry.name}"
         click.echo(f"{entry.name}  {entry.size >> 20} MiB  {entry.licence}  {place}")
+
+
+@model.command()
+@click.argument("ref")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--dtype", default="float32", show_default=True, help="float32 or bfloat16, for the weights."
+)
+def export(ref: str, folder: Path, dtype: str) -> None:
+    """Write REF (a name or a .gguf file) into FOLDER as Hugging Face's files.
+
+    For engines that read no GGUF, such as vLLM: `vllm serve FOLDER`.
+    """
+    from moonserve.live.engine.export import export_folder
+    from moonserve.live.model.catalog import resolve
+
+    export_folder(resolve(ref).path, folder, dtype, lambda stage: click.echo(stage, err=True))
+    click.echo(str(folder))

@@ -49,7 +49,8 @@ class Abort(msgspec.Struct, frozen=True):
 class Refuse(msgspec.Struct, frozen=True):
     """Nobody can take the request. Nothing was spent on it, unless the reason is `tbt_slo_late`.
 
-    `retry_after_us` is None where nobody is alive; else it may be taken by then.
+    `retry_after_us`: it may be taken by then; None where nobody is alive, and where its objective
+    could not be met by an idle cluster either.
     """
 
     request: RequestId

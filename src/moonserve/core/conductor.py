@@ -33,6 +33,7 @@ from moonserve.core.facts import (
 from moonserve.core.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
 from moonserve.core.hot import Hot
 from moonserve.core.index import PrefixIndex
+from moonserve.core.outlook import Outlook
 from moonserve.core.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.policies import Memory, Tuning, Verdict, decide, policy_of, work_us
 from moonserve.core.presence import Presence
@@ -60,7 +61,7 @@ class Conductor:
         self.tuning = tuning or Tuning()
         self._policy = policy_of(self.tuning.policy)
         self._memory = Memory(rng)
-        self.outlook = admission.Outlook(self.tuning, length_of)
+        self.outlook = Outlook(self.tuning, length_of)
         self.view = ClusterView()
         self._presence = Presence(self.view, self.tuning, cost_of)
         self.index = PrefixIndex()
@@ -85,8 +86,8 @@ class Conductor:
                     self._joined(info, now_us)
                 case Beat():
                     self._presence.heard(fact, now_us)
-                case Left():
-                    self._presence.left(fact)
+                case Left(instance, lost=why) if self._presence.of_now(fact):
+                    self._lost(instance, why)
                 case Tick():
                     self.hot.expire(now_us)
                     for instance in self._presence.silent(now_us):
@@ -95,7 +96,7 @@ class Conductor:
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
                     self.outlook.asked(request, now_us)
-                    life = Handoff(request, keys, now_us)
+                    life = Handoff(request, keys, request.since_us(now_us))
                     self._lives[request.id] = life
                     self._place(life, now_us)
                 case StageEnded(request, instance=instance) if request in self._lives:
@@ -140,7 +141,7 @@ class Conductor:
 
     def _lost(self, instance: InstanceId, why: str) -> None:
         self.view.remove(instance)
-        for life in self._lives.values():
+        for life in self._lives.values() if why else ():  # else it still finishes what it has
             if instance in life.at:
                 life.at = [instance]  # of a group, one that is lost ends it
                 why_all = f"instance {instance} is gone: {why}"
@@ -191,8 +192,7 @@ class Conductor:
         elif verdict is None:
             self._refuse(life, admission.nobody(life.request, prefills, decodes, now_us), now_us)
         else:
-            slo = self.outlook.held_to(life.request, prefills, now_us)
-            refusal = admission.unwanted(life.request, verdict, slo, self.tuning, self.view)
+            refusal = admission.unwanted(life.request, verdict, self.tuning, self.view)
             if refusal is not None and not life.attempts:
                 self._refuse(life, refusal, now_us)
             else:
@@ -211,15 +211,16 @@ class Conductor:
             match=self.index.match(life.keys),
             coming=self._coming.match(life.keys),
             racks=self.view.racks,
+            doubts=self.view.doubts,
             waited_us=now_us - life.arrived_us,
             expected_tokens=self.outlook.expected_tokens,
             whole=life.request.whole,
         )
         request, tuning = life.request, self.tuning
-        slo, memory = self.outlook.held_to(request, prefills, now_us), self._memory
+        held, memory = self.outlook.held_to(request, prefills, now_us), self._memory
         look = self.outlook.look(request, life.length, now_us, len(decodes))
         return decide(
-            ask, prefills, decodes, slo, tuning, memory, now_us, life.failed, look, others
+            ask, prefills, decodes, held, tuning, memory, now_us, life.failed, look, others
         )
 
     def _bound(self, life: Handoff, decision: Decision, now_us: Micros) -> None:

@@ -12,6 +12,7 @@
     ├── StoreError               the pool could not do as asked
     │   ├── UnknownSegment       no such segment is mounted
     │   └── Recovering           the master has started and gathers what segments hold
+    ├── RegistryError            who is there cannot be asked or told
     ├── TransferFailed           bytes did not arrive; `done` says which slices did
     └── ConfigError              a setting is wrong; `field` names it and the remedy
 
@@ -61,12 +62,15 @@ class BodyTooLarge(BadRequest):
 
 
 class Overloaded(MoonserveError):
-    """Refused before any prefill was spent on it; try again after `retry_after_s`."""
+    """Refused before any prefill was spent on it; try again after `retry_after_s`.
+
+    None: no retry helps, since what it asks for could not be had of an idle cluster.
+    """
 
     status = 429
     kind = "overloaded_error"
 
-    def __init__(self, message: str, reason: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, reason: str, retry_after_s: float | None) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_after_s = retry_after_s
@@ -108,6 +112,13 @@ class Recovering(StoreError):
     """The master has just started and does not know yet what exists: try again soon."""
 
     status = 503
+
+
+class RegistryError(MoonserveError):
+    """The registry, such as etcd, cannot be reached or did not do as asked."""
+
+    status = 503
+    kind = "registry_error"
 
 
 class TransferFailed(MoonserveError):

@@ -65,6 +65,8 @@ class Explanation(msgspec.Struct, kw_only=True):
     """Who prefills together; empty: one instance. The candidates' figures are for one alone."""
     alone: str | None = None
     """Why one instance does it, where several may."""
+    held: str | None = None
+    """Why it was held to tighter objectives than its own."""
     actual_ttft_ms: float | None = None
     predicted_tbt_ms: float | None = None
     actual_tbt_ms: float | None = None
@@ -101,6 +103,7 @@ def explanation(request: str, outcome: str, decision: Decision | None, why: str)
         predicted_ttft_ms=decision.predicted_ttft_us / _PER_MS,
         group=[Part(stage.instance, stage.start, stage.end) for stage in decision.stages],
         alone=decision.alone or None,
+        held=decision.held or None,
         predicted_tbt_ms=decision.predicted_tbt_us / _PER_MS,
         considered=decision.considered,
         candidates=[_row(candidate) for candidate in decision.candidates],

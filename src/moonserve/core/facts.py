@@ -15,6 +15,7 @@ import msgspec
 from moonserve.core.index import Tier
 from moonserve.core.prefix import Namespace
 from moonserve.core.request import Request
+from moonserve.core.trust import HitSample
 from moonserve.core.units import (
     BlockKey,
     Bytes,
@@ -98,6 +99,12 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     passes: tuple[PassSample, ...] = ()
     """Passes measured since the last heartbeat, newest last; bounded by the sender."""
     transfers: tuple[TransferSample, ...] = ()
+    hits: tuple[HitSample, ...] = ()
+    """What requests were taken to find cached there, and what they found."""
+    everybody: bool = False
+    """Whether `running` and `waiting` count what others than this Conductor's gateways sent."""
+    kv_tokens: Tokens = 0
+    """KV in use by requests that run; where `everybody`."""
 
 
 class _OfInstance(msgspec.Struct, frozen=True):
@@ -143,10 +150,12 @@ class Beat(_OfInstance, frozen=True, tag=True):
 
 
 class Left(_OfInstance, frozen=True, tag=True):
-    """An instance said goodbye."""
+    """An instance said goodbye, or was given up."""
 
     rank: ClassVar[int] = 2
     epoch: int
+    lost: str = ""
+    """Why what it has is broken off; empty: it still finishes that."""
 
 
 class OfBlocks(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from moonserve.core.others import NOBODY, Others
 from moonserve.core.predict import Predictor, Stay
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 
@@ -35,6 +36,8 @@ class Stays:
         self.promised: dict[RequestId, Stay] = {}
         self.context: Tokens = 0
         """Of the active, summed."""
+        self.others: Others = NOBODY
+        """Who decodes there beside them."""
         self._begun: deque[tuple[Micros, Micros, Tokens]] = deque(maxlen=_KEPT)
         """(when, lag, context) of the latest that came."""
         self._passes = 0.0
@@ -52,7 +55,8 @@ class Stays:
         """A pass with those who decode now, and with one more of context `joining`."""
         more = 0 if joining is None else 1
         base, per_seq, per_context = step
-        count, context = len(self.active) + more, self.context + (joining or 0)
+        count = len(self.active) + self.others.running + more
+        context = self.context + self.others.context + (joining or 0)
         return max(1.0, base + per_seq * count + per_context * context)
 
     def promise(self, request: RequestId, stay: Stay) -> None:

@@ -69,6 +69,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Leading blocks that each holder will have once its promised prefills are done."""
     racks: Mapping[SegmentId, str] = {}
     """Rack of each holder that said one."""
+    doubts: Mapping[SegmentId, float] = {}
+    """Holders whose claims are not believed, and the share of them that counts all the same."""
     waited_us: Micros = 0
     """Since it arrived."""
     expected_tokens: Tokens = 0
@@ -105,10 +107,13 @@ class Options:
         """Blocks of the prompt that it has itself."""
         self.reused, self.transfer_us, self.compute_us = map(list, zip(*terms, strict=True))
         """Blocks that each would start from; time to load those it lacks, to compute the rest."""
-        self.queue_us = [
+        left = [
             left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
             for view in views
         ]
+        if views[0].info.connector != "embedded":  # then others may have work there too
+            left = [view.queue_us(now_us) for view in views]
+        self.queue_us: list[Micros] = left
         self.decodes = [view.decodes for view in views]
         self.scores: Sequence[float] = ()
         self._longest: SegmentId | None = None
@@ -201,6 +206,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
     alone: str = ""
     """Why there is no group of them, where one may be (Tuning.cpp)."""
+    held: str = ""
+    """Why it was held to less than its own objectives, where it was."""
     connector: Connector = "embedded"
     """How KV gets from `prefill` to `decode`."""
     joint: bool = False
@@ -240,10 +247,14 @@ class Estimate:
         self._fetch, self._threshold, self._cross_rack = fetch, threshold, cross_rack
         self._usable = (ask.length - 1) // block_size
         self._best = min(ask.match.pool, self._usable)
-        held = ask.match.by_holder.copy() if ask.coming else ask.match.by_holder
+        told = ask.match.by_holder
+        held = told.copy() if ask.coming or ask.doubts else told
         for segment, blocks in ask.coming.items():
             if blocks > held.get(segment, 0):
                 held[segment] = blocks
+        for segment, share in ask.doubts.items():
+            if held.get(segment):
+                held[segment] = max(1, int(share * held[segment]))
         self._own = cast("dict[SegmentId | None, int]", held)
         """Leading blocks that each segment has, or will have."""
         longest = source(ask.match, None) if ask.racks else None

@@ -36,7 +36,7 @@ from moonserve.core.placement import (
     preferred,
     roomy_decode,
 )
-from moonserve.core.request import Slo
+from moonserve.core.request import Held, Slo
 from moonserve.core.tuning import Admission as Admission
 from moonserve.core.tuning import Tuning as Tuning
 from moonserve.core.units import InstanceId, Micros, Tokens
@@ -163,6 +163,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """A decision, and which objectives it is predicted to miss."""
 
     decision: Decision
+    slo: Slo
+    """What it was held to."""
     misses_ttft: bool
     misses_tbt: bool
     """Its own, or that of one that decodes there."""
@@ -176,7 +178,7 @@ def decide(
     ask: Ask,
     prefills: list[InstanceView],
     decodes: list[InstanceView],
-    slo: Slo,
+    held: Held,
     tuning: Tuning,
     memory: Memory,
     now_us: Micros,
@@ -191,7 +193,7 @@ def decide(
     be stages of a group beside the prefill instance chosen; else `prefills` may.
     Hard constraints come before any score: a free place in the queue, KV memory for the prompt.
     """
-    policy = POLICIES[tuning.policy]
+    policy, slo = POLICIES[tuning.policy], held.slo
     need = ask.length
     prefills = preferred([v for v in prefills if v.takes_prefill and v.kv_tokens >= need], avoid)
     decodes = preferred([v for v in decodes if v.takes_decode and v.kv_tokens >= need], avoid)
@@ -229,7 +231,7 @@ def decide(
         decode, likely_us, tbt_us = roomy_decode(
             decode, decodes, context, goal_us, look, now_us + ttft_us
         )
-    decision = _decision(made, row, len(prefills), decode, likely_us, tuning, policy)
+    decision = _decision(made, row, len(prefills), decode, likely_us, tuning, held)
     if group is not None:
         decision = decision.shared(group)
     elif why_none:
@@ -240,7 +242,7 @@ def decide(
         )
     strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
-    return Verdict(decision, late, not meets, tbt_us, breaks_us)
+    return Verdict(decision, slo, late, not meets, tbt_us, breaks_us)
 
 
 def _group(
@@ -315,7 +317,7 @@ def _decision(
     decode: InstanceView,
     tbt_us: Micros,
     tuning: Tuning,
-    policy: Policy,
+    held: Held,
 ) -> Decision:
     candidates = Candidates(made, row, KEPT)
     chosen = candidates[0]
@@ -326,11 +328,12 @@ def _decision(
         prompt_tokens=made.ask.length,
         reused_tokens=chosen.reused_tokens,
         holder=chosen.holder,
-        copies=policy.copies,
+        copies=POLICIES[tuning.policy].copies,
         waited_us=made.ask.waited_us,
         predicted_ttft_us=made.ask.waited_us + chosen.ttft_us,
         predicted_tbt_us=tbt_us,
         pool_tokens=made.ask.match.pool * made.block_size,
         candidates=candidates if len(made.views) <= 2 * KEPT else tuple(candidates),
         considered=considered,
+        held=held.why,
     )

@@ -40,15 +40,14 @@ class Presence:
 
     def heard(self, beat: Beat, now_us: Micros) -> None:
         """A heartbeat."""
-        view = self._view.instances.get(beat.instance)
-        if view is not None and view.info.epoch == beat.epoch:
-            view.heard(beat.load, now_us)
+        if self.of_now(beat):
+            view = self._view.instances[beat.instance]
+            self._view.heard(view, beat.load, now_us)
 
-    def left(self, fact: Left) -> None:
-        """A goodbye: it takes nothing new, and still finishes what it has."""
+    def of_now(self, fact: Beat | Left) -> bool:
+        """Whether it is of the start that is known; of others it says nothing."""
         view = self._view.instances.get(fact.instance)
-        if view is not None and view.info.epoch == fact.epoch:
-            self._view.remove(fact.instance)
+        return view is not None and view.info.epoch == fact.epoch
 
     def silent(self, now_us: Micros) -> list[InstanceId]:
         """At a tick: those not heard of for too long, unless it is we who slept."""

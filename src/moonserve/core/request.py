@@ -92,6 +92,14 @@ class Slo(msgspec.Struct, frozen=True):
         )
 
 
+class Held(msgspec.Struct, frozen=True):
+    """The objectives that a request is held to."""
+
+    slo: Slo = Slo()
+    why: str = ""
+    """What made them tighter than its own; empty: nothing did."""
+
+
 class Request(msgspec.Struct, frozen=True):
     """One request. `prompt` holds token ids; everything else is what the client asked for."""
 
@@ -104,8 +112,15 @@ class Request(msgspec.Struct, frozen=True):
     slo: Slo = Slo()
     priority: int = 0
     """Higher goes first where requests wait at the Conductor."""
+    arrived_us: Micros | None = None
+    """When the gateway had its headers, by the Conductor's clock; None: when the Conductor hears of
+    it."""
     whole: bool = False
     """Whether one call must prefill and decode it, where engines are foreign: KV that one hands on
     is for one reader, and several choices are several."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""
+
+    def since_us(self, now_us: Micros) -> Micros:
+        """Since when its client waits, for one that the Conductor hears of now."""
+        return now_us if self.arrived_us is None else min(now_us, self.arrived_us)

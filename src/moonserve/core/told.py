@@ -96,10 +96,11 @@ class Told:
     ) -> Micros:
         """How long it is to wait; the same again for one that came before its time.
 
-        first_us: from now until there is one place. interval_us: from place to place.
+        It may be more than LATEST_US. first_us: from now until there is one place. interval_us:
+        from place to place.
         """
         if (due_us := self._due.get(_key(request))) is not None:
-            return min(LATEST_US, max(_SOONEST_US, due_us - now_us))
+            return max(_SOONEST_US, due_us - now_us)
         if self._back == request.id:  # it had been told too early
             self._pace = min(_SPARSEST, self._pace * _SPARSER)
             due_us = max(now_us + _SOONEST_US, self._again_us + round(interval_us))
@@ -112,10 +113,10 @@ class Told:
         if len(self._due) >= _MOST or request.slo != Slo() or isinstance(request.prompt, Counted):
             apart = 1 + self._spread / 4  # not at the same time at least
             self._spread = (self._spread + _GOLDEN) % 1.0
-            return min(LATEST_US, round(apart * wait_us))
+            return round(apart * wait_us)
         self._last_us[request.model] = due_us
         self._remember(request, due_us)
-        return min(LATEST_US, wait_us)
+        return wait_us
 
     def next_us(self, model: str, now_us: Micros) -> Micros:
         """How long until the next free time: 0 where nobody was told a later one than now."""

@@ -14,8 +14,13 @@ import msgspec
 from moonserve.core.cost import Cost
 from moonserve.core.facts import InstanceInfo, InstanceLoad
 from moonserve.core.forecast import Stays
+from moonserve.core.others import NOBODY, Others, others
 from moonserve.core.predict import Stay
+from moonserve.core.trust import Trust
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
+
+_USUAL: Tokens = 1_024
+"""A prompt, before any was promised."""
 
 
 class Kind:
@@ -43,6 +48,14 @@ class InstanceView:
         self.kind = Kind(info, self.cost)
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
+        self.trust = Trust()
+        """How far its claims to hold prefixes are believed."""
+        self.others: Others = NOBODY
+        """What it does for others than us."""
+        self.others_until_us: Micros = 0
+        """When their prefills that are ahead of ours are done."""
+        self._usual_us: float = 0.0
+        """What a prefill that was promised here took lately, on average."""
         self._queue: dict[RequestId, tuple[Micros, Tokens, Tokens]] = {}
         self.prefills = 0
         """How many prefills are promised here."""
@@ -73,6 +86,10 @@ class InstanceView:
         """The most context that fits here."""
         self.room_tokens: Tokens = 0
         """The most context that one more decode may have; below zero without a free slot."""
+        self.joined_seqs = 1
+        """Who decodes here once one more has come: ours, promised ones included, and others."""
+        self.joined_context: Tokens = 0
+        """The context of all but that one."""
         self._count_decodes()
 
     def heard(self, load: InstanceLoad, now_us: Micros) -> None:
@@ -80,6 +97,19 @@ class InstanceView:
         self.heard_us = now_us
         self.load = load
         self.cost.observe(load.passes, load.transfers)
+        for hit in load.hits:
+            self.trust.observe(hit)
+        if load.everybody:
+            self._see_others(load, now_us)
+
+    def _see_others(self, load: InstanceLoad, now_us: Micros) -> None:
+        stays = self.stays
+        self.others = stays.others = others(
+            self.info.role, load, self.prefills, len(stays.active), stays.context
+        )
+        usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
+        self.others_until_us = now_us + round(self.others.waiting * usual_us)
+        self._count_decodes()
 
     def promise_prefill(
         self,
@@ -99,6 +129,7 @@ class InstanceView:
             self.idle_us += work_us
         else:
             self.idle_us = now_us + work_us
+        self._usual_us += (work_us - self._usual_us) * (0.1 if self._usual_us else 1.0)
         self._queue[request] = (work_us, tokens, tokens + cached)
         self._promise(work_us, tokens, tokens + cached)
 
@@ -132,12 +163,13 @@ class InstanceView:
         The head has been running since it became the head, so that much of it is spent.
         """
         left_us = self.idle_us - now_us
-        return left_us if left_us > self.behind_us else self.behind_us
+        ours_us = left_us if left_us > self.behind_us else self.behind_us
+        return ours_us + max(0, self.others_until_us - now_us)
 
     def is_free(self, now_us: Micros, ahead_us: Micros) -> bool:
         """Whether it prefills nothing, or one prompt of which at most `ahead_us` are left."""
         if not self.prefills:
-            return True
+            return self.others_until_us <= now_us + ahead_us
         return self.prefills == 1 and 0 < ahead_us >= self.queue_us(now_us)
 
     def promise_decode(
@@ -175,8 +207,10 @@ class InstanceView:
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
         self.takes_decode = self.decodes < self.info.max_requests
-        has_slot = self.decodes < self.info.max_seqs
-        self.room_tokens = self.kv_tokens - self.context if has_slot else -1
+        self.joined_seqs = self.decodes + self.others.running + 1
+        self.joined_context = self.context + self.others.context
+        has_slot = self.joined_seqs <= self.info.max_seqs
+        self.room_tokens = self.kv_tokens - self.joined_context if has_slot else -1
 
     def has_slot(self, context: Tokens) -> bool:
         """Whether one more decode of this context finds a place in the batch, and its KV room."""
@@ -185,14 +219,14 @@ class InstanceView:
     @property
     def has_place(self) -> bool:
         """Whether one that begins to decode now takes part in the next pass."""
-        return len(self.stays.active) < self.info.max_seqs
+        return len(self.stays.active) + self.others.running < self.info.max_seqs
 
     def tbt_us(self, joining: Tokens) -> Micros:
         """Predicted time between tokens once a request of context `joining` has joined.
 
         All members share a pass, so it is the same for every one of them.
         """
-        return self.cost.decode_step_us(self.decodes + 1, self.context + joining)
+        return self.cost.decode_step_us(self.joined_seqs, self.joined_context + joining)
 
     def tbt_now_us(self, joining: Tokens) -> Micros:
         """The same with those alone who decode here by now, without those in prefill."""
@@ -206,7 +240,7 @@ class InstanceView:
 def tbts_us(views: Sequence[InstanceView], joining: Tokens) -> list[Micros]:
     """`tbt_us` of each: one loop without calls, since a decision looks at every instance."""
     return [
-        round(base + per_seq * (view.decodes + 1) + per_context * (view.context + joining))
+        round(base + per_seq * view.joined_seqs + per_context * (view.joined_context + joining))
         for view in views
         for base, per_seq, per_context in (view.cost.step_us,)
     ]
@@ -220,6 +254,16 @@ class ClusterView:
         self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
         self.racks: dict[SegmentId, str] = {}
         """Where each segment lies, as far as its instance said."""
+        self.doubts: dict[SegmentId, float] = {}
+        """What counts of the claims of each segment that is not trusted."""
+
+    def heard(self, view: InstanceView, load: InstanceLoad, now_us: Micros) -> None:
+        """An instance's heartbeat."""
+        view.heard(load, now_us)
+        if view.info.segment is not None:
+            self.doubts.pop(view.info.segment, None)
+            if not view.trust.trusted:
+                self.doubts[view.info.segment] = view.trust.share
 
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
@@ -259,6 +303,8 @@ class ClusterView:
         self._by_role.clear()
         infos = [view.info for view in self.instances.values()]
         self.racks = {i.segment: i.rack for i in infos if i.segment is not None and i.rack}
+        here = [info.segment for info in infos] if self.doubts else []
+        self.doubts = {it: share for it, share in self.doubts.items() if it in here}
 
     def _role(self, model: str, role: str) -> list[InstanceView]:
         found = self._by_role.get((model, role))

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from moonserve.core.account import Account
 from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
 from moonserve.core.conductor import Conductor
 from moonserve.core.errors import MoonserveError
@@ -83,6 +84,7 @@ class ConductorLoop:
         """`copy` None: the store makes no copies."""
         self.core = conductor
         self.now_us = LoopClock().now_us
+        self.account = Account(conductor.outlook.slo)
         self._release = release
         self._copy = copy
         self._copying: set[asyncio.Task[None]] = set()
@@ -114,7 +116,7 @@ class ConductorLoop:
         """A request arrives; the Conductor's actions for it go to `inbox`."""
         assert request.id not in self._inboxes, "request ids are unique"
         self.records.pop(request.id, None)  # an earlier request of this id
-        self.records[request.id] = Record(self.now_us())
+        self.records[request.id] = Record(request.since_us(self.now_us()))
         while len(self.records) > _KEPT_RECORDS:
             self.records.popitem(last=False)
         self._inboxes[request.id] = inbox
@@ -163,6 +165,7 @@ class ConductorLoop:
             if actions is None:  # a bug, which the loop logs: nobody shall wait for ever
                 for request, inbox in self._inboxes.items():
                     inbox.put_nowait(GiveUp(request, "the Conductor failed"))
+        self.account.take(now_us, facts, actions)
         if self.on_step is not None:
             self.on_step(now_us, facts, actions)
         for action in actions:

@@ -168,11 +168,12 @@ class _Life:
                     self._outcome = "refused"
                     if reason == "duplicate_request_id":
                         raise BadRequest(why, "x-request-id", reason)
-                    if wait_us is None:
+                    if reason == "nobody_alive":
                         raise NobodyAlive(why)
                     if reason == "kv_memory":  # no waiting helps
                         raise BadRequest(why, "prompt", "context_length_exceeded")
-                    raise Overloaded(why, reason, wait_us / MICROS_PER_SECOND)
+                    wait_s = None if wait_us is None else wait_us / MICROS_PER_SECOND
+                    raise Overloaded(why, reason, wait_s)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)

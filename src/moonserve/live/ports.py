@@ -7,7 +7,7 @@ that runs over every implementation.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -129,6 +129,66 @@ class KVStore(Protocol):
 
     async def close(self) -> None:
         """Leave: unmount the segment, close sockets and shared memory."""
+
+
+class Registration(Protocol):
+    """An entry of a registry, or a candidacy there, that is kept up until it is closed."""
+
+    async def close(self) -> None:
+        """Withdraw it: gone for others at once, or by its time to live where nobody can be told.
+
+        Never raises for a registry that is away; called twice it is no error.
+        """
+
+
+class Registry(Protocol):
+    """Who is there: small values by key, and who has a duty that one at a time may have.
+
+    What a process registers is kept up in the background and goes with it, at most `ttl_s` after
+    it died. While the registry is away everybody knows what they knew, except that nobody keeps a
+    duty beyond its time; when it is back, all is registered again. Keys are like a/b.
+    """
+
+    @property
+    def ttl_s(self) -> float:
+        """For how long the entries of a dead process stay."""
+
+    async def register(self, key: str, value: bytes) -> Registration:
+        """Put a value for as long as this process lives; there when it returns.
+
+        What another process has put there is replaced. Raises RegistryError within some seconds
+        when it cannot be put now; then it is not tried again.
+        """
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Put a value that stays until it is removed. Raises RegistryError."""
+
+    async def remove(self, key: str) -> bool:
+        """Remove an entry; whether there was one. Raises RegistryError."""
+
+    async def read(self, prefix: str) -> dict[str, bytes]:
+        """The entries whose keys begin like this, now, in the order of their keys.
+
+        Raises RegistryError.
+        """
+
+    def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
+        """What `read` gives, at once and then whenever it has changed; never twice the same.
+
+        Changes in quick succession are told together. Goes on for ever; while the registry is away
+        it tells nothing, and when it is back, it waits with removals until owners had time to
+        register again.
+        """
+
+    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Registration:
+        """Stand for a duty. `changed(True)` when it is ours; `changed(False)` when it is no more.
+
+        The latter before anybody else may have it, whether or not the registry can be reached:
+        after `ttl_s` without an answer from it. Raises RegistryError as `register` does.
+        """
+
+    async def close(self) -> None:
+        """Withdraw everything and let go of the registry."""
 
 
 class Output(msgspec.Struct, frozen=True):

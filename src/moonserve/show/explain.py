@@ -35,12 +35,14 @@ def lines(told: Explanation) -> Iterator[str]:
     yield f"decode on {told.decode}; the pool held {held}"
     for part in told.group:
         yield f"part of {part.instance}: tokens {part.start:,} to {part.end:,}"
+    if told.held is not None:
+        yield f"objectives: {told.held}"
     if told.waited_ms:
         yield f"waited {told.waited_ms:,.1f} ms to be placed, part of the TTFTs"
     figures = [
         ("", "predicted", "actual"),
         ("TTFT ms", _number(told.predicted_ttft_ms), _number(told.actual_ttft_ms)),
-        ("TBT ms", _number(told.predicted_tbt_ms), _number(told.actual_tbt_ms)),
+        ("mean TBT ms", _number(told.predicted_tbt_ms), _number(told.actual_tbt_ms)),
         ("reused tokens", _number(told.reused_tokens), _number(told.actual_cached_tokens)),
     ]
     yield from _table(figures, words=1)

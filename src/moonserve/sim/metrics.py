@@ -227,6 +227,7 @@ def _summary(
         "busy_decode": _share_busy([node.busy_us for node in sim.decodes], span_s),
         "ttft_error_mean_s": mean(np.array(errors)),
         "regret_mean_s": mean(np.array([_regret_s(one) for one in served if one.first_us])),
+        "shared_prompts": sum(bool(one.judged and one.judged.stages) for one in begun),
         "migrations": sim.carrier.copied_blocks,
         "spread_copies": sim.conductor.hot.done["done"],
         "spread_bytes": sim.conductor.hot.done["bytes"],

@@ -22,7 +22,7 @@ from moonserve.core.errors import (
     Overloaded,
 )
 from moonserve.core.request import Request
-from moonserve.core.units import Bytes, RequestId, Tokens
+from moonserve.core.units import Bytes, RequestId, Tokens, seconds_to_us
 from moonserve.live.gateway import headers, openai
 from moonserve.live.gateway.generation import (
     EventStream,
@@ -191,7 +191,6 @@ class GatewayApp:
         return await self._generate(http, "completion")
 
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
-        arrived_s = asyncio.get_running_loop().time()
         tenant = headers.tenant(http.headers)
         self._enter(tenant)
         try:
@@ -204,7 +203,7 @@ class GatewayApp:
                 self._serving.generate(request),
                 self._tools(request.model).detokenizer(),
                 self.metrics,
-                arrived_s,
+                http.arrived_s,
                 lambda: self._leave(http, tenant, request.id),
             )
         except BaseException:
@@ -275,6 +274,7 @@ class GatewayApp:
             stopping=stopping,
             slo=slo,
             priority=priority,
+            arrived_us=seconds_to_us(http.arrived_s),
             tenant=tenant,
         )
 

@@ -24,7 +24,7 @@ from moonserve.live.conductor import ConductorLoop
 from moonserve.live.gateway.api import Api
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.internal import Internal
-from moonserve.live.gateway.metrics import Copies, Predictions
+from moonserve.live.gateway.metrics import Copies, Predictions, Served
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import Handler
 from moonserve.live.store.foreign import ForeignPool
@@ -75,7 +75,8 @@ class Control:
 
     def collectors(self) -> list[Collector]:
         """What it counts, for a registry of metrics."""
-        return [Predictions(self.conductor.core.outlook), Copies(self.conductor)]
+        loop = self.conductor
+        return [Predictions(loop.core.outlook), Served(loop.account), Copies(loop)]
 
     def start(self) -> None:
         """Time passes from now on."""

@@ -19,8 +19,9 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from moonserve.core.admission import Outlook
+from moonserve.core.account import Account
 from moonserve.core.hot import SKIPPED
+from moonserve.core.outlook import Outlook
 from moonserve.live.conductor import ConductorLoop
 
 _TTFT_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -78,6 +79,28 @@ class Predictions(Collector):
                 if value is not None:
                     family.add_metric((figure,), value / unit)
             yield family
+
+
+class Served(Collector):
+    """What the Conductor's account says: goodput, prefill for nothing, prompts shared."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry."""
+        it = self._account
+        for name, text, count in (
+            ("good_requests", "Served within their objectives; TBT by the mean gap.", it.good),
+            ("good_tokens", "Input and output tokens of those.", it.good_tokens),
+            (
+                "wasted_prefill_seconds",
+                "Prefill, as predicted, of what was dropped or failed later, or done again.",
+                it.wasted_us / 1e6,
+            ),
+            ("shared_prefills", "Prompts that a group of instances shares.", it.shared),
+        ):
+            yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
 
 
 class Copies(Collector):

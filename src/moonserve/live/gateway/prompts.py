@@ -86,15 +86,16 @@ def _size(text: str) -> Bytes:
 
 
 def max_tokens(fields: _Fields, prompt: Tokens, max_len: Tokens) -> Tokens:
-    """The most tokens to generate; BadRequest where prompt and asked tokens exceed the context.
+    """The most tokens to generate: as asked, at most what the context leaves.
 
-    The error's param is the prompt where that alone is too long, else the field that asked.
+    BadRequest where it leaves none. vLLM refuses who asks for more; here nobody is refused for a
+    bound that most answers never reach: one that does ends with finish_reason "length".
     """
-    asked, asked_by = fields.max_tokens, "max_tokens"
+    asked = fields.max_tokens
     if isinstance(fields, openai.ChatRequest):
         param, default = "messages", max_len
         if fields.max_completion_tokens is not None:
-            asked, asked_by = fields.max_completion_tokens, "max_completion_tokens"
+            asked = fields.max_completion_tokens
     else:
         param, default = "prompt", _COMPLETION_DEFAULT_TOKENS
     if prompt == 0:
@@ -103,9 +104,4 @@ def max_tokens(fields: _Fields, prompt: Tokens, max_len: Tokens) -> Tokens:
     if room < 1:
         what = f"{prompt} tokens and one to generate"
         raise openai.context_exceeded(param, what, max_len)
-    if asked is None:
-        return min(default, room)
-    if asked > room:
-        what = f"{asked} tokens to generate after a prompt of {prompt}"
-        raise openai.context_exceeded(asked_by, what, max_len)
-    return asked
+    return min(default if asked is None else asked, room)

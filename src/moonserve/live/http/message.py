@@ -124,7 +124,8 @@ def error_response(error: MoonserveError) -> Response:
     """The reply to a failed request: the error's own status, body in OpenAI's shape."""
     headers = {}
     if isinstance(error, Overloaded):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["x-moonserve-reject-reason"] = error.reason
     elif isinstance(error, NobodyAlive):
         headers["retry-after"] = _NOBODY_RETRY_S
@@ -148,6 +149,7 @@ class HttpRequest:
         "_max_body_bytes",
         "_receive",
         "_watcher",
+        "arrived_s",
         "gone",
         "headers",
         "id",
@@ -171,6 +173,8 @@ class HttpRequest:
             name, value = raw_name.decode("latin-1"), raw.decode("latin-1")
             self.headers[name] = f"{self.headers[name]}, {value}" if name in self.headers else value
         self.id = _request_id(self.headers.get("x-request-id"))
+        self.arrived_s: float = scope["state"]["arrived_s"]
+        """When its headers were here, by the loop's clock."""
         self.gone = False
         """Whether the client was seen to leave."""
         self._receive = receive

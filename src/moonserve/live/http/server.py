@@ -264,6 +264,11 @@ class _Protocol(HttpToolsProtocol):
         else:
             super().shutdown()
 
+    def on_headers_complete(self) -> None:
+        """From here on the client waits for us, also while others' handlers run."""
+        self.scope["state"]["arrived_s"] = self.loop.time()
+        super().on_headers_complete()
+
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: a handler may switch, and else answers as if it was not asked to."""
 

@@ -173,10 +173,11 @@ def load_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
     Of several with names, such as one for tools, the one named "default".
     """
-    return ChatTemplate(_of_folder(path) if path.is_dir() else _of_gguf(path), tokenizer)
+    return ChatTemplate(_of_folder(path) if path.is_dir() else template_of_gguf(path), tokenizer)
 
 
-def _of_gguf(path: Path) -> str | None:
+def template_of_gguf(path: Path) -> str | None:
+    """The chat template's source in a GGUF file; None where it has none."""
     source = open_gguf(path).metadata.get(_GGUF_KEY)
     return source if isinstance(source, str) else None
 

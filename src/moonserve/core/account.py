@@ -1,0 +1,101 @@
+"""What came of requests, in sums: served within their objectives, and prefill spent for nothing.
+
+Reads what a driver gives the Conductor and gets from it; decides nothing. Bounded by the requests
+that are under way. Times are the Conductor's: TTFT until it hears that prefill has ended, TBT the
+mean over an answer's gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from moonserve.core.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.facts import Arrived, DecodeEnded, Fact, PrefillEnded
+from moonserve.core.request import Request, Slo
+from moonserve.core.units import Micros, RequestId, Tokens
+
+
+class _Open:
+    """One request under way."""
+
+    def __init__(self, request: Request, since_us: Micros) -> None:
+        self.request = request
+        self.since_us = since_us
+        self.number = 0
+        """Of the call that is out."""
+        self.predicted_us: Micros = 0
+        """What the latest prefill call takes."""
+        self.spent_us: Micros = 0
+        """The same, once it has ended."""
+        self.first_us: Micros | None = None
+
+
+class Account:
+    """Sums over requests; `slo_of` gives a request's objectives."""
+
+    def __init__(self, slo_of: Callable[[Request], Slo]) -> None:
+        self._slo_of = slo_of
+        self._open: dict[RequestId, _Open] = {}
+        self.good = 0
+        """Requests served within their objectives."""
+        self.good_tokens: Tokens = 0
+        """Of those, input and output."""
+        self.wasted_us: Micros = 0
+        """Prefill, as predicted, of what was dropped or failed later, or had to be done again."""
+        self.shared = 0
+        """Prefill calls that a group of instances was given."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self, now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> None:
+        """One step of the Conductor's: what it was told, and what it wanted."""
+        for fact in facts:
+            match fact:
+                case Arrived(request):
+                    self._open[request.id] = _Open(request, request.since_us(now_us))
+                case PrefillEnded(name, number, final) if self._is_out(name, number):
+                    life = self._open[name]
+                    life.spent_us = life.predicted_us
+                    life.first_us = now_us if life.first_us is None else life.first_us
+                    if final:
+                        self._served(life, now_us, 1)
+                case DecodeEnded(name, number, tokens) if self._is_out(name, number):
+                    self._served(self._open[name], now_us, tokens)
+                case _:
+                    pass
+        for action in actions:
+            match action:
+                case Prefill(name, number, decision=decision, group=group):
+                    life = self._open[name]
+                    self._waste(life)
+                    life.number = number
+                    life.predicted_us = sum([share.work_us for share in decision.shares])
+                    self.shared += bool(group)
+                case Decode(name, number):
+                    self._open[name].number = number
+                case Refuse(name) | GiveUp(name):
+                    self._waste(self._open[name])
+                case Release(name):
+                    del self._open[name]
+                case _:
+                    pass
+
+    def _is_out(self, name: RequestId, number: int) -> bool:
+        """Whether a call is the one that is out."""
+        return name in self._open and self._open[name].number == number
+
+    def _waste(self, life: _Open) -> None:
+        """Its last prefill, if that had ended, was for nothing."""
+        self.wasted_us += life.spent_us
+        life.spent_us = 0
+
+    def _served(self, life: _Open, now_us: Micros, tokens: Tokens) -> None:
+        """Its answer is whole."""
+        slo, first_us = self._slo_of(life.request), life.first_us
+        assert first_us is not None, "prefill goes before decode"
+        in_time = slo.ttft_us is None or first_us - life.since_us <= slo.ttft_us
+        gaps = tokens - 1
+        if in_time and (slo.tbt_us is None or now_us - first_us <= slo.tbt_us * gaps):
+            self.good += 1
+            self.good_tokens += len(life.request.prompt) + tokens

@@ -1,0 +1,130 @@
+"""Frames of KV events, in all versions of vLLM and in SGLang's form of them.
+
+A batch is [topic, sequence number u64 big-endian, msgpack [seconds, [event…], data-parallel rank]].
+An event is a map with a `type` (vLLM since 0.24) or an array that begins with it (vLLM up to 0.20,
+SGLang); fields may be missing at the end, or be more than known. A replay is asked for with
+[empty, first number] and answered with [empty, topic, number, payload]… or, by vLLM up to 0.24,
+without the topic, and ends with the number -1. Used by subscriber and publisher, and by the bench.
+
+What never happens here: an exception other than BadFrame for what others sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError
+from moonserve.core.kvevents import Cleared, KvBatch, KvEvent, Removed, Stored
+
+END_SEQ = (1 << 64) - 1
+"""The number that ends a replay: -1 as u64."""
+
+
+class BadFrame(MoonserveError):
+    """What was received is no batch of KV events."""
+
+
+class _StoredArray(Stored, frozen=True, tag="BlockStored", array_like=True):
+    pass
+
+
+class _RemovedArray(Removed, frozen=True, tag="BlockRemoved", array_like=True):
+    pass
+
+
+class _ClearedArray(Cleared, frozen=True, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class _MapBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    data_parallel_rank: int | None = None
+
+
+class _AnyBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+_map = msgspec.msgpack.Decoder(_MapBatch)
+_array = msgspec.msgpack.Decoder(_ArrayBatch)
+_any = msgspec.msgpack.Decoder(_AnyBatch)
+_encoder = msgspec.msgpack.Encoder()
+_KNOWN = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+
+def decode_batch(payload: bytes) -> KvBatch:
+    """Read one batch. Raises BadFrame; events of unknown types are left out and counted."""
+    for decoder in (_map, _array):
+        try:
+            it = decoder.decode(payload)
+        except (msgspec.DecodeError, RecursionError):
+            continue
+        return KvBatch(it.ts, tuple(it.events), it.data_parallel_rank)
+    return _decode_slowly(payload)
+
+
+def _decode_slowly(payload: bytes) -> KvBatch:
+    """The same, event by event: both forms may be mixed with types that nobody knows."""
+    try:
+        it = _any.decode(payload)
+        events = [event for event in map(_event, it.events) if event is not None]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadFrame(f"not a batch of KV events: {error}") from None
+    unknown = len(it.events) - len(events)
+    return KvBatch(it.ts, tuple(events), it.data_parallel_rank, unknown)
+
+
+def _event(raw: Any) -> KvEvent | None:
+    """One event; None: of a type that nobody knows. Raises msgspec.ValidationError."""
+    if isinstance(raw, dict):
+        if raw.get("type") in _KNOWN:
+            return msgspec.convert(raw, Stored | Removed | Cleared)
+    elif isinstance(raw, list) and raw:
+        if raw[0] in _KNOWN:
+            return msgspec.convert(raw, _StoredArray | _RemovedArray | _ClearedArray)
+    else:
+        raise msgspec.ValidationError("an event is a map or an array")
+    return None
+
+
+def encode_batch(ts: float, events: Sequence[KvEvent], dp_rank: int) -> bytes:
+    """One batch as vLLM 0.32 writes it."""
+    return _encoder.encode(_MapBatch(ts, list(events), dp_rank))
+
+
+def read_live(frames: Sequence[bytes]) -> tuple[int, KvBatch]:
+    """Sequence number and batch of a published message. Raises BadFrame."""
+    if len(frames) != 3:
+        raise BadFrame(f"{len(frames)} frames, not 3")
+    return _number(frames[1]), decode_batch(frames[2])
+
+
+def read_replayed(frames: Sequence[bytes]) -> tuple[int, KvBatch] | None:
+    """Sequence number and batch of a replay's answer; None: it ends here. Raises BadFrame."""
+    if not 3 <= len(frames) <= 4 or frames[0]:
+        raise BadFrame(f"{len(frames)} frames are no answer to a replay")
+    number = _number(frames[-2])
+    return None if number == END_SEQ else (number, decode_batch(frames[-1]))
+
+
+def _number(frame: bytes) -> int:
+    if len(frame) != 8:
+        raise BadFrame(f"a sequence number of {len(frame)} bytes, not 8")
+    return int.from_bytes(frame, "big")
+
+
+def replay_request(since: int) -> list[bytes]:
+    """What asks for all batches from number `since` on that are still kept."""
+    return [b"", since.to_bytes(8, "big")]

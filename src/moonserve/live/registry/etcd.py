@@ -1,0 +1,361 @@
+"""The registry over etcd 3.4 or later, by aetcd.
+
+One lease per process holds all that it registers; one task renews it, and with it duties. Watches
+of etcd only wake: what is there is read anew then, and every ten seconds in any case, so that a
+watch that died silently, or a history that was compacted, loses nothing.
+
+What never happens here: a call without a deadline; a duty kept beyond the lease that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from moonserve.core.errors import ConfigError, RegistryError
+from moonserve.live.registry.address import Address
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CALL_S = 2.0
+_OPEN_S = 5.0
+_READ_AGAIN_S = 10.0
+_PAUSE_S = 0.5
+_GATHER_S = 0.02  # changes come in bursts
+_OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backoff_ms": 1_000}
+
+
+class EtcdRegistry:
+    """See ports.Registry. Made by `open`."""
+
+    def __init__(self, aetcd: Any, address: Address, ttl_s: float) -> None:
+        self._aetcd = aetcd
+        self._failures = (aetcd.ClientError, OSError)  # the latter has TimeoutError below it
+        self._address = address
+        self._at = 0
+        """Which of the addresses is asked."""
+        self.ttl_s = ttl_s
+        self._client = self._connect()
+        self._lease: int | None = None
+        self._until_s = 0.0
+        """When the lease may end, unless it is renewed before."""
+        self._lapse: asyncio.TimerHandle | None = None
+        self._entries: dict[str, bytes] = {}
+        self._put: dict[str, bytes] = {}
+        """What was put under the present lease."""
+        self._candidates: dict[str, _Candidate] = {}
+        self._busy = asyncio.Lock()
+        self._away = False
+        self._keeping: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, address: Address, ttl_s: float = 5.0) -> EtcdRegistry:
+        """Connect. Raises ConfigError where nobody answers in time: the address may be wrong."""
+        try:
+            import aetcd
+        except ImportError:
+            raise ConfigError(
+                "etcd needs the package aetcd: pip install 'moonserve[etcd]'", "registry"
+            ) from None
+        self = cls(aetcd, address, ttl_s)
+        try:
+            await self._patiently(lambda: self.read(""))
+        except RegistryError as error:
+            await self.close()
+            raise ConfigError(
+                f"no etcd answers at {address} within {_OPEN_S:g} s: {error}", "registry"
+            ) from None
+        self._keeping = asyncio.create_task(self._keep())
+        return self
+
+    async def _patiently(self, call: Callable[[], Awaitable[object]]) -> None:
+        """Try again until the first deadline is over. Raises the last RegistryError."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + _OPEN_S
+        while True:
+            try:
+                await call()
+                return
+            except RegistryError:
+                if loop.time() + _PAUSE_S > end_s:
+                    raise
+                self._next_address()
+                await asyncio.sleep(_PAUSE_S)
+
+    async def register(self, key: str, value: bytes) -> _Entry:
+        """See ports.Registry."""
+        before = self._entries.get(key)
+        self._entries[key] = value
+        try:
+            await self._calling(self._register())
+        except RegistryError:
+            self._entries.pop(key)
+            if before is not None:
+                self._entries[key] = before
+            raise
+        return _Entry(self, key, value)
+
+    async def put(self, key: str, value: bytes) -> None:
+        """See ports.Registry."""
+        await self._calling(self._client.put(self._full(key), value))
+
+    async def remove(self, key: str) -> bool:
+        """See ports.Registry."""
+        return await self._calling(self._client.delete(self._full(key))) is not None
+
+    async def read(self, prefix: str) -> dict[str, bytes]:
+        """See ports.Registry."""
+        return await self._read(self._client, prefix)
+
+    async def _read(self, client: Any, prefix: str) -> dict[str, bytes]:
+        found = await self._calling(client.get_prefix(self._full(prefix), sort_order="ascend"))
+        skip = len(self._address.root)
+        return {kv.key.decode()[skip:]: kv.value for kv in found.kvs}
+
+    async def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
+        """See ports.Registry."""
+        loop = asyncio.get_running_loop()
+        known: dict[str, bytes] | None = None
+        patient_until_s, was_away = 0.0, False
+        while True:
+            try:
+                async with self._watching(prefix) as (client, changed):
+                    while True:
+                        changed.clear()
+                        now = await self._read(client, prefix)
+                        if was_away:
+                            was_away, patient_until_s = False, loop.time() + 2 * self.ttl_s
+                        left_s = patient_until_s - loop.time()
+                        if known is not None and left_s > 0:
+                            now = dict(sorted({**known, **now}.items()))
+                        if now != known:
+                            known = now
+                            yield dict(now)
+                        wait_s = min(_READ_AGAIN_S, left_s) if left_s > 0 else _READ_AGAIN_S
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(wait_s):
+                                await changed.wait()
+                        await asyncio.sleep(_GATHER_S)
+            except (RegistryError, *self._failures) as error:
+                log.debug("watch of %s: %s", prefix, error)
+                was_away = True
+                await asyncio.sleep(_PAUSE_S)
+
+    @contextlib.asynccontextmanager
+    async def _watching(self, prefix: str) -> AsyncIterator[tuple[Any, asyncio.Event]]:
+        """A connection of its own, and an event that is set at each change and when it is lost."""
+        client, changed = self._connect(), asyncio.Event()
+
+        async def listen(watch: AsyncIterator[object]) -> None:
+            with contextlib.suppress(*self._failures):
+                async for _ in watch:
+                    changed.set()
+            changed.set()
+
+        listening = None
+        try:
+            watch = await self._calling(client.watch_prefix(self._full(prefix)))
+            listening = asyncio.create_task(listen(watch))
+            yield client, changed
+        finally:
+            if listening is not None:
+                listening.cancel()
+            await self._quietly(client.close())
+
+    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> _Candidate:
+        """See ports.Registry."""
+        candidate = _Candidate(self, duty, who, changed)
+        self._candidates[duty] = candidate
+        try:
+            await self._calling(self._register())
+        except RegistryError:
+            del self._candidates[duty]
+            raise
+        return candidate
+
+    async def close(self) -> None:
+        """See ports.Registry."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        if self._lapse is not None:
+            self._lapse.cancel()
+        self._give_up()
+        self._candidates.clear()
+        self._entries.clear()
+        if self._lease is not None:
+            await self._quietly(self._client.revoke_lease(self._lease))
+            self._lease = None
+        await self._quietly(self._client.close())
+
+    async def withdraw(self, entry: _Entry) -> None:
+        """For entries: this one is to be registered no more, unless it was replaced here."""
+        if self._entries.get(entry.key) is entry.value:
+            del self._entries[entry.key]
+            self._put.pop(entry.key, None)
+            await self._quietly(self._client.delete(self._full(entry.key)))
+
+    async def stand_down(self, candidate: _Candidate) -> None:
+        """For candidates: this one wants the duty no more."""
+        if self._candidates.get(candidate.duty) is candidate:
+            del self._candidates[candidate.duty]
+            if candidate.leads:
+                candidate.told(False)
+                await self._quietly(self._client.delete(self._full(candidate.key)))
+
+    # Inside
+
+    async def _keep(self) -> None:
+        """Renew the lease and ask for duties, for ever; find out when etcd is away, and back."""
+        while True:
+            pause_s = self.ttl_s / 5
+            try:
+                await self._calling(self._renew())
+            except RegistryError as error:
+                if not self._away:
+                    log.warning("%s; still trying", error)
+                self._away = True
+                self._next_address()
+                pause_s = _PAUSE_S
+            else:
+                if self._away:
+                    log.warning("etcd %s answers again", self._address)
+                self._away = False
+            await asyncio.sleep(pause_s)
+
+    def _holds_until(self, until_s: float) -> None:
+        """The lease does, at least; what it holds is given up then."""
+        self._until_s = until_s
+        if self._lapse is not None:
+            self._lapse.cancel()
+        self._lapse = asyncio.get_running_loop().call_at(until_s, self._give_up)
+
+    def _give_up(self) -> None:
+        for candidate in self._candidates.values():
+            candidate.told(False)
+
+    async def _renew(self) -> None:
+        async with self._busy:
+            if self._lease is None:
+                if self._entries or self._candidates:
+                    await self._hold()
+                else:
+                    await self._client.get(b"moonserve")  # only whether it answers
+                return
+            sent_s = asyncio.get_running_loop().time()
+            reply = await self._client.refresh_lease(self._lease)
+            if reply is None or reply.TTL <= 0:
+                log.info("etcd has forgotten this process; registering again")
+                self._lease = None
+            else:
+                self._holds_until(sent_s + reply.TTL)
+            await self._hold()
+
+    async def _register(self) -> None:
+        async with self._busy:
+            await self._hold()
+
+    async def _hold(self) -> None:
+        """A lease, all entries under it, and duties where they are free."""
+        if self._lease is None:
+            sent_s = asyncio.get_running_loop().time()
+            lease = await self._client.lease(round(self.ttl_s))
+            self._lease, self._put = lease.id, {}
+            self._holds_until(sent_s + lease.ttl)
+        for key, value in list(self._entries.items()):
+            if self._put.get(key) != value:
+                await self._client.put(self._full(key), value, lease=self._lease)
+                self._put[key] = value
+        for candidate in list(self._candidates.values()):
+            await self._stand(candidate)
+
+    async def _stand(self, candidate: _Candidate) -> None:
+        """Take the duty if nobody has it."""
+        key, of = self._full(candidate.key), self._client.transactions
+        put = of.put(key, candidate.who.encode(), lease=self._lease)
+        taken, replies = await self._client.transaction([of.create(key) == 0], [put], [of.get(key)])
+        mine = taken or any(entry.lease == self._lease for _, entry in replies[0])
+        in_time = asyncio.get_running_loop().time() < self._until_s
+        if self._candidates.get(candidate.duty) is candidate:
+            candidate.told(mine and in_time)
+
+    def _connect(self) -> Any:
+        hosts = self._address.hosts
+        host, port = hosts[self._at % len(hosts)]
+        return self._aetcd.Client(host, port, timeout=_CALL_S, options=_OPTIONS)
+
+    def _next_address(self) -> None:
+        """Ask another member of etcd from now on, if there are several."""
+        if len(self._address.hosts) > 1:
+            self._at += 1
+            old, self._client = self._client, self._connect()
+            self._closing = asyncio.create_task(self._quietly(old.close()))
+
+    async def _calling(self, call: Coroutine[Any, Any, T]) -> T:
+        """Raises RegistryError, at the deadline too. In a task of its own: gRPC may take a
+        cancellation that comes as a call ends for the end, and we would wait for ever."""
+        task = asyncio.create_task(call)
+        try:
+            await asyncio.wait({task}, timeout=_CALL_S * 2)
+        finally:
+            if not task.done():
+                task.add_done_callback(_look_at)
+                task.cancel()
+        if not task.done():
+            raise RegistryError(f"etcd {self._address} does not answer in time")
+        try:
+            return task.result()
+        except self._failures as error:
+            said = str(error).partition("\n")[0] or type(error).__name__
+            raise RegistryError(f"etcd {self._address}: {said}") from None
+        except asyncio.CancelledError:  # by gRPC itself, as its channel was closed
+            raise RegistryError(f"etcd {self._address}: the connection was closed") from None
+
+    async def _quietly(self, call: Coroutine[Any, Any, object]) -> None:
+        """Let it be where etcd is away: leases end by themselves."""
+        with contextlib.suppress(RegistryError):
+            await self._calling(call)
+
+    def _full(self, key: str) -> bytes:
+        return (self._address.root + key).encode()
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Nobody waits for it any more, and nobody shall be told that it failed."""
+    if not task.cancelled():
+        task.exception()
+
+
+class _Entry:
+    def __init__(self, registry: EtcdRegistry, key: str, value: bytes) -> None:
+        self._registry = registry
+        self.key = key
+        self.value = value
+
+    async def close(self) -> None:
+        await self._registry.withdraw(self)
+
+
+class _Candidate:
+    def __init__(
+        self, registry: EtcdRegistry, duty: str, who: str, changed: Callable[[bool], None]
+    ) -> None:
+        self._registry = registry
+        self.duty = duty
+        self.key = f"leaders/{duty}"
+        self.who = who
+        self._changed = changed
+        self.leads = False
+
+    def told(self, leads: bool) -> None:
+        """Say so where it changed."""
+        if leads != self.leads:
+            self.leads = leads
+            self._changed(leads)
+
+    async def close(self) -> None:
+        await self._registry.stand_down(self)

@@ -1,0 +1,113 @@
+"""A registry within one process: for tests, and for whoever is alone.
+
+Nothing here expires: what was registered goes when it is closed, and so do duties.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+
+
+class MemoryRegistry:
+    """See ports.Registry. One object is one member; members of one `Shared` see each other."""
+
+    ttl_s = 5.0
+
+    def __init__(self, shared: Shared | None = None) -> None:
+        self._shared = shared or Shared()
+        self._own: list[_Entry | _Candidate] = []
+
+    async def register(self, key: str, value: bytes) -> _Entry:
+        """See ports.Registry."""
+        entry = _Entry(self._shared, key, value)
+        self._own.append(entry)
+        await self.put(key, value)
+        self._shared.owners[key] = entry
+        return entry
+
+    async def put(self, key: str, value: bytes) -> None:
+        """See ports.Registry."""
+        self._shared.owners.pop(key, None)
+        self._shared.entries[key] = value
+        self._shared.change()
+
+    async def remove(self, key: str) -> bool:
+        """See ports.Registry."""
+        found = self._shared.entries.pop(key, None)
+        self._shared.change()
+        return found is not None
+
+    async def read(self, prefix: str) -> dict[str, bytes]:
+        """See ports.Registry."""
+        entries = sorted(self._shared.entries.items())
+        return {key: value for key, value in entries if key.startswith(prefix)}
+
+    async def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
+        """See ports.Registry."""
+        known: dict[str, bytes] | None = None
+        while True:
+            changed = self._shared.changed
+            now = await self.read(prefix)
+            if now != known:
+                known = now
+                yield dict(now)
+            else:
+                await changed.wait()
+
+    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> _Candidate:
+        """See ports.Registry."""
+        candidate = _Candidate(self._shared, duty, changed)
+        self._own.append(candidate)
+        waiting = self._shared.candidates.setdefault(duty, [])
+        waiting.append(candidate)
+        if waiting[0] is candidate:
+            changed(True)
+        return candidate
+
+    async def close(self) -> None:
+        """See ports.Registry."""
+        for one in self._own:
+            await one.close()
+
+
+class Shared:
+    """What members of one registry have in common."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.owners: dict[str, _Entry] = {}
+        self.candidates: dict[str, list[_Candidate]] = {}
+        """By duty; the first has it."""
+        self.changed = asyncio.Event()
+
+    def change(self) -> None:
+        """Wake who watches."""
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
+class _Entry:
+    def __init__(self, shared: Shared, key: str, value: bytes) -> None:
+        self._shared = shared
+        self._key = key
+
+    async def close(self) -> None:
+        if self._shared.owners.get(self._key) is self:
+            del self._shared.owners[self._key], self._shared.entries[self._key]
+            self._shared.change()
+
+
+class _Candidate:
+    def __init__(self, shared: Shared, duty: str, changed: Callable[[bool], None]) -> None:
+        self._waiting = shared.candidates.setdefault(duty, [])
+        self._changed = changed
+
+    async def close(self) -> None:
+        if self in self._waiting:
+            had = self._waiting[0] is self
+            self._waiting.remove(self)
+            if had:
+                self._changed(False)
+                if self._waiting:
+                    self._waiting[0]._changed(True)

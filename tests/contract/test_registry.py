@@ -1,0 +1,293 @@
+"""ports.Registry over every implementation: memory, and etcd where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+
+import pytest
+
+from moonserve.core.errors import ConfigError, RegistryError
+from moonserve.live.ports import Registry
+from moonserve.live.registry.address import Address, parse
+from moonserve.live.registry.etcd import EtcdRegistry
+from moonserve.live.registry.memory import MemoryRegistry, Shared
+from tests.support.etcd import Etcd
+
+TTL_S = 2.0
+Join = Callable[[], Awaitable[Registry]]
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """One etcd for all tests of this file; each has keys of its own."""
+    it = Etcd(tmp_path_factory.mktemp("etcd"))
+    yield it
+    it.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def members(request: pytest.FixtureRequest) -> Callable[[], Join]:
+    """Gives, inside a running loop, what makes members of one registry that is empty."""
+    if request.param == "memory":
+
+        def in_memory() -> Join:
+            shared = Shared()
+
+            async def join() -> Registry:
+                return MemoryRegistry(shared)
+
+            return join
+
+        return in_memory
+    etcd: Etcd = request.getfixturevalue("etcd")
+    address = parse(f"{etcd.url}/{time.time_ns()}")
+
+    def in_etcd() -> Join:
+        async def join() -> Registry:
+            return await EtcdRegistry.open(address, TTL_S)
+
+        return join
+
+    return in_etcd
+
+
+def run(test: Callable[[Join], Awaitable[None]], members: Callable[[], Join]) -> None:
+    """Run one test; every member it made is closed."""
+
+    async def main() -> None:
+        join, made = members(), list[Registry]()
+
+        async def joined() -> Registry:
+            made.append(await join())
+            return made[-1]
+
+        try:
+            async with asyncio.timeout(30):
+                await test(joined)
+        finally:
+            for one in made:
+                await one.close()
+
+    asyncio.run(main())
+
+
+async def sees(watch: AsyncIterator[Mapping[str, bytes]], wanted: dict[str, bytes]) -> None:
+    """Wait until a watch tells just this."""
+    async with asyncio.timeout(15):
+        async for now in watch:
+            if now == wanted:
+                return
+
+
+def test_what_is_registered_is_read_by_others_until_it_is_closed(
+    members: Callable[[], Join],
+) -> None:
+    """register: there for all when it returns, in the order of keys; gone when it was closed."""
+
+    async def test(join: Join) -> None:
+        one, other = await join(), await join()
+        b = await one.register("x/b", b"1")
+        await one.register("x/a", b"2")
+        await one.register("y", b"3")
+        assert list((await other.read("x/")).items()) == [("x/a", b"2"), ("x/b", b"1")]
+        await b.close()
+        await b.close()
+        assert await other.read("x/") == {"x/a": b"2"}
+        await one.close()
+        assert await other.read("") == {}
+
+    run(test, members)
+
+
+def test_the_latest_to_register_a_key_has_it(members: Callable[[], Join]) -> None:
+    """A second owner replaces the first, whose close takes nothing away."""
+
+    async def test(join: Join) -> None:
+        one, other = await join(), await join()
+        await one.register("x", b"1")
+        mine = await other.register("x", b"2")
+        assert await one.read("x") == {"x": b"2"}
+        again = await other.register("x", b"3")
+        await mine.close()
+        assert await one.read("x") == {"x": b"3"}
+        await again.close()
+        assert await one.read("x") == {}
+
+    run(test, members)
+
+
+def test_what_is_put_stays_until_it_is_removed(members: Callable[[], Join]) -> None:
+    """put and remove: entries that nobody's life holds."""
+
+    async def test(join: Join) -> None:
+        one, other = await join(), await join()
+        await one.put("x", b"1")
+        await one.close()
+        assert await other.read("x") == {"x": b"1"}
+        assert await other.remove("x")
+        assert not await other.remove("x")
+        assert await other.read("x") == {}
+
+    run(test, members)
+
+
+def test_a_watch_tells_what_is_there_and_then_what_changed(members: Callable[[], Join]) -> None:
+    """watch: a snapshot at once, an empty one too; then the whole anew after each change."""
+
+    async def test(join: Join) -> None:
+        one, other = await join(), await join()
+        watch = other.watch("x/")
+        assert await anext(watch) == {}
+        entry = await one.register("x/a", b"1")
+        await sees(watch, {"x/a": b"1"})
+        await one.put("z", b"elsewhere")
+        await one.put("x/b", b"2")
+        await sees(watch, {"x/a": b"1", "x/b": b"2"})
+        await entry.close()
+        await sees(watch, {"x/b": b"2"})
+        late = one.watch("x/")
+        assert await anext(late) == {"x/b": b"2"}
+        for it in (watch, late):
+            await it.aclose()  # type: ignore[attr-defined]
+
+    run(test, members)
+
+
+def test_one_at_a_time_has_a_duty(members: Callable[[], Join]) -> None:
+    """elect: the first has it; when it stands down the next one does; another duty is another's."""
+
+    async def test(join: Join) -> None:
+        one, other = await join(), await join()
+        said: list[tuple[str, bool]] = []
+        first = await one.elect("d", "one", lambda leads: said.append(("one", leads)))
+        await other.elect("d", "other", lambda leads: said.append(("other", leads)))
+        await other.elect("e", "other", lambda leads: said.append(("e", leads)))
+        assert said == [("one", True), ("e", True)]
+        await first.close()
+        async with asyncio.timeout(10):
+            while ("other", True) not in said:
+                await asyncio.sleep(0.05)
+        assert said == [("one", True), ("e", True), ("one", False), ("other", True)]
+        await other.close()
+        assert said[-2:] == [("other", False), ("e", False)]
+
+    run(test, members)
+
+
+def test_a_process_that_dies_goes_within_its_time_to_live(etcd: Etcd) -> None:
+    """Nothing renews its lease: its entries and its duty go to nobody and to the next one."""
+
+    async def test() -> None:
+        address = parse(f"{etcd.url}/dies")
+        dying, other = await EtcdRegistry.open(address, TTL_S), await EtcdRegistry.open(address)
+        said: list[bool] = []
+        try:
+            watch = other.watch("x")
+            await dying.register("x", b"1")
+            await dying.elect("d", "dying", said.append)
+            await sees(watch, {"x": b"1"})
+            took = asyncio.Event()
+            await other.elect("d", "other", lambda leads: took.set())
+            assert dying._keeping is not None
+            dying._keeping.cancel()
+            async with asyncio.timeout(TTL_S + 5):
+                await sees(watch, {})
+                await took.wait()
+            assert said == [True, False], "it gave the duty up by itself"
+        finally:
+            await dying.close()
+            await other.close()
+
+    asyncio.run(test())
+
+
+def test_while_etcd_is_away_nothing_is_told_and_then_all_is_registered_again(etcd: Etcd) -> None:
+    """Lost with all it knew: watchers keep their view, a duty ends in time, all comes back."""
+
+    async def test() -> None:
+        address = parse(f"{etcd.url}/away")
+        one, other = (
+            await EtcdRegistry.open(address, TTL_S),
+            await EtcdRegistry.open(address, TTL_S),
+        )
+        said: list[bool] = []
+        views: list[Mapping[str, bytes]] = []
+
+        async def follow() -> None:
+            async for view in other.watch(""):
+                views.append(view)  # noqa: PERF401 - it never ends
+
+        try:
+            await one.register("x", b"1")
+            await one.elect("d", "one", said.append)
+            following = asyncio.create_task(follow())
+            while not views:
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(etcd.lose_all)
+            with pytest.raises(RegistryError, match="etcd 127"):
+                await one.register("y", b"2")
+            async with asyncio.timeout(TTL_S + 2):
+                while said != [True, False]:
+                    await asyncio.sleep(0.02)
+            await asyncio.to_thread(etcd.start)
+            async with asyncio.timeout(10):
+                while said != [True, False, True]:
+                    await asyncio.sleep(0.02)
+            assert (await other.read("x")) == {"x": b"1"}
+            following.cancel()
+            assert all("x" in view for view in views), views
+        finally:
+            await one.close()
+            await other.close()
+
+    asyncio.run(test())
+
+
+def test_an_etcd_that_hangs_costs_its_deadline_and_no_more(etcd: Etcd) -> None:
+    """Every call ends in time with RegistryError; a duty is given up."""
+
+    async def test() -> None:
+        one = await EtcdRegistry.open(parse(f"{etcd.url}/hangs"), TTL_S)
+        said: list[bool] = []
+        await one.elect("d", "one", said.append)
+        etcd.freeze()
+        try:
+            with pytest.raises(RegistryError):
+                async with asyncio.timeout(8):
+                    await one.put("x", b"1")
+            assert said == [True, False]
+        finally:
+            etcd.thaw()
+            await one.close()
+
+    asyncio.run(test())
+
+
+def test_a_wrong_address_is_said_at_once_and_an_absent_etcd_in_time() -> None:
+    """open and parse raise ConfigError in one line that names the remedy."""
+    for text in ("http://x:1", "etcd://", "etcd://:1", "etcd://a:b", "etcd://u:p@a:1", "127.0.0.1"):
+        with pytest.raises(ConfigError, match="etcd://127"):
+            parse(text)
+    assert parse("etcd://a,[::1]:5/p/") == Address((("a", 2379), ("::1", 5)), "/p/")
+    assert parse("etcd://a").root == "/moonserve/"
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"no etcd answers at 127\.0\.0\.1:9") as said:
+        asyncio.run(EtcdRegistry.open(parse("etcd://127.0.0.1:9")))
+    assert time.monotonic() - begin < 15
+    assert "\n" not in str(said.value)
+
+
+def test_another_member_is_asked_when_one_is_away(etcd: Etcd) -> None:
+    """Several addresses: whoever answers is enough."""
+
+    async def test() -> None:
+        port = etcd.port
+        one = await EtcdRegistry.open(parse(f"etcd://127.0.0.1:9,127.0.0.1:{port}/many"), TTL_S)
+        async with contextlib.aclosing(one.watch("x")) as watch:  # type: ignore[type-var]
+            assert await anext(watch) == {}
+        await one.close()
+
+    asyncio.run(test())

@@ -1,0 +1,97 @@
+"""A real etcd of one member in a folder of its own; tests that need it skip where it is absent."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+
+class Etcd:
+    """One etcd process; `close` it, whatever happens."""
+
+    def __init__(self, folder: Path) -> None:
+        binary = shutil.which("etcd")
+        if binary is None:
+            pytest.skip("etcd is not installed (Debian's etcd-server)")
+        self._binary = binary
+        self._folder = folder
+        self.port, self._peer_port = _free_port(), _free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """As --registry takes it."""
+        return f"etcd://127.0.0.1:{self.port}/test"
+
+    def start(self) -> None:
+        """Start it, with what it knew before, and wait until it answers."""
+        client, peer = (f"http://127.0.0.1:{port}" for port in (self.port, self._peer_port))
+        flags = {
+            "data-dir": str(self._folder / "etcd"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"default={peer}",
+            "log-level": "error",
+            "unsafe-no-fsync": "true",
+        }
+        argv = [self._binary, *(f"--{name}={value}" for name, value in flags.items())]
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(argv, stdout=quiet, stderr=quiet)
+        end = time.monotonic() + 20
+        while not self._answers():
+            assert self.process.poll() is None, "etcd ended"
+            assert time.monotonic() < end, "etcd does not answer"
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1) as reply:
+                return b"true" in reply.read()
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def kill(self) -> None:
+        """kill -9; `start` brings it back."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+    def freeze(self) -> None:
+        """It does not answer any more, though it is there."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+
+    def thaw(self) -> None:
+        """It answers again."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def lose_all(self) -> None:
+        """Kill it, and drop what it knew."""
+        self.kill()
+        shutil.rmtree(self._folder / "etcd")
+
+    def close(self) -> None:
+        """End it."""
+        self.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return int(it.getsockname()[1])
