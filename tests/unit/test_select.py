@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from moonserve.core.conductor import Conductor
-from moonserve.core.facts import BlocksStored, Joined, Left
+from moonserve.core.cost import Cost
+from moonserve.core.facts import BlocksStored, InstanceInfo, Joined, Left
 from moonserve.core.policies import Tuning
 from moonserve.core.prefix import chain_keys
-from moonserve.core.request import Slo
 from moonserve.core.units import InstanceId, SegmentId
 from moonserve.core.view import Promised
 from moonserve.live.conductor import ConductorLoop
@@ -21,7 +21,7 @@ from moonserve.live.gateway import select as module
 from moonserve.live.gateway.select import Selection
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App, serve
-from tests.support.cluster import BLOCK, NAMESPACE, exact, info
+from tests.support.cluster import BLOCK, NAMESPACE, info
 from tests.support.serving import ByteText
 
 PROMPT = list(range(41))
@@ -65,16 +65,21 @@ class Rig:
         return self.loop.core.promised()
 
 
-def run(use: Callable[[Rig], Awaitable[None]], tuning: Tuning | None = None) -> None:
-    """p0 and p1 prefill, d0 and d1 decode, both0 does both for nobody here; p1 has six blocks."""
+def run(
+    use: Callable[[Rig], Awaitable[None]], tuning: Tuning | None = None, us_per_token: int = 10
+) -> None:
+    """p0 and p1 prefill, d0 and d1 decode; p1 has six blocks of the prompt."""
+
+    def cost(joining: InstanceInfo) -> Cost:
+        return Cost((0, us_per_token, 0, 0, 100, 10, 1), (5, 0.005), learns=False)
 
     async def main() -> None:
         async with asyncio.timeout(20):
-            loop = ConductorLoop(Conductor(tuning, None, exact), lambda lease: None)
+            loop = ConductorLoop(Conductor(tuning, None, cost), lambda lease: None)
             loop.tell(*(Joined(info(name, "prefill")) for name in ("p0", "p1")))
             loop.tell(*(Joined(info(name, "decode")) for name in ("d0", "d1")))
             loop.tell(BlocksStored(SegmentId("p1"), KEYS[:6], None, "dram", 1))
-            selection = Selection(loop, {"m": ByteText()}.__getitem__, TOKEN)
+            selection = Selection(loop, {"m": ByteText()}, TOKEN)
             server = await serve(App(selection.routes()), "127.0.0.1", 0)
             rig = Rig(loop, selection, f"http://127.0.0.1:{server.port}")
             try:
@@ -211,17 +216,20 @@ def test_refusals_are_those_of_the_main_path() -> None:
     """429 with the reason and Retry-After, for select and reserve; nothing stays reserved."""
 
     async def use(rig: Rig) -> None:
+        for at, name in enumerate(("a", "b", "c")):
+            other = {"token_ids": [500 + at] * 41, "id": name}
+            await rig.good("reserve", {**ASK, **other})
         for what in ("select", "reserve"):
-            reply = await rig.post(what, {**ASK, "ttft_slo_ms": 0.001})
+            reply = await rig.post(what, {**ASK, "ttft_slo_ms": 500})
             assert reply.status == 429
             assert reply.headers["x-moonserve-reject-reason"] == "ttft_slo"
             assert int(reply.headers["retry-after"]) >= 1
             status, error = await rig.bad(what, {**ASK, "model": "unknown"})
             assert (status, error["type"]) == (503, "unavailable_error")
         await asyncio.sleep(0)
-        assert (rig.promised(), rig.selection.reservations) == (NOTHING, 0)
+        assert rig.promised().requests == rig.selection.reservations == 3
 
-    run(use, Tuning(slo=Slo()))
+    run(use, us_per_token=10_000)
 
 
 def test_one_that_waits_too_long_is_over() -> None:

@@ -38,6 +38,5 @@ def look(
             rng.setstate(state)
         if verdict is None:
             return admission.nobody(request, prefills, decodes, now_us)
-        slo = outlook.held_to(request, prefills, now_us)
-        refusal = admission.unwanted(request, verdict, slo, tuning, view)
+        refusal = admission.unwanted(request, verdict, tuning, view)
     return refusal or verdict.decision

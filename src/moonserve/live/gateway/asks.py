@@ -6,7 +6,7 @@ of the models served here; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -50,9 +50,9 @@ class Ask(msgspec.Struct, kw_only=True):
 
 
 class Asks:
-    """Makes Requests. tools: text tools of a model served here; KeyError of others."""
+    """Makes Requests. tools: text tools by model, of those that have a tokenizer here."""
 
-    def __init__(self, conductor: Conducting, tools: Callable[[str], TextTools]) -> None:
+    def __init__(self, conductor: Conducting, tools: Mapping[str, TextTools]) -> None:
         self._conductor = conductor
         self._tools = tools
         self._prompts = Prompts(16 << 10, 16 << 20)
@@ -105,11 +105,10 @@ class Asks:
         return tuple(tokens), tuple(keys)
 
     def _text(self, model: str) -> TextTools:
-        try:
-            return self._tools(model)
-        except KeyError:
+        if model not in self._tools:
             what = f"{model} has no tokenizer here; send token_ids"
-            raise ModelNotFound(f"prompt: {what}", "prompt") from None
+            raise ModelNotFound(f"prompt: {what}", "prompt")
+        return self._tools[model]
 
 
 def _us(ms: float | None) -> Micros | None:

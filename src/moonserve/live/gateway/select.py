@@ -8,7 +8,7 @@ the reservation's deadline. docs/indexer.md has the API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -84,11 +84,11 @@ class _Held:
 class Selection:
     """Handlers of /api/select, /api/reserve and /api/release.
 
-    tools: text tools of a model served here, KeyError of others.
+    tools: text tools by model, of those that have a tokenizer here.
     """
 
     def __init__(
-        self, conductor: ConductorLoop, tools: Callable[[str], TextTools], token: str
+        self, conductor: ConductorLoop, tools: Mapping[str, TextTools], token: str
     ) -> None:
         self._conductor = conductor
         self._asks = Asks(conductor, tools)
@@ -249,12 +249,13 @@ class Selection:
 
 def _error(refusal: Refuse) -> MoonserveError:
     """A refusal as every client of this gateway gets it."""
-    wait_us = refusal.retry_after_us
-    if wait_us is None:
+    if refusal.reason == "nobody_alive":
         return NobodyAlive(refusal.why)
     if refusal.reason == "kv_memory":  # no waiting helps
         return BadRequest(refusal.why, "prompt", "context_length_exceeded")
-    return Overloaded(refusal.why, refusal.reason, wait_us / MICROS_PER_SECOND)
+    wait_us = refusal.retry_after_us
+    wait_s = None if wait_us is None else wait_us / MICROS_PER_SECOND
+    return Overloaded(refusal.why, refusal.reason, wait_s)
 
 
 def _placement(action: Prefill) -> dict[str, Any]:
