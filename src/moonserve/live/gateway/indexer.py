@@ -35,7 +35,7 @@ _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 _BlockSize: TypeAlias = Annotated[Tokens, msgspec.Meta(ge=1, le=65_536)]
 _Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
-_Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_U64)]
+_Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class NotRegistered(BadRequest):
@@ -163,7 +163,7 @@ class _Source:
         self.stream = stream
         self.space = space
         self.tiered = tiered
-        own = registered.lora_name, registered.additionalsalt, registered.type != "vLLM"
+        own = registered.lora_name, registered.additionalsalt, registered.type == "Mooncake"
         self.rolled = Rolled(stream, tiered, *own)
         self.resets = 0
         self.feed: Feed | None = None
