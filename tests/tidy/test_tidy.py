@@ -20,12 +20,12 @@ MAX_FUNCTION = 70
 MAX_FILE = 400
 PURE = {
     *("__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "enum"),
-    *("functools", "hashlib", "heapq", "itertools", "math", "operator", "statistics", "string"),
-    *("struct", "sys", "types", "typing"),
+    *("functools", "hashlib", "heapq", "itertools", "math", "operator", "pickle", "statistics"),
+    *("string", "struct", "sys", "types", "typing"),
     *("msgspec", "xxhash", "blake3"),
 }
 HEAVY = {
-    *("torch", "numpy", "uvicorn", "uvloop", "httptools", "rich", "tokenizers", "jinja2"),
+    *("torch", "numpy", "uvloop", "httptools", "rich", "tokenizers", "jinja2"),
     *("safetensors", "prometheus_client", "yaml", "moonserve.live", "moonserve.sim"),
     "moonserve.show",
 }

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonserve.core import outlook
 from moonserve.core.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
-from moonserve.core.facts import Arrived, DecodeEnded, InstanceInfo, Joined, PrefillEnded, Role
+from moonserve.core.facts import (
+    Arrived,
+    ClientGone,
+    DecodeEnded,
+    InstanceInfo,
+    Joined,
+    PrefillEnded,
+    Role,
+)
 from moonserve.core.policies import Tuning
 from moonserve.core.request import Counted, Request, Slo, Stopping
 from moonserve.core.units import RequestId
@@ -376,3 +385,44 @@ def test_what_tightens_an_objective_is_named() -> None:
     held = [a.decision.held for a in actions if isinstance(a, Prefill)]
     assert held[0] == ""
     assert held[-1].endswith("given more than its part")
+
+
+def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:
+    """Enough to learn the costs, more by a slow machine's; the others are told to come soon."""
+    for tokens, taken in ((6_000, 16), (20, 200)):
+        c = Conductor(Tuning(slo=Slo(30_000_000, None)), cost_of=lambda _: Cost())
+        names: dict[str, Role] = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
+        infos = [
+            msgspec.structs.replace(info(n, r), max_requests=400, kv_blocks=1 << 20)
+            for n, r in names.items()
+        ]
+        c.step(0, [Joined(it) for it in infos])
+        prompts = [tuple(range(at, at + tokens)) for at in range(200)]
+        crowd = [
+            Arrived(Request(RequestId(f"r{at:03}"), "m", prompt), ())
+            for at, prompt in enumerate(prompts)
+        ]
+        actions = c.step(1, crowd)
+        assert len(begun(actions, Prefill)) == taken
+        waits = [a.retry_after_us for a in actions if isinstance(a, Refuse)]
+        assert all(us is not None and 1_000_000 <= us <= 6_000_000 for us in waits)
+        assert len(set(waits)) >= (200 - taken) // 2
+
+
+def test_who_leaves_early_says_little_and_one_token_says_all() -> None:
+    """Clients that left tell that outputs are longer; those of one token, how long they were."""
+    expected = {}
+    for how in ("left", "one"):
+        c = cluster("predictive", "p0", "d0", slo=Slo())
+        for at in range(100):
+            name, now_us = f"seen{at}", at * 100_000
+            c.step(now_us, [arrived(name)])
+            if how == "one":
+                c.step(now_us + 410, [PrefillEnded(RequestId(name), 1, final=True)])
+            else:
+                c.step(now_us + 410, [prefilled(name)])
+                c.step(now_us + 1_410, [ClientGone(RequestId(name))])  # after some ten passes
+        c.step(20_000_000, [arrived("next")])
+        expected[how] = c.view.instances["d0"].stays.promised[RequestId("next")].expected  # type: ignore[index]
+    assert expected["left"] > 100
+    assert expected["one"] < 30

@@ -38,6 +38,7 @@ def test_objectives_are_milliseconds(headers: dict[str, str], expected: Slo) -> 
         "5 s",
         "9" * 400,
         "²",
+        "0.0000001",
     ],
 )
 def test_a_bad_objective_names_its_header_and_the_remedy(name: str, text: str) -> None:

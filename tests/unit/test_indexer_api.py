@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,7 +16,9 @@ from moonserve.live.gateway import indexer as module
 from moonserve.live.gateway.indexer import IndexerApi
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App, serve
-from moonserve.live.kvevents.subscriber import Sink
+
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.subscriber import Sink
 
 SIZE = 4
 TOKENS = list(range(1, 18))

@@ -9,7 +9,7 @@ import pytest
 
 from moonserve.core.cost import Cost
 from moonserve.core.facts import PassSample
-from moonserve.core.observed import Call, Watch
+from moonserve.core.observed import Call, Part, Watch
 from moonserve.core.trust import HitSample
 from moonserve.core.units import Micros, Tokens
 
@@ -65,13 +65,20 @@ class Engine:
             yield from ((now_us + round(self.rng.expovariate(1 / 1_000)), it) for it in ended)
 
 
+def began(watch: Watch, now_us: Micros, part: Part, prompt: Tokens, predicted: Tokens) -> Call:
+    """A call that was sent."""
+    call = Call(part, prompt, predicted)
+    watch.began(now_us, call)
+    return call
+
+
 def learned(engine: Engine) -> float:
     """Mean relative error of the prefill times predicted after the engine's 50 requests."""
     watch, cost, calls = Watch(CHUNK), Cost(), dict[int, Call]()
     for now_us, what, number in engine.log():
         length, cached = engine.prompts[number]
         if what == "sent":
-            calls[number] = watch.began(now_us, "prefill", length, cached)
+            calls[number] = began(watch, now_us, "prefill", length, cached)
         else:
             watch.answered(now_us, calls[number], cached)
             watch.ended(now_us, calls[number])
@@ -106,7 +113,7 @@ def test_prefill_is_learned_though_requests_wait(
 def test_waiting_is_not_taken_for_computing() -> None:
     """Two prompts sent together are one span: each alone would count the other's time again."""
     watch = Watch(CHUNK)
-    first, second = (watch.began(0, "prefill", 1_000, 0) for _ in range(2))
+    first, second = (began(watch, 0, "prefill", 1_000, 0) for _ in range(2))
     watch.answered(100_000, first, 0)
     assert watch.take(100_000)[0] == ()
     watch.answered(200_000, second, 0)
@@ -117,7 +124,7 @@ def test_waiting_is_not_taken_for_computing() -> None:
 def test_a_prompt_of_many_chunks_is_its_mean_pass() -> None:
     """A prompt of three chunks gives one sample, of a third of it all."""
     watch = Watch(100)
-    call = watch.began(0, "whole", 300, 0)
+    call = began(watch, 0, "whole", 300, 0)
     watch.answered(90_000, call, 0)
     (sample,), _ = watch.take(90_000)
     assert sample == PassSample(100, 30_000, 100, 0, 0, 30_000)
@@ -126,7 +133,7 @@ def test_a_prompt_of_many_chunks_is_its_mean_pass() -> None:
 def test_what_was_cached_may_be_said_at_the_end() -> None:
     """A streamed reply says its cached tokens last; the span waits for that."""
     watch = Watch(CHUNK)
-    call = watch.began(0, "whole", 1_000, 512)
+    call = began(watch, 0, "whole", 1_000, 512)
     watch.answered(50_000, call)
     assert watch.take(50_000) == ((), ())
     call.count = 3
@@ -140,7 +147,7 @@ def test_spans_with_failures_or_others_are_not_learned_from() -> None:
     """A call that failed, one that never said what was cached, and others' queue spoil a span."""
     for fault in ("failed", "silent", "others"):
         watch = Watch(CHUNK)
-        call, other = watch.began(0, "prefill", 1_000, 0), watch.began(0, "prefill", 1_000, 0)
+        call, other = began(watch, 0, "prefill", 1_000, 0), began(watch, 0, "prefill", 1_000, 0)
         if fault == "others":
             watch.others(10, 2, 0, 0)
         watch.ended(20, other) if fault == "failed" else watch.answered(20, other)
@@ -153,7 +160,7 @@ def test_spans_with_failures_or_others_are_not_learned_from() -> None:
 def test_decode_steps_are_learned_between_changes() -> None:
     """Tokens per request and time since the last one came or went are a step's time."""
     watch = Watch(CHUNK)
-    calls = [watch.began(0, "decode", 1_000, 0) for _ in range(2)]
+    calls = [began(watch, 0, "decode", 1_000, 0) for _ in range(2)]
     for call in calls:
         watch.answered(0, call)
         call.count = 1
@@ -168,10 +175,10 @@ def test_decode_steps_are_learned_between_changes() -> None:
 def test_no_decode_step_is_learned_while_somebody_prefills() -> None:
     """Passes with a prefill in them are longer, and no measure of decoding."""
     watch = Watch(CHUNK)
-    call = watch.began(0, "whole", 1_000, 0)
+    call = began(watch, 0, "whole", 1_000, 0)
     watch.answered(0, call, 0)
     watch.take(0)
-    watch.began(1, "whole", 1_000, 0)
+    began(watch, 1, "whole", 1_000, 0)
     call.count = 40
     assert watch.take(400_000)[0] == ()
 
@@ -180,7 +187,7 @@ def test_decode_of_others_counts_as_load() -> None:
     """Those who decode there for others are in the batch, and so in the sample."""
     watch = Watch(CHUNK)
     watch.others(0, 0, 3, 5_000)
-    call = watch.began(0, "decode", 1_000, 0)
+    call = began(watch, 0, "decode", 1_000, 0)
     watch.answered(0, call)
     call.count = 20
     (sample,), _ = watch.take(400_000)

@@ -79,7 +79,7 @@ def run(
             loop.tell(*(Joined(info(name, "prefill")) for name in ("p0", "p1")))
             loop.tell(*(Joined(info(name, "decode")) for name in ("d0", "d1")))
             loop.tell(BlocksStored(SegmentId("p1"), KEYS[:6], None, "dram", 1))
-            selection = Selection(loop, {"m": ByteText()}, TOKEN)
+            selection = Selection(loop, {"m": ByteText()}.get, TOKEN)
             server = await serve(App(selection.routes()), "127.0.0.1", 0)
             rig = Rig(loop, selection, f"http://127.0.0.1:{server.port}")
             try:

@@ -379,3 +379,32 @@ def test_long_prompts_are_shared_where_told(tmp_path: Path) -> None:
     warned = run(*argv, "--profile", flat)
     assert warned.stderr.startswith("warning: --cpp changes nothing: profile a800 ")
     assert "Not split: nobody else can take a part of it." in warned.stdout
+
+
+def test_groups_of_mixed_instances_are_warned_of(path: Path) -> None:
+    """Plans leave out what they decode."""
+    assert run(path, "--mixed", "4", "--cpp", "4").stderr.startswith("warning: --cpp plans for")
+
+
+def test_priorities_of_the_trace_are_admitted_by_their_modes(tmp_path: Path) -> None:
+    """Those below 0 are let in where their mode refuses nobody, and the others refused."""
+    path = tmp_path / "p.jsonl"
+    rows = [
+        {
+            "timestamp": at,
+            "input_length": 51_200,
+            "output_length": 2,
+            "hash_ids": list(range(100 * at, 100 * at + 100)),
+            "priority": -(at % 2),
+            "tenant": "ab"[at % 2],
+        }
+        for at in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "rows.csv"
+    goals = ("--ttft-slo", "9", "--admission", "ttft", "--admission-low", "none")
+    assert run(path, "--prefill", "2", *goals, "--rows", str(out)).exit_code == 0
+    with out.open() as file:
+        told = list(csv.DictReader(file))
+    refused = {(row["tenant"], row["priority"]) for row in told if row["outcome"] == "refused"}
+    assert refused == {("a", "0")}

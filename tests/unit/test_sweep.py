@@ -90,6 +90,8 @@ def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
         ({"trace": "t", "ttft_slo_s": "-1"}, "ttft_slo_s"),
         ({"trace": "t", "tbt_slo_ms": 0}, "tbt_slo_ms"),
         ({"trace": "t", "tbt_slo_ms": "inf"}, "tbt_slo_ms"),
+        ({"trace": "t", "spread_bytes": "-5"}, "spread_bytes"),
+        ({"trace": "t", "admission_low": "bogus"}, "admission_low"),
     ],
 )
 def test_a_wrong_axis_is_named(axes: dict[str, Any], field: str) -> None:
@@ -97,6 +99,12 @@ def test_a_wrong_axis_is_named(axes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         grid(axes)
     assert caught.value.field == field
+
+
+def test_a_wrong_mode_is_answered_with_all() -> None:
+    """Also where none may be given."""
+    with pytest.raises(ConfigError, match="is not none or ttft or early or predictive or null"):
+        grid({"trace": "t", "admission_low": "bogus"})
 
 
 def test_rows_have_their_values_and_stable_names(trace: str, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., object])
 _COUNT = click.IntRange(min=0)
 _SOME = click.IntRange(min=1)
+_MODE = click.Choice(["none", "ttft", "early", "predictive"])
 _FAULT = re.compile(r"(kill|join|slow):([\w-]+)@(\d+(?:\.\d+)?)(?:x(\d+(?:\.\d+)?))?")
 _SAMPLES = 200
 _LATEST_S = 1e12
@@ -76,11 +77,13 @@ _OPTIONS = (
     _option("--tbt-slo", default=200.0, metavar="MS", help="Goal between tokens."),
     _option(
         "--admission",
-        type=click.Choice(["none", "ttft", "early", "predictive"]),
+        type=_MODE,
         default="none",
         help="What refuses whatever would miss a goal: the TTFT predicted; and decode's load, now "
         "or when prefill will have ended.",
     ),
+    _option("--admission-low", type=_MODE, help="The same for priorities below 0 in TRACE."),
+    _option("--admission-high", type=_MODE, help="The same for priorities above 0."),
     _option(
         "--predictor",
         type=click.Choice(["uniform", "survival", "oracle"]),
@@ -168,6 +171,8 @@ def _setup(
     ttft_slo: float,
     tbt_slo: float,
     admission: Any,
+    admission_low: Any,
+    admission_high: Any,
     predictor: Any,
     cpp: int,
     profile: str,
@@ -203,6 +208,8 @@ def _setup(
             spread_bytes=size_of(spread_bytes, "--spread-bytes"),
             slo=goal,
             admission=admission,
+            admission_low=admission_low,
+            admission_high=admission_high,
             predictor=predictor,
             cpp=cpp,
             tbt_share=ALONE if same["first_token"] == "decode" else Tuning().tbt_share,
@@ -317,6 +324,8 @@ def _idle(
         yield "--eviction changes nothing: an infinite cache never evicts"
     if setup.tuning.cpp > 1 and not setup.profile.layers:
         yield f"--cpp changes nothing: profile {setup.profile.name} does not say its layers"
+    elif setup.tuning.cpp > 1 and setup.mixed:
+        yield "--cpp plans for --mixed instances as if they decoded nobody: it errs by that"
     for option, given in (
         ("--no-overlap", no_overlap),
         ("--keep-output", keep_output),

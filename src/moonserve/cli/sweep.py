@@ -36,6 +36,8 @@ _SHOWN = {
 @click.option("--speed", metavar="X,…", help="Replay speeds; 2 is twice as fast.")
 @click.option("--split", metavar="P+D,…", help="Prefill and decode instances; 16 is mixed ones.")
 @click.option("--admission", metavar="MODE,…", help="none, ttft, early or predictive.")
+@click.option("--admission-low", metavar="MODE,…", help="The same for priorities below 0.")
+@click.option("--admission-high", metavar="MODE,…", help="The same for priorities above 0.")
 @click.option("--seed", metavar="N,…", help="Seeds.")
 @click.option("--set", "more", multiple=True, metavar="NAME=V,…", help="Any other axis.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="At a time.  [default: all cores]")

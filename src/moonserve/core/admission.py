@@ -3,7 +3,8 @@
 Functions from what is predicted to a Refuse, or to None. Called by the Conductor only. Sources:
 FAST'25 "Mooncake", Algorithm 1's last lines: TTFT and TBT are held against their objectives; arXiv
 2407.00079, section 7: early rejection, by the load of decode now or when this prefill will end.
-Costs that nobody measured yet refuse nobody: a cold instance takes what it has places for.
+Costs that nobody measured refuse nobody but a crowd: a cold instance takes as many prompts as are
+needed to know them, and more only where it would be in time by the costs of a slow machine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonserve.core.actions import Refuse
+from moonserve.core.cost import KNOWN_FROM
 from moonserve.core.outlook import misses, own_slo
 from moonserve.core.policies import Verdict
 from moonserve.core.request import Request, Slo
@@ -35,14 +37,18 @@ def unwanted(
 ) -> Refuse | None:
     """What is predicted to miss an objective that refuses."""
     decision, predicted_us = verdict.decision, verdict.decision.predicted_ttft_us
-    known = view.instances[decision.prefill].cost.known
-    refuses = known and refuses_ttft(tuning, request.priority)
+    chosen = view.instances[decision.prefill]
+    known = chosen.cost.known
+    refuses = (known or chosen.prefills >= KNOWN_FROM) and refuses_ttft(tuning, request.priority)
     slo, own_us = verdict.slo, own_slo(request, tuning).ttft_us
     # Held to less, it leaves room for others: where nobody is before it, to nobody.
     gives_way = decision.candidates[0].queue_us > 0 or own_us is None or predicted_us > own_us
     if verdict.misses_ttft and refuses and slo.ttft_us is not None and gives_way:
         why = misses("TTFT", predicted_us, slo.ttft_us) + _tightened(verdict, slo)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
+        if not known:
+            why += ": its costs are not measured yet"
+            wait_us = MICROS_PER_SECOND
         return Refuse(request.id, why, "ttft_slo", wait_us, decision)
     return unwanted_in_decode(request, verdict, slo, tuning, view)
 

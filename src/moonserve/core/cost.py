@@ -142,7 +142,7 @@ _TRANSFER_DOUBT = (10.0, 10.0)
 _FAR = 3.0
 """A prediction off by more than this, as early ones are, does not say what a sample is worth."""
 _SWEEPS = 60
-_KNOWN_FROM = 8
+KNOWN_FROM = 8
 """Measured passes from which on a fit is believed where somebody would be refused for it."""
 _SOLVE_EVERY = 16
 """Samples between solves while only learning: a heartbeat may bring hundreds."""
@@ -214,7 +214,7 @@ class Cost:
     @property
     def known(self) -> bool:
         """Whether it is more than a prior: told to be true, or fitted to some passes."""
-        return not self._learns or self._pass.samples >= _KNOWN_FROM
+        return not self._learns or self._pass.samples >= KNOWN_FROM
 
     def lasting(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """As (pass_us, load_us), but of all that was ever measured alike: for a profile."""

@@ -42,6 +42,7 @@ class Call:
     __slots__ = ("_from", "_span", "cached", "count", "part", "predicted", "prompt")
 
     def __init__(self, part: Part, prompt: Tokens, predicted: Tokens) -> None:
+        """prompt: its length; predicted: the part of it that is taken to be cached there."""
         self.part, self.prompt, self.predicted = part, prompt, predicted
         self.count: Tokens = 0
         self.cached: Tokens | None = None
@@ -91,16 +92,14 @@ class Watch:
         self._passes: list[PassSample] = []
         self._hits: list[HitSample] = []
 
-    def began(self, now_us: Micros, part: Part, prompt: Tokens, predicted: Tokens) -> Call:
-        """A call was sent. prompt: its length; predicted: what of it is taken to be cached."""
-        call = Call(part, prompt, predicted)
-        if part != "decode":
+    def began(self, now_us: Micros, call: Call) -> None:
+        """A call was sent."""
+        if call.part != "decode":
             self._settle(now_us)
             if not self._prefilling:
                 self._begin(self._moment)
             self._prefilling[call] = None
             self._steady = False
-        return call
 
     def answered(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
         """Its first token came. cached: as the engine says; None: it has not said yet."""

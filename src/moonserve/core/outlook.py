@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonserve.core.actions import Refuse
+from moonserve.core.facts import ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.forecast import forecast, place_us, room_in_us
+from moonserve.core.handoff import LifeFact
 from moonserve.core.placement import Decision, Look
 from moonserve.core.policies import policy_of, work_us
 from moonserve.core.predict import Errors, Stay, predictor_of
@@ -26,6 +28,8 @@ _TAIL = 10
 """A request's TBT is the mean of the longest of so many of its gaps, at least of one (FAST'25)."""
 _UNSEEN, _SEEN = 8, 256
 """Outputs that weigh as much as knowing nothing, and as many as are remembered."""
+_COLD_US: Micros = 20_000
+"""Apart come those who are refused by costs that nobody measured: soon, and not all at once."""
 _GROWTH = 1.01
 """Contexts grow while they decode: so much is kept of every TBT objective."""
 
@@ -211,14 +215,27 @@ class Outlook:
         return arrived_us + slo.ttft_us - 2 * (slo.tbt_us or 0)
 
     def ended(
-        self, request: Request, view: InstanceView | None, tokens: Tokens, now_us: Micros
+        self, fact: LifeFact, request: Request, view: InstanceView | None, now_us: Micros
     ) -> None:
-        """It decoded there until now, or elsewhere, if that restarted meanwhile."""
+        """Its life ended by this fact; it may have decoded there."""
+        stay = view.stays.active.get(request.id) if view is not None else None
+        match fact:
+            case DecodeEnded(tokens=tokens):
+                self._decoded(request, stay, tokens, now_us)
+            case PrefillEnded():
+                self._predictor.ended(request, 1, None)
+            case ClientGone() if stay is not None and view is not None:
+                passes = view.stays.passes(now_us, view.cost.step_us) - stay.began_tokens
+                self._predictor.left(request, max(1, round(passes)))
+            case _:
+                pass
+
+    def _decoded(self, request: Request, stay: Stay | None, tokens: Tokens, now_us: Micros) -> None:
+        """Its output is whole; without a stay where that instance restarted meanwhile."""
         self._outputs += (tokens - self._outputs) / 64
         share = 1 / max(1, (tokens - 1) // _TAIL) if tokens > 1 else 0.0
         self._seen = min(self._seen + 1, _SEEN)
         self._joined_share += (share - self._joined_share) / (_UNSEEN + self._seen)
-        stay = view.stays.active.get(request.id) if view is not None else None
         if stay is not None:
             self.output_errors.add(stay.expected, tokens)
             self._predictor.ended(request, tokens, now_us - stay.due_us)
@@ -244,8 +261,10 @@ class Outlook:
         if any(ends):
             interval_us = 1 / sum(ends)
         if decision is not None:
-            chosen = view.instances.get(decision.decode)
-            if refusal.reason == "ttft_slo":
+            chosen, cold = view.instances.get(decision.decode), view.instances.get(decision.prefill)
+            if refusal.reason == "ttft_slo" and cold is not None and not cold.cost.known:
+                interval_us = min(interval_us or _COLD_US, _COLD_US)
+            elif refusal.reason == "ttft_slo":
                 work_us = sum([share.work_us for share in decision.shares])
                 interval_us = max(interval_us, work_us / max(1, len(view.prefills(request.model))))
             elif chosen is not None and not self.told.next_us(request.model, now_us):
@@ -268,6 +287,8 @@ class Outlook:
             if goal_us is None or least_us <= goal_us:
                 return 0
             prefills = view.prefills(request.model)
+            if not all(one.cost.known for one in prefills):
+                return 0
             pool = decision.pool_tokens // prefills[0].info.namespace.block_size
             least_us = min(
                 least_us,
@@ -297,7 +318,7 @@ def _grown_us(view: InstanceView, context: Tokens) -> Micros:
 def _joined_us(view: InstanceView, context: Tokens, stay: Stay) -> Micros:
     """The time between tokens of one that joins now; with all places taken, until one is free."""
     tbt_us, seqs = _grown_us(view, context), view.info.max_seqs
-    behind = max(0, len(view.stays.active) + 1 - seqs)
+    behind = max(0, len(view.stays.active) + view.stays.others.running + 1 - seqs)
     return tbt_us + round(behind * place_us(stay, tbt_us, seqs))
 
 

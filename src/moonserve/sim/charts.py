@@ -67,7 +67,8 @@ class _Scale:
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough)
         first, last = math.ceil(self.low / step), math.floor(self.high / step + 1e-9)
-        return [round(k * step, 9) for k in range(first, last + 1)]
+        ticks = [round(k * step, 9) for k in range(first, last + 1)]
+        return list({number(tick): tick for tick in ticks}.values())  # none says the same twice
 
 
 def line_chart(

@@ -120,7 +120,14 @@ class Simulation:
             self._by_id[served.id] = served
             self._open += 1
             prompt = Counted(row.input_tokens)
-            request = Request(served.id, MODEL, prompt, stopping=UNTOLD)
+            request = Request(
+                served.id,
+                MODEL,
+                prompt,
+                stopping=UNTOLD,
+                priority=row.priority,
+                tenant=row.tenant,
+            )
             self._facts.append(Arrived(request, served.keys))
             self._coming = next(self._rows, None)
         if self._coming is not None:

@@ -31,6 +31,8 @@ class RequestRow(msgspec.Struct, frozen=True):
 
     id: str
     arrived_s: float
+    tenant: str
+    priority: int
     input_tokens: Tokens
     output_tokens: Tokens
     outcome: str
@@ -156,6 +158,8 @@ def _row(served: Served, gaps: Times, goal: Slo) -> RequestRow:
     return RequestRow(
         id=served.id,
         arrived_s=served.arrived_us / 1e6,
+        tenant=served.row.tenant,
+        priority=served.row.priority,
         input_tokens=served.row.input_tokens,
         output_tokens=served.row.output_tokens,
         outcome=served.outcome,
@@ -220,7 +224,7 @@ def _summary(
         "prefill_gpu_s_mean": mean(prefill_s),
         "wasted_prefill_s": sum(one.wasted_us for one in served) / 1e6,
         **_predictions(sim),
-        **swing(*loads(sim)),
+        **swing(*loads(sim), (setup.prefill, setup.decode)),
         "imbalance": _imbalance([node.busy_us for node in sim.prefills]),
         "imbalance_decode": _imbalance([node.busy_us for node in sim.decodes]),
         "busy_prefill": _share_busy([node.busy_us for node in sim.prefills], span_s),

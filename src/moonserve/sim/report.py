@@ -282,8 +282,9 @@ def _calibration(sim: Simulation) -> str:
         Line(name, tone, middle, [float(np.quantile(g[:, 1], q)) for g in groups if len(g)])
         for name, tone, q in (("median", "c1", 0.5), ("p90", "c2", 0.9))
     ]
-    when = "predicted on admission, for the end of prefill, ms"
-    return line_chart("Time between tokens, predicted and actual", lines, when, "ms:")
+    when = "as predicted on admission for that moment, ms"
+    title = "Time between tokens on the decode instance when prefill ended"
+    return line_chart(title, lines, when, "as it was, ms:")
 
 
 def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:

@@ -94,6 +94,8 @@ class Setup(msgspec.Struct, frozen=True):
         ):  # fmt: skip
             if getattr(self, field) < least:
                 raise ConfigError(f"must be {least} or more", field)
+        if self.tuning.spread_bytes < 0:
+            raise ConfigError("must be 0 or more", "spread_bytes")
         if self.tuning.cpp < 1:
             raise ConfigError("must be 1 or more", "cpp")
         if self.prefill + self.decode + self.mixed > MOST_INSTANCES:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -120,7 +120,7 @@ def _kind(wanted: Any) -> str:
     """The values of an axis, for people."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     parts: list[str] = []
-    for part in get_args(wanted) if isinstance(wanted, UnionType) else (wanted,):
+    for part in get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,):
         if get_origin(part) is Literal:
             parts += map(str, get_args(part))
         else:

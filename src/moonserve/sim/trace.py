@@ -34,12 +34,15 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
     Equal id = same tokens after the same prefix, so no id comes twice in a row, and
     block_size * (n - 1) < input_tokens <= block_size * n for n blocks. Both lengths are >= 1.
+    priority, tenant: as in core.request; of JSONL only.
     """
 
     at_us: Micros
     input_tokens: Tokens
     output_tokens: Tokens
     blocks: tuple[int, ...]
+    priority: int = 0
+    tenant: str = ""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -128,19 +131,23 @@ def scale(trace: Trace, speed: float = 1.0, lengths: int = 1) -> Trace:
             -(-row.input_tokens // lengths),
             -(-row.output_tokens // lengths),
             row.blocks,
+            row.priority,
+            row.tenant,
         )
         for row in trace.rows
     ]
     return Trace(trace.name, trace.block_size // lengths, rows)
 
 
-class _Json(msgspec.Struct, gc=False):
+class _Json(msgspec.Struct, gc=False, omit_defaults=True):
     """A line of Mooncake's JSONL; further fields are ignored."""
 
     timestamp: int | float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    priority: int = 0
+    tenant: str = ""
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -157,6 +164,8 @@ _KINDS = {
     "input_length": "a whole number of tokens",
     "output_length": "a whole number of tokens",
     "hash_ids": "a list of whole numbers",
+    "priority": "a whole number",
+    "tenant": "a text",
 }
 _MOONCAKE = _Format("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE = _Format("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
@@ -247,7 +256,8 @@ def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
             yield line, _not_json(line, err)
             continue
         at_ms = max(-_TOO_LATE_MS, min(it.timestamp, _TOO_LATE_MS))  # a product stays finite
-        yield line, Row(round(at_ms * 1000), it.input_length, it.output_length, it.hash_ids)
+        _, *rest = msgspec.structs.astuple(it)
+        yield line, Row(round(at_ms * 1000), *rest)
 
 
 def _not_json(line: int, err: msgspec.DecodeError) -> Fault:

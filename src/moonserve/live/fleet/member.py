@@ -38,6 +38,8 @@ class Member:
         """As mooncake's decode side is told it; empty where there is none."""
         self.infos: dict[InstanceId, InstanceInfo] = {}
         """Its instances as they joined; empty while it is not used."""
+        self.changed = False
+        """Whether the bootstrap server named other engines than before: it is a new process."""
         self._http = http
         self._engine_ids: dict[int, str] = {}
         self._asking: asyncio.Task[dict[int, str]] | None = None
@@ -58,7 +60,9 @@ class Member:
             self._asking = asyncio.create_task(self._query())
             self._asking.add_done_callback(self._answered)
         before = self._engine_ids
-        return await asyncio.shield(self._asking) != before
+        changed = await asyncio.shield(self._asking) != before
+        self.changed = self.changed or (changed and bool(before))
+        return changed
 
     def _answered(self, task: asyncio.Task[dict[int, str]]) -> None:
         self._asking = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moonserve.core.errors import BadRequest
 from moonserve.core.explain import Explanation, explanation, why, why_spread
 from moonserve.core.units import Micros, RequestId
+from moonserve.core.view import InstanceView
 from moonserve.live.conductor import ConductorLoop, Record
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
@@ -43,38 +46,8 @@ class Api:
         return {("GET", DECISIONS_PREFIX): self._decision}
 
     async def _instances(self, request: HttpRequest) -> Response:
-        now_us = self._conductor.now_us()
-        rows = []
-        for view in self._conductor.core.view.instances.values():
-            info = view.info
-            rows.append(
-                {
-                    "id": info.id,
-                    "role": info.role,
-                    "url": info.url,
-                    "model": info.model,
-                    "epoch": info.epoch,
-                    "heard_ms_ago": (now_us - view.heard_us) / 1_000,
-                    "running": view.load.running,
-                    "waiting": view.load.waiting,
-                    "free_blocks": view.load.free_blocks,
-                    "kv_blocks": info.kv_blocks,
-                    "block_bytes": info.block_bytes,
-                    "block_size": info.namespace.block_size,
-                    "max_seqs": info.max_seqs,
-                    "chunk_tokens": info.chunk_tokens,
-                    "layers": info.layers,
-                    "segment": info.segment,
-                    "rack": info.rack,
-                    "prefills_promised": view.prefills,
-                    "queue_ms": view.queue_us(now_us) / 1_000,
-                    "decodes_promised": view.decodes,
-                    "prefill_1k_ms": view.cost.prefill_us(1_000, 0, info.chunk_tokens) / 1_000,
-                    "tbt_ms": view.tbt_us(1_000) / 1_000,
-                    "cost": dict(zip(("pass_us", "load_us"), view.cost.lasting(), strict=True)),
-                }
-            )
-        return json_response(rows)
+        now_us, views = self._conductor.now_us(), self._conductor.core.view.instances
+        return json_response([instance_row(view, now_us) for view in views.values()])
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})
@@ -101,6 +74,44 @@ class Api:
         if record is None:
             raise NoDecision(f"no decision is kept for request {wanted}", "request id")
         return json_response(explain(wanted, record))
+
+
+def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
+    """What the Conductor knows and believes of an instance."""
+    info, trust = view.info, view.trust
+    return {
+        "id": info.id,
+        "role": info.role,
+        "url": info.url,
+        "model": info.model,
+        "epoch": info.epoch,
+        "heard_ms_ago": (now_us - view.heard_us) / 1_000,
+        "running": view.load.running,
+        "waiting": view.load.waiting,
+        "free_blocks": view.load.free_blocks,
+        "kv_blocks": info.kv_blocks,
+        "block_bytes": info.block_bytes,
+        "block_size": info.namespace.block_size,
+        "max_seqs": info.max_seqs,
+        "chunk_tokens": info.chunk_tokens,
+        "layers": info.layers,
+        "segment": info.segment,
+        "rack": info.rack,
+        "prefills_promised": view.prefills,
+        "queue_ms": view.queue_us(now_us) / 1_000,
+        "decodes_promised": view.decodes,
+        "prefill_1k_ms": view.cost.prefill_us(1_000, 0, info.chunk_tokens) / 1_000,
+        "tbt_ms": view.tbt_us(1_000) / 1_000,
+        "cost": dict(zip(("pass_us", "load_us"), view.cost.lasting(), strict=True)),
+        "others": view.others,
+        "trusted": trust.trusted,
+        "trust": {
+            "share": trust.share,
+            "claimed_tokens": trust.claimed,
+            "found_tokens": trust.found,
+            "unclaimed_tokens": trust.unclaimed,
+        },
+    }
 
 
 def explain(request: RequestId, record: Record) -> Explanation:

@@ -6,7 +6,7 @@ of the models served here; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -50,9 +50,9 @@ class Ask(msgspec.Struct, kw_only=True):
 
 
 class Asks:
-    """Makes Requests. tools: text tools by model, of those that have a tokenizer here."""
+    """Makes Requests. tools: a model's text tools, where it has a tokenizer here."""
 
-    def __init__(self, conductor: Conducting, tools: Mapping[str, TextTools]) -> None:
+    def __init__(self, conductor: Conducting, tools: Callable[[str], TextTools | None]) -> None:
         self._conductor = conductor
         self._tools = tools
         self._prompts = Prompts(16 << 10, 16 << 20)
@@ -105,10 +105,11 @@ class Asks:
         return tuple(tokens), tuple(keys)
 
     def _text(self, model: str) -> TextTools:
-        if model not in self._tools:
+        tools = self._tools(model)
+        if tools is None:
             what = f"{model} has no tokenizer here; send token_ids"
             raise ModelNotFound(f"prompt: {what}", "prompt")
-        return self._tools[model]
+        return tools
 
 
 def _us(ms: float | None) -> Micros | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client.registry import Collector
 
@@ -35,7 +35,6 @@ from moonserve.live.store.local import LocalPool
 from moonserve.live.store.remote import RemotePool
 from moonserve.live.store.server import MasterService
 
-_NO_TOOLS: Mapping[str, TextTools] = {}
 _TICK_S = 0.5
 _BIND_AHEAD_US: Micros = 20_000
 """Late binding: before an instance is free, its next call travels there, and KV is looked up and
@@ -50,10 +49,10 @@ class Control:
         config: GatewayConfig,
         http: HttpClient,
         model: str,
-        tools: Mapping[str, TextTools] = _NO_TOOLS,
+        tools: Callable[[str], TextTools | None] = lambda model: None,
     ) -> None:
-        """`model`: the name that the served model goes by; `tools`: text sides by model, of those
-        that have one in this process."""
+        """`model`: the name that the served model goes by; `tools`: a model's text side, where it
+        has one in this process."""
         self._config = config
         self._http = http
         tuning = Tuning(
@@ -119,8 +118,8 @@ class Control:
 
     def _open_pool(self) -> LocalPool | RemotePool | ForeignPool:
         config = self._config
-        if config.store == "mooncake":
-            return ForeignPool()
+        if config.store != "embedded":
+            return ForeignPool(config.store)
         if config.store_url:
             return RemotePool(self._http, config.store_url, config.token, self._tell)
         first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out

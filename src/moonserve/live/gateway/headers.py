@@ -17,7 +17,7 @@ TBT = "x-moonserve-tbt-slo-ms"
 PRIORITY = "x-moonserve-priority"
 TENANT = "x-moonserve-tenant"
 MAX_PRIORITY = 100
-_MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
+_MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,64}")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,3}")
 
@@ -52,8 +52,12 @@ def _ms(headers: Mapping[str, str], name: str) -> Micros | None:
     text = headers.get(name)
     if text is None:
         return None
-    if _MS.fullmatch(text.strip()) and (us := round(float(text) * 1_000)) > 0:
-        return us
+    if _MS.fullmatch(text.strip()):
+        if us := round(float(text) * 1_000):
+            return us
+        raise BadRequest(
+            f"{name}: {text[:40]} is less than 0.001, a microsecond; write it like 500", name
+        )
     raise BadRequest(
         f"{name}: {text[:40]!r} is no number of milliseconds above 0; write it like 500", name
     )

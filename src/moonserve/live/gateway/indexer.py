@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -24,7 +24,9 @@ from moonserve.core.units import SegmentId, Tokens
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.kvevents.subscriber import EventFeed, Sink
+
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.subscriber import Sink
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +148,17 @@ class Feed(Protocol):
         """Nothing is told after."""
 
 
-MakeFeed: TypeAlias = Callable[[str, str | None, str, Sink], Feed]
+MakeFeed: TypeAlias = "Callable[[str, str | None, str, Sink], Feed]"
 """(endpoint, replay endpoint, topic, sink)."""
+
+
+def follow(endpoint: str, replay: str | None, topic: str, sink: Sink) -> Feed:
+    """An EventFeed. ZMQ is loaded when the first stream is registered: most gateways have none."""
+    from moonserve.live.kvevents.subscriber import EventFeed
+
+    return EventFeed(endpoint, replay, topic, sink)
+
+
 _Key: TypeAlias = tuple[str, str, int]
 """(instance, tenant, rank): the standard's name of a stream."""
 
@@ -189,7 +200,7 @@ class _Source:
 class IndexerApi:
     """Handlers of the four paths, and of GET /services; `close` it."""
 
-    def __init__(self, token: str, make_feed: MakeFeed = EventFeed) -> None:
+    def __init__(self, token: str, make_feed: MakeFeed = follow) -> None:
         self._token = token
         self._make_feed = make_feed
         self._sources: dict[_Key, _Source] = {}

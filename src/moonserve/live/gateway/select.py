@@ -8,7 +8,7 @@ the reservation's deadline. docs/indexer.md has the API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,21 +19,21 @@ from moonserve.core.errors import (
     DeadlineExceeded,
     EngineFailed,
     MoonserveError,
-    NobodyAlive,
     Overloaded,
 )
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, InstanceInfo, PrefillEnded
 from moonserve.core.looking import look
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, RequestId, Tokens
+from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens
 from moonserve.live.conductor import ConductorLoop, lease_of
+from moonserve.live.dispatch import owed
 from moonserve.live.gateway.asks import Ask, Asks
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.instances import embedded
+from moonserve.live.instances import embedded, mooncake, nixl
 
 MAX_RESERVATIONS = 16_384
 
@@ -84,11 +84,11 @@ class _Held:
 class Selection:
     """Handlers of /api/select, /api/reserve and /api/release.
 
-    tools: text tools by model, of those that have a tokenizer here.
+    tools: a model's text tools, where it has a tokenizer here.
     """
 
     def __init__(
-        self, conductor: ConductorLoop, tools: Mapping[str, TextTools], token: str
+        self, conductor: ConductorLoop, tools: Callable[[str], TextTools | None], token: str
     ) -> None:
         self._conductor = conductor
         self._asks = Asks(conductor, tools)
@@ -127,7 +127,7 @@ class Selection:
         core, now_us = self._conductor.core, self._conductor.now_us()
         found = look(core, request, keys, now_us)
         if isinstance(found, Refuse):
-            raise _error(found)
+            raise owed(found)
         infos = [core.view.instances[name].info for name in (found.prefill, found.decode)]
         group = [core.view.instances[stage.instance].info for stage in found.stages]
         placed = Prefill(request.id, 0, infos[0], found, infos[1], tuple(group))
@@ -196,7 +196,7 @@ class Selection:
                 action = await self._action(held)
             if isinstance(action, Refuse):
                 outcome = "refused"
-                raise _error(action)
+                raise owed(action)
             if isinstance(action, GiveUp):
                 raise EngineFailed(action.why)
         except TimeoutError:
@@ -247,17 +247,6 @@ class Selection:
             self._conductor.close(held.request.id, outcome)
 
 
-def _error(refusal: Refuse) -> MoonserveError:
-    """A refusal as every client of this gateway gets it."""
-    if refusal.reason == "nobody_alive":
-        return NobodyAlive(refusal.why)
-    if refusal.reason == "kv_memory":  # no waiting helps
-        return BadRequest(refusal.why, "prompt", "context_length_exceeded")
-    wait_us = refusal.retry_after_us
-    wait_s = None if wait_us is None else wait_us / MICROS_PER_SECOND
-    return Overloaded(refusal.why, refusal.reason, wait_s)
-
-
 def _placement(action: Prefill) -> dict[str, Any]:
     decision, lease = action.decision, lease_of(action.request, action.number)
     told = {
@@ -268,14 +257,25 @@ def _placement(action: Prefill) -> dict[str, Any]:
     }
     if not action.number:  # only a look: there is no call
         return told
-    if action.to.connector == "embedded":
-        told["prefill"]["kv_transfer_params"] = embedded.prefill_params(lease, decision)
+    if params := _params(action, lease):
+        told["prefill"]["kv_transfer_params"] = params
     if action.group:
         told["stages"] = [
             _instance(to) | {"start": stage.start, "end": stage.end, "kv_transfer_params": params}
             for stage, to, params in embedded.group_params(lease, decision, action.group)
         ]
     return told
+
+
+def _params(action: Prefill, lease: LeaseId) -> dict[str, Any] | msgspec.Raw | None:
+    """What goes into prefill's body so that decode can go on elsewhere; None: nothing does."""
+    if action.to.connector == "embedded":
+        return embedded.prefill_params(lease, action.decision)
+    if action.to.connector == "nixl" and not action.decision.joint:
+        return msgspec.Raw(nixl.PREFILL)
+    if action.to.connector == "mooncake" and not action.decision.joint:
+        return msgspec.Raw(mooncake.prefill_params(lease))
+    return None
 
 
 def _predicted(decision: Decision) -> dict[str, Any]:

@@ -10,14 +10,15 @@ import asyncio
 import math
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from moonserve.core.errors import BadRequest, BodyTooLarge, MoonserveError, NobodyAlive, Overloaded
+from moonserve.core.units import Bytes
 
 T = TypeVar("T")
 
@@ -28,6 +29,8 @@ _MISSING = re.compile("missing required field `([^`]*)`")
 _BOM = b"\xef\xbb\xbf"
 # An id is a path's last part in /api/decisions/<id>; clients resolve "." and ".." away.
 _REQUEST_ID = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._:@-]{1,128}")
+_UNREAD_BYTES: Bytes = 64 << 10
+"""A body that nobody reads is taken in so far."""
 _NOBODY_RETRY_S = "2"
 """A worker that restarts, or another gateway, may be there by then."""
 
@@ -134,55 +137,75 @@ def error_response(error: MoonserveError) -> Response:
     return json_response(error_reply(error), error.status, headers)
 
 
+class Source(Protocol):
+    """The connection that a request came on, as its reader sees it."""
+
+    def pause(self) -> None:
+        """Read no more for now."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+    def go_on(self) -> None:
+        """Tell the client to send its body."""
+
+
 class HttpRequest:
     """One request as a handler sees it. `headers` has lower-case names; repeated ones are
     one with commas between (RFC 9110, 5.3).
 
     `id` is the client's x-request-id where that is sane (1 to 128 letters, digits and ._:@-), else
-    made here; the server puts it on the reply. A handler may replace it.
+    made here; the server puts it on the reply. A handler may replace it. The connection calls
+    `feed`, `complete` and `lost`.
     """
 
     __slots__ = (
-        "_body",
-        "_body_timeout_s",
+        "_chunks",
         "_complete",
-        "_max_body_bytes",
-        "_receive",
-        "_watcher",
+        "_paused",
+        "_size",
+        "_source",
+        "_waiter",
+        "_watched",
         "arrived_s",
+        "body_timeout_s",
         "gone",
         "headers",
+        "http_1_0",
         "id",
+        "keep_alive",
+        "max_body_bytes",
         "method",
         "path",
         "query_string",
     )
 
     def __init__(
-        self,
-        scope: Mapping[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        max_body_bytes: int,
-        body_timeout_s: float,
+        self, method: str, path: str, query_string: bytes, headers: dict[str, str], source: Source
     ) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.query_string: bytes = scope["query_string"]
-        self.headers: dict[str, str] = {}
-        for raw_name, raw in scope["headers"]:
-            name, value = raw_name.decode("latin-1"), raw.decode("latin-1")
-            self.headers[name] = f"{self.headers[name]}, {value}" if name in self.headers else value
-        self.id = _request_id(self.headers.get("x-request-id"))
-        self.arrived_s: float = scope["state"]["arrived_s"]
-        """When its headers were here, by the loop's clock."""
+        self.method = method
+        self.path = path
+        self.query_string = query_string
+        self.headers = headers
+        self.id = _request_id(headers.get("x-request-id"))
+        self.arrived_s = 0.0
+        """When its headers were here, by the loop's clock: from here on the client waits for us,
+        also while others' handlers run."""
         self.gone = False
         """Whether the client was seen to leave."""
-        self._receive = receive
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
-        self._body = bytearray()
+        self.http_1_0 = False
+        self.keep_alive = True
+        """Whether the client wants the connection kept."""
+        self.max_body_bytes: Bytes = 0
+        self.body_timeout_s = 0.0
+        """Limits on the body; the server's."""
+        self._source = source
+        self._chunks: list[bytes] = []
+        self._size = 0
         self._complete = False
-        self._watcher: asyncio.Task[None] | None = None
+        self._paused = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._watched: asyncio.Task[Any] | None = None
 
     @property
     def query(self) -> dict[str, str]:
@@ -194,37 +217,33 @@ class HttpRequest:
 
         A client that leaves half way ends the handler as `cancel_on_disconnect` does.
         """
-        limit = self._max_body_bytes
+        limit = self.max_body_bytes
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise BodyTooLarge(f"body of {declared} bytes is over the limit of {limit} bytes")
         if not self._complete:
+            if self.headers.get("expect", "").lower() == "100-continue" and not self._chunks:
+                self._source.go_on()
             try:
-                async with asyncio.timeout(self._body_timeout_s):
-                    await self._read_body(limit)
+                async with asyncio.timeout(self.body_timeout_s):
+                    while not self._complete and self._size <= limit:
+                        await self._more()
             except TimeoutError:
-                raise BodyTooSlow(
-                    f"body did not arrive within {self._body_timeout_s:g} s"
-                ) from None
-        return bytes(self._body)
-
-    async def _read_body(self, limit: int) -> None:
-        while not self._complete:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self.gone = self._complete = True
-                raise asyncio.CancelledError
-            self._body += message["body"]
-            self._complete = not message["more_body"]
-            if len(self._body) > limit:
-                self._body.clear()
-                raise BodyTooLarge(f"body is over the limit of {limit} bytes")
+                raise BodyTooSlow(f"body did not arrive within {self.body_timeout_s:g} s") from None
+        if self._size > limit:
+            self._chunks.clear()
+            raise BodyTooLarge(f"body is over the limit of {limit} bytes")
+        if self.gone:
+            raise asyncio.CancelledError
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0] if self._chunks else b""
 
     async def disconnected(self) -> None:
         """Return when the client is gone. One waiter per request; the body must have been read."""
-        assert not self.unread(), "read the body first: both come over the same channel"
+        assert not self.unread(), "read the body first: who sends one is not seen to leave"
         while not self.gone:
-            self.gone = (await self._receive())["type"] == "http.disconnect"
+            await self._more()
 
     def cancel_on_disconnect(self) -> None:
         """From now on the calling handler's task is cancelled when the client goes away.
@@ -234,38 +253,69 @@ class HttpRequest:
         """
         task = asyncio.current_task()
         assert task is not None
-        if self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch(task))
-
-    async def _watch(self, handler: asyncio.Task[Any]) -> None:
-        await self.disconnected()
-        handler.cancel()
+        if self._watched is None:
+            self._watched = task
+            if self.gone:
+                task.cancel()
 
     def stop_watching(self) -> None:
         """End `cancel_on_disconnect`; called by the server before the reply's last byte."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        self._watched = None
 
     def unread(self) -> bool:
         """Whether some of the body may still be on its way."""
-        headers = self.headers
-        sent = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        return sent and not self._complete
+        return not self._complete
 
-    async def discard(self, limit: int, timeout_s: float) -> None:
+    async def discard(self, limit: Bytes, timeout_s: float) -> None:
         """Read and drop up to `limit` body bytes, for at most `timeout_s`.
 
         A client that is still sending when its connection closes would lose the reply.
         """
+        end = self._size + limit
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._complete and limit > 0:
-                    message = await self._receive()
-                    limit -= len(message.get("body", b""))
-                    self._complete = not message.get("more_body", False)
+                while not self._complete and self._size < end:
+                    self._chunks.clear()
+                    await self._more()
         except TimeoutError:
             pass
+
+    async def _more(self) -> None:
+        """Wait until something has happened: a piece of the body, its end, the client's."""
+        if self._paused:
+            self._paused = False
+            self._source.resume()
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def feed(self, data: bytes) -> None:
+        """A piece of the body is here."""
+        self._chunks.append(data)
+        self._size += len(data)
+        if self._waiter is not None:
+            self._wake()
+        elif self._size > _UNREAD_BYTES and not self._paused:
+            self._paused = True
+            self._source.pause()
+
+    def complete(self) -> None:
+        """The body is whole."""
+        self._complete = True
+        self._wake()
+
+    def lost(self) -> None:
+        """The client has left."""
+        self.gone = self._complete = True
+        self._wake()
+        if self._watched is not None:
+            self._watched.cancel()
 
 
 def _request_id(given: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP server of every moonserve process: a bare ASGI callable under uvicorn's protocol.
+"""The HTTP server of every moonserve process: routes and replies, on connections of `accepted`.
 
 `App` routes and replies, `serve` listens, `Server.stop` drains and cuts. Used by the gateway, the
 workers and the store master. No signal handlers, no access log, no threads.
@@ -13,14 +13,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
-from typing import Any, TypeAlias
-
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
+from typing import TypeAlias
 
 from moonserve.core.errors import BadRequest, ConfigError, MoonserveError
 from moonserve.core.units import Bytes
+from moonserve.live.http.accepted import Accepted, Connections
 from moonserve.live.http.message import (
     HttpRequest,
     MethodNotAllowed,
@@ -34,12 +31,8 @@ log = logging.getLogger(__name__)
 
 Reply: TypeAlias = Response | StreamingResponse | Switch
 Handler: TypeAlias = Callable[[HttpRequest], Awaitable[Reply]]
-Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 _NO_LIMITS: Mapping[str, Bytes] = {}
-KEEP_ALIVE_S = 75
-"""How long a connection may idle; longer than the client's pool keeps one."""
-_MAX_HEAD_BYTES = 64 << 10
 _DISCARD_BYTES = 64 << 20
 _DISCARD_S = 5.0
 _CLEANUP_S = 5.0
@@ -54,7 +47,7 @@ class NotFound(BadRequest):
 
 
 class App:
-    """Routes requests to handlers and sends what they return; the ASGI callable for `serve`.
+    """Routes requests to handlers and sends what they return; for `serve`.
 
     routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler, the longest
     prefix wins. Both may be added to before `serve`. HEAD goes where GET does. body_limits: path
@@ -81,28 +74,27 @@ class App:
         self._body_limits = sorted(limits.items(), key=lambda item: len(item[0]), reverse=True)
         self._body_timeout_s = body_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._date = (0, b"")
+        self._date = (0, "")
 
-    async def __call__(
-        self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
-    ) -> None:
-        """Serve one request; ends by itself when the client is gone."""
-        limit = self._body_limit(scope["path"])
-        request = HttpRequest(scope, receive, limit, self._body_timeout_s)
+    async def serve(self, request: HttpRequest, connection: Accepted) -> None:
+        """Answer one request; ends by itself when the client is gone."""
+        request.max_body_bytes = self._body_limit(request.path)
+        request.body_timeout_s = self._body_timeout_s
         try:
             reply = await self._answer(request)
             if isinstance(reply, StreamingResponse):
-                await self._send_stream(request, reply, send)
+                await self._send_stream(request, reply, connection)
             elif isinstance(reply, Switch):
                 await request.discard(_DISCARD_BYTES, _DISCARD_S)
-                scope["state"]["connection"].switch(reply)
+                connection.switch(reply)
                 await request.disconnected()
             else:
-                await self._send_whole(request, reply, send)
+                await self._send_whole(request, reply, connection)
         except asyncio.CancelledError:
-            # Cancelled by the watcher (client gone), a stalled client, or Server.stop.
+            # Cancelled by the client's leaving, a stalled client, or Server.stop.
             why = "client gone" if request.gone else "cut short"
             log.info("%s: %s %s (%s): %s", self.name, request.method, request.path, request.id, why)
+            connection.abort()
         finally:
             request.stop_watching()
 
@@ -140,164 +132,65 @@ class App:
             raise MethodNotAllowed(f"{path} takes {', '.join(allowed)}, not {method}", allowed)
         raise NotFound(f"no such path: {method} {path}")
 
-    def _start(self, request: HttpRequest, reply: Response | StreamingResponse) -> dict[str, Any]:
+    def _head(self, request: HttpRequest, reply: Response | StreamingResponse) -> bytes:
         second = int(time.time())
         if self._date[0] != second:
-            self._date = (second, formatdate(second, usegmt=True).encode())
-        headers = [
-            (b"content-type", reply.content_type.encode()),
-            (b"x-request-id", request.id.encode()),
-            (b"date", self._date[1]),
-        ]
-        headers += [
-            (name.encode(), value.encode("latin-1")) for name, value in reply.headers.items()
-        ]
-        if isinstance(reply, Response):
-            headers.append((b"content-length", b"%d" % len(reply.body)))
-        return {"type": "http.response.start", "status": reply.status, "headers": headers}
+            self._date = (second, formatdate(second, usegmt=True))
+        head = (
+            f"content-type: {reply.content_type}\r\nx-request-id: {request.id}\r\n"
+            f"date: {self._date[1]}\r\n"
+        )
+        for name, value in reply.headers.items():
+            head += f"{name}: {value}\r\n"
+        assert head.count("\n") == 3 + len(reply.headers), "no header has a line break"
+        return head.encode("latin-1")
 
-    async def _send_whole(self, request: HttpRequest, reply: Response, send: Send) -> None:
+    async def _send_whole(
+        self, request: HttpRequest, reply: Response, connection: Accepted
+    ) -> None:
         request.stop_watching()
-        start = self._start(request, reply)
-        body = {"type": "http.response.body", "body": reply.body, "more_body": False}
+        body = reply.body if request.method != "HEAD" else b""
+        connection.begin(reply.status, self._head(request, reply), request, len(reply.body))
+        connection.send(body)
         if request.unread():
-            start["headers"].append((b"connection", b"close"))
-            await send(start)
-            await send({**body, "more_body": True})
             await request.discard(_DISCARD_BYTES, _DISCARD_S)
-            body["body"] = b""
-        else:
-            await send(start)
-        await send(body)
 
     async def _send_stream(
-        self, request: HttpRequest, reply: StreamingResponse, send: Send
+        self, request: HttpRequest, reply: StreamingResponse, connection: Accepted
     ) -> None:
-        stall = _StallGuard(request, self._stall_timeout_s)
         try:
             if request.unread():
                 await request.discard(_DISCARD_BYTES, _DISCARD_S)
             request.cancel_on_disconnect()
-            await send(self._start(request, reply))
+            connection.begin(reply.status, self._head(request, reply), request, None)
             async for chunk in reply.chunks:
                 if request.method == "HEAD":
-                    break
+                    return
                 if chunk:
-                    stall.sending = True
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    stall.sending = False
-                    stall.sent += 1
+                    connection.write(chunk)
+                if connection.full:
+                    await connection.drained(self._stall_timeout_s)
+        except TimeoutError:
+            log.warning("%s: client read nothing for %g s", request.id, self._stall_timeout_s)
+            connection.abort()
         except Exception:
             # The status line is out: all that is left is to end the connection unfinished.
             log.exception("%s: %s: stream broke off", self.name, request.id)
-            return
+            connection.break_off()
+        else:
+            connection.end()
         finally:
-            stall.stop()
             request.stop_watching()
             close = getattr(reply.chunks, "aclose", None)
             if close is not None:
                 await close()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class _StallGuard:
-    """Cancels the calling task when one send makes no progress for a whole period."""
-
-    __slots__ = ("_period_s", "_request", "_seen", "_task", "_timer", "sending", "sent")
-
-    def __init__(self, request: HttpRequest, period_s: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.sending = False
-        self.sent = 0
-        self._seen = -1
-        self._request = request
-        self._task = task
-        self._period_s = period_s
-        self._timer = task.get_loop().call_later(period_s, self._check)
-
-    def _check(self) -> None:
-        if self.sending and self.sent == self._seen:
-            log.warning("%s: client read nothing for %g s", self._request.id, self._period_s)
-            self._task.cancel()
-            return
-        self._seen = self.sent
-        self._timer = self._task.get_loop().call_later(self._period_s, self._check)
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-
-class _State(ServerState):
-    """uvicorn's shared state, with an event set whenever a connection ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lost = asyncio.Event()
-
-
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's connection, with bounds on request heads: size, and time until the first byte."""
-
-    server_state: _State
-    _head_bytes = 0
-    _switched = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.app_state["connection"] = self
-        self._await_head()
-
-    def switch(self, to: Switch) -> None:
-        """Say so, and hand the connection over; its request lasts until the connection ends."""
-        if not self.transport.is_closing():
-            self._switched = True
-            self.transport.write(
-                b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
-                b"upgrade: %s\r\n\r\n" % to.name.encode()
-            )
-            to.protocol.take_over(self.transport, self.connection_lost)
-
-    def shutdown(self) -> None:
-        if self._switched:
-            self.transport.close()
-        else:
-            super().shutdown()
-
-    def on_headers_complete(self) -> None:
-        """From here on the client waits for us, also while others' handlers run."""
-        self.scope["state"]["arrived_s"] = self.loop.time()
-        super().on_headers_complete()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: a handler may switch, and else answers as if it was not asked to."""
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.server_state.lost.set()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._head_bytes = 0
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > _MAX_HEAD_BYTES:
-            self.send_400_response("Request head too large.")
-        elif self.timeout_keep_alive_task is None and not self.transport.is_closing():
-            self._await_head()
-
-    def _await_head(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
 
 
 class Server:
     """A listening server; made by `serve`."""
 
-    def __init__(self, state: _State, listener: asyncio.Server) -> None:
-        self._state = state
+    def __init__(self, connections: Connections, listener: asyncio.Server) -> None:
+        self._connections = connections
         self._listener = listener
         self.port: int = listener.sockets[0].getsockname()[1]
         """The port it listens on, also where 0 was asked for."""
@@ -307,16 +200,17 @@ class Server:
 
         Returns once every handler has ended, or 5 s after the cut at the latest.
         """
+        connections = self._connections
         self._listener.close()
-        for connection in list(self._state.connections):
+        for connection in list(connections.open):
             connection.shutdown()
-        if self._state.tasks:
-            await asyncio.wait(set(self._state.tasks), timeout=drain_s)
-        running = set(self._state.tasks)
+        if connections.tasks:
+            await asyncio.wait(set(connections.tasks), timeout=drain_s)
+        running = {task for task in connections.tasks if not task.done()}
         if not running:
             await self._flush()
-        for connection in list(self._state.connections):
-            connection.transport.abort()
+        for connection in list(connections.open):
+            connection.abort()
         if running:
             # Losing the connection cancels those that watch it; a second cancel would interrupt
             # their clean-up.
@@ -332,37 +226,28 @@ class Server:
         """Give the last replies a second to leave their socket buffers."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_S):
-                while self._state.connections:
-                    self._state.lost.clear()
-                    await self._state.lost.wait()
+                while self._connections.open:
+                    self._connections.lost.clear()
+                    await self._connections.lost.wait()
 
 
-async def serve(app: App, host: str, port: int, setting: str = "port") -> Server:
+async def serve(
+    app: App, host: str, port: int, setting: str = "port", *, shared: bool = False
+) -> Server:
     """Listen on host:port (0: any free one) and serve `app` on the running loop.
 
     Raises ConfigError where the address cannot be bound; `setting` is what the port's is called.
+    shared: other processes listen there too, and each new connection goes to one of them.
     """
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        interface="asgi3",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
-    config.load()
-    state = _State()
+    connections = Connections(app.serve)
     loop = asyncio.get_running_loop()
     try:
         listener = await loop.create_server(
-            lambda: _Protocol(config, state, {}, loop), host, port, backlog=2048
+            lambda: Accepted(connections), host, port, backlog=2048, reuse_port=shared or None
         )
     except OSError as error:
         raise _bind_error(error, host, port, setting) from None
-    return Server(state, listener)
+    return Server(connections, listener)
 
 
 def _bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigError:

@@ -1,12 +1,13 @@
-"""CPU of the gateway per short request and per 64-token stream, beside a bare ASGI hello.
+"""CPU of the gateway's front per short request and 64-token stream, beside a bare handler.
 
-    python bench/gateway.py [--requests 4000] [--rounds 5]
+    python bench/front.py [--requests 4000] [--rounds 5]
 
-A child serves all arms on one uvicorn protocol and loop (uvloop); this process sends from 32
+A child serves all arms with our own HTTP server on one loop (uvloop); this process sends from 32
 connections and asks the child for its CPU time before and after. "fake": the gateway over a Serving
 that has its tokens ready. "upstream": over a Serving that reads them from a third process through
 our own client, as from an engine. The bare stream sends the same bytes in the same 64 pieces. Arms
-are interleaved; figures are medians over rounds.
+are interleaved; figures are medians over rounds. The whole path, engines and decisions included, is
+bench/gateway.py's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from common import machine_line
 from moonserve.core.request import Request
 from moonserve.live.gateway.app import GatewayApp
 from moonserve.live.http.client import HttpClient, sse_events
-from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, serve
 from moonserve.live.ports import ModelCard, Output
 
@@ -35,6 +36,8 @@ CONNECTIONS = 32
 TOKENS = 64
 TOKEN = list(b" word")
 PIECE = b'data: {"choices":[{"index":0,"text":" word","token_ids":[32,119,111,114,100]}]}\n\n'
+PATH = "/v1/chat/completions"
+HELLO = Response(body=b"hello")
 CHUNK = b"data: " + bytes(180) + b"\n\n"
 BODY = {
     "model": "m",
@@ -118,36 +121,32 @@ class _UpstreamServing(_ReadyServing):
                 yield Output(ids, None if count else "length", 0)
 
 
-async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """A plain ASGI hello, or its 64 chunks; reads the body as any server must."""
-    body = (await receive())["body"]
-    stream = b'"stream":true' in body
-    headers = [(b"content-type", b"application/json")]
-    if not stream:
-        headers.append((b"content-length", b"5"))
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for _ in range(TOKENS if stream else 0):
-        await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
-    await send({"type": "http.response.body", "body": b"" if stream else b"hello"})
+async def bare(request: HttpRequest) -> Response | StreamingResponse:
+    """A plain hello, or its 64 chunks; reads the body as any server must."""
+    body = await request.body()
+    return StreamingResponse(pieces(CHUNK, TOKENS)) if b'"stream":true' in body else HELLO
 
 
-async def engine(scope: Any, receive: Any, send: Any) -> None:
+async def engine(request: HttpRequest) -> StreamingResponse:
     """The upstream: as many events as the body says, a turn of the loop apart."""
-    count = int((await receive())["body"])
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+    return StreamingResponse(pieces(PIECE, int(await request.body())))
+
+
+async def pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
     for _ in range(count):
         await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": PIECE, "more_body": True})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        yield piece
+    yield b"data: [DONE]\n\n"
 
 
 async def serve_arms(upstream_port: int | None) -> None:
     """Be a child: listen, print the ports, run until stdin closes."""
     if upstream_port is None:
-        ports = {"engine": (await serve(engine, "127.0.0.1", 0)).port}  # type: ignore[arg-type]
+        ports = {
+            "engine": (await serve(App({("POST", "/v1/completions"): engine}), "127.0.0.1", 0)).port
+        }
     else:
-        ports = {"/bare": (await serve(bare, "127.0.0.1", 0)).port}  # type: ignore[arg-type]
+        ports = {"/bare": (await serve(App({("POST", PATH): bare}), "127.0.0.1", 0)).port}
         for name, serving in (
             ("/fake", _ReadyServing()),
             ("/upstream", _UpstreamServing(upstream_port)),
@@ -178,7 +177,6 @@ async def drive(client: HttpClient, url: str, stream: bool, count: int) -> None:
 
 async def measure(ports: dict[str, int], requests: int, rounds: int) -> None:
     client = HttpClient()
-    path = "/v1/chat/completions"
     cpu_url = f"http://127.0.0.1:{ports['/fake']}/cpu"
     costs: dict[str, list[float]] = {arm: [] for arm in ARMS}
 
@@ -187,7 +185,7 @@ async def measure(ports: dict[str, int], requests: int, rounds: int) -> None:
 
     for turn in range(rounds + 1):
         for arm, (name, stream) in ARMS.items():
-            url = f"http://127.0.0.1:{ports[name]}{path}"
+            url = f"http://127.0.0.1:{ports[name]}{PATH}"
             count = requests // 8 if stream else requests
             before = await cpu_s()
             await drive(client, url, stream, count)

@@ -1,0 +1,95 @@
+"""Engines over HTTP: described, looked at and let go at /api/instances; alarms in /health.
+
+POST takes one description, or a list, with the fields of the cluster file; DELETE names one in its
+path. Both need the cluster token, and may be repeated. What the cluster file or a registry
+describes is theirs to change.
+"""
+
+from __future__ import annotations
+
+from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fleet.fleet import Fleet, Unknown
+from moonserve.live.fleet.rows import rows
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.gateway.api import instance_row
+from moonserve.live.http.auth import check_token
+from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
+from moonserve.live.http.server import Handler
+
+PATH = "/api/instances"
+SOURCE = "HTTP"
+
+
+class WrongDescription(BadRequest):
+    """A field of a description is wrong."""
+
+
+class Embedded(BadRequest):
+    """A worker of ours at a gateway for foreign engines."""
+
+    status = 409
+
+
+class FleetApi:
+    """Handlers, to be mounted by the gateway process over those of gateway.api."""
+
+    def __init__(self, fleet: Fleet, conductor: ConductorLoop, token: str) -> None:
+        self._fleet, self._conductor, self._token = fleet, conductor, token
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("GET", PATH): self._list,
+            ("POST", PATH): self._add,
+            ("GET", "/health"): self._health,
+            ("POST", "/internal/join"): self._no_workers,
+        }
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes."""
+        return {("DELETE", PATH + "/"): self._remove}
+
+    async def _list(self, request: HttpRequest) -> Response:
+        views, now_us = self._conductor.core.view.instances, self._conductor.now_us()
+        found = []
+        for instance, row in rows(self._fleet).items():
+            view = views.get(instance)
+            found.append(row if view is None else instance_row(view, now_us) | row)
+        return json_response(found)
+
+    async def _add(self, request: HttpRequest) -> Response:
+        check_token(request, self._token)
+        body = await request.body()
+        several = body.lstrip().startswith(b"[")
+        specs = decode_json(body, list[InstanceSpec]) if several else []
+        specs = specs if several else [decode_json(body, InstanceSpec)]
+        changed: dict[str, bool] = {}
+        for spec in specs:
+            try:
+                changed[spec.name] = await self._fleet.add(SOURCE, spec)
+            except ConfigError as error:
+                raise WrongDescription(f"{spec.name}: {error}", error.field) from None
+        return json_response({"changed": [name for name, new in changed.items() if new]})
+
+    async def _remove(self, request: HttpRequest) -> Response:
+        check_token(request, self._token)
+        name = request.path.removeprefix(PATH + "/")
+        try:
+            await self._fleet.remove(SOURCE, name)
+        except Unknown:
+            return json_response({"changed": []})  # as it was to be
+        return json_response({"changed": [name]})
+
+    async def _health(self, request: HttpRequest) -> Response:
+        """200: this process is well; what is wrong with engines is said beside that."""
+        states = {keeper.member.spec.name: keeper.state for _, keeper in self._fleet.keepers()}
+        return json_response({"status": "ok", "instances": states, "alarms": self._fleet.alarms()})
+
+    async def _no_workers(self, request: HttpRequest) -> Response:
+        check_token(request, self._token)
+        raise Embedded(
+            "the instances of this gateway are foreign engines, with which embedded workers cannot"
+            " exchange KV; start them with a gateway of their own (without instances)",
+            "instances",
+        )

@@ -1,0 +1,283 @@
+"""The foreign engines of one gateway: which are described, and by whom; a keeper for each.
+
+Descriptions come from the cluster file, over HTTP or from a registry, each source with its own
+names; the relay asks here whom it calls, and tells what its calls came to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from moonserve.core import observed
+from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive
+from moonserve.core.observed import Part, Watch
+from moonserve.core.units import InstanceId, Micros, Tokens
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fleet.feeds import FeedCounts, FeedOpener
+from moonserve.live.fleet.handshake import Found, Mismatch
+from moonserve.live.fleet.keeper import Keeper, Times
+from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.gateway.text import TextTools
+from moonserve.live.http.client import HttpClient
+
+log = logging.getLogger(__name__)
+
+_MOST = 1_024
+
+
+class Taken(BadRequest):
+    """Another source has described an engine of this name."""
+
+    status = 409
+
+
+class Unknown(BadRequest):
+    """No engine of this name was described by this source."""
+
+    status = 404
+
+
+class _Kept(msgspec.Struct):
+    source: str
+    keeper: Keeper
+    task: asyncio.Task[None]
+
+
+class Call(observed.Call):
+    """See observed.Observer: one call that is out, on the gateway's clock."""
+
+    __slots__ = ("_now_us", "_watch")
+
+    def __init__(
+        self,
+        part: Part,
+        prompt: Tokens,
+        predicted: Tokens,
+        watch: Watch,
+        now_us: Callable[[], Micros],
+    ) -> None:
+        super().__init__(part, prompt, predicted)
+        self._watch, self._now_us = watch, now_us
+        watch.began(now_us(), self)
+
+    def answered(self, cached: Tokens | None) -> None:
+        """See observed.Call."""
+        self._watch.answered(self._now_us(), self, cached)
+
+    def ended(self, cached: Tokens | None = None) -> None:
+        """See observed.Call."""
+        self._watch.ended(self._now_us(), self, cached)
+
+
+class Fleet:
+    """See the module. To be made and used on the event loop; `close` it."""
+
+    def __init__(
+        self,
+        conductor: ConductorLoop,
+        http: HttpClient,
+        load_text: Callable[[str], TextTools],
+        environ: Mapping[str, str],
+        *,
+        open_feed: FeedOpener | None = None,
+        times: Times | None = None,
+    ) -> None:
+        """`load_text`: a model's text side by its reference, called in a thread, ConfigError where
+        there is none; `environ`: where API keys are; `open_feed` None: events are not followed."""
+        self.times = times or Times()
+        self._conductor, self._http = conductor, http
+        self._load_text, self._environ, self._open_feed = load_text, environ, open_feed
+        self._texts: dict[str, TextTools] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._by_id: dict[InstanceId, Keeper] = {}
+        self._changing = asyncio.Lock()
+
+    # Which there are.
+
+    async def described(self, source: str, specs: Sequence[InstanceSpec]) -> None:
+        """These, and no others, are what `source` describes now. Raises as `add` does, with those
+        before it added."""
+        names = [spec.name for spec in specs]
+        for name, kept in list(self._kept.items()):
+            if kept.source == source and name not in names:
+                await self.remove(source, name)
+        for spec in specs:
+            await self.add(source, spec)
+
+    async def add(self, source: str, spec: InstanceSpec) -> bool:
+        """One more engine, or a new description of one; whether that changed anything.
+
+        Raises ConfigError where the description is wrong, Taken where another source has the name.
+        """
+        async with self._changing:
+            return await self._add(source, spec.checked())
+
+    async def _add(self, source: str, spec: InstanceSpec) -> bool:
+        old = self._kept.get(spec.name)
+        if old is not None and old.source != source:
+            raise Taken(f"{spec.name} is described by {old.source}; choose another name", "name")
+        if old is not None and old.keeper.member.spec == spec:
+            return False
+        if old is None and len(self._kept) >= _MOST:
+            raise ConfigError(f"{_MOST} engines are the most that one gateway keeps", "instances")
+        key = self._environ.get(spec.api_key_env, "") if spec.api_key_env else ""
+        if spec.api_key_env and not key:
+            raise ConfigError(f"{spec.api_key_env} is not set in the environment", "api_key_env")
+        tools = await self._text(spec.tokenizer) if spec.tokenizer else None
+        if old is not None:
+            await self._remove(old)
+        keeper = Keeper(
+            Member(spec, self._http, key),
+            self._http,
+            self._conductor,
+            lambda: self._conductor.core.view.instances,
+            tools,
+            self.times,
+            self._check,
+            self._open_feed,
+        )
+        task = asyncio.create_task(keeper.run(), name=f"keeper of {spec.name}")
+        task.add_done_callback(_ended)
+        self._kept[spec.name] = _Kept(source, keeper, task)
+        self._by_id.update(dict.fromkeys(spec.ids(), keeper))
+        return True
+
+    async def remove(self, source: str, name: str) -> None:
+        """Nothing new goes there; what it has it still finishes. Raises Unknown, Taken."""
+        async with self._changing:
+            kept = self._kept.get(name)
+            if kept is None:
+                raise Unknown(f"no engine is named {name}", "name")
+            if kept.source != source:
+                raise Taken(f"{name} is described by {kept.source}; remove it there", "name")
+            await self._remove(kept)
+
+    async def _remove(self, kept: _Kept) -> None:
+        spec = kept.keeper.member.spec
+        del self._kept[spec.name]
+        for instance in spec.ids():
+            self._by_id.pop(instance, None)
+        await _stop(kept)
+
+    async def close(self) -> None:
+        """Let go of all."""
+        kept, self._kept = self._kept, {}
+        self._by_id.clear()
+        for one in kept.values():
+            await _stop(one)
+
+    async def _text(self, ref: str) -> TextTools:
+        if ref not in self._texts:
+            try:
+                self._texts[ref] = await asyncio.to_thread(self._load_text, ref)
+            except ConfigError as error:
+                raise ConfigError(str(error), "tokenizer") from None
+        return self._texts[ref]
+
+    def _check(self, member: Member, found: Found) -> None:
+        """An engine must go with the others of its model that are up. Raises Mismatch."""
+        for kept in self._kept.values():
+            other, theirs = kept.keeper.member, kept.keeper.found
+            if other is member or kept.keeper.state != "up" or theirs is None:
+                continue
+            if theirs.model != found.model:
+                continue
+            if theirs.block_size != found.block_size:
+                raise Mismatch(
+                    f"its KV blocks have {found.block_size} tokens, those of {other.spec.name} "
+                    f"{theirs.block_size}: start all of {found.model} with one --block-size",
+                    "block_size",
+                )
+            if other.spec.tokenizer and member.spec.tokenizer not in ("", other.spec.tokenizer):
+                raise Mismatch(
+                    f"is {member.spec.tokenizer}, that of {other.spec.name} "
+                    f"{other.spec.tokenizer}: name the same for all of {found.model}",
+                    "tokenizer",
+                )
+
+    # For the relay.
+
+    def member(self, instance: InstanceId) -> Member:
+        """The engine of an instance that has joined. Raises NobodyAlive where it is gone."""
+        keeper = self._by_id.get(instance)
+        if keeper is None:
+            raise NobodyAlive(f"instance {instance} is gone")
+        return keeper.member
+
+    def tells(self, model: str) -> bool:
+        """Whether instances of the model tell KV events: keys are then those of its tokens."""
+        return any(keeper.feeds for keeper in self._of(model))
+
+    def tells_of(self, instance: InstanceId) -> bool:
+        """Whether this instance does."""
+        keeper = self._by_id.get(instance)
+        return keeper is not None and instance in keeper.feeds
+
+    def text(self, model: str) -> TextTools | None:
+        """The model's tokenizer and template as its engines have them; None: not known here."""
+        return next((it.tools for it in self._of(model) if it.tools is not None), None)
+
+    def began(self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens) -> Call:
+        """See observed.Observer."""
+        keeper = self._by_id.get(instance)
+        watch = None if keeper is None else keeper.watches.get(instance)
+        return Call(part, prompt, predicted, watch or Watch(1), self._conductor.now_us)
+
+    def _of(self, model: str) -> list[Keeper]:
+        keepers = [kept.keeper for kept in self._kept.values()]
+        return [it for it in keepers if it.found is not None and it.found.model == model]
+
+    # For people and programs.
+
+    def keepers(self) -> list[tuple[str, Keeper]]:
+        """(source, keeper) of every engine, in order of name."""
+        return [(kept.source, kept.keeper) for _, kept in sorted(self._kept.items())]
+
+    def alarms(self) -> list[str]:
+        """What somebody should look at, in words."""
+        found = []
+        for _, keeper in self.keepers():
+            name = keeper.member.spec.name
+            if keeper.state != "up":
+                found.append(f"{name}: {keeper.state}: {keeper.why or 'not asked yet'}")
+            elif keeper.found is not None:
+                found += [f"{name}: {text}" for text in keeper.found.warnings]
+            for instance, feed in keeper.feeds.items():
+                found += [f"{instance}: {text}" for text in _of_feed(feed.counts())]
+        core = self._conductor.core
+        for view in core.view.instances.values():
+            if not view.trust.trusted:
+                share = f"{100 * view.trust.share:.0f}%"
+                found.append(f"{view.info.id}: finds less than its events claim: {share} counts")
+        if self._index_empty():
+            found.append("the index is empty though engines tell events and have served requests")
+        return found
+
+    def _index_empty(self) -> bool:
+        views = self._conductor.core.view.instances
+        feeds = [it for _, keeper in self.keepers() for it in keeper.feeds if it in views]
+        return bool(feeds) and self._conductor.placed > 0 and not len(self._conductor.core.index)
+
+
+def _of_feed(counts: FeedCounts) -> list[str]:
+    if counts.fault:
+        return [f"its events are not used: {counts.fault}"]
+    if not counts.connected:
+        return ["its events do not come: what it holds is not known"]
+    return [] if counts.trusted else ["events were lost: what it holds is not wholly known"]
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed", task.get_name(), exc_info=error)
+
+
+async def _stop(kept: _Kept) -> None:
+    kept.task.cancel()
+    await asyncio.gather(kept.task, return_exceptions=True)
+    await kept.keeper.close()

@@ -1,0 +1,300 @@
+"""What a foreign engine is asked before it is used, and what keeps it from being used.
+
+It must answer as described, or it is refused (Mismatch: field, what it says, what to do); what only
+costs speed is a warning. Nothing is kept here; the keeper asks again after every loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
+from moonserve.core.units import Tokens
+from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.pages import Page, read_page
+from moonserve.live.gateway.text import TextTools
+from moonserve.live.http.client import ClientResponse, HttpClient
+
+ASK_S = 5.0
+_CONNECT_S = 1.0
+_CANARY = "Grüße, 世界! 12345  +1\n\tdef f(x): return x"
+_CHAT: list[dict[str, str]] = [{"role": "user", "content": _CANARY}]
+_KV_TOKENS: Tokens = 1 << 20
+_BLOCK_SIZE: Tokens = 16
+
+
+class Mismatch(MoonserveError):
+    """The engine is not what it was described to be, or does not go with the others."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What the engine says of itself."""
+
+    model: str
+    max_len: Tokens
+    block_size: Tokens
+    kv_tokens: Tokens
+    version: str
+    started_s: float | None
+    hash_algorithm: str
+    """Of its prefix cache; empty: it does not say."""
+    events: bool
+    """Whether somebody listens where it is to publish."""
+    warnings: tuple[str, ...]
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+    """Of a LoRA adapter: its base model."""
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+class _Server(msgspec.Struct):
+    """The part of SGLang's /get_server_info that is read."""
+
+    page_size: int | None = None
+    max_total_num_tokens: int | None = None
+    context_length: int | None = None
+    version: str = ""
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int] = []
+
+
+async def ask(
+    http: HttpClient, member: Member, path: str, body: Any = None, timeout_s: float = ASK_S
+) -> ClientResponse:
+    """GET, or POST of JSON. Raises UpstreamError, DeadlineExceeded."""
+    headers, data = dict(member.headers), b""
+    if body is not None:
+        headers["content-type"], data = "application/json", msgspec.json.encode(body)
+    method = "GET" if body is None else "POST"
+    return await http.request(
+        method, member.url + path, headers=headers, body=data, timeout_s=timeout_s
+    )
+
+
+async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -> Found:
+    """Ask all. Raises Mismatch; other MoonserveErrors where it does not answer (yet)."""
+    spec, warnings = member.spec, list[str]()
+    health = await ask(http, member, "/health")
+    if health.status != 200:
+        raise EngineFailed(f"GET /health answered {health.status}")
+    card = await _card(http, member)
+    page = await _page(http, member, warnings)
+    server = await _server(http, member)
+    max_len = _max_len(member, card.max_model_len or server.context_length)
+    block_size = _block_size(member, page, server, warnings)
+    _check_ranks(member, page)
+    if member.bootstrap:
+        await _check_bootstrap(member)
+    if tools is not None:
+        await _check_text(http, member, card.id, tools, warnings)
+    events = await _listens(spec.events_of(0)) if spec.events == "auto" else spec.events != "off"
+    if events and page.cache.get("enable_prefix_caching") == "False":
+        warnings.append("it keeps no prefixes: start it without --no-enable-prefix-caching")
+    return Found(
+        model=card.id,
+        max_len=max_len,
+        block_size=block_size,
+        kv_tokens=_kv_tokens(member, page, server, block_size, warnings),
+        version=server.version,
+        started_s=page.started_s,
+        hash_algorithm=page.cache.get("prefix_caching_hash_algo", ""),
+        events=events and tools is not None,
+        warnings=(*warnings, *_of_events(member, events, tools)),
+    )
+
+
+def _of_events(member: Member, events: bool, tools: TextTools | None) -> list[str]:
+    spec = member.spec
+    if spec.events == "off":
+        return ["events: off: what it holds is guessed from what was sent there"]
+    if tools is None:
+        return ["events are not read without tokenizer: name the model's files there"]
+    if not events:
+        where = spec.events_of(0)
+        return [
+            f"events: nobody listens at {where}: start it with --kv-events-config, or say where "
+            "it publishes; until then what it holds is guessed from what was sent there"
+        ]
+    return [] if spec.replay else ["replay is not set: after lost events its blocks are forgotten"]
+
+
+async def _card(http: HttpClient, member: Member) -> _Card:
+    reply = await ask(http, member, "/v1/models")
+    if reply.status in (401, 403):
+        remedy = "name the variable with its key in api_key_env"
+        raise Mismatch(f"it answers {reply.status} to GET /v1/models; {remedy}", "api_key_env")
+    if reply.status != 200:
+        raise Mismatch(f"GET /v1/models answered {reply.status}; is this an OpenAI server?", "url")
+    try:
+        cards = msgspec.json.decode(reply.body, type=_Cards).data
+    except msgspec.MsgspecError as error:
+        raise Mismatch(f"GET /v1/models gave no list of models: {error}", "url") from None
+    wanted = member.spec.model
+    found = [card for card in cards if (card.id == wanted if wanted else card.parent is None)]
+    if not found:
+        served = ", ".join(card.id for card in cards) or "nothing"
+        raise Mismatch(
+            f"it serves {served}, not {wanted}: correct model, or start it with "
+            f"--served-model-name {wanted}",
+            "model",
+        )
+    return found[0]
+
+
+async def _page(http: HttpClient, member: Member, warnings: list[str]) -> Page:
+    reply = await ask(http, member, "/metrics")
+    page = read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
+    if not page.ranks:
+        warnings.append("/metrics tells no load: work that others send there is not seen")
+    return page
+
+
+async def _server(http: HttpClient, member: Member) -> _Server:
+    """Version, and what SGLang says in one place."""
+    sglang = member.spec.engine == "sglang"
+    reply = await ask(http, member, "/get_server_info" if sglang else "/version")
+    try:
+        return msgspec.json.decode(reply.body, type=_Server) if reply.status == 200 else _Server()
+    except msgspec.MsgspecError:
+        return _Server()
+
+
+def _max_len(member: Member, said: Tokens | None) -> Tokens:
+    wanted = member.spec.max_len
+    if said is None and wanted is None:
+        raise Mismatch("it does not say its context length: set max_len", "max_len")
+    if said is not None and wanted is not None and wanted > said:
+        raise Mismatch(
+            f"it takes {said} tokens, not {wanted}: correct max_len, or start it with "
+            f"--max-model-len {wanted}",
+            "max_len",
+        )
+    return wanted or said or 0
+
+
+def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]) -> Tokens:
+    wanted = member.spec.block_size
+    label = page.cache.get("block_size", "")
+    said = int(label) if label.isdecimal() else server.page_size
+    if said and wanted and said != wanted:
+        flag = "--page-size" if member.spec.engine == "sglang" else "--block-size"
+        raise Mismatch(
+            f"its KV blocks have {said} tokens, not {wanted}: correct block_size, or start it "
+            f"with {flag} {wanted}",
+            "block_size",
+        )
+    if not said and not wanted:
+        warnings.append(f"it does not say its block_size: taken to be {_BLOCK_SIZE}; set it")
+    return said or wanted or _BLOCK_SIZE
+
+
+def _kv_tokens(
+    member: Member, page: Page, server: _Server, block_size: Tokens, warnings: list[str]
+) -> Tokens:
+    if member.spec.kv_tokens:
+        return member.spec.kv_tokens
+    size, blocks = page.cache.get("kv_cache_size_tokens", ""), page.cache.get("num_gpu_blocks", "")
+    if size.isdecimal():
+        return int(size)
+    if blocks.isdecimal():
+        return int(blocks) * block_size
+    if not server.max_total_num_tokens:
+        warnings.append(
+            f"it does not say how much KV fits: taken to be {_KV_TOKENS} tokens; set kv_tokens"
+        )
+    return server.max_total_num_tokens or _KV_TOKENS
+
+
+def _check_ranks(member: Member, page: Page) -> None:
+    count, wanted = len(page.ranks), member.spec.dp_size
+    if count > 1 and count != wanted:
+        raise Mismatch(
+            f"it has {count} data-parallel ranks, not {wanted}: set it to {count}", "dp_size"
+        )
+
+
+async def _check_bootstrap(member: Member) -> None:
+    if member.spec.connector == "sglang":
+        return  # its decode side asks there, in a form of its own
+    try:
+        await member.requery()
+        for rank in range(member.spec.dp_size):
+            member.engine_id(rank)
+    except EngineFailed as error:
+        raise Mismatch(
+            f"{error}; say where it listens (VLLM_MOONCAKE_BOOTSTRAP_PORT on the engine's host)",
+            "bootstrap",
+        ) from None
+
+
+async def _check_text(
+    http: HttpClient, member: Member, model: str, tools: TextTools, warnings: list[str]
+) -> None:
+    """Whether both sides make the same tokens of the same text, and of the same chat."""
+    text = {"model": model, "prompt": _CANARY, "add_special_tokens": True}
+    theirs = await _tokenized(http, member, text)
+    if theirs is None:
+        warnings.append("/tokenize is not there: whether its tokenizer is ours was not checked")
+        return
+    if theirs != tools.encode(_CANARY, add_bos=True):
+        raise Mismatch(
+            f"it makes other tokens of the same text than {member.spec.tokenizer}: name the files "
+            "of the model that it serves, or leave tokenizer out and say events: off",
+            "tokenizer",
+        )
+    chat = {"model": model, "messages": _CHAT, "add_generation_prompt": True}
+    theirs = await _tokenized(http, member, chat)
+    try:
+        ours = tools.encode(tools.render_chat(_CHAT), add_bos=False)
+    except BadRequest:
+        ours = None
+    if theirs is not None and theirs != ours:
+        warnings.append(
+            f"its chat template is not that of {member.spec.tokenizer}: chats will not find their "
+            "prefixes; start it with --chat-template, or name the files that it serves"
+        )
+
+
+async def _tokenized(
+    http: HttpClient, member: Member, body: Mapping[str, Any]
+) -> Sequence[int] | None:
+    reply = await ask(http, member, "/tokenize", body)
+    try:
+        found = msgspec.json.decode(reply.body, type=_Tokens) if reply.status == 200 else None
+    except msgspec.MsgspecError:
+        found = None
+    return None if found is None else found.tokens
+
+
+async def _listens(endpoint: str) -> bool:
+    """Whether somebody accepts connections there."""
+    parts = urlsplit(endpoint)
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

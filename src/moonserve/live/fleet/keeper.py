@@ -1,0 +1,285 @@
+"""Keeps one foreign engine known to the Conductor: asks it, joins it, watches it, gives it up.
+
+One task per engine, by Fleet. What clients' calls come to does not matter here: an engine is up
+while it answers GET /health, and is what the handshake found until its process is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol, TypeAlias
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError
+from moonserve.core.facts import (
+    Beat,
+    BlockEvent,
+    BlocksCleared,
+    Fact,
+    InstanceInfo,
+    InstanceLoad,
+    Joined,
+    Left,
+)
+from moonserve.core.index import Tier
+from moonserve.core.observed import Watch
+from moonserve.core.prefix import Namespace
+from moonserve.core.units import InstanceId, Micros, SegmentId
+from moonserve.core.view import InstanceView
+from moonserve.live.fleet.feeds import Feed, FeedOpener
+from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake
+from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.pages import Page, RankPage, read_page
+from moonserve.live.gateway.text import TextTools
+from moonserve.live.http.client import HttpClient
+
+log = logging.getLogger(__name__)
+
+State: TypeAlias = Literal["asking", "up", "lost", "refused"]
+_TIERS: tuple[Tier, ...] = ("device", "dram", "disk")
+_MAX_SEQS = 256
+_CHUNK_TOKENS = 8_192
+
+
+class Times(msgspec.Struct, frozen=True):
+    """How often an engine is asked, and what that says."""
+
+    poll_s: float = 1.0
+    """Between two looks at an engine's health and load."""
+    answer_s: float = 2.0
+    """A later answer is none."""
+    failures: int = 3
+    """So many looks in a row without an answer: the engine is lost."""
+    retry_s: float = 5.0
+    """Between two handshakes with an engine that is refused as it is."""
+
+    @property
+    def longest_s(self) -> float:
+        """From a sign of life to the time when an engine is given up, at most."""
+        return self.failures * (self.poll_s + self.answer_s) + 1.0
+
+
+class Hearer(Protocol):
+    """The Conductor, as far as a keeper needs it."""
+
+    def now_us(self) -> Micros:
+        """Its clock."""
+
+    def tell(self, *facts: Fact) -> None:
+        """Facts for its next step."""
+
+
+class Keeper:
+    """One engine's standing. `run` never returns; cancel it, then `close`."""
+
+    def __init__(
+        self,
+        member: Member,
+        http: HttpClient,
+        conductor: Hearer,
+        views: Callable[[], Mapping[InstanceId, InstanceView]],
+        tools: TextTools | None,
+        times: Times,
+        check: Callable[[Member, Found], None],
+        open_feed: FeedOpener | None,
+    ) -> None:
+        """`views`: what the Conductor believes; `check` raises Mismatch where the engine does not
+        go with the others; `tools`: of its tokenizer, None where there is none."""
+        self.member, self.tools = member, tools
+        self.state: State = "asking"
+        self.why = ""
+        """Why it is not up."""
+        self.found: Found | None = None
+        """At the last handshake that went well."""
+        self.watches: dict[InstanceId, Watch] = {}
+        self.feeds: dict[InstanceId, Feed] = {}
+        self.epoch = 0
+        self._http, self._conductor, self._views = http, conductor, views
+        self._times, self._check, self._open_feed = times, check, open_feed
+        self._new_process = False
+        """Something showed that the engine's process is another one than was asked."""
+
+    async def run(self) -> None:
+        """Ask, join, watch, and again from the start whenever it is lost or another process."""
+        while True:
+            try:
+                found = await handshake(self._http, self.member, self.tools)
+                self._check(self.member, found)
+                await self._join(found)
+            except Mismatch as error:
+                await self._leave("refused", str(error))
+                await asyncio.sleep(self._times.retry_s)
+            except MoonserveError as error:
+                state: State = "asking" if self.found is None else "lost"
+                await self._leave(state, str(error))
+                await asyncio.sleep(self._times.poll_s)
+            else:
+                await self._watch(found)
+
+    async def close(self) -> None:
+        """Goodbye: nothing new goes there; what it has it still finishes. Its blocks are gone."""
+        await self._close_feeds()
+        self._forget(self.epoch + 1, "")
+
+    # As a FeedSink.
+
+    def blocks(self, *facts: BlockEvent) -> None:
+        """See FeedSink."""
+        self._conductor.tell(*facts)
+
+    def restarted(self) -> None:
+        """See FeedSink."""
+        self._new_process = True
+
+    # Joining.
+
+    async def _join(self, found: Found) -> None:
+        last, started_s = self.found, found.started_s
+        same = (
+            last is not None
+            and not self._new_process
+            and not self.member.changed
+            and started_s is not None
+            and last.started_s == started_s
+            and bool(self.member.infos)
+        )
+        if not same:
+            began_ms = int(1_000 * (started_s or time.time()))
+            self.epoch = max(self.epoch + 1, began_ms)
+            self._new_process = self.member.changed = False
+        for text in found.warnings if last is None or last.warnings != found.warnings else ():
+            log.warning("%s: %s", self.member.spec.name, text)
+        log.info("%s: up at %s, model %s", self.member.spec.name, self.member.url, found.model)
+        self.found, self.state, self.why = found, "up", ""
+        infos = {it.id: it for it in map(self._info, range(self.member.spec.dp_size))}
+        self.member.infos = infos
+        self._conductor.tell(*map(Joined, infos.values()))
+        if not same:
+            await self._begin(found)
+
+    async def _begin(self, found: Found) -> None:
+        """What was known of an earlier process counts no more; follow the new one's events."""
+        await self._close_feeds()
+        chunk = self.member.spec.chunk_tokens or _CHUNK_TOKENS
+        self.watches = {instance: Watch(chunk) for instance in self.member.infos}
+        for rank, info in enumerate(self.member.infos.values()):
+            self._conductor.tell(*self._cleared(info.id, self.epoch))
+            if found.events and self._open_feed is not None:
+                self.feeds[info.id] = await self._open_feed(info, self.member.spec, rank, self)
+
+    def _info(self, rank: int) -> InstanceInfo:
+        spec, found = self.member.spec, self.found
+        assert found is not None
+        instance = spec.ids()[rank]
+        return InstanceInfo(
+            id=instance,
+            epoch=self.epoch,
+            role=spec.role,
+            url=self.member.url,
+            model=found.model,
+            namespace=Namespace(found.model, "", "", found.block_size),
+            kv_blocks=found.kv_tokens // found.block_size,
+            block_bytes=0,
+            max_seqs=spec.max_seqs or _MAX_SEQS,
+            chunk_tokens=spec.chunk_tokens or _CHUNK_TOKENS,
+            max_len=found.max_len,
+            segment=SegmentId(instance),
+            rack=spec.rack,
+            connector=spec.connector,
+            bootstrap=self.member.bootstrap,
+            dp_rank=rank if spec.dp_size > 1 else None,
+            fetches=spec.shared_store,
+        )
+
+    # Watching.
+
+    async def _watch(self, found: Found) -> None:
+        """Return when it is lost, or may be another process."""
+        failures = 0
+        while True:
+            await asyncio.sleep(self._times.poll_s)
+            health, page = await asyncio.gather(self._healthy(), self._page())
+            failures = 0 if health is None else failures + 1
+            if health is not None and failures >= self._times.failures:
+                await self._leave("lost", health)
+                return
+            if health is not None:
+                continue
+            started_s = page.started_s
+            if self._new_process or self.member.changed:
+                return
+            if started_s is not None and started_s != found.started_s:
+                return
+            if any(instance not in self._views() for instance in self.member.infos):
+                return  # somebody else gave it up
+            self._beat(page)
+
+    async def _healthy(self) -> str | None:
+        """None, or why it is not."""
+        try:
+            timeout_s = self._times.answer_s
+            reply = await ask(self._http, self.member, "/health", timeout_s=timeout_s)
+        except MoonserveError as error:
+            return str(error)
+        return None if reply.status == 200 else f"GET /health answered {reply.status}"
+
+    async def _page(self) -> Page:
+        """Its metrics; nothing where it gives none."""
+        try:
+            timeout_s = self._times.answer_s
+            reply = await ask(self._http, self.member, "/metrics", timeout_s=timeout_s)
+        except MoonserveError:
+            return Page()
+        return read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
+
+    def _beat(self, page: Page) -> None:
+        for rank, info in enumerate(self.member.infos.values()):
+            now_us, view = self._conductor.now_us(), self._views()[info.id]
+            said = page.rank(rank)
+            watch = self.watches[info.id]
+            watch.others(now_us, view.others.waiting, view.others.running, view.others.context)
+            passes, hits = watch.take(now_us)
+            seen = said or RankPage()
+            load = InstanceLoad(
+                running=seen.running,
+                waiting=seen.waiting,
+                free_blocks=round((1.0 - seen.usage) * info.kv_blocks),
+                passes=passes,
+                hits=hits,
+                everybody=said is not None,
+                kv_tokens=round(seen.usage * view.kv_tokens),
+            )
+            self._conductor.tell(Beat(info.id, info.epoch, load))
+
+    # Leaving.
+
+    async def _leave(self, state: State, why: str) -> None:
+        """It is not used, or not any more; what it has is broken off."""
+        if (state, why) != (self.state, self.why):
+            level = logging.INFO if state == "asking" and self.why else logging.WARNING
+            log.log(level, "%s: %s: %s", self.member.spec.name, state, why)
+        self.state, self.why = state, why
+        for info in self.member.infos.values():
+            self._conductor.tell(Left(info.id, info.epoch, why))
+        if state == "refused":
+            await self._close_feeds()
+            self._forget(self.epoch + 1, why)
+
+    def _forget(self, epoch: int, why: str) -> None:
+        for info in self.member.infos.values():
+            self._conductor.tell(Left(info.id, info.epoch, why), *self._cleared(info.id, epoch))
+        self.epoch = epoch
+        self.member.infos = {}
+
+    def _cleared(self, instance: InstanceId, epoch: int) -> list[BlockEvent]:
+        segment = SegmentId(instance)
+        return [BlocksCleared(segment, tier, epoch) for tier in _TIERS]
+
+    async def _close_feeds(self) -> None:
+        feeds, self.feeds = self.feeds, {}
+        for feed in feeds.values():
+            await feed.close()

@@ -1,0 +1,84 @@
+"""What an engine's /metrics page says that matters here: its load, its cache, when it started.
+
+Read every second of every engine, so only a few lines of it are looked at. The names are vLLM's
+(0.6 to 0.32) and SGLang's; a page without them gives nothing, and is no error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+_STARTED = "process_start_time_seconds"
+_CACHE = "vllm:cache_config_info"
+_FIELDS: Mapping[str, str] = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "usage",
+    "vllm:gpu_cache_usage_perc": "usage",
+    "sglang:num_running_reqs": "running",
+    "sglang:num_queue_reqs": "waiting",
+    "sglang:token_usage": "usage",
+}
+_WANTED = (_STARTED, _CACHE, *_FIELDS)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class RankPage(msgspec.Struct):
+    """Load of one data-parallel rank."""
+
+    running: int = 0
+    waiting: int = 0
+    usage: float = 0.0
+    """Part of its KV cache that running requests take up."""
+
+
+class Page(msgspec.Struct):
+    """A page, read."""
+
+    started_s: float | None = None
+    """When the server process started, by its own clock; None: it does not say."""
+    ranks: dict[str, RankPage] = {}
+    """By the name of each; empty: it tells no load."""
+    cache: dict[str, str] = {}
+    """The cache's configuration, by vLLM's names; empty: it does not say."""
+
+    def rank(self, number: int) -> RankPage | None:
+        """That rank's load, by the order of the ranks' names."""
+        names = sorted(self.ranks, key=lambda name: (len(name), name))
+        return self.ranks[names[number]] if number < len(names) else None
+
+
+def read_page(text: str) -> Page:
+    """A page in Prometheus's text format. Lines that are not of it are skipped."""
+    page = Page()
+    for name, labels, value in _lines(text):
+        if name == _STARTED:
+            page.started_s = value
+        elif name == _CACHE:
+            page.cache = page.cache or labels
+        else:
+            rank = page.ranks.setdefault(
+                labels.get("engine", labels.get("dp_rank", "0")), RankPage()
+            )
+            field = _FIELDS[name]
+            setattr(rank, field, value if field == "usage" else int(value))
+    return page
+
+
+def _lines(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    for line in text.splitlines():
+        if not line.startswith(_WANTED):
+            continue
+        head, _, number = line.rpartition(" ")
+        name, _, rest = head.partition("{")
+        if name not in _WANTED:
+            continue  # a longer name
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        if value == value and abs(value) < 1e15:
+            yield name, dict(_LABEL.findall(rest)), value

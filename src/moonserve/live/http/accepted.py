@@ -1,0 +1,302 @@
+"""One connection that the server accepted: requests parsed by httptools, one answered at a time.
+
+Only `server` uses this. It knows sockets and HTTP's framing, not what is served; who answers gets
+the request and this connection, and writes with `begin`, `write` and `end`. Both loops turn Nagle's
+delay off on accepted sockets. No clock but the loop's; one timer per connection, which looks back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any, TypeAlias, cast
+from urllib.parse import unquote_to_bytes
+
+import httptools
+
+from moonserve.live.http.message import HttpRequest
+from moonserve.live.http.switch import Switch
+
+KEEP_ALIVE_S = 75
+"""How long a connection may idle, or take for a request's head; longer than the client's pool keeps
+one."""
+_MAX_HEAD_BYTES = 64 << 10
+_STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_BAD = (
+    _STATUS[400] + b"content-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+)
+_CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+_CLOSED_CHUNKED = b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+
+Answer: TypeAlias = "Callable[[HttpRequest, Accepted], Coroutine[Any, Any, None]]"
+
+
+class Connections:
+    """What the connections of one server share."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.open: set[Accepted] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Those that answer requests; one that has ended may be among them at the very end only."""
+        self.lost = asyncio.Event()
+        """Set whenever a connection has ended."""
+
+
+class Accepted(asyncio.Protocol):
+    """See the module."""
+
+    def __init__(self, shared: Connections) -> None:
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._in_head = True
+        self._parsed: HttpRequest | None = None
+        """The one whose body arrives."""
+        self._request: HttpRequest | None = None
+        """The one that is being answered."""
+        self._behind: deque[HttpRequest] = deque()
+        """Pipelined ones; no more is read while there are any."""
+        self._task: asyncio.Task[None] | None = None
+        self._since_s = self._loop.time()
+        """Since when no request is being answered."""
+        self._closing = False
+        """Whether the reply under way is the last."""
+        self._chunked = False
+        self._switched = False
+        self._room: asyncio.Future[None] | None = None
+        """Pending while the client does not take what it was sent."""
+
+    # What the answering side calls.
+
+    def begin(self, status: int, head: bytes, request: HttpRequest, length: int | None) -> None:
+        """Status line and headers; `head` has those of the reply, each with its line's end.
+
+        length: of the body; None: not known yet, and `write` frames its pieces.
+        """
+        self._closing = self._closing or not request.keep_alive or request.unread()
+        if length is not None:
+            end = b"connection: close\r\n\r\n" if self._closing else b"\r\n"
+            end = b"content-length: %d\r\n%b" % (length, end)
+        elif request.http_1_0:
+            end = b"connection: close\r\n\r\n"
+        else:
+            self._chunked = True
+            end = _CLOSED_CHUNKED if self._closing else _CHUNKED
+        self.send((_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status) + head + end)
+
+    def write(self, chunk: bytes) -> None:
+        """A piece of the body; who has written much awaits `drained`."""
+        self.send(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._chunked else chunk)
+
+    def send(self, data: bytes) -> None:
+        """Bytes as they are."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+    @property
+    def full(self) -> bool:
+        """Whether the client does not keep up with what was written."""
+        return self._room is not None
+
+    async def drained(self, timeout_s: float) -> None:
+        """Return when the client has taken enough. Raises TimeoutError where it does not."""
+        if self._room is not None:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._room)
+
+    def end(self) -> None:
+        """The reply is whole."""
+        if self._chunked:
+            self.send(b"0\r\n\r\n")
+
+    def break_off(self) -> None:
+        """It will not be: the client sees the connection end in its midst."""
+        self.transport.close()
+
+    def switch(self, to: Switch) -> None:
+        """Say so, and hand the connection over; its request lasts until the connection ends."""
+        if not self.transport.is_closing():
+            self._switched = True
+            self.transport.write(
+                b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
+                b"upgrade: %s\r\n\r\n" % to.name.encode()
+            )
+            to.protocol.take_over(self.transport, self.connection_lost)
+
+    # What HttpRequest calls, as message.Source.
+
+    def pause(self) -> None:
+        """Nobody reads the body now."""
+        self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Somebody does."""
+        if not self._behind and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def go_on(self) -> None:
+        """Tell a client that asked whether it shall send its body."""
+        self.send(_CONTINUE)
+
+    # What the server calls.
+
+    def shutdown(self) -> None:
+        """No further request: close now, or after the reply under way."""
+        self._closing = True
+        self._behind.clear()
+        if self._request is None or self._switched:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close at once, dropping what is unsent."""
+        self.transport.abort()
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start."""
+        self.transport = cast(asyncio.Transport, transport)
+        self._shared.open.add(self)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; the callbacks below collect what was parsed."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # a handler may switch, and else answers as if it was not asked to
+        except (httptools.HttpParserError, UnicodeDecodeError):
+            self._refuse(b"Invalid HTTP request received.")
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._refuse(b"Request head too large.")
+
+    def pause_writing(self) -> None:
+        """The client does not take what it is sent."""
+        self._room = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        if self._room is not None:
+            self._room.set_result(None)
+            self._room = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits for this client hears of it."""
+        self._shared.open.discard(self)
+        self._shared.lost.set()
+        self._timer.cancel()
+        self.resume_writing()
+        self._behind.clear()
+        for request in {self._request, self._parsed} - {None}:
+            cast(HttpRequest, request).lost()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._url = b""
+        self._headers = {}
+        self._in_head = True
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of its target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header; repeated ones are one with commas between (RFC 9110, 5.3)."""
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        headers = self._headers
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+
+    def on_headers_complete(self) -> None:
+        """The head is whole: answer it, or after those before it."""
+        self._in_head = False
+        self._head_bytes = 0
+        parser, url, headers = self._parser, self._url, self._headers
+        if not url.startswith(b"/"):  # a proxy's absolute form, or OPTIONS *
+            parts = httptools.parse_url(url) if url != b"*" else None
+            url = b"*" if parts is None else (parts.path or b"/") + b"?" + (parts.query or b"")
+        path, _, query = url.partition(b"?")
+        if b"%" in path:
+            path = unquote_to_bytes(path)
+        old = parser.get_http_version() == "1.0"
+        request = HttpRequest(
+            parser.get_method().decode(), path.decode("utf-8", "replace"), query, headers, self
+        )
+        request.arrived_s = self._loop.time()
+        request.http_1_0 = old
+        request.keep_alive = not old and parser.should_keep_alive()
+        self._parsed = request
+        if self._request is None:
+            self._start(request)
+        else:
+            self._behind.append(request)
+            self.transport.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self._parsed is not None:
+            self._parsed.feed(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        if self._parsed is not None:
+            self._parsed.complete()
+            self._parsed = None
+
+    # Within.
+
+    def _start(self, request: HttpRequest) -> None:
+        if self._closing:
+            return
+        self._request, self._chunked = request, False
+        self._task = task = self._loop.create_task(self._answer(request))
+        self._shared.tasks.add(task)
+
+    async def _answer(self, request: HttpRequest) -> None:
+        try:
+            await self._shared.answer(request, self)
+        finally:
+            if self._task is not None:
+                self._shared.tasks.discard(self._task)
+            self._over()
+
+    def _over(self) -> None:
+        """What comes after a reply: the end, or the next request."""
+        self._request = None
+        self._since_s = self._loop.time()
+        if self.transport.is_closing():
+            return
+        if self._closing:
+            self.transport.close()
+        elif self._behind:
+            self._start(self._behind.popleft())
+            if not self._behind:
+                self.transport.resume_reading()
+
+    def _refuse(self, why: bytes) -> None:
+        if self._request is None:
+            self.send(_BAD % (len(why), why))
+        self._closing = True
+        self.transport.close()
+
+    def _look(self) -> None:
+        """Close a connection that has been idle, or amid a head, for too long."""
+        left_s = float(KEEP_ALIVE_S)
+        if self._request is None:
+            left_s += self._since_s - self._loop.time()
+            if left_s <= 0:
+                unsent = self.transport.get_write_buffer_size()
+                self.transport.abort() if unsent else self.transport.close()
+                return
+        self._timer = self._loop.call_later(left_s, self._look)

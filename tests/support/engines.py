@@ -1,0 +1,134 @@
+"""Fake engines for the fleet, a fleet for them, and waits for what they come to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from random import Random
+from typing import Any
+
+from moonserve.core.conductor import Conductor
+from moonserve.core.facts import Tick
+from moonserve.core.units import InstanceId
+from moonserve.core.view import InstanceView
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fleet.feeds import FeedOpener
+from moonserve.live.fleet.fleet import Fleet
+from moonserve.live.fleet.keeper import Keeper, Times
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.gateway.text import TextTools
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, json_response
+from tests.support.fake_vllm import FakeVllm
+from tests.support.serving import ByteText
+
+QUICK = Times(poll_s=0.02, answer_s=0.5, failures=3, retry_s=0.05)
+
+
+class Engine(FakeVllm):
+    """A FakeVllm whose health and load are told as a test wants."""
+
+    health = 200
+    waiting = 0
+    usage = 0.0
+    key = ""
+    """Asked for, where not empty."""
+    prefix_caching = True
+    metrics = True
+    started_s: float | None = 1_000.0
+
+    async def start(self) -> Engine:
+        """As FakeVllm's; its process is another one than before."""
+        if self.started_s is not None:
+            self.started_s += 1.0
+        await super().start()
+        return self
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return Response(self.health)
+
+    async def _models(self, request: HttpRequest) -> Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return json_response({"error": "Unauthorized"}, 401)
+        return await super()._models(request)
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        if not self.metrics:
+            return Response(404)
+        started = "" if self.started_s is None else f"process_start_time_seconds {self.started_s}\n"
+        page = started + "# HELP vllm:num_requests_running what\n"
+        for rank in range(self.dp_size):
+            of = f'{{engine="{rank}",model_name="{self.model}"}}'
+            page += f"vllm:num_requests_running{of} {float(self.running)}\n"
+            page += f"vllm:num_requests_waiting{of} {float(self.waiting)}\n"
+            page += f"vllm:num_requests_waiting_by_reason{of} 7.0\n"
+            page += f"vllm:kv_cache_usage_perc{of} {self.usage}\n"
+        page += f'vllm:cache_config_info{{block_size="{self.block_size}",'
+        page += f'enable_prefix_caching="{self.prefix_caching}",num_gpu_blocks="100",'
+        page += 'prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
+        return Response(body=page.encode(), content_type="text/plain")
+
+
+class Rig:
+    """A fleet on a Conductor, with the engines' one tokenizer, "bytes"."""
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        open_feed: FeedOpener | None = None,
+        text: TextTools | None = None,
+    ) -> None:
+        self.conductor = ConductorLoop(Conductor(rng=Random(0)), lambda lease: None)
+        self.http = HttpClient()
+        found = text or ByteText()
+        self.fleet = Fleet(
+            self.conductor,
+            self.http,
+            lambda ref: found,
+            environ or {},
+            open_feed=open_feed,
+            times=QUICK,
+        )
+
+    @property
+    def views(self) -> dict[InstanceId, InstanceView]:
+        """What the Conductor believes."""
+        return self.conductor.core.view.instances
+
+    def keeper(self, name: str) -> Keeper:
+        """Of the engine of that name."""
+        return next(it for _, it in self.fleet.keepers() if it.member.spec.name == name)
+
+    async def until(self, true: Callable[[], Any], timeout_s: float = 10.0) -> None:
+        """Wait, Conductor's ticks included, for something to be so."""
+        async with asyncio.timeout(timeout_s):
+            while not true():
+                self.conductor.tell(Tick())
+                await asyncio.sleep(0.01)
+
+    async def up(self, engine: FakeVllm, **described: Any) -> Keeper:
+        """Add an engine, and wait until it is up."""
+        fields: dict[str, Any] = {"name": engine.name, "url": engine.url, "events": "off"}
+        await self.fleet.add("test", InstanceSpec(**{**fields, **described}))
+        keeper = self.keeper(described.get("name", engine.name))
+        await self.until(
+            lambda: keeper.state == "up" and set(keeper.member.infos) <= set(self.views)
+        )
+        return keeper
+
+
+@contextlib.asynccontextmanager
+async def rig(*engines: FakeVllm, **options: Any) -> AsyncIterator[Rig]:
+    """A Rig, and engines that run; all are ended after."""
+    made = Rig(**options)
+    try:
+        for engine in engines:
+            await engine.start()
+        yield made
+    finally:
+        await made.fleet.close()
+        await made.http.close()
+        made.conductor.stop()
+        for engine in engines:
+            await engine.stop()

@@ -1,0 +1,384 @@
+"""Foreign engines: the handshake at join, health, restarts, load, and what is said of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonserve.core.errors import ConfigError, NobodyAlive
+from moonserve.core.facts import BlocksStored, InstanceInfo
+from moonserve.core.units import BlockKey, InstanceId, SegmentId
+from moonserve.live.fleet.feeds import Feed, FeedCounts, FeedSink
+from moonserve.live.fleet.fleet import Taken, Unknown
+from moonserve.live.fleet.pages import RankPage, read_page
+from moonserve.live.fleet.spec import InstanceSpec
+from tests.support.engines import Engine, rig
+from tests.support.serving import ByteText
+
+KEYS = (BlockKey(b"a" * 32), BlockKey(b"b" * 32))
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's coroutine with a deadline."""
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(main())
+
+
+class Feeds:
+    """Feeds that a test speaks through: `sinks` by instance, `opened` and `closed` in order."""
+
+    def __init__(self) -> None:
+        self.sinks: dict[InstanceId, FeedSink] = {}
+        self.opened: list[tuple[InstanceId, int, str]] = []
+        self.closed = 0
+        self.said = FeedCounts(connected=True, trusted=True)
+
+    async def open(self, info: InstanceInfo, spec: InstanceSpec, rank: int, to: FeedSink) -> Feed:
+        """A FeedOpener."""
+        self.sinks[info.id] = to
+        self.opened.append((info.id, info.epoch, spec.events_of(rank)))
+        return self
+
+    def counts(self) -> FeedCounts:
+        """See Feed."""
+        return self.said
+
+    async def close(self) -> None:
+        """See Feed."""
+        self.closed += 1
+
+
+def hold(feeds: Feeds, info: InstanceInfo) -> None:
+    """Its engine says that it holds two blocks."""
+    segment = SegmentId(info.id)
+    feeds.sinks[info.id].blocks(BlocksStored(segment, KEYS, None, "device", info.epoch))
+
+
+def test_an_engine_joins_as_it_is() -> None:
+    """What the file leaves out is what the engine says: model, block size, KV, context length."""
+
+    async def body() -> None:
+        async with rig(Engine("a", model="smol", block_size=16, max_len=900)) as it:
+            engine = Engine("b", model="smol", block_size=16, dp_size=2)
+            await engine.start()
+            keeper = await it.up(engine, dp_size=2, role="prefill", connector="nixl", rack="r1")
+            info = it.views[InstanceId("b/dp1")].info
+            assert (info.model, info.namespace.block_size, info.max_len) == ("smol", 16, 2048)
+            assert (info.kv_blocks, info.dp_rank, info.role) == (100, 1, "prefill")
+            assert (info.connector, info.rack, info.segment) == ("nixl", "r1", "b/dp1")
+            assert (info.fetches, info.layers, info.epoch) == (False, 0, 1_001_000)
+            assert keeper.found is not None
+            assert (keeper.found.version, keeper.found.hash_algorithm) == ("0.32.0", "sha256_cbor")
+            assert it.fleet.member(InstanceId("b/dp1")).url == engine.url
+            await engine.stop()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("engine", "described", "says"),
+    [
+        (
+            {"block_size": 16},
+            {"block_size": 32},
+            "block_size: its KV blocks have 16 tokens, not 32",
+        ),
+        ({"max_len": 512}, {"max_len": 1024}, "max_len: it takes 512 tokens, not 1024"),
+        ({"model": "x"}, {"model": "y"}, "model: it serves x, not y: correct model"),
+        ({"dp_size": 2}, {"dp_size": 3}, "dp_size: it has 2 data-parallel ranks, not 3"),
+        ({}, {"tokenizer": "t", "events": "tcp://127.0.0.1:1"}, "tokenizer: it makes other tokens"),
+        (
+            {"connector": "mooncake"},
+            {"connector": "mooncake", "role": "prefill", "bootstrap": "http://127.0.0.1:1"},
+            "bootstrap: 127.0.0.1:1: cannot connect",
+        ),
+    ],
+)
+def test_a_mismatch_is_refused_by_name(
+    engine: dict[str, Any], described: dict[str, Any], says: str
+) -> None:
+    """An engine that is not as described is not used; which field, and what to do, is said."""
+
+    class Shouting(ByteText):
+        def encode(self, text: str, *, add_bos: bool) -> list[int]:
+            return list(text.upper().encode())
+
+    async def body() -> None:
+        fake = Engine("a", **engine)
+        async with rig(fake, text=Shouting()) as it:
+            fields = {"name": "a", "url": fake.url, "events": "off", **described}
+            await it.fleet.add("test", InstanceSpec(**fields))
+            await it.until(lambda: it.keeper("a").state == "refused")
+            assert it.keeper("a").why.startswith(says), it.keeper("a").why
+            assert not it.views
+            assert says in it.fleet.alarms()[0]
+
+    run(body)
+
+
+def test_blocks_of_two_sizes_do_not_go_together() -> None:
+    """The second engine of a model with another block size is refused, and used once mended."""
+
+    async def body() -> None:
+        first, second = Engine("a", block_size=16), Engine("b", block_size=32)
+        async with rig(first, second) as it:
+            await it.up(first)
+            spec = InstanceSpec(name="b", url=second.url, events="off")
+            await it.fleet.add("test", spec)
+            await it.until(lambda: it.keeper("b").state == "refused")
+            assert "those of a 16: start all of m with one --block-size" in it.keeper("b").why
+            second.block_size = 16
+            await it.until(lambda: InstanceId("b") in it.views)
+
+    run(body)
+
+
+def test_another_chat_template_is_a_warning() -> None:
+    """Chats whose text differs cost hits, not answers: the engine is used, the alarm is raised."""
+
+    class Terse(ByteText):
+        def render_chat(self, messages: Any) -> str:
+            return "terse"
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with rig(fake, text=Terse(), open_feed=Feeds().open) as it:
+            await it.up(fake, tokenizer="t", events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2")
+            assert "its chat template is not that of t" in it.fleet.alarms()[0]
+
+    run(body)
+
+
+def test_an_engine_restarted_at_the_same_address_is_another_one() -> None:
+    """A new process is a new epoch: what the old one held is forgotten, its bootstrap asked again,
+    and its events are followed anew."""
+
+    async def body() -> None:
+        fake, feeds = Engine("a", "mooncake"), Feeds()
+        async with rig(fake, open_feed=feeds.open) as it:
+            where = {"events": "tcp://127.0.0.1:5557", "bootstrap": fake.bootstrap}
+            keeper = await it.up(fake, tokenizer="t", role="prefill", connector="mooncake", **where)
+            info = it.views[InstanceId("a")].info
+            assert keeper.member.engine_id(None) == "a-1-dp0"
+            hold(feeds, info)
+            await it.until(lambda: len(it.conductor.core.index))
+            await fake.restart()
+            await it.until(
+                lambda: (
+                    it.views.get(InstanceId("a"), None) is not None
+                    and it.views[InstanceId("a")].info.epoch > info.epoch
+                )
+            )
+            assert keeper.member.engine_id(None) == "a-2-dp0"
+            await it.until(lambda: not len(it.conductor.core.index))
+            hold(feeds, info)  # a late word of the old one
+            await asyncio.sleep(0.05)
+            assert not len(it.conductor.core.index)
+            assert [epoch for _, epoch, _ in feeds.opened] == [1_001_000, 1_002_000]
+            assert feeds.closed == 1
+
+    run(body)
+
+
+def test_a_restart_is_noticed_by_the_events_and_by_the_bootstrap_too() -> None:
+    """Without a start time in /metrics, events that begin anew or new engine ids show it."""
+
+    async def body() -> None:
+        fake, feeds = Engine("a", "mooncake"), Feeds()
+        fake.started_s = None
+        async with rig(fake, open_feed=feeds.open) as it:
+            where = {"events": "tcp://127.0.0.1:5557", "bootstrap": fake.bootstrap}
+            keeper = await it.up(fake, tokenizer="t", role="prefill", connector="mooncake", **where)
+            first = keeper.epoch
+            feeds.sinks[InstanceId("a")].restarted()
+            await it.until(lambda: keeper.epoch > first)
+            second = keeper.epoch
+            fake.engine_ids = ["other"]
+            assert await keeper.member.requery()
+            await it.until(lambda: keeper.epoch > second)
+
+    run(body)
+
+
+def test_a_silent_engine_is_lost_and_comes_back_with_what_it_held() -> None:
+    """Three looks without an answer: it is not used; the same process again keeps its index."""
+
+    async def body() -> None:
+        fake, feeds = Engine("a"), Feeds()
+        async with rig(fake, open_feed=feeds.open) as it:
+            keeper = await it.up(fake, tokenizer="t", events="tcp://127.0.0.1:5557")
+            hold(feeds, it.views[InstanceId("a")].info)
+            await it.until(lambda: len(it.conductor.core.index))
+            fake.health = 503
+            await it.until(lambda: not it.views)
+            assert (keeper.state, keeper.why) == ("lost", "GET /health answered 503")
+            fake.health = 200
+            await it.until(lambda: it.views)
+            assert len(it.conductor.core.index) == 2
+            assert len(feeds.opened) == 1
+
+    run(body)
+
+
+def test_who_calls_badly_makes_nobody_unhealthy() -> None:
+    """4xx for clients' requests do not touch an engine's standing; it is asked itself."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with rig(fake) as it:
+            keeper = await it.up(fake)
+            epoch = keeper.epoch
+            for _ in range(10):
+                bad = b'{"model":"m","prompt":[1],"min_tokens":99}'
+                reply = await it.http.request(
+                    "POST", fake.url + "/v1/completions", body=bad, timeout_s=5
+                )
+                assert reply.status == 400
+                call = it.fleet.began(InstanceId("a"), "whole", 1, 0)
+                call.ended()
+            await asyncio.sleep(0.1)
+            assert (keeper.state, keeper.epoch, [*it.views]) == ("up", epoch, ["a"])
+
+    run(body)
+
+
+def test_load_of_others_reaches_the_view() -> None:
+    """What the engine counts beyond our promises is others', and costs time and room."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with rig(fake) as it:
+            await it.up(fake)
+            view = it.views[InstanceId("a")]
+            fake.running, fake.waiting, fake.usage = 3, 2, 0.25
+            await it.until(lambda: view.others.waiting == 2)
+            assert (view.others.running, view.others.context) == (3, 800)
+            assert view.queue_us(it.conductor.now_us()) > 0
+            fake.running, fake.waiting, fake.usage = 0, 0, 0.0
+            await it.until(lambda: not view.others.running)
+
+    run(body)
+
+
+def test_costs_and_trust_are_learned_from_calls() -> None:
+    """Calls that the relay tells of become passes for the fit, and claims that are judged."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with rig(fake) as it:
+            await it.up(fake)
+            view = it.views[InstanceId("a")]
+            for _ in range(4):
+                call = it.fleet.began(InstanceId("a"), "prefill", 1_000, 960)
+                await asyncio.sleep(0.002)
+                call.answered(0)
+                call.ended()
+            await it.until(lambda: not view.trust.trusted)
+            assert (view.trust.claimed, view.trust.found) == (3_840, 0)
+            assert any("finds less than its events claim" in said for said in it.fleet.alarms())
+
+    run(body)
+
+
+def test_events_auto_is_on_where_somebody_listens() -> None:
+    """auto looks at the port; off, and auto without anybody there, are said aloud."""
+
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            fake, feeds = Engine("a"), Feeds()
+            async with rig(fake, open_feed=feeds.open) as it:
+                await it.up(fake, tokenizer="t", events="auto")
+                assert not it.fleet.tells("m")
+                assert "events: nobody listens at tcp://127.0.0.1:5557" in it.fleet.alarms()[0]
+                assert it.fleet.text("m") is not None
+                where = f"tcp://127.0.0.1:{port}"
+                await it.up(fake, tokenizer="t", events=where, replay=where)
+                assert it.fleet.tells("m")
+                assert it.fleet.tells_of(InstanceId("a"))
+                assert it.fleet.alarms() == []
+                feeds.said = FeedCounts(connected=True)
+                assert it.fleet.alarms() == [
+                    "a: events were lost: what it holds is not wholly known"
+                ]
+                await it.up(fake, events="off")
+                assert "events: off" in it.fleet.alarms()[0]
+                assert it.fleet.text("m") is None
+
+    run(body)
+
+
+def test_sources_do_not_touch_each_others_engines() -> None:
+    """A name belongs to who described it; the same again changes nothing; a source's list is its
+    whole truth."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with rig(fake) as it:
+            a, b = (InstanceSpec(name=name, url=fake.url, events="off") for name in "ab")
+            await it.fleet.described("file", [a, b])
+            assert not await it.fleet.add("file", a)
+            with pytest.raises(Taken, match="a is described by file"):
+                await it.fleet.add("HTTP", a)
+            with pytest.raises(Taken):
+                await it.fleet.remove("HTTP", "a")
+            with pytest.raises(Unknown):
+                await it.fleet.remove("HTTP", "c")
+            await it.until(lambda: len(it.views) == 2)
+            await it.fleet.described("file", [b])
+            await it.until(lambda: [*it.views] == ["b"])
+            with pytest.raises(NobodyAlive):
+                it.fleet.member(InstanceId("a"))
+
+    run(body)
+
+
+def test_a_key_is_sent_and_a_missing_one_is_named() -> None:
+    """Keys come from the environment by name; without one the engine's 401 says what to set."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        fake.key = "s3cret"
+        async with rig(fake, environ={"ENGINE_KEY": "s3cret"}) as it:
+            with pytest.raises(ConfigError, match="api_key_env: OTHER is not set"):
+                await it.up(fake, api_key_env="OTHER")
+            spec = InstanceSpec(name="a", url=fake.url, events="off")
+            await it.fleet.add("test", spec)
+            await it.until(lambda: it.keeper("a").state == "refused")
+            assert "name the variable with its key in api_key_env" in it.keeper("a").why
+            await it.up(fake, api_key_env="ENGINE_KEY")
+
+    run(body)
+
+
+def test_a_page_of_real_vllm_is_read() -> None:
+    """A whole page as vLLM 0.32 gives it."""
+    path = Path(__file__).parents[3] / "shared/fixtures/vllm-0.32/metrics_e1.txt"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not in ../shared/fixtures/vllm-0.32")
+    page = read_page(path.read_text())
+    assert page.started_s == 1.79581777743e9
+    assert page.ranks == {"0": RankPage()}
+    assert (page.cache["block_size"], page.cache["kv_cache_size_tokens"]) == ("32", "1280")
+
+
+def test_a_page_of_sglang_or_nonsense_is_read() -> None:
+    """SGLang's names; broken lines are skipped."""
+    page = read_page(
+        'sglang:num_running_reqs{model_name="a b",dp_rank="10"} 3.0\n'
+        'sglang:num_queue_reqs{dp_rank="10"} 4.0\nsglang:token_usage{dp_rank="9"} 0.5\n'
+        'vllm:num_requests_running{engine="x" nan\nvllm:num_requests_running NaN\n'
+        "process_start_time_seconds\n"
+    )
+    assert page.rank(1) == RankPage(3, 4, 0.0)
+    assert page.rank(0) == RankPage(0, 0, 0.5)
+    assert (page.rank(2), page.started_s) == (None, None)
