@@ -30,45 +30,56 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.option("--part", type=click.Choice(["front", "conductor"]), hidden=True)
+@click.option("--link", hidden=True, help="The socket where the parts of one gateway meet.")
 @settings_options(
-    "model", "host", "port", "store_url", "store", "eviction", "policy",
+    "model", "host", "port", "workers", "store_url", "store", "eviction", "policy",
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
     "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
-def gateway(config: Path | None, **flags: str | None) -> None:
+def gateway(config: Path | None, part: str | None, link: str | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
     settings = read_settings(config, flags)
     token = read_token()
     from moonserve.live.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
-    from moonserve.live.gateway.config import GatewayConfig
-    from moonserve.live.gateway.process import run_gateway
+    if settings.workers > 1 and part is None:
+        from moonserve.cli.fronts import serve_fronts
 
-    run_role(
-        run_gateway(
-            GatewayConfig(
-                host=settings.host,
-                port=settings.port,
-                token=token,
-                model=settings.model,
-                store_url=settings.store_url,
-                store=settings.store,
-                eviction=settings.eviction,
-                drain_s=settings.drain_s,
-                threshold=settings.threshold,
-                policy=settings.policy,
-                slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
-                admission=settings.admission,
-                admission_low=settings.admission_low,
-                admission_high=settings.admission_high,
-                predictor=settings.predictor,
-                spread_bytes=settings.spread_bytes,
-                cpp=settings.cpp,
-                max_body_bytes=settings.max_body_bytes,
-            )
-        )
+        asyncio.run(serve_fronts(settings, token))
+        return
+    from moonserve.live.gateway.config import GatewayConfig
+
+    made = GatewayConfig(
+        host=settings.host,
+        port=settings.port,
+        token=token,
+        model=settings.model,
+        workers=settings.workers,
+        store_url=settings.store_url,
+        store=settings.store,
+        eviction=settings.eviction,
+        drain_s=settings.drain_s,
+        threshold=settings.threshold,
+        policy=settings.policy,
+        slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
+        admission=settings.admission,
+        admission_low=settings.admission_low,
+        admission_high=settings.admission_high,
+        predictor=settings.predictor,
+        spread_bytes=settings.spread_bytes,
+        cpp=settings.cpp,
+        max_body_bytes=settings.max_body_bytes,
     )
+    if part is None:
+        from moonserve.live.gateway.process import run_gateway
+
+        run_role(run_gateway(made))
+        return
+    from moonserve.live.fronts.process import run_conductor, run_front
+
+    run_role((run_front if part == "front" else run_conductor)(made, link or ""))
 
 
 @click.command()

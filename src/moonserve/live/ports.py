@@ -6,7 +6,6 @@ that runs over every implementation.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -224,6 +223,13 @@ class Serving(Protocol):
         """
 
 
+class Inbox(Protocol):
+    """Where the Conductor's actions for one request go; an asyncio.Queue is one."""
+
+    def put_nowait(self, item: Any, /) -> None:
+        """Take one action; never full."""
+
+
 class Conducting(Protocol):
     """The Conductor as those see it who serve requests: in this process, or in another.
 
@@ -239,7 +245,7 @@ class Conducting(Protocol):
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id was opened here and not closed."""
 
-    def open(self, request: Request, keys: Sequence[BlockKey], inbox: asyncio.Queue[Any]) -> None:
+    def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
         """A request arrives, under an id that is not `known`; the actions for it go to `inbox`.
 
         Where another process serves one of this id it is refused, as `duplicate_request_id`.

@@ -45,7 +45,7 @@ from moonserve.live.http.server import Handler
 from moonserve.live.ports import ModelCard, Serving
 
 _MODELS = "/v1/models"
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
 _SHUTTING_DOWN = "this gateway is shutting down"
 
@@ -182,7 +182,7 @@ class GatewayApp:
         return json_response({"status": "ready", "models": alive})
 
     async def _metrics_text(self, request: HttpRequest) -> Response:
-        return Response(body=self.metrics.text(), content_type=_METRICS_TYPE)
+        return Response(body=self.metrics.text(), content_type=METRICS_TYPE)
 
     async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
         return await self._generate(http, "chat")
