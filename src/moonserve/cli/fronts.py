@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 _KILL_AFTER_S = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ORPHANS_S = 6.0
+"""Fronts of a gateway that was killed listen for so long; its successor waits for that."""
 _LISTENING = "listening on "
 
 
@@ -40,13 +44,19 @@ def _reserved(host: str, port: int) -> Iterator[int]:
         raise ConfigError("this system cannot share a port among processes; use 1", "workers")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            held.bind((host, port))  # fails where somebody listens alone
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another", "port"
-            ) from None
+        deadline_s = time.monotonic() + _ORPHANS_S
+        while True:
+            try:
+                held.bind((host, port))  # fails where anybody listens, also who would share
+                break
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
+                    time.sleep(0.2)
+                    continue
+                raise ConfigError(
+                    f"cannot listen on {host}:{port} ({error.strerror}); choose another", "port"
+                ) from None
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield held.getsockname()[1]
 
 
