@@ -51,7 +51,7 @@ class Rig:
 
     async def until(self, true: Callable[[], object]) -> None:
         """Poll until it holds."""
-        while not true():  # noqa: ASYNC110 - of either side
+        while not true():
             await asyncio.sleep(0.002)
 
     async def open(self, name: RequestId = R, **more: Any) -> asyncio.Queue[Any]:
@@ -183,7 +183,7 @@ def test_copies_that_are_kept_are_asked_for(run: Callable[[Use], None]) -> None:
         assert rig.copied == [(KEYS, "p0", None)]
         rig.join(info("p0", "prefill"))
         await rig.until(lambda: rig.port.instances())
-        rig.port.tell(Left(InstanceId("p0"), 1))
+        rig.loop.tell(Left(InstanceId("p0"), 1))
         await rig.until(lambda: not rig.port.instances())
 
     run(use)

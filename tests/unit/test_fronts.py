@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
 from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.ports import Told
 from tests.support.cluster import exact, info
 
 R = RequestId("r")
@@ -56,11 +57,11 @@ class Site:
 
 async def until(true: Callable[[], object]) -> None:
     """Poll until it holds."""
-    while not true():  # noqa: ASYNC110 - of either side
+    while not true():
         await asyncio.sleep(0.002)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def site(path: Path) -> AsyncIterator[Site]:
     """All of it, inside a deadline."""
     async with asyncio.timeout(10):
@@ -90,8 +91,9 @@ def opened(front: RemoteConductor, name: RequestId = R) -> asyncio.Queue[Any]:
 
 
 def test_every_fact_can_be_said() -> None:
-    """The wire's union has all facts that there are; a request's arrival travels as Opened."""
-    assert {*typing.get_args(wire.Told), Arrived} == set(typing.get_args(Fact))
+    """The wire's union has all facts about requests; an arrival travels as Opened."""
+    facts = {it for it in typing.get_args(Fact) if "request" in it.__struct_fields__}
+    assert facts - {Arrived} <= set(typing.get_args(Told))
 
 
 def test_a_request_arrives_whole_but_for_its_prompt() -> None:
@@ -167,7 +169,6 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
         assert isinstance(refuse, Refuse)
         assert (refuse.reason, "started again" in refuse.why) == ("nobody_alive", True)
         front.close(R, "refused")
-        Path(it.path).unlink(missing_ok=True)
         it.desk = Desk(it.loop, "http://127.0.0.1:2")
         await it.desk.listen(it.path)
         await until(lambda: len(front.instances()) == 2)
@@ -187,10 +188,9 @@ def test_who_speaks_otherwise_is_cut_off(tmp_path: Path, said: bytes) -> None:
         front = await it.front()
         reader, writer = await asyncio.open_unix_connection(it.path)
         writer.write(said)
-        with pytest.raises(OSError):  # noqa: PT011 - reset
+        with contextlib.suppress(ConnectionResetError):
             while await reader.read(1 << 16):
                 pass
-            raise ConnectionResetError
         writer.close()
         assert isinstance(await opened(front).get(), Prefill)
 

@@ -726,7 +726,7 @@ def test_a_flood_in_flight_leaves_others_some_places() -> None:
             await asyncio.sleep(0)
         assert (await rig.post(CHAT, HI, **calm)).status == 429
         assert {reply.status for reply in await asyncio.gather(*running)} == {200}
-        assert not rig.gateway._in_flight
+        assert not rig.gateway._door._in_flight
 
     run(use, 0.1, *say("hello"), limits=Limits(max_in_flight=8))
 

@@ -23,8 +23,10 @@ from moonserve.core.facts import (
     Fact,
     InstanceInfo,
     Joined,
+    Leading,
     Left,
     OfBlocks,
+    PeerPromised,
     PrefillEnded,
     SpreadUpTo,
     StageEnded,
@@ -80,11 +82,11 @@ class Conductor:
         """Take the facts of one instant, in rank order, and say what is to be done."""
         for fact in sorted(facts, key=lambda f: (f.rank, f.subject)):
             match fact:
-                case OfBlocks() | SpreadUpTo():
+                case OfBlocks() | SpreadUpTo() | Leading():
                     self.hot.heard(fact)
                 case Joined(info):
                     self._joined(info, now_us)
-                case Beat():
+                case Beat() | PeerPromised():
                     self._presence.heard(fact, now_us)
                 case Left(instance, lost=why) if self._presence.of_now(fact):
                     self._lost(instance, why)

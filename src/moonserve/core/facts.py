@@ -158,6 +158,44 @@ class Left(_OfInstance, frozen=True, tag=True):
     """Why what it has is broken off; empty: it still finishes that."""
 
 
+class Promises(msgspec.Struct, frozen=True, array_like=True):
+    """What one gateway has promised on one instance; of another epoch, it says nothing."""
+
+    instance: InstanceId
+    epoch: int
+    queue_us: Micros
+    """Prefill time promised and not yet done."""
+    prefills: int
+    decodes: int
+    """Those still in prefill included."""
+    context: Tokens
+    """Of these decodes, summed."""
+    running: int
+    """Who decode by now."""
+    running_context: Tokens
+
+
+class PeerPromised(msgspec.Struct, frozen=True, tag=True):
+    """All that another gateway has promised by now, in place of what it told before."""
+
+    rank: ClassVar[int] = 1
+    gateway: str
+    promises: tuple[Promises, ...]
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.gateway
+
+
+class Leading(msgspec.Struct, frozen=True, tag=True):
+    """Whether this Conductor, of several, has the duties that one at a time may have."""
+
+    rank: ClassVar[int] = 3
+    subject: ClassVar[str] = ""
+    leads: bool
+
+
 class OfBlocks(msgspec.Struct, frozen=True):
     """A fact about blocks on one tier of one segment, in one epoch of its owner."""
 
@@ -280,6 +318,8 @@ BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 Fact: TypeAlias = (
     Joined
     | Beat
+    | PeerPromised
+    | Leading
     | Left
     | BlocksStored
     | BlocksRemoved

@@ -126,6 +126,7 @@ def forecast(
     group = -(-len(coming) // _POINTS)
     at_us, ahead, pass_us, count = now_us, 0.0, stays.step_us(step), 0.0
     here: list[tuple[Stay, float, Micros]] = []
+    step = _beside(stays.others, step)
 
     def there() -> Iterable[tuple[float, Stay]]:
         """With what chance each is there at `at_us`."""
@@ -152,9 +153,20 @@ def forecast(
         ahead += wait_us / pass_us
         at_us += wait_us
         pass_us, high_us, count = _pass_us(there(), step, deviations)
+    count += stays.others.running
     if seqs is not None and count > seqs:
         high_us += (count - seqs) * place_us(joining, pass_us, seqs)
     return round(mean_us), round(high_us)
+
+
+def _beside(others: Others, step: Sequence[float]) -> Sequence[float]:
+    """The step with the part that others have in it; who they are is not known, so they stay."""
+    base, per_seq, per_context = step
+    return (
+        base + per_seq * others.running + per_context * others.context,
+        per_seq,
+        per_context,
+    )
 
 
 def place_us(joining: Stay, pass_us: float, seqs: int) -> float:

@@ -22,7 +22,14 @@ import msgspec
 
 from moonserve.core.actions import Spread
 from moonserve.core.coming import Coming
-from moonserve.core.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, SpreadUpTo
+from moonserve.core.facts import (
+    BlockEvent,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Leading,
+    SpreadUpTo,
+)
 from moonserve.core.index import PrefixIndex
 from moonserve.core.pieces import parting
 from moonserve.core.placement import Decision
@@ -155,6 +162,8 @@ class Hot:
         self, tuning: Tuning, view: ClusterView, index: PrefixIndex, coming: Coming
     ) -> None:
         self.most_bytes = tuning.spread_bytes
+        self.leads = True
+        """Whether copies are ours to begin, where there are several gateways."""
         self.bytes_under_way: Bytes = 0
         self.done = Counter[str]()
         """started, done and failed copies, and bytes that came."""
@@ -179,9 +188,11 @@ class Hot:
         """Copies under way."""
         return len(self._flights)
 
-    def heard(self, fact: BlockEvent | SpreadUpTo) -> None:
-        """What segments hold has changed, or less will come of a copy."""
+    def heard(self, fact: BlockEvent | SpreadUpTo | Leading) -> None:
+        """What segments hold has changed, less will come of a copy, or copies are (not) ours."""
         match fact:
+            case Leading(leads):
+                self.leads = leads
             case BlocksStored(segment, keys, parent, tier, epoch):
                 self._index.stored(segment, keys, parent, tier, epoch)
                 for flight in [it for it in self._flights.values() if it.order.to == segment]:
@@ -244,7 +255,7 @@ class Hot:
         size = views[0].info.namespace.block_size
         held = min(decision.pool_tokens // size, len(keys))
         hot, count = self._heat.touch(keys, held, now_us)
-        if not hot:
+        if not hot or not self.leads:
             return []
         missed = self._missed_again(decision, keys[:hot], size, now_us)
         if self._looked_us is not None and now_us - self._looked_us < _LOOK_US:

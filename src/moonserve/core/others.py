@@ -1,15 +1,18 @@
-"""Work at a foreign engine that the Conductor did not send there: other gateways', direct users'.
+"""Work at an instance that the Conductor did not send there: other gateways', direct users'.
 
-An engine's own counts have ours among them. What they exceed our promises by is others', and is
-counted in the view beside the promises; InstanceView keeps the result, nobody else asks.
+A foreign engine's own counts have ours among them. What they exceed our promises by is others'. And
+other gateways tell what they have promised, which such counts have in them later. Either is counted
+in the view beside our promises; InstanceView keeps the result, nobody else asks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from moonserve.core.facts import InstanceLoad, Role
-from moonserve.core.units import Tokens
+from moonserve.core.facts import InstanceLoad, Promises, Role
+from moonserve.core.units import Micros, Tokens
 
 
 class Others(msgspec.Struct, frozen=True):
@@ -21,6 +24,16 @@ class Others(msgspec.Struct, frozen=True):
     """Who decode."""
     context: Tokens = 0
     """Of those who decode, summed."""
+
+    def or_more(self, other: Others) -> Others:
+        """The same work as two see it who do not know all of it."""
+        if other is NOBODY:
+            return self
+        return Others(
+            max(self.waiting, other.waiting),
+            max(self.running, other.running),
+            max(self.context, other.context),
+        )
 
 
 NOBODY = Others()
@@ -39,3 +52,36 @@ def others(role: Role, load: InstanceLoad, prefills: int, decoding: int, context
     waiting = {"prefill": more, "decode": 0}.get(role, round(load.waiting * more / total))
     running = more - waiting
     return Others(waiting, running, max(0, load.kv_tokens - context) if running else 0)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What other gateways have promised on one instance, together."""
+
+    until_us: Micros = 0
+    """When their prefills are done, if nothing more comes."""
+    promised: Others = NOBODY
+    """With all who will decode there."""
+    now: Others = NOBODY
+    """With those who decode by now."""
+
+
+NOTHING = Told()
+
+
+def told(promises: Iterable[Promises], now_us: Micros) -> Told:
+    """The sum of what several gateways say of one instance."""
+    queue_us = waiting = decodes = context = running = running_context = 0
+    for it in promises:
+        queue_us += it.queue_us
+        waiting += it.prefills
+        decodes += it.decodes
+        context += it.context
+        running += it.running
+        running_context += it.running_context
+    if not waiting and not decodes:
+        return NOTHING
+    return Told(
+        now_us + queue_us,
+        Others(waiting, decodes, context),
+        Others(waiting, running, running_context),
+    )

@@ -303,7 +303,7 @@ def _grown_us(view: InstanceView, context: Tokens) -> Micros:
 def _joined_us(view: InstanceView, context: Tokens, stay: Stay) -> Micros:
     """The time between tokens of one that joins now; with all places taken, until one is free."""
     tbt_us, seqs = _grown_us(view, context), view.info.max_seqs
-    behind = max(0, len(view.stays.active) + 1 - seqs)
+    behind = max(0, len(view.stays.active) + view.stays.others.running + 1 - seqs)
     return tbt_us + round(behind * place_us(stay, tbt_us, seqs))
 
 

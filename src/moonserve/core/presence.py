@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonserve.core.cost import Cost
-from moonserve.core.facts import Beat, InstanceInfo, Left
+from moonserve.core.facts import Beat, InstanceInfo, Left, PeerPromised
 from moonserve.core.policies import Tuning
 from moonserve.core.units import InstanceId, Micros
 from moonserve.core.view import ClusterView, InstanceView
@@ -38,9 +38,11 @@ class Presence:
         """It is there from now on, in place of an earlier start."""
         self._view.add(InstanceView(info, now_us, self._cost_of(info)))
 
-    def heard(self, beat: Beat, now_us: Micros) -> None:
-        """A heartbeat."""
-        if self.of_now(beat):
+    def heard(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
+        """A heartbeat, or what another gateway has promised."""
+        if isinstance(beat, PeerPromised):
+            self._view.told(beat.gateway, beat.promises, now_us)
+        elif self.of_now(beat):
             view = self._view.instances[beat.instance]
             self._view.heard(view, beat.load, now_us)
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from moonserve.core.cost import Cost
-from moonserve.core.facts import InstanceInfo, InstanceLoad
+from moonserve.core.facts import InstanceInfo, InstanceLoad, Promises
 from moonserve.core.forecast import Stays
-from moonserve.core.others import NOBODY, Others, others
+from moonserve.core.others import NOBODY, NOTHING, Others, Told, others, told
 from moonserve.core.predict import Stay
 from moonserve.core.trust import Trust
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
@@ -51,7 +51,12 @@ class InstanceView:
         self.trust = Trust()
         """How far its claims to hold prefixes are believed."""
         self.others: Others = NOBODY
-        """What it does for others than us."""
+        """What it does for others than us, and is promised to by other gateways."""
+        self._counted: Others = NOBODY
+        """Of these, what it counts itself."""
+        self._counted_until_us: Micros = 0
+        self._told: Told = NOTHING
+        """And what other gateways say."""
         self.others_until_us: Micros = 0
         """When their prefills that are ahead of ours are done."""
         self._usual_us: float = 0.0
@@ -103,13 +108,39 @@ class InstanceView:
             self._see_others(load, now_us)
 
     def _see_others(self, load: InstanceLoad, now_us: Micros) -> None:
-        stays = self.stays
-        self.others = stays.others = others(
-            self.info.role, load, self.prefills, len(stays.active), stays.context
-        )
+        active, context = len(self.stays.active), self.stays.context
+        self._counted = others(self.info.role, load, self.prefills, active, context)
         usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
-        self.others_until_us = now_us + round(self.others.waiting * usual_us)
+        self._counted_until_us = now_us + round(self._counted.waiting * usual_us)
+        self._join_others()
+
+    def told(self, told: Told) -> None:
+        """Other gateways have promised this here, in place of what they had before."""
+        self._told = told
+        self._join_others()
+
+    def _join_others(self) -> None:
+        """What an engine counts has in it what other gateways sent there."""
+        self.others = self._counted.or_more(self._told.promised)
+        self.stays.others = self._counted.or_more(self._told.now)
+        self.others_until_us = max(self._counted_until_us, self._told.until_us)
+        self._count_prefills()
         self._count_decodes()
+
+    def promises(self, now_us: Micros) -> Promises | None:
+        """What we have promised here, for other gateways; None: nothing."""
+        if not self.prefills and not self.decodes:
+            return None
+        return Promises(
+            self.info.id,
+            self.info.epoch,
+            max(self.idle_us - now_us, self.behind_us, 0),
+            self.prefills,
+            self.decodes,
+            self.context,
+            len(self.stays.active),
+            self.stays.context,
+        )
 
     def promise_prefill(
         self,
@@ -154,8 +185,11 @@ class InstanceView:
         self.promised_us += work_us
         self.promised_tokens += tokens
         self.prompt_tokens += prompt
+        self._count_prefills()
+
+    def _count_prefills(self) -> None:
         self.prefills = len(self._queue)
-        self.takes_prefill = self.prefills < self.info.max_requests
+        self.takes_prefill = self.prefills + self._told.promised.waiting < self.info.max_requests
 
     def queue_us(self, now_us: Micros) -> Micros:
         """Prefill work promised and not yet done: T_queue of Algorithm 1.
@@ -206,7 +240,7 @@ class InstanceView:
 
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
-        self.takes_decode = self.decodes < self.info.max_requests
+        self.takes_decode = self.decodes + self._told.promised.running < self.info.max_requests
         self.joined_seqs = self.decodes + self.others.running + 1
         self.joined_context = self.context + self.others.context
         has_slot = self.joined_seqs <= self.info.max_seqs
@@ -219,7 +253,7 @@ class InstanceView:
     @property
     def has_place(self) -> bool:
         """Whether one that begins to decode now takes part in the next pass."""
-        return len(self.stays.active) + self.others.running < self.info.max_seqs
+        return len(self.stays.active) + self.stays.others.running < self.info.max_seqs
 
     def tbt_us(self, joining: Tokens) -> Micros:
         """Predicted time between tokens once a request of context `joining` has joined.
@@ -256,6 +290,8 @@ class ClusterView:
         self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
         self.racks: dict[SegmentId, str] = {}
         """Where each segment lies, as far as its instance said."""
+        self._peers: dict[str, dict[InstanceId, Promises]] = {}
+        """What other gateways have promised, by gateway."""
         self.doubts: dict[SegmentId, float] = {}
         """What counts of the claims of each segment that is not trusted."""
 
@@ -267,6 +303,26 @@ class ClusterView:
             if not view.trust.trusted:
                 self.doubts[view.info.segment] = view.trust.share
 
+    def told(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
+        """All that another gateway has promised by now; empty: nothing, or it is gone."""
+        before = self._peers.pop(gateway, {})
+        rows = {it.instance: it for it in promises}
+        if rows:
+            self._peers[gateway] = rows
+        for instance in before | rows:
+            self._tell_peers(instance, now_us)
+
+    def _tell_peers(self, instance: InstanceId, now_us: Micros) -> None:
+        view = self.instances.get(instance)
+        if view is not None:
+            rows = [rows[instance] for rows in self._peers.values() if instance in rows]
+            view.told(told([it for it in rows if it.epoch == view.info.epoch], now_us))
+
+    def promises(self, now_us: Micros) -> tuple[Promises, ...]:
+        """What we have promised anywhere, for other gateways."""
+        found = [view.promises(now_us) for view in self.instances.values()]
+        return tuple(it for it in found if it is not None)
+
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
         like = view.kind
@@ -276,6 +332,7 @@ class ClusterView:
                 break
         self.instances[view.info.id] = view
         self.instances = dict(sorted(self.instances.items()))
+        self._tell_peers(view.info.id, view.heard_us)
         self._changed()
 
     def remove(self, instance: InstanceId) -> None:

@@ -110,6 +110,18 @@ def _both(roles: Collection[str]) -> bool:
     return "both" in roles or ("prefill" in roles and "decode" in roles)
 
 
+def owed(refusal: Refuse) -> MoonserveError:
+    """What the client of a refused request is told."""
+    why, reason, wait_us = refusal.why, refusal.reason, refusal.retry_after_us
+    if reason == "duplicate_request_id":
+        return BadRequest(why, "x-request-id", reason)
+    if reason == "nobody_alive":
+        return NobodyAlive(why)
+    if reason == "kv_memory":  # no waiting helps
+        return BadRequest(why, "prompt", "context_length_exceeded")
+    return Overloaded(why, reason, None if wait_us is None else wait_us / MICROS_PER_SECOND)
+
+
 class _Life:
     """One request's task: its inbox, the call that is out, the tokens known so far."""
 
@@ -164,16 +176,9 @@ class _Life:
                 case Abort(number=number, why=why) if number == self._number:
                     self._stop_call()
                     self._tell_failed(_Failed(why, retry=True))
-                case Refuse(why=why, reason=reason, retry_after_us=wait_us):
+                case Refuse():
                     self._outcome = "refused"
-                    if reason == "duplicate_request_id":
-                        raise BadRequest(why, "x-request-id", reason)
-                    if reason == "nobody_alive":
-                        raise NobodyAlive(why)
-                    if reason == "kv_memory":  # no waiting helps
-                        raise BadRequest(why, "prompt", "context_length_exceeded")
-                    wait_s = None if wait_us is None else wait_us / MICROS_PER_SECOND
-                    raise Overloaded(why, reason, wait_s)
+                    raise owed(item)
                 case GiveUp(why=why):
                     self._outcome = "failed"
                     raise EngineFailed(why)

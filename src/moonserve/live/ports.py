@@ -7,12 +7,20 @@ that runs over every implementation.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from moonserve.core.batch import Pass, PassResult
-from moonserve.core.facts import Fact, InstanceInfo
+from moonserve.core.facts import (
+    BlockEvent,
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    InstanceInfo,
+    PrefillEnded,
+    StageEnded,
+)
 from moonserve.core.pool import Found as Found
 from moonserve.core.pool import Replica as Replica
 from moonserve.core.request import Request
@@ -223,6 +231,11 @@ class Serving(Protocol):
         """
 
 
+Told: TypeAlias = PrefillEnded | StageEnded | DecodeEnded | CallFailed | ClientGone | BlockEvent
+"""What those who serve requests know: all facts about a request but its arrival, and what an engine
+that tells nothing must have by now."""
+
+
 class Inbox(Protocol):
     """Where the Conductor's actions for one request go; an asyncio.Queue is one."""
 
@@ -251,7 +264,7 @@ class Conducting(Protocol):
         Where another process serves one of this id it is refused, as `duplicate_request_id`.
         """
 
-    def tell(self, *facts: Fact) -> None:
+    def tell(self, *facts: Told) -> None:
         """Facts about requests that are open; those of one turn of the loop are taken together."""
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:

@@ -16,9 +16,9 @@ from moonserve.live.fronts.counts import Summed, families, summed
 from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
-from moonserve.live.gateway.app import METRICS_TYPE
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.control import Control
+from moonserve.live.gateway.door import METRICS_TYPE
 from moonserve.live.gateway.process import (
     INTERNAL_BODY_BYTES,
     Text,

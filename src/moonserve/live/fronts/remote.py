@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 from moonserve.core.actions import GiveUp, Refuse
 from moonserve.core.errors import NobodyAlive
-from moonserve.core.facts import Fact, InstanceInfo
+from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Request
 from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family
-from moonserve.live.ports import Inbox
+from moonserve.live.ports import Inbox, Told
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RemoteConductor:
         else:
             self._link.say(wire.opened(request, keys))
 
-    def tell(self, *facts: Fact) -> None:
+    def tell(self, *facts: Told) -> None:
         """See ports.Conducting."""
         if self._link is not None:
             self._link.say(*facts)

@@ -16,47 +16,16 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from moonserve.core.actions import Abort, Decode, GiveUp, Prefill, Refuse
-from moonserve.core.facts import (
-    Beat,
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    CallFailed,
-    ClientGone,
-    DecodeEnded,
-    InstanceInfo,
-    Joined,
-    Left,
-    PrefillEnded,
-    SpreadUpTo,
-    StageEnded,
-    Tick,
-)
+from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Counted, Request, Slo, Stopping
 from moonserve.core.units import BlockKey, Bytes, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.fronts.counts import Family
+from moonserve.live.ports import Told
 
 log = logging.getLogger(__name__)
 
 _SIZE = struct.Struct("<I")
 MAX_FRAME_BYTES: Bytes = 256 << 20
-
-Told: TypeAlias = (
-    Joined
-    | Beat
-    | Left
-    | BlocksStored
-    | BlocksRemoved
-    | BlocksCleared
-    | SpreadUpTo
-    | PrefillEnded
-    | StageEnded
-    | DecodeEnded
-    | CallFailed
-    | ClientGone
-    | Tick
-)
-"""Every fact but Arrived, which is Opened here."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

@@ -6,24 +6,22 @@ adds its own routes beside these. Holds no state of a request beyond its end.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
 
 from moonserve.core.errors import (
     ModelNotFound,
-    MoonserveError,
     NobodyAlive,
-    Overloaded,
 )
 from moonserve.core.request import Request
-from moonserve.core.units import Bytes, RequestId, Tokens, seconds_to_us
+from moonserve.core.units import RequestId, Tokens, seconds_to_us
 from moonserve.live.gateway import headers, openai
+from moonserve.live.gateway.door import SHUTTING_DOWN, Door
+from moonserve.live.gateway.door import Limits as Limits
 from moonserve.live.gateway.generation import (
     EventStream,
     Form,
@@ -45,22 +43,6 @@ from moonserve.live.http.server import Handler
 from moonserve.live.ports import ModelCard, Serving
 
 _MODELS = "/v1/models"
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_CLIENT_GONE = 499
-_SHUTTING_DOWN = "this gateway is shutting down"
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What one gateway takes on; the body limit is the App's."""
-
-    max_in_flight: int = 1_024
-    """Generations at once; more are answered 429, but for an eighth more of tenants that have less
-    than a like part of them."""
-    max_messages: int = 4_096
-    offload_bytes: Bytes = 16 << 10
-    """Longer prompts are tokenised in a thread of their own, so that other streams go on."""
-    max_tokenising_bytes: Bytes = 16 << 20
-    """Text that may wait for that thread, at about 1 MB/s; more is answered 429."""
 
 
 class ModelEntry(msgspec.Struct):
@@ -99,26 +81,25 @@ class GatewayApp:
         self._limits = limits or Limits()
         self._prompts = Prompts(self._limits.offload_bytes, self._limits.max_tokenising_bytes)
         self._live: set[RequestId] = set()
-        self._in_flight: Counter[str] = Counter()
-        """By tenant."""
-        self._draining = False
-        self._left = asyncio.Event()
+        self._door = Door(self._limits, self.metrics)
         self._created = int(time.time())
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/v1/chat/completions"): self._counted("/v1/chat/completions", self._chat),
-            ("POST", "/v1/completions"): self._counted("/v1/completions", self._completion),
-            ("GET", _MODELS): self._counted(_MODELS, self._list_models),
+            ("POST", "/v1/chat/completions"): self._door.counted(
+                "/v1/chat/completions", self._chat
+            ),
+            ("POST", "/v1/completions"): self._door.counted("/v1/completions", self._completion),
+            ("GET", _MODELS): self._door.counted(_MODELS, self._list_models),
             ("GET", "/health"): self._health,
             ("GET", "/ready"): self._ready,
-            ("GET", "/metrics"): self._metrics_text,
+            ("GET", "/metrics"): self._door.metrics_text,
         }
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """Path prefixes; a model's name may have slashes."""
-        return {("GET", _MODELS + "/"): self._counted(_MODELS, self._one_model)}
+        return {("GET", _MODELS + "/"): self._door.counted(_MODELS, self._one_model)}
 
     def drain(self) -> None:
         """From now on new generations are answered 503, and so is /ready; all else goes on.
@@ -126,42 +107,11 @@ class GatewayApp:
         Who shuts down calls this, then `idle`, and only then stops the server: as long as a
         generation runs, its instances must get through with their beats and store operations.
         """
-        self._draining = True
+        self._door.draining = True
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no generation is under way, streams included; False after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.metrics.in_flight:
-                    self._left.clear()
-                    await self._left.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def _counted(
-        self, route: str, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
-    ) -> Handler:
-        requests = self.metrics.requests
-
-        async def counted(request: HttpRequest) -> Response | StreamingResponse:
-            status = 500
-            try:
-                reply = await handler(request)
-                status = reply.status
-                return reply
-            except MoonserveError as error:
-                status = error.status
-                if isinstance(error, Overloaded):
-                    self.metrics.rejected[error.reason] += 1
-                raise
-            except asyncio.CancelledError:
-                status = _CLIENT_GONE
-                raise
-            finally:
-                requests[route, status] += 1
-
-        return counted
+        return await self._door.idle(timeout_s)
 
     async def _list_models(self, request: HttpRequest) -> Response:
         return json_response(ModelList([self._entry(card) for card in self._serving.models()]))
@@ -175,14 +125,11 @@ class GatewayApp:
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self._serving.models() if card.alive]
         # Answered, not raised: who polls until we are ready is no warning in the log.
-        if self._draining:
-            return error_response(NobodyAlive(_SHUTTING_DOWN))
+        if self._door.draining:
+            return error_response(NobodyAlive(SHUTTING_DOWN))
         if not alive:
             return error_response(NobodyAlive("no model has both a prefill and a decode instance"))
         return json_response({"status": "ready", "models": alive})
-
-    async def _metrics_text(self, request: HttpRequest) -> Response:
-        return Response(body=self.metrics.text(), content_type=METRICS_TYPE)
 
     async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
         return await self._generate(http, "chat")
@@ -192,7 +139,7 @@ class GatewayApp:
 
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
         tenant = headers.tenant(http.headers)
-        self._enter(tenant)
+        self._door.enter(tenant)
         try:
             body = await http.body()
             http.cancel_on_disconnect()
@@ -226,28 +173,8 @@ class GatewayApp:
             if not handed_over:
                 await generation.close()
 
-    def _enter(self, tenant: str) -> None:
-        if self._draining:
-            raise NobodyAlive(_SHUTTING_DOWN)
-        most, all_now = self._limits.max_in_flight, self.metrics.in_flight
-        if self._in_flight[tenant] * len(self._in_flight) < all_now:
-            most += most // 8
-        if all_now >= most:
-            raise Overloaded(
-                f"{all_now} requests are being served, the limit of this gateway",
-                "gateway_in_flight",
-                1.0,
-            )
-        self.metrics.in_flight += 1
-        self._in_flight[tenant] += 1
-
     def _leave(self, http: HttpRequest, tenant: str, live: RequestId | None) -> None:
-        self.metrics.in_flight -= 1
-        self._in_flight[tenant] -= 1
-        if not self._in_flight[tenant]:
-            del self._in_flight[tenant]
-        self.metrics.disconnects += http.gone
-        self._left.set()
+        self._door.leave(http, tenant)
         if live is not None:
             self._live.discard(live)
 

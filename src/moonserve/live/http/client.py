@@ -324,6 +324,10 @@ class ClientStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """What the end of the block does, for who entered it without one."""
         assert self._connection is not None
         assert self._host is not None
         self._connection.watch_idle(None)
@@ -339,6 +343,16 @@ class ClientStream:
         if chunk is None:
             raise StopAsyncIteration
         return chunk
+
+    async def take(self) -> bytes | None:
+        """All that has come of the body, a piece at least; None at its end. Raises as iterating."""
+        assert self._connection is not None, "use it inside `async with`"
+        return await self._connection.take()
+
+    def idle(self, timeout_s: float) -> None:
+        """From now on this is idle_timeout_s."""
+        assert self._connection is not None, "use it inside `async with`"
+        self._connection.watch_idle(timeout_s)
 
     async def read(self) -> bytes:
         """The rest of the body at once; for error replies."""

@@ -90,12 +90,27 @@ class Connection(asyncio.Protocol):
                 return None
             await self._wait()
         chunk = self._chunks.popleft()
-        self._buffered -= len(chunk)
+        self._taken(len(chunk))
+        return chunk
+
+    async def take(self) -> bytes | None:
+        """All pieces that are here, one at least, or None at the body's end."""
+        while not self._chunks:
+            if not self._busy:
+                return None
+            await self._wait()
+        chunks = self._chunks
+        whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._taken(len(whole))
+        return whole
+
+    def _taken(self, size: Bytes) -> None:
+        self._buffered -= size
         if self._paused and self._buffered < _LOW_BYTES:
             self._paused = False
             if self._transport is not None:
                 self._transport.resume_reading()
-        return chunk
 
     async def read_all(self, limit: Bytes) -> bytes:
         """The rest of the body. Raises UpstreamError when it is over `limit`."""

@@ -1,0 +1,112 @@
+"""The gateway's door: who may come in, how many are inside, and what becomes of them in counts.
+
+For what serves OpenAI's API: `app` for the embedded engine, live/relay for foreign ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
+from moonserve.core.units import Bytes
+from moonserve.live.gateway.metrics import Metrics
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
+from moonserve.live.http.server import Handler
+
+SHUTTING_DOWN = "this gateway is shutting down"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_CLIENT_GONE = 499
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one gateway takes on; the body limit is the App's."""
+
+    max_in_flight: int = 1_024
+    """Generations at once; more are answered 429, but for an eighth more of tenants that have less
+    than a like part of them."""
+    max_messages: int = 4_096
+    offload_bytes: Bytes = 16 << 10
+    """Longer prompts are tokenised in a thread of their own, so that other streams go on."""
+    max_tokenising_bytes: Bytes = 16 << 20
+    """Text that may wait for that thread, at about 1 MB/s; more is answered 429."""
+
+
+class Door:
+    """Counts requests in and out, and keeps out those over the limits."""
+
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.draining = False
+        self._limits = limits
+        self._in_flight: Counter[str] = Counter()
+        """By tenant."""
+        self._left = asyncio.Event()
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no generation is under way, streams included; False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.metrics.in_flight:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def counted(
+        self, route: str, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
+    ) -> Handler:
+        """The handler, its answers counted by route and status."""
+        requests = self.metrics.requests
+
+        async def counted(request: HttpRequest) -> Response | StreamingResponse:
+            status = 500
+            try:
+                reply = await handler(request)
+                status = reply.status
+                return reply
+            except MoonserveError as error:
+                status = error.status
+                if isinstance(error, Overloaded):
+                    self.metrics.rejected[error.reason] += 1
+                raise
+            except asyncio.CancelledError:
+                status = _CLIENT_GONE
+                raise
+            finally:
+                requests[route, status] += 1
+
+        return counted
+
+    def enter(self, tenant: str) -> None:
+        """One more generation; `leave` follows. Raises NobodyAlive, Overloaded."""
+        if self.draining:
+            raise NobodyAlive(SHUTTING_DOWN)
+        most, all_now = self._limits.max_in_flight, self.metrics.in_flight
+        if self._in_flight[tenant] * len(self._in_flight) < all_now:
+            most += most // 8
+        if all_now >= most:
+            raise Overloaded(
+                f"{all_now} requests are being served, the limit of this gateway",
+                "gateway_in_flight",
+                1.0,
+            )
+        self.metrics.in_flight += 1
+        self._in_flight[tenant] += 1
+
+    def leave(self, http: HttpRequest, tenant: str) -> None:
+        """It is over, however."""
+        self.metrics.in_flight -= 1
+        self._in_flight[tenant] -= 1
+        if not self._in_flight[tenant]:
+            del self._in_flight[tenant]
+        self.metrics.disconnects += http.gone
+        self._left.set()
+
+    async def metrics_text(self, request: HttpRequest) -> Response:
+        """GET /metrics."""
+        return Response(body=self.metrics.text(), content_type=METRICS_TYPE)

@@ -1,0 +1,19 @@
+"""vLLM's NIXL connector: prefill names what it holds, decode pulls it.
+
+One after the other. Prefill's reply parameters go to decode as they came, once, and soon: used
+again, or after the lease, they name blocks that hold something else by then, and vLLM answers 200
+with wrong text.
+"""
+
+from __future__ import annotations
+
+from moonserve.core.units import Micros
+
+PREFILL = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+"""kv_transfer_params of a prefill, as JSON."""
+LEASE_US: Micros = 25_000_000
+"""How long prefill's parameters may be used: vLLM holds the blocks for 30 s, of which decode needs
+some to come to them."""

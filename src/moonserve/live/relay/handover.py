@@ -1,0 +1,217 @@
+"""The first half of a request in two halves: prefill, and what its decode is to be told.
+
+One function per way that KV goes; a way is a connector's, its words are in live/instances. What a
+prefill gave is used once, and not after its time: see Handed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import msgspec
+
+from moonserve.core.actions import Prefill
+from moonserve.core.errors import EngineFailed
+from moonserve.core.facts import InstanceInfo
+from moonserve.core.request import Request
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
+from moonserve.live.fleet.observed import Call
+from moonserve.live.http.client import ClientStream
+from moonserve.live.instances import mooncake, nixl, sglang
+from moonserve.live.relay.bodies import Asked
+from moonserve.live.relay.calls import Answer, Caller, CallLost
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: Tokens | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Tokens = 0
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode = msgspec.json.Decoder(_Reply).decode
+
+
+class Handed:
+    """What one prefill left for one decode: take it once, or `drop` it."""
+
+    def __init__(
+        self, prefill: InstanceInfo, params: bytes | None, until_us: Micros, reply: _Reply
+    ) -> None:
+        """params: JSON for the decode; None: there is nothing to fetch, it computes all itself."""
+        self.prefill = prefill
+        self.cached: Tokens | None = None
+        if reply.usage is not None and reply.usage.prompt_tokens_details is not None:
+            cached = reply.usage.prompt_tokens_details.cached_tokens
+            self.cached = None if cached is None else min(cached, reply.usage.prompt_tokens)
+        self.engine_id = ""
+        """mooncake: whose transfer it is."""
+        self.at: InstanceId | None = None
+        """sglang: where the decode is that was called already, and below its stream."""
+        self.stream: asyncio.Task[ClientStream] | None = None
+        self.note: Call | None = None
+        self._params = params
+        self._until_us = until_us
+
+    def taken(self, caller: Caller, asked: Asked, to: InstanceInfo) -> tuple[bytes, float]:
+        """The body for its decode, and how long that may take to answer. Raises CallLost.
+
+        KV of a prefill instance that is another start by now, or whose time is over, is not its
+        KV any more.
+        """
+        prefill, limits = self.prefill, caller.limits
+        left_us = self._until_us - caller.conductor.now_us()
+        member = caller.engines.member(prefill.id)
+        now = member.infos.get(prefill.id)
+        if now is None or now.epoch != prefill.epoch:
+            raise CallLost(f"{prefill.id} restarted before decode had its KV", prefill.id)
+        if left_us <= 0:
+            raise CallLost(f"decode comes too late for the KV of {prefill.id}", prefill.id)
+        if self.at not in (None, to.id):
+            raise CallLost(f"{self.at} waits for the KV of {prefill.id}, not {to.id}", self.at)
+        if self._params is None:
+            return asked.raw, limits.first_byte_s
+        body = asked.with_fields({"kv_transfer_params": self._params})
+        return body, min(limits.handover_s, left_us / MICROS_PER_SECOND)
+
+    async def blamed(self, caller: Caller) -> InstanceId | None:
+        """Decode failed: whose fault it was, if not its own.
+
+        mooncake: prefill may have restarted, which its bootstrap server knows first.
+        """
+        if not self.engine_id:
+            return None
+        member = caller.engines.member(self.prefill.id)
+        try:
+            await member.requery()
+            same = member.engine_id(self.prefill.dp_rank) == self.engine_id
+        except EngineFailed:
+            same = False
+        return None if same else self.prefill.id
+
+    def drop(self) -> None:
+        """Nobody takes it any more."""
+        if self.note is not None:
+            self.note.ended()
+        calling, self.stream = self.stream, None
+        if calling is None or calling.cancel() or calling.cancelled():
+            return
+        if calling.exception() is None:
+            calling.result().leave()
+
+
+async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefill) -> Handed:
+    """Call a prefill instance as its connector wants it. Raises as Caller.whole."""
+    to = action.to
+    match to.connector:
+        case "nixl":
+            reply = await _reply(caller, asked, request, action, nixl.PREFILL)
+            return _handed(caller, to, reply, bytes(reply.kv_transfer_params), nixl.LEASE_US)
+        case "mooncake":
+            member, transfer = caller.engines.member(to.id), f"xfer-{caller.new_id()}"
+            engine_id = await _engine_id(caller, to)
+            params = mooncake.prefill_params(transfer)
+            reply = await _reply(caller, asked, request, action, params)
+            params = mooncake.decode_params(member.bootstrap, engine_id, transfer)
+            handed = _handed(caller, to, reply, params, mooncake.HELD_US)
+            handed.engine_id = engine_id
+            return handed
+        case "sglang":
+            return await _meet(caller, asked, request, action)
+        case _:
+            raise AssertionError(f"{to.connector} hands nothing on")
+
+
+def _handed(
+    caller: Caller, to: InstanceInfo, reply: _Reply, params: bytes, lease_us: Micros
+) -> Handed:
+    """With these parameters; with none where the first token was also the last.
+
+    Then the engine keeps nothing for others, and says so or does not.
+    """
+    cut = [choice.finish_reason for choice in reply.choices] == ["length"]
+    until_us = caller.conductor.now_us() + lease_us
+    return Handed(to, params if cut and params != b"null" else None, until_us, reply)
+
+
+async def _engine_id(caller: Caller, to: InstanceInfo) -> str:
+    member = caller.engines.member(to.id)
+    try:
+        return member.engine_id(to.dp_rank)
+    except EngineFailed:
+        await member.requery()
+        return member.engine_id(to.dp_rank)
+
+
+async def _reply(
+    caller: Caller, asked: Asked, request: Request, action: Prefill, params: bytes
+) -> _Reply:
+    """A prefill's reply, read."""
+    to, decision = action.to, action.decision
+    note = caller.observer.began(to.id, "prefill", decision.prompt_tokens, decision.reused_tokens)
+    body = asked.for_prefill(params)
+    try:
+        answer = await caller.whole(to, asked, request, body, caller.limits.first_byte_s)
+        reply = _parsed(to, answer)
+        note.count = 1
+        note.answered(_cached(reply))
+        return reply
+    finally:
+        note.ended()
+
+
+def _cached(reply: _Reply) -> Tokens | None:
+    details = reply.usage.prompt_tokens_details if reply.usage is not None else None
+    return details.cached_tokens if details is not None else None
+
+
+def _parsed(to: InstanceInfo, answer: Answer) -> _Reply:
+    try:
+        return _decode(answer.body)
+    except msgspec.DecodeError as error:
+        raise CallLost(f"{to.id} sent no valid reply: {error}") from None
+
+
+async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill) -> Handed:
+    """Both halves at once: neither goes on without the other. Prefill's reply is the sign."""
+    to, limits, decision = action.to, caller.limits, action.decision
+    member = caller.engines.member(to.id)
+    body = asked.with_fields(sglang.fields(member.bootstrap, secrets.randbelow(sglang.ROOMS)))
+    limit_s = limits.whole_s(limits.first_byte_s + limits.handover_s, asked.max_tokens)
+    stream = caller.stream(action.decode, asked, request, body, limit_s)
+    second: asyncio.Task[ClientStream] = asyncio.create_task(stream.__aenter__())
+    note = caller.observer.began(to.id, "prefill", decision.prompt_tokens, decision.reused_tokens)
+    first: asyncio.Task[Any] = asyncio.create_task(caller.whole(to, asked, request, body, limit_s))
+    handed = Handed(to, None, caller.conductor.now_us() + mooncake.HELD_US, _Reply())
+    handed.at, handed.stream = action.decode.id, second
+    handed.note = caller.observer.began(action.decode.id, "decode", decision.prompt_tokens, 0)
+    try:
+        await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            begun = await second
+            if begun.status != 200:
+                handed.stream = None
+                await caller.rest(action.decode, begun)  # raises
+        await first
+        note.answered(None)
+    except BaseException:
+        first.cancel()
+        handed.drop()
+        raise
+    finally:
+        note.ended()
+    return handed

@@ -1,0 +1,67 @@
+"""The Conductor's word for one request, heard also while an engine is awaited.
+
+Actions are read in turn, but one that ends the call which is out ends the wait for it at once: by a
+cancel of the request's own task, that is caught where it waits and goes no further. So a request
+needs no second task, and a client that leaves is told from a call that was ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from moonserve.core.actions import Abort, Action, GiveUp, Refuse
+from moonserve.live.relay.calls import CallLost
+
+T = TypeVar("T")
+
+
+class Inbox(asyncio.Queue[Action]):
+    """Actions for the request of the task that made it; used by that task alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] = task
+        self._awaiting = False
+        self.number = 0
+        """Of the call that is out; 0 when none is."""
+        self.lost: str | None = None
+        """Why that call is to be ended."""
+
+    def out(self, number: int) -> None:
+        """A call of this number goes out; 0: it is over."""
+        self.number, self.lost = number, None
+
+    def put_nowait(self, item: Action) -> None:
+        """As any queue; an Abort says nothing but what it ends."""
+        if isinstance(item, Abort):
+            if item.number == self.number:
+                self._break(item.why)
+            return
+        super().put_nowait(item)
+        if isinstance(item, (GiveUp, Refuse)) and self.number:
+            self._break(item.why)
+
+    async def engine(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await an engine. Raises CallLost where the call is to be ended."""
+        if self.lost is not None:
+            call.close()
+            raise CallLost(self.lost)
+        self._awaiting = True
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if self.lost is None or self._task.uncancel() > 0:
+                raise  # the client is gone
+            raise CallLost(self.lost) from None
+        finally:
+            self._awaiting = False
+
+    def _break(self, why: str) -> None:
+        if self.lost is None:
+            self.lost = why
+            if self._awaiting:
+                self._task.cancel()

@@ -1,0 +1,365 @@
+"""One request through foreign engines, as the Conductor says: calls, retries, the reply passed on.
+
+`begin` until there is something for the client; then the life is its own stream of bytes. Before
+the first of them a call that fails is made again elsewhere, after it the failure ends the stream as
+an error event. All runs in the handler's task: what ends a call from outside cancels that task's
+wait and nothing else. Here no token is made, and no text is read but for usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from moonserve.core.actions import Decode, GiveUp, Prefill, Refuse
+from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, MoonserveError
+from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, InstanceInfo, PrefillEnded
+from moonserve.core.request import Request
+from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
+from moonserve.live.dispatch import owed
+from moonserve.live.fleet.observed import Call
+from moonserve.live.http.client import ClientStream
+from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.message import JSON, error_reply
+from moonserve.live.relay import handover
+from moonserve.live.relay.bodies import Asked
+from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed
+from moonserve.live.relay.handover import Handed
+from moonserve.live.relay.inbox import Inbox
+from moonserve.live.relay.passing import Passing
+from moonserve.live.relay.reading import Reading
+
+log = logging.getLogger(__name__)
+
+_DRAIN_S = 0.5
+
+
+class Life:
+    """See the module. `close` on every path; it frees all that is held here and at engines."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        reading: Reading,
+        request: Request,
+        caller: Caller,
+        arrived_us: Micros,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._asked = asked
+        self._reading = reading
+        self._request = request
+        self._caller = caller
+        self._conductor = caller.conductor
+        self._on_close: Callable[[], None] | None = on_close
+        self._inbox = Inbox()
+        self._handed: Handed | None = None
+        self._cached: Tokens | None = None
+        """Prompt tokens that prefill reused; None: there was none, or it did not say."""
+        self._stream: ClientStream | None = None
+        self._note: Call | None = None
+        self._at: tuple[InstanceInfo, Tokens] | None = None
+        """Who is called for the client's reply, and how much it was expected to reuse."""
+        self._owes_prefilled = False
+        """Whether the Conductor is yet to be told of the first token of a call that does it all."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._opened = False
+        self._sent = False
+        """Whether the client has got something, or is about to."""
+        self._over = False
+        self._outcome = "cancelled"
+        self._first = b""
+        self._reply = Passing()
+        self._first_us: Micros = 0
+        self._last_us = arrived_us
+        """When the last piece came."""
+        self.content_type = JSON
+
+    # Until the first bytes.
+
+    async def begin(self) -> Answer | None:
+        """A whole answer, or None: a stream has begun, iterate. Raises what the client is owed."""
+        if self._conductor.known(self._request.id):
+            message = f"a request with id {self._request.id} is under way; ids must differ"
+            raise BadRequest(message, "x-request-id", "duplicate_request_id")
+        self._opened = True
+        self._conductor.open(self._request, self._reading.keys, self._inbox)
+        while True:
+            action = await self._inbox.get()
+            match action:
+                case Prefill():
+                    work = self._prefill(action)
+                case Decode():
+                    work = self._decode(action)
+                case Refuse():
+                    self._outcome = "refused"
+                    raise owed(action)
+                case GiveUp(why=why):
+                    self._outcome = "failed"
+                    raise EngineFailed(why)
+                case _:
+                    continue
+            self._inbox.out(action.number)
+            try:
+                answer = await work
+            except Passed as passed:
+                self._outcome = f"engine answered {passed.answer.status}"
+                self._fail(passed, retry=False)
+                return passed.answer
+            except MoonserveError as error:
+                self._fail(error, retry=True)
+                continue
+            if answer is not None or self._sent:
+                return answer
+
+    async def _prefill(self, action: Prefill) -> Answer | None:
+        """Prefill where the Conductor says; all of it, where that is one engine's."""
+        decision, to, self._cached = action.decision, action.to, None
+        if decision.joint:
+            self._at, self._owes_prefilled = (to, decision.reused_tokens), True
+            if not self._asked.stream:  # its first token is not seen: taken to come as predicted
+                wait_s = (decision.predicted_ttft_us - decision.waited_us) / MICROS_PER_SECOND
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(wait_s, self._tell_prefilled)
+            self._note = self._caller.observer.began(
+                to.id, "whole", decision.prompt_tokens, decision.reused_tokens
+            )
+            return await self._run(to, self._asked.raw, self._caller.limits.first_byte_s)
+        self._handed = handed = await self._inbox.engine(
+            handover.prefill(self._caller, self._asked, self._request, action)
+        )
+        self._cached = handed.cached
+        self._reused(to, decision.reused_tokens, handed.cached)
+        self._conductor.tell(PrefillEnded(self._request.id, self._inbox.number, final=False))
+        self._inbox.out(0)
+        return None
+
+    async def _decode(self, action: Decode) -> Answer | None:
+        """Decode what was handed over, once."""
+        handed, self._handed = self._handed, None
+        assert handed is not None, "a decode follows a prefill"
+        to, self._at = action.to, (action.to, 0)
+        try:
+            body, first_s = handed.taken(self._caller, self._asked, to)
+            if handed.stream is not None:
+                return await self._inbox.engine(self._met(handed, to, first_s))
+            self._note = self._caller.observer.began(
+                to.id, "decode", self._reading.length, self._reading.length
+            )
+            return await self._run(to, body, first_s)
+        except (CallLost, DeadlineExceeded) as error:
+            member = error.member if isinstance(error, CallLost) else None
+            blamed = member or await self._inbox.engine(handed.blamed(self._caller))
+            raise CallLost(str(error), blamed) from error
+        finally:
+            handed.drop()
+
+    async def _met(self, handed: Handed, to: InstanceInfo, first_s: float) -> Answer | None:
+        """The reply of a decode that was called beside its prefill."""
+        assert handed.stream is not None
+        stream = await handed.stream
+        handed.stream, self._note, handed.note = None, handed.note, None
+        if self._asked.stream and stream.status == 200:
+            await self._begun(stream, to, first_s)
+            return None
+        return self._whole(await self._caller.rest(to, stream))
+
+    async def _run(self, to: InstanceInfo, body: bytes, first_s: float) -> Answer | None:
+        """Call an engine for the client's reply."""
+        caller, asked = self._caller, self._asked
+        if asked.stream:
+            stream = caller.stream(to, asked, self._request, body, first_s)
+            return await self._inbox.engine(self._open(stream, to, first_s))
+        limit_s = caller.limits.whole_s(first_s, asked.max_tokens)
+        whole = caller.whole(to, asked, self._request, body, limit_s)
+        return self._whole(await self._inbox.engine(whole))
+
+    async def _open(self, stream: ClientStream, to: InstanceInfo, first_s: float) -> Answer | None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + first_s
+        await stream.__aenter__()
+        if stream.status != 200:
+            return self._whole(await self._caller.rest(to, stream))  # raises
+        await self._begun(stream, to, until_s - loop.time())
+        return None
+
+    async def _begun(self, stream: ClientStream, to: InstanceInfo, left_s: float) -> None:
+        """Until the first whole events of a stream are here."""
+        self._stream, reply = stream, Passing(self._cached)
+        stream.idle(max(0.001, left_s))
+        first = b""
+        while not first:
+            chunk = await stream.take()
+            if chunk is None:
+                raise CallLost(f"{to.id} ended its stream before its first token")
+            first = reply.passed(reply.whole(chunk))
+        if reply.failed:
+            raise CallLost(f"{to.id} failed: {first[:500].decode('utf-8', 'replace')}")
+        stream.idle(self._caller.limits.token_s)
+        self.content_type = stream.headers.get("content-type", JSON)
+        self._reply, self._first = reply, first
+        self._answered()
+        self._account()
+
+    def _whole(self, answer: Answer) -> Answer:
+        """A reply that came at once, with its usage put right."""
+        self._reply = Passing(self._cached)
+        answer.body = self._reply.answered(answer.body)
+        self._answered()
+        self._end()
+        return answer
+
+    def _answered(self) -> None:
+        """The first token is here."""
+        self._sent = True
+        now_us, metrics = self._conductor.now_us(), self._caller.metrics
+        metrics.ttft.observe((now_us - self._last_us) / MICROS_PER_SECOND)
+        self._first_us = self._last_us = now_us
+        self._conductor.first_token(self._request.id, self._reply.cached)
+        self._tell_prefilled()
+        if self._note is not None:
+            self._note.answered(self._reply.cached)
+
+    def _tell_prefilled(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._owes_prefilled:
+            self._owes_prefilled = False
+            self._conductor.tell(PrefillEnded(self._request.id, self._inbox.number, final=False))
+
+    def _fail(self, error: MoonserveError, retry: bool) -> None:
+        """The call that was out is over; the Conductor says what follows."""
+        self._stop()
+        self._conductor.tell(
+            CallFailed(
+                request=self._request.id,
+                number=self._inbox.number,
+                why=str(error),
+                retry=retry,
+                length=self._reading.length,
+                keys=self._reading.keys,
+                unreachable=isinstance(error, UpstreamError) and not error.sent,
+                member=error.member if isinstance(error, CallLost) else None,
+            )
+        )
+        self._inbox.out(0)
+        self._owes_prefilled = False
+
+    # The stream.
+
+    def __aiter__(self) -> Life:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._first:
+            first, self._first = self._first, b""
+            return first
+        stream = self._stream
+        if self._over or stream is None:
+            await self._drain()
+            raise StopAsyncIteration
+        out = b""
+        while not out:
+            try:
+                chunk = await self._inbox.engine(stream.take())
+            except (CallLost, UpstreamError, DeadlineExceeded) as error:
+                return self._break_off(error)
+            if chunk is None and not self._reply.finish:
+                return self._break_off(CallLost("the engine's stream ended early"))
+            if chunk is None:
+                self._end()
+                raise StopAsyncIteration
+            if whole := self._reply.whole(chunk):
+                out = self._reply.passed(whole)
+        now_us = self._conductor.now_us()
+        self._caller.metrics.tbt.observe((now_us - self._last_us) / MICROS_PER_SECOND)
+        self._last_us = now_us
+        self._account()
+        return out
+
+    def _account(self) -> None:
+        """Some of the stream has passed."""
+        reply = self._reply
+        if self._note is not None:
+            self._note.count = reply.events
+        if reply.done:
+            self._end()
+        elif reply.failed:
+            self._fail(CallLost("the engine failed in mid-stream"), retry=False)
+            self._outcome, self._over = "failed", True
+
+    def _break_off(self, error: MoonserveError) -> bytes:
+        """The stream cannot go on: say so, as its last event."""
+        log.warning("%s: failed in mid-stream: %s", self._request.id, error)
+        self._fail(error, retry=False)
+        self._outcome, self._over = "failed", True
+        return b"data: %b\n\n" % msgspec.json.encode(error_reply(EngineFailed(str(error))))
+
+    # Ends.
+
+    def _end(self) -> None:
+        """The last token is here, and what the engine has counted."""
+        reply, metrics = self._reply, self._caller.metrics
+        self._over, self._outcome = True, reply.finish or "done"
+        prompt, cached = reply.counted.prompt, reply.cached
+        self._caller.reader.learn(self._asked.model, self._reading, prompt)
+        metrics.prompt_tokens += prompt or self._reading.length
+        metrics.cached_tokens += cached or 0
+        metrics.completion_tokens += reply.tokens
+        if self._at is not None:
+            self._reused(*self._at, cached if self._cached is None else None)
+        self._conductor.tell(DecodeEnded(self._request.id, self._inbox.number, reply.tokens))
+        self._inbox.out(0)
+        if self._note is not None:
+            self._note.count = reply.tokens
+            self._note.ended(reply.counted.cached)
+
+    def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:
+        """The instance has the prompt now; where none tells, the index hears of it from here."""
+        keys = self._reading.keys
+        if not keys or self._caller.engines.tells(self._asked.model):
+            return
+        if told := self._caller.guesses.served(to, keys, predicted, cached):
+            self._conductor.tell(*told)
+
+    async def _drain(self) -> None:
+        """Read the end of a reply, so that its connection can be used again."""
+        if self._stream is not None and self._outcome != "failed":
+            self._stream.idle(_DRAIN_S)
+            try:
+                while await self._stream.take() is not None:
+                    pass
+            except MoonserveError:
+                pass
+
+    def _stop(self) -> None:
+        """End whatever is out."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._note is not None:
+            self._note.ended()
+            self._note = None
+        if self._handed is not None:
+            self._handed.drop()
+            self._handed = None
+        if self._stream is not None:
+            self._stream.leave()
+            self._stream = None
+
+    async def aclose(self) -> None:
+        """End it on every path: what is out is cut, what was promised is free."""
+        self._stop()
+        if self._opened:
+            self._opened = False
+            self._conductor.tell(ClientGone(self._request.id))
+            gaps, spent_us = self._reply.tokens - 1, self._last_us - self._first_us
+            tbt_us = spent_us // gaps if gaps > 0 and spent_us else None
+            self._conductor.close(self._request.id, self._outcome, tbt_us)
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()

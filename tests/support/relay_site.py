@@ -1,0 +1,243 @@
+"""A gateway before fake vLLM engines on one event loop: real Conductor, real relay, real sockets.
+
+Stands in for the fleet: its engines are named, joined and told of by the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
+from typing import Any
+
+import msgspec
+
+from moonserve.core.conductor import Conductor
+from moonserve.core.cost import LAPTOP_PASS, Cost
+from moonserve.core.errors import NobodyAlive
+from moonserve.core.facts import Connector, InstanceInfo, Joined, Role
+from moonserve.core.prefix import Namespace
+from moonserve.core.tuning import Tuning
+from moonserve.core.units import InstanceId, SegmentId, Tokens
+from moonserve.core.view import Promised
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.observed import Part
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.gateway.text import TextTools
+from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
+from moonserve.live.http.server import App, Server, serve
+from moonserve.live.relay.calls import Limits
+from moonserve.live.relay.front import RelayApp
+from tests.support.fake_vllm import Fabric, FakeVllm
+
+NOTHING = Promised(0, 0, 0, 0)
+SHORT = Limits(first_byte_s=5.0, handover_s=5.0, token_s=5.0, slow_token_s=0.1)
+
+
+class NotedCall:
+    """One call as the relay told of it."""
+
+    def __init__(self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens) -> None:
+        self.instance, self.part, self.prompt, self.predicted = instance, part, prompt, predicted
+        self.count = 0
+        self.said: list[Tokens | None] = []
+        self.over = 0
+
+    def answered(self, cached: Tokens | None) -> None:
+        """The first token."""
+        self.said.append(cached)
+
+    def ended(self, cached: Tokens | None = None) -> None:
+        """The end, however often it is told."""
+        self.over += 1
+
+
+class FakeFleet:
+    """Engines and Observer of the relay."""
+
+    def __init__(self) -> None:
+        self.members: dict[InstanceId, Member] = {}
+        self.notes: list[NotedCall] = []
+        self.exact: TextTools | None = None
+        """Where set, engines tell events and this is their tokenizer."""
+
+    def member(self, instance: InstanceId) -> Member:
+        """See Engines."""
+        if instance not in self.members:
+            raise NobodyAlive(f"{instance} is gone")
+        return self.members[instance]
+
+    def tells(self, model: str) -> bool:
+        """See Engines."""
+        return self.exact is not None
+
+    def text(self, model: str) -> TextTools | None:
+        """See Engines."""
+        return self.exact
+
+    def began(
+        self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens
+    ) -> NotedCall:
+        """See Observer."""
+        self.notes.append(NotedCall(instance, part, prompt, predicted))
+        return self.notes[-1]
+
+
+class Site:
+    """See the module; made by `site`."""
+
+    def __init__(self, tuning: Tuning, limits: Limits) -> None:
+        self.http = HttpClient()
+        self.fleet = FakeFleet()
+        self.fabric = Fabric()
+        core = Conductor(tuning, Random(0), lambda info: Cost(LAPTOP_PASS, (200, 0.0005)))
+        self.conductor = ConductorLoop(core, lambda lease: None)
+        self.relay = RelayApp(self.conductor, self.fleet, self.fleet, self.http, limits=limits)
+        self.engines: dict[str, FakeVllm] = {}
+        self._server: Server | None = None
+
+    async def start(self) -> None:
+        """Listen."""
+        self._server = await serve(
+            App(self.relay.routes(), self.relay.prefixes(), name="relay"), "127.0.0.1", 0
+        )
+
+    async def stop(self) -> None:
+        """End all."""
+        if self._server is not None:
+            await self._server.stop(1)
+        self.conductor.stop()
+        await self.http.close()
+        for engine in self.engines.values():
+            await engine.stop()
+
+    async def add(
+        self, name: str, role: Role = "both", connector: Connector = "none", **more: Any
+    ) -> FakeVllm:
+        """Start an engine and have its ranks join."""
+        assert connector != "embedded"
+        engine = await FakeVllm(name, connector, self.fabric, **more).start()
+        self.engines[name] = engine
+        spec = InstanceSpec(
+            name=name,
+            url=engine.url,
+            role=role,
+            engine="sglang" if connector == "sglang" else "vllm",
+            connector=connector,
+            bootstrap=engine.bootstrap if connector in ("mooncake", "sglang") else "",
+            dp_size=engine.dp_size,
+        )
+        member = Member(spec, self.http)
+        for rank, instance in enumerate(spec.ids()):
+            self.fleet.members[instance] = member
+            self.join(
+                InstanceInfo(
+                    id=instance,
+                    epoch=1,
+                    role=role,
+                    url=engine.url,
+                    model=engine.model,
+                    namespace=Namespace(engine.model, "", "", engine.block_size),
+                    kv_blocks=1_000,
+                    block_bytes=1_000,
+                    max_seqs=64,
+                    chunk_tokens=8_192,
+                    max_len=engine.max_len,
+                    segment=SegmentId(instance),
+                    connector=connector,
+                    bootstrap=member.bootstrap,
+                    dp_rank=rank if engine.dp_size > 1 else None,
+                    fetches=False,
+                )
+            )
+        return engine
+
+    def join(self, info: InstanceInfo) -> None:
+        """An instance is there."""
+        self.fleet.members[info.id].infos[info.id] = info
+        self.conductor.tell(Joined(info))
+
+    def rejoin(self, name: str) -> None:
+        """The fleet has noticed that it restarted."""
+        info = self.fleet.members[InstanceId(name)].infos[InstanceId(name)]
+        self.join(msgspec.structs.replace(info, epoch=info.epoch + 1))
+
+    @property
+    def url(self) -> str:
+        """The gateway's."""
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.port}"
+
+    async def post(
+        self, body: dict[str, Any] | bytes, chat: bool = False, **headers: str
+    ) -> ClientResponse:
+        """One request and its whole reply."""
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        raw = body if isinstance(body, bytes) else msgspec.json.encode({"model": "m", **body})
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.http.request(
+            "POST", self.url + path, headers=named, body=raw, timeout_s=20
+        )
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, body: dict[str, Any], chat: bool = False
+    ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+        """One streamed request: its events, decoded."""
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        raw = msgspec.json.encode({"model": "m", "stream": True, **body})
+        async with self.http.stream(
+            "POST", self.url + path, body=raw, timeout_s=20, idle_timeout_s=20
+        ) as reply:
+            assert reply.status == 200, await reply.read()
+            yield _decoded(sse_events(reply))
+
+    async def settled(self) -> None:
+        """Nothing is under way: ledger zero, no engine busy. Fails within seconds where not."""
+        async with asyncio.timeout(5):
+            while self.conductor.core.promised() != NOTHING or self.busy:
+                await asyncio.sleep(0.01)
+        assert self.relay.metrics.in_flight == 0
+        assert all(note.over for note in self.fleet.notes)
+
+    @property
+    def calls(self) -> list[str]:
+        """Which engines were called, in the order of the calls."""
+        made = [(call.at_s, name) for name, it in self.engines.items() for call in it.calls]
+        return [name for _, name in sorted(made)]
+
+    @property
+    def busy(self) -> int:
+        """Generations that engines are at."""
+        return sum(engine.running for engine in self.engines.values())
+
+
+async def _decoded(events: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    async for data in events:
+        yield msgspec.json.decode(data)
+
+
+def run(
+    use: Callable[[Site], Awaitable[None]],
+    *pools: tuple[str, Role, Connector],
+    tuning: Tuning | None = None,
+    limits: Limits = SHORT,
+) -> None:
+    """Run a test against a site with these engines; at its end nothing may be left."""
+
+    async def main() -> None:
+        site = Site(tuning or Tuning(), limits)
+        await site.start()
+        try:
+            for name, role, connector in pools:
+                await site.add(name, role, connector)
+            await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                await use(site)
+            await site.settled()
+        finally:
+            await site.stop()
+
+    asyncio.run(main())
