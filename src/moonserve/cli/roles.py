@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from moonserve.cli.instances import engines_of, instances_options, named_by_flags
 from moonserve.cli.settings import (
     advertise_host_option,
     cards_option,
@@ -37,9 +38,27 @@ if TYPE_CHECKING:
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
     "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
-def gateway(config: Path | None, part: str | None, link: str | None, **flags: str | None) -> None:
-    """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
+@instances_options
+def gateway(
+    config: Path | None,
+    prefill_url: tuple[str, ...],
+    decode_url: tuple[str, ...],
+    url: tuple[str, ...],
+    connector: str | None,
+    events: str | None,
+    tokenizer: str | None,
+    part: str | None,
+    link: str | None,
+    **flags: str | None,
+) -> None:
+    """Run one gateway, with the Conductor and, without --store-url, the store's master in it.
+
+    Workers of ours join it; or it serves with foreign engines, such as vLLM, which the list
+    `instances` in FILE names (docs/engines.md), or else --prefill-url and so on.
+    """
     settings = read_settings(config, flags)
+    urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer)
+    engines = engines_of(settings, config, urls)
     token = read_token()
     from moonserve.live.supervise import die_with_parent
 
@@ -47,9 +66,12 @@ def gateway(config: Path | None, part: str | None, link: str | None, **flags: st
     if settings.workers > 1 and part is None:
         from moonserve.cli.fronts import serve_fronts
 
+        if engines is not None:
+            raise ConfigError("several processes serve with workers of ours only; use 1", "workers")
         asyncio.run(serve_fronts(settings, token))
         return
     from moonserve.live.gateway.config import GatewayConfig
+    from moonserve.live.gateway.process import run_gateway
 
     made = GatewayConfig(
         host=settings.host,
@@ -72,14 +94,16 @@ def gateway(config: Path | None, part: str | None, link: str | None, **flags: st
         cpp=settings.cpp,
         max_body_bytes=settings.max_body_bytes,
     )
-    if part is None:
-        from moonserve.live.gateway.process import run_gateway
+    if part is not None:
+        from moonserve.live.fronts.process import run_conductor, run_front
 
+        run_role((run_front if part == "front" else run_conductor)(made, link or ""))
+    elif engines is None:
         run_role(run_gateway(made))
-        return
-    from moonserve.live.fronts.process import run_conductor, run_front
+    else:
+        from moonserve.live.gateway.foreign import starting
 
-    run_role((run_front if part == "front" else run_conductor)(made, link or ""))
+        run_role(run_gateway(made, start=starting(engines)))
 
 
 @click.command()

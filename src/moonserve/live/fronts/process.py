@@ -24,7 +24,7 @@ from moonserve.live.gateway.process import (
     Text,
     front_of,
     read_text,
-    until_signal,
+    run_gateway,
 )
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
@@ -133,9 +133,10 @@ class FrontProcess:
 
 async def run_conductor(config: GatewayConfig, path: str) -> None:
     """Run the Conductor's process until SIGTERM or SIGINT."""
-    await until_signal(ConductorProcess.start(config, path), config, host=_LOOPBACK)
+    here = msgspec.structs.replace(config, host=_LOOPBACK)
+    await run_gateway(here, start=lambda config: ConductorProcess.start(config, path))
 
 
 async def run_front(config: GatewayConfig, path: str) -> None:
     """Run one front until SIGTERM or SIGINT."""
-    await until_signal(FrontProcess.start(config, path), config)
+    await run_gateway(config, start=lambda config: FrontProcess.start(config, path))

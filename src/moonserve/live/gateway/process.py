@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 
@@ -83,6 +83,17 @@ class Gateway:
         self._control.start()
 
 
+class Running(Protocol):
+    """A gateway that listens."""
+
+    @property
+    def port(self) -> int:
+        """Where."""
+
+    async def stop(self, drain_s: float) -> None:
+        """See Gateway.stop."""
+
+
 class Text(msgspec.Struct, frozen=True):
     """The text side of the served model."""
 
@@ -109,40 +120,23 @@ def read_text(ref: str) -> Text:
     return Text(found.name, load_config(found.path).max_len, tools)
 
 
-class Running(Protocol):
-    """A process's parts, wired and listening."""
-
-    @property
-    def port(self) -> int:
-        """Where."""
-
-    async def stop(self, drain_s: float) -> None:
-        """Let what runs finish for `drain_s`, then cut it."""
-
-
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 
-async def run_gateway(config: GatewayConfig, say: Callable[[str], None] = _say) -> None:
-    """Run one gateway until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""
-    await until_signal(Gateway.start(config), config, say)
-
-
-async def until_signal(
-    start: Coroutine[Any, Any, Running],
+async def run_gateway(
     config: GatewayConfig,
-    say: Callable[[str], None] = _say,
-    host: str = "",
+    say: Callable[[str], None] = _print,
+    start: Callable[[GatewayConfig], Awaitable[Running]] = Gateway.start,
 ) -> None:
-    """Run what starts until SIGTERM or SIGINT, then drain it. `host`: if not the configured one."""
+    """Run one gateway until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    running = await start
-    say(f"listening on http://{host or config.host}:{running.port}")
+    gateway = await start(config)
+    say(f"listening on http://{config.host}:{gateway.port}")
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")
-    await running.stop(config.drain_s)
+    await gateway.stop(config.drain_s)
     say("stopped")
