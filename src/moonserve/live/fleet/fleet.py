@@ -253,7 +253,9 @@ class Fleet:
         for view in core.view.instances.values():
             if not view.trust.trusted:
                 share = f"{100 * view.trust.share:.0f}%"
-                found.append(f"{view.info.id}: finds less than its events claim: {share} counts")
+                found.append(
+                    f"{view.info.id}: finds less cached than is claimed: {share} of it counts"
+                )
         if self._index_empty():
             found.append("the index is empty though engines tell events and have served requests")
         return found
