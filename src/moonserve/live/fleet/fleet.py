@@ -107,7 +107,11 @@ class Fleet:
             if kept.source == source and name not in names:
                 await self.remove(source, name)
         for spec in specs:
-            await self.add(source, spec)
+            try:
+                await self.add(source, spec)
+            except ConfigError as error:
+                what = str(error).removeprefix(f"{error.field}: ")
+                raise ConfigError(what, f"{spec.name}.{error.field}") from None
 
     async def add(self, source: str, spec: InstanceSpec) -> bool:
         """One more engine, or a new description of one; whether that changed anything.
@@ -176,7 +180,7 @@ class Fleet:
             try:
                 self._texts[ref] = await asyncio.to_thread(self._load_text, ref)
             except ConfigError as error:
-                raise ConfigError(str(error), "tokenizer") from None
+                raise ConfigError(str(error).removeprefix("model: "), "tokenizer") from None
         return self._texts[ref]
 
     def _check(self, member: Member, found: Found) -> None:
