@@ -54,6 +54,8 @@ class InstanceView:
         """What it does for others than us, and is promised to by other gateways."""
         self._counted: Others = NOBODY
         """Of these, what it counts itself."""
+        self._seen: Others = NOBODY
+        """At the latest look."""
         self._counted_until_us: Micros = 0
         self._told: Told = NOTHING
         """And what other gateways say."""
@@ -109,7 +111,8 @@ class InstanceView:
 
     def _see_others(self, load: InstanceLoad, now_us: Micros) -> None:
         active, context = len(self.stays.active), self.stays.context
-        self._counted = others(self.info.role, load, self.prefills, active, context)
+        before, found = self._seen, others(self.info.role, load, self.prefills, active, context)
+        self._seen, self._counted = found, found.or_less(before)
         usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
         self._counted_until_us = now_us + round(self._counted.waiting * usual_us)
         self._join_others()
