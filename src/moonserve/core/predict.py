@@ -28,6 +28,8 @@ _PRIOR_WEIGHT = 8.0
 """How many outputs the prior is worth, and how many of its class the mean over all classes is."""
 _HALVED_AT = 4_096
 """Outputs that a histogram counts before older ones count half."""
+_STALE = 64
+"""Outputs, or a sixteenth of those seen, after which what is made of a histogram is made anew."""
 _MOST_CLASSES = 256
 _KEPT_ERRORS = 1_024
 
@@ -95,11 +97,11 @@ class Lengths:
         return self._means[at] + width * (shares[at] + self.beyond(most)) / 2
 
     def _table(self) -> list[float]:
-        """Shares at the edges; of a wider class that hardly changed, those of before will do."""
+        """Shares at the edges; where little has come since they were made, those will do."""
         wider = self._wider
         seen = 0 if wider is None else wider._seen
         own, others = self._made_of
-        if own == self._seen and others <= seen <= others + others // 16:
+        if _is_fresh(own, self._seen) and _is_fresh(others, seen):
             return self._shares
         if wider is None:
             prior = [(1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES]
@@ -118,6 +120,11 @@ class Lengths:
         self._means = list(accumulate(parts, initial=1.0))
         self._made_of = (self._seen, seen)
         return self._shares
+
+
+def _is_fresh(then: int, now: int) -> bool:
+    """Whether what was made of so many outputs will do, of so many now."""
+    return now - then <= min(then // 16, _STALE)
 
 
 class Stay:
