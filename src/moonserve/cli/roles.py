@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @settings_options(
-    "model", "host", "port", "store_url", "store", "eviction", "policy",
+    "model", "host", "port", "registry", "store_url", "store", "eviction", "policy",
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
     "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
-def gateway(config: Path | None, **flags: str | None) -> None:
+@advertise_host_option
+def gateway(config: Path | None, advertise_host: str | None, **flags: str | None) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
     settings = read_settings(config, flags)
     token = read_token()
@@ -52,6 +53,8 @@ def gateway(config: Path | None, **flags: str | None) -> None:
                 port=settings.port,
                 token=token,
                 model=settings.model,
+                registry=settings.registry,
+                advertise_host=advertise_host,
                 store_url=settings.store_url,
                 store=settings.store,
                 eviction=settings.eviction,
@@ -86,7 +89,7 @@ def gateway(config: Path | None, **flags: str | None) -> None:
 @cards_option
 @settings_options(
     "model", "host", "rack", "engine", "profile", "dtype", "block_size", "segment_bytes",
-    "disk_bytes", "disk_dir", "replicas", "node", "store_url", "store",
+    "disk_bytes", "disk_dir", "replicas", "node", "registry", "store_url", "store",
     "mooncake_master", "max_seqs", "kv_memory_bytes", "decode_kv",
 )  # fmt: skip
 def worker(
@@ -133,6 +136,7 @@ def worker(
                 disk_bytes=settings.disk_bytes,
                 replicas=settings.replicas,
                 node=settings.node,
+                registry=settings.registry,
                 store_url=settings.store_url,
                 store=settings.store,
                 mooncake_master=settings.mooncake_master,
