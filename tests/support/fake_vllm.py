@@ -41,6 +41,8 @@ class Call(msgspec.Struct):
     headers: dict[str, str]
     body: dict[str, Any]
     raw: bytes
+    at_s: float
+    """When, by the loop's clock."""
 
 
 class Refused(Exception):
@@ -60,6 +62,17 @@ class Fabric:
         self.ready: dict[str, dict[str, tuple[tuple[int, ...], float]]] = {}
         """Engine id -> request or transfer id -> (prompt, when its lease ends)."""
         self.changed = asyncio.Event()
+        self.rooms: dict[int, int] = {}
+        """SGLang: how many have come to each room."""
+
+    async def meet(self, room: int) -> None:
+        """Both halves of a request wait for each other."""
+        self.rooms[room] = self.rooms.get(room, 0) + 1
+        self.changed.set()
+        self.changed = asyncio.Event()
+        async with asyncio.timeout(_HANG_S):
+            while self.rooms[room] < 2:
+                await self.changed.wait()
 
     def put(self, engine: str, name: str, prompt: Sequence[int], lease_s: float) -> None:
         """Keep a prompt's KV for who comes with this name."""
@@ -85,7 +98,7 @@ class FakeVllm:
     def __init__(
         self,
         name: str = "e0",
-        connector: Literal["none", "nixl", "mooncake"] = "none",
+        connector: Literal["none", "nixl", "mooncake", "sglang"] = "none",
         fabric: Fabric | None = None,
         *,
         model: str = "m",
@@ -111,6 +124,10 @@ class FakeVllm:
         """A stream's connection is cut after so many tokens."""
         self.hold: asyncio.Event | None = None
         """No generation goes on before this is set."""
+        self.lost_handovers = 0
+        """So many of the next hand-overs are lost on this side."""
+        self.script: deque[dict[str, Any]] = deque()
+        """Replies to the next generations, instead of its own."""
         self.port = self.bootstrap_port = 0
         self.starts = 0
         self._servers: list[Server] = []
@@ -211,7 +228,8 @@ class FakeVllm:
         raw = await request.body()
         request.cancel_on_disconnect()
         body = msgspec.json.decode(raw)
-        self.calls.append(Call(request.path, dict(request.headers), body, raw))
+        now_s = asyncio.get_running_loop().time()
+        self.calls.append(Call(request.path, dict(request.headers), body, raw, now_s))
         status = self.statuses.popleft() if self.statuses else 200
         self.running += 1
         streamed = False
@@ -222,6 +240,8 @@ class FakeVllm:
             job = _Job(self, body, chat, request.headers.get("x-request-id"), rank)
             if self.hold is not None:
                 await self.hold.wait()
+            if self.script:
+                return json_response(self.script.popleft())
             await asyncio.sleep(self.delay_s)
             await job.transfer()
             if not body.get("stream"):
@@ -297,6 +317,8 @@ class _Job:
         """Pull KV that is elsewhere, as told; what nobody has, or had for another, is wrong."""
         engine, params = self.engine, self.params
         self.cached = engine.cached(self.prompt)
+        if engine.connector == "sglang":
+            await engine.fabric.meet(self.body["bootstrap_room"])
         if engine.connector == "none" or not params.get("do_remote_prefill"):
             return
         remote, fabric = params.get("remote_engine_id"), engine.fabric
@@ -315,6 +337,9 @@ class _Job:
         """What a reply says of the KV that others may pull; makes it ready."""
         engine, params = self.engine, self.params
         if not params.get("do_remote_decode"):
+            return None
+        lost, engine.lost_handovers = engine.lost_handovers, max(0, engine.lost_handovers - 1)
+        if lost and engine.connector == "mooncake":
             return None
         if engine.connector == "mooncake":
             if "transfer_id" in params:

@@ -117,14 +117,15 @@ class Site:
         self, name: str, role: Role = "both", connector: Connector = "none", **more: Any
     ) -> FakeVllm:
         """Start an engine and have its ranks join."""
-        kind: Any = connector if connector in ("nixl", "mooncake") else "none"
-        engine = await FakeVllm(name, kind, self.fabric, **more).start()
+        assert connector != "embedded"
+        engine = await FakeVllm(name, connector, self.fabric, **more).start()
         self.engines[name] = engine
         spec = InstanceSpec(
             name=name,
             url=engine.url,
             role=role,
-            connector=connector,  # type: ignore[arg-type]
+            engine="sglang" if connector == "sglang" else "vllm",
+            connector=connector,
             bootstrap=engine.bootstrap if connector in ("mooncake", "sglang") else "",
             dp_size=engine.dp_size,
         )
@@ -200,6 +201,12 @@ class Site:
                 await asyncio.sleep(0.01)
         assert self.relay.metrics.in_flight == 0
         assert all(note.over for note in self.fleet.notes)
+
+    @property
+    def calls(self) -> list[str]:
+        """Which engines were called, in the order of the calls."""
+        made = [(call.at_s, name) for name, it in self.engines.items() for call in it.calls]
+        return [name for _, name in sorted(made)]
 
     @property
     def busy(self) -> int:

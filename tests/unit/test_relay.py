@@ -5,15 +5,20 @@ The engines are tests.support.fake_vllm; every test ends with a ledger of zeros.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from moonserve.core.facts import Connector, Role
+from moonserve.core.facts import Connector, Fact, PrefillEnded, Role
+from moonserve.core.tuning import Tuning
 from moonserve.live.http.client import ClientResponse
+from moonserve.live.relay.calls import Limits
 from tests.support.fake_vllm import spoken
 from tests.support.relay_site import Site, run
+from tests.support.serving import ByteText
 
 Pool = tuple[str, Role, Connector]
 ONE: list[Pool] = [("a", "both", "none")]
@@ -71,3 +76,451 @@ def test_mooncakes_decode_does_not_claim_the_whole_prompt_as_cached() -> None:
         assert site.engines["d"].calls[-1].body["kv_transfer_params"]["do_remote_prefill"]
 
     run(use, *MOONCAKE)
+
+
+def test_fields_that_engines_know_pass_through_whole() -> None:
+    """Logprobs, several choices and tools are asked of the engine as the client wrote them."""
+
+    async def use(site: Site) -> None:
+        ask = {**ASK, "n": 2, "logprobs": 1, "unheard_of": {"a": [1, None]}}
+        reply = parsed(await site.post(ask))
+        assert [choice["text"] for choice in reply["choices"]] == [
+            "".join(spoken(list(PROMPT.encode()), 4, n)) for n in range(2)
+        ]
+        assert len(reply["choices"][1]["logprobs"]["token_logprobs"]) == 4
+        [call] = site.engines["d"].calls
+        assert call.body == {"model": "m", **ask}
+        assert not site.engines["p"].calls  # KV that is handed on has one reader
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        messages = [{"role": "user", "content": "hi"}]
+        chat = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 3}
+        reply = parsed(await site.post(chat, chat=True))
+        said = reply["choices"][0]["message"]["tool_calls"][0]["function"]
+        assert said == {"name": "look", "arguments": '{"usage": {"a": 1}}'}
+        assert site.engines["p"].calls[0].body["tools"] == [tool]
+
+    run(use, *NIXL)
+
+
+def test_a_body_for_one_engine_goes_as_it_came() -> None:
+    """Not a byte is changed where nothing is handed on."""
+
+    async def use(site: Site) -> None:
+        raw = b' { "prompt" : "hi there" ,\n "max_tokens":3, "model":"m", "stop": ["\\u00e9"] } '
+        assert (await site.post(raw)).status == 200
+        assert site.engines["a"].calls[0].raw == raw
+
+    run(use, *ONE)
+
+
+def test_a_pair_gets_the_same_id_and_each_its_rank() -> None:
+    """X-Request-Id goes to both; a data-parallel rank is named in a header."""
+
+    async def use(site: Site) -> None:
+        await site.add("p", "prefill", "nixl", dp_size=2)
+        await site.add("d", "decode", "nixl")
+        await asyncio.sleep(0)
+        texts = [text(await site.post({**ASK, "prompt": f"{n} " + PROMPT})) for n in range(4)]
+        assert texts[3] == "".join(spoken(list(f"3 {PROMPT}".encode()), 4))
+        firsts, seconds = site.engines["p"].calls, site.engines["d"].calls
+        ids = [call.headers["x-request-id"] for call in firsts]
+        assert ids == [call.headers["x-request-id"] for call in seconds]
+        assert {call.headers["x-data-parallel-rank"] for call in firsts} <= {"0", "1"}
+        assert all("x-data-parallel-rank" not in call.headers for call in seconds)
+
+    run(use)
+
+
+def test_a_decode_instance_that_has_the_prompt_gets_it_alone() -> None:
+    """Conditional hand-over: the second request for a prompt is one call."""
+
+    async def use(site: Site) -> None:
+        for _ in range(2):
+            assert text(await site.post(ASK)) == "".join(SAID)
+        assert [len(site.engines[name].calls) for name in "pd"] == [1, 2]
+        alone = site.engines["d"].calls[1].body
+        assert "kv_transfer_params" not in alone
+        note = site.fleet.notes[-1]
+        assert (note.instance, note.part, note.said) == ("d", "whole", [192])
+
+    run(use, *NIXL)
+
+
+def test_a_token_that_ends_it_hands_nothing_over() -> None:
+    """Where prefill's first token was the last there is no KV to fetch: decode is told of none."""
+
+    async def use(site: Site) -> None:
+        end = {"choices": [{"finish_reason": "stop"}], "kv_transfer_params": None}
+        site.engines["p"].script.append(end)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert "kv_transfer_params" not in site.engines["d"].calls[0].body
+
+    for pools in (NIXL, MOONCAKE):
+        run(use, *pools)
+
+
+def test_sglang_halves_meet_in_a_room() -> None:
+    """Both get one body with host, port and room at the same time; the text is decode's."""
+    pools: list[Pool] = [("p", "prefill", "sglang"), ("d", "decode", "sglang")]
+
+    async def use(site: Site) -> None:
+        assert text(await site.post(ASK)) == "".join(SAID)
+        words, _ = await streamed(site, {**ASK, "prompt": "other " + PROMPT})
+        assert words == spoken(list(("other " + PROMPT).encode()), 4)
+        first, second = site.engines["p"].calls[0], site.engines["d"].calls[0]
+        assert first.raw == second.raw
+        room = first.body.pop("bootstrap_room")
+        assert first.body == {
+            "model": "m",
+            **ASK,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": site.engines["p"].bootstrap_port,
+        }
+        assert 0 <= room < 1 << 63
+        site.engines["d"].statuses.append(500)
+        assert text(await site.post({**ASK, "prompt": "third " + PROMPT}))
+        site.engines["d"].statuses.append(400)
+        assert (await site.post({**ASK, "prompt": "fourth " + PROMPT})).status == 400
+
+    run(use, *pools)
+
+
+# What fails.
+
+
+def test_what_is_the_gateways_to_say_is_refused() -> None:
+    """Parameters of KV transfer are not a client's; nor is a body without a prompt, or no JSON."""
+
+    async def use(site: Site) -> None:
+        for body, param in (
+            ({**ASK, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+            ({**ASK, "bootstrap_room": 3}, "bootstrap_room"),
+            ({"max_tokens": 1}, "prompt"),
+            ({**ASK, "max_tokens": "x"}, "max_tokens"),
+        ):
+            reply = await site.post(body)
+            assert (reply.status, msgspec.json.decode(reply.body)["error"]["param"]) == (400, param)
+        assert (await site.post(b"{")).status == 400
+        assert (await site.post({**ASK, "model": "other"})).status == 404
+        assert not site.engines["a"].calls
+
+    run(use, *ONE)
+
+
+@pytest.mark.parametrize("pools", [ONE, NIXL])
+def test_a_clients_4xx_is_the_clients(pools: list[Pool]) -> None:
+    """The engine's answer reaches it as it is; the engine is not called again, and stays."""
+
+    async def use(site: Site) -> None:
+        reply = await site.post({**ASK, "max_tokens": 4_000, "prompt": "y" * 2_048})
+        assert reply.status == 400
+        error = msgspec.json.decode(reply.body)["error"]
+        assert error["message"] == "maximum context length is 2048 tokens"
+        assert error["type"] == "BadRequestError"
+        assert sum(len(engine.calls) for engine in site.engines.values()) == 1
+        assert len(site.conductor.instances()) == len(pools)
+        assert text(await site.post(ASK)) == "".join(SAID)
+
+    run(use, *pools)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_5xx_is_retried_elsewhere_at_most_three_times(stream: bool) -> None:
+    """Another engine gets it; when three attempts failed, the client is told."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        site.engines["b"].statuses.append(503)
+        assert (await site.post({**ASK, "stream": stream})).status == 200
+        assert sum(len(engine.calls) for engine in site.engines.values()) == 3
+        for engine in site.engines.values():
+            engine.statuses += [500, 429, 500]
+        reply = await site.post({**ASK, "stream": stream})
+        assert reply.status == 502
+        assert sum(len(engine.calls) for engine in site.engines.values()) == 6
+
+    run(use, *pools)
+
+
+def test_a_slow_engine_is_left_only_before_its_first_byte() -> None:
+    """Late with the first token: another gets it. Silent after it: the stream ends in an error."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        site.engines["a"].delay_s = 5
+        words, _ = await streamed(site, ASK)
+        assert words == SAID
+        assert [engine.aborted for engine in site.engines.values()] == [1, 0]
+        site.engines["a"].delay_s = 0
+        for engine in site.engines.values():
+            engine.token_s = 0.5
+        words, events = await streamed(site, ASK)
+        assert words == SAID[:1]
+        assert events[-1]["error"]["type"] == "engine_error"
+
+    run(use, *pools, limits=Limits(0.7, 0.7, 0.2, 0.1))
+
+
+@pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
+def test_prefill_dies_before_its_kv_is_fetched(pools: list[Pool]) -> None:
+    """Decode cannot have the KV any more: prefill again, and the text is right."""
+
+    async def use(site: Site) -> None:
+        first, second = site.engines["p"], site.engines["d"]
+        second.hold = asyncio.Event()
+        asking = asyncio.create_task(site.post(ASK))
+        while not second.calls:
+            await asyncio.sleep(0.01)
+        await first.restart()
+        second.hold.set()
+        second.hold = None
+        assert text(await asking) == "".join(SAID)
+        assert [len(first.calls), len(second.calls)] == [2, 2]
+        used = [call.body["kv_transfer_params"] for call in second.calls]
+        assert used[0]["remote_engine_id"] != used[1]["remote_engine_id"]
+        name = "remote_request_id" if pools is NIXL else "transfer_id"
+        assert used[0][name] != used[1][name]
+
+    run(use, *pools)
+
+
+def test_a_prefill_that_is_lost_is_broken_off() -> None:
+    """The fleet has noticed that the engine restarted: its call is cut and made again."""
+
+    async def use(site: Site) -> None:
+        first, second = site.engines["p"], site.engines["d"]
+        first.hold = asyncio.Event()
+        asking = asyncio.create_task(site.post(ASK))
+        while not first.calls:
+            await asyncio.sleep(0.01)
+        site.rejoin("p")
+        while not first.aborted:
+            await asyncio.sleep(0.01)
+        first.hold.set()
+        assert text(await asking) == "".join(SAID)
+        assert [len(first.calls), len(second.calls)] == [2, 1]
+
+    run(use, *NIXL)
+
+
+def once_prefilled(site: Site, do: Callable[[], None]) -> None:
+    """Have this happen when the Conductor is first told that a prefill has ended."""
+    tell = site.conductor.tell
+    happened: list[bool] = []
+
+    def told(*facts: Fact) -> None:
+        tell(*facts)
+        if isinstance(facts[0], PrefillEnded) and not happened:
+            happened.append(True)
+            do()
+
+    site.conductor.tell = told  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
+def test_prefill_that_is_another_start_is_not_asked_for_old_kv(pools: list[Pool]) -> None:
+    """Once the fleet has noticed, decode is not even called with the old parameters."""
+
+    async def use(site: Site) -> None:
+        once_prefilled(site, lambda: site.rejoin("p"))
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert [len(site.engines[name].calls) for name in "pd"] == [2, 1]
+
+    run(use, *pools)
+
+
+def test_a_bad_engine_id_is_asked_for_again() -> None:
+    """Mooncake's prefill restarted unseen: decode says 500, the bootstrap is asked, one retry."""
+
+    async def use(site: Site) -> None:
+        assert text(await site.post(ASK)) == "".join(SAID)
+        await site.engines["p"].restart()
+        other = {**ASK, "prompt": "again, " + PROMPT}
+        assert text(await site.post(other)) == "".join(spoken(list(other["prompt"].encode()), 4))
+        names = [c.body["kv_transfer_params"]["remote_engine_id"] for c in site.engines["d"].calls]
+        assert names == ["p-1-dp0", "p-1-dp0", "p-2-dp0"]
+
+    run(use, *MOONCAKE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hung_transfer_ends_by_our_deadline(stream: bool) -> None:
+    """An id that prefill does not know makes decode wait for minutes: cut, and made anew."""
+
+    async def use(site: Site) -> None:
+        site.engines["p"].lost_handovers = 1
+        reply = await site.post({**ASK, "stream": stream})
+        assert reply.status == 200
+        assert reply.body.count(SAID[0].encode()) >= 1
+        assert site.engines["d"].aborted == 1
+        assert len(site.engines["p"].calls) == 2
+
+    run(use, *MOONCAKE, limits=Limits(5, 0.3, 5, 0.05))
+
+
+def test_nixl_parameters_are_not_used_after_their_lease() -> None:
+    """Stale ones give wrong text with 200: a decode that comes too late prefills again."""
+
+    async def use(site: Site) -> None:
+        now_us = site.conductor.now_us
+
+        def time_passes() -> None:
+            site.conductor.now_us = lambda: now_us() + 26_000_000
+
+        once_prefilled(site, time_passes)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert [len(site.engines[name].calls) for name in "pd"] == [2, 1]
+
+    run(use, *NIXL)
+
+
+def test_decode_dies_in_mid_stream() -> None:
+    """What came is not sent again; the last event says what happened, and both sides are free."""
+
+    async def use(site: Site) -> None:
+        site.engines["d"].cut_after = 2
+        words, events = await streamed(site, ASK)
+        assert words == SAID[:2]
+        assert "error" in events[-1]
+        assert len(site.engines["d"].calls) == 1
+
+    run(use, *NIXL)
+
+
+def test_decode_dies_before_a_whole_reply() -> None:
+    """Nothing was sent, so another does it."""
+
+    async def use(site: Site) -> None:
+        await site.add("e", "decode", "nixl")
+        asked = site.engines["d"], site.engines["e"]
+        for engine in asked:
+            engine.token_s = 0.1
+        asking = asyncio.create_task(site.post(ASK))
+        while not any(engine.running for engine in asked):
+            await asyncio.sleep(0.01)
+        at = next(engine for engine in asked if engine.running)
+        await at.stop()
+        assert text(await asking) == "".join(SAID)
+
+    run(use, *NIXL)
+
+
+@pytest.mark.parametrize("where", ["p", "d", "stream"])
+def test_a_client_that_leaves_frees_both_sides(where: str) -> None:
+    """Whoever works for it is told by the end of its connection; nothing stays promised."""
+
+    async def use(site: Site) -> None:
+        if where == "stream":
+            site.engines["d"].token_s = 0.05
+            async with site.stream({**ASK, "max_tokens": 50}) as events:
+                await anext(events)
+            at = site.engines["d"]
+        else:
+            at = site.engines[where]
+            at.hold = asyncio.Event()
+            asking = asyncio.create_task(site.post(ASK))
+            while not at.calls:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+        async with asyncio.timeout(5):
+            while not at.aborted:
+                await asyncio.sleep(0.01)
+
+    run(use, *NIXL)
+
+
+def test_an_instance_that_is_lost_ends_its_calls() -> None:
+    """Before the first byte it is made again elsewhere, after it the client is told."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        for engine in site.engines.values():
+            engine.hold = asyncio.Event()
+        asking = asyncio.create_task(streamed(site, ASK))
+        while not site.busy:
+            await asyncio.sleep(0.01)
+        [at] = [name for name, engine in site.engines.items() if engine.running]
+        for engine in site.engines.values():
+            engine.hold = None if engine.name != at else engine.hold
+        site.rejoin(at)
+        assert (await asking)[0] == SAID
+        assert site.engines[at].aborted == 1
+        site.engines[at].hold = None
+        for engine in site.engines.values():
+            engine.token_s = 0.1
+        async with site.stream(ASK) as events:
+            seen = [await anext(events)]
+            [at] = [name for name, engine in site.engines.items() if engine.running]
+            site.rejoin(at)
+            seen += [event async for event in events]
+        assert "restarted" in seen[-1]["error"]["message"]
+
+    run(use, *pools)
+
+
+def test_nobody_listens_there() -> None:
+    """An engine that refuses connections is forgotten until it joins again; others serve."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        await site.engines["a"].stop()
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert [info.id for info in site.conductor.instances()] == ["b"]
+
+    run(use, *pools)
+
+
+# Prompts.
+
+
+def test_prompts_are_read_as_well_as_may_be() -> None:
+    """By the client's ids, our tokenizer, the engine's, or its text; said in the metrics."""
+
+    async def use(site: Site) -> None:
+        tool = {"type": "function", "function": {"name": "look"}}
+        messages = [{"role": "user", "content": "hello there"}]
+        await site.post({"prompt": [1, 2, 3], "max_tokens": 1})
+        await site.post({"prompt": "text", "max_tokens": 1})
+        site.fleet.exact = ByteText()  # type: ignore[assignment]
+        await site.post({"messages": messages, "max_tokens": 1}, chat=True)
+        await site.post({"messages": messages, "tools": [tool], "max_tokens": 1}, chat=True)
+        assert [note.prompt for note in site.fleet.notes] == [3, 1, 18, 66]
+        await site.post({"prompt": ["one", "two"], "max_tokens": 1})
+        how = site.relay._reader.read
+        assert how == {"ids": 1, "text": 1, "tokens": 1, "engine": 1, "unread": 1}
+        assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.relay.metrics.text()
+
+    run(use, *ONE)
+
+
+def test_where_nothing_is_told_the_index_follows_what_was_sent() -> None:
+    """A prompt that shares a long beginning goes to who has it, and what was reused confirms it."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none"), ("c", "both", "none")]
+
+    async def use(site: Site) -> None:
+        head = PROMPT * 6
+        for tail in ("one", "two", "three", "four"):
+            await site.post({**ASK, "prompt": head + tail})
+            await site.post({**ASK, "prompt": tail * 40})
+        asked = {
+            name: sum(call.body["prompt"].startswith(head) for call in engine.calls)
+            for name, engine in site.engines.items()
+        }
+        assert sorted(asked.values()) == [0, 0, 4]
+        assert site.conductor.core.index.entries > 0
+
+    run(use, *pools, tuning=Tuning(policy="cache_aware"))
+
+
+def test_tbt_and_tokens_are_noted_for_the_fleet() -> None:
+    """Each call is told from its sending to its end, with its tokens and what was cached."""
+
+    async def use(site: Site) -> None:
+        await streamed(site, {**ASK, "stream_options": {"include_usage": True}})
+        first, second = site.fleet.notes
+        assert (first.instance, first.part, first.count, first.said) == ("p", "prefill", 1, [0])
+        assert (second.instance, second.part, second.count) == ("d", "decode", 4)
+        assert (first.over, second.over) == (1, 2)
+
+    run(use, *NIXL)

@@ -321,8 +321,10 @@ class Life:
     def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:
         """The instance has the prompt now; where none tells, the index hears of it from here."""
         keys = self._reading.keys
-        if keys and not self._caller.engines.tells(self._asked.model):
-            self._conductor.tell(*self._caller.guesses.served(to, keys, predicted, cached))
+        if not keys or self._caller.engines.tells(self._asked.model):
+            return
+        if told := self._caller.guesses.served(to, keys, predicted, cached):
+            self._conductor.tell(*told)
 
     async def _drain(self) -> None:
         """Read the end of a reply, so that its connection can be used again."""
