@@ -101,12 +101,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     objective; 1: none does."""
     rack: str = ""
     """Where a worker stands; transfers between racks are taken to last longer."""
+    instances: tuple[dict[str, object], ...] | None = None
+    """Foreign engines that a gateway serves with; see cli.instances. In the file only. Empty: those
+    that are named later; None: a gateway has workers of ours."""
     start_s: _Seconds = 180.0
     drain_s: _Seconds = 30.0
     logging: Logging = Logging()
 
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
+FILE_ONLY = ("logging", "instances")
+"""Settings of parts, which the environment has no one variable for."""
 _LEAST_SEGMENT: Bytes = 1 << 20
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -180,7 +185,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
     for name, text in env.items():
         if not name.startswith(ENV_PREFIX):
             continue
-        if name in names and names[name] != "logging":
+        if name in names and names[name] not in FILE_ONLY:
             out[names[name]] = text
         elif name == ENV_PREFIX + "LOGGING__LEVEL":
             nested["level"] = text
@@ -330,6 +335,7 @@ def _named(
         "predictor": "uniform or survival (oracle: in simulation only)",
         "store": "embedded or mooncake",
         "decode_kv": "off, end or a number of blocks, 1 or more",
+        "instances": "a list of engines, each a map such as {name: e0, url: http://10.0.0.5:8000}",
     }
     remedy = choices.get(field, text[:1].lower() + text[1:])
     if top == "logging" and "enum" in text:

@@ -20,8 +20,8 @@ MAX_FUNCTION = 70
 MAX_FILE = 400
 PURE = {
     *("__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "enum"),
-    *("functools", "hashlib", "heapq", "itertools", "math", "operator", "statistics", "string"),
-    *("struct", "sys", "types", "typing"),
+    *("functools", "hashlib", "heapq", "itertools", "math", "operator", "pickle", "statistics"),
+    *("string", "struct", "sys", "types", "typing"),
     *("msgspec", "xxhash", "blake3"),
 }
 HEAVY = {

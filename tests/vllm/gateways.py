@@ -62,7 +62,8 @@ class Gateway:
 
     def instance(self, name: str) -> Json | None:
         """What it says of one instance; None: it does not use it."""
-        return next((it for it in get(self.url + "/api/instances") if it["id"] == name), None)
+        rows = get(self.url + "/api/instances")
+        return next((it for it in rows if it["id"] == name and it["state"] == "up"), None)
 
     def until(self, true: Callable[[], object], within_s: float = 30.0) -> None:
         """Poll until it holds, or fail with the end of its log."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from moonserve.cli.instances import engines_of, instances_options, named_by_flags
 from moonserve.cli.settings import (
     advertise_host_option,
     cards_option,
@@ -35,10 +36,27 @@ if TYPE_CHECKING:
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
     "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
+@instances_options
 @advertise_host_option
-def gateway(config: Path | None, advertise_host: str | None, **flags: str | None) -> None:
-    """Run one gateway, with the Conductor and, without --store-url, the store's master in it."""
+def gateway(
+    config: Path | None,
+    advertise_host: str | None,
+    prefill_url: tuple[str, ...],
+    decode_url: tuple[str, ...],
+    url: tuple[str, ...],
+    connector: str | None,
+    events: str | None,
+    tokenizer: str | None,
+    **flags: str | None,
+) -> None:
+    """Run one gateway, with the Conductor and, without --store-url, the store's master in it.
+
+    Workers of ours join it; or it serves with foreign engines, such as vLLM, which the list
+    `instances` in FILE names (docs/engines.md), or else --prefill-url and so on.
+    """
     settings = read_settings(config, flags)
+    urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer)
+    engines = engines_of(settings, config, urls)
     token = read_token()
     from moonserve.live.supervise import die_with_parent
 
@@ -46,32 +64,34 @@ def gateway(config: Path | None, advertise_host: str | None, **flags: str | None
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
 
-    run_role(
-        run_gateway(
-            GatewayConfig(
-                host=settings.host,
-                port=settings.port,
-                token=token,
-                model=settings.model,
-                registry=settings.registry,
-                advertise_host=advertise_host,
-                store_url=settings.store_url,
-                store=settings.store,
-                eviction=settings.eviction,
-                drain_s=settings.drain_s,
-                threshold=settings.threshold,
-                policy=settings.policy,
-                slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
-                admission=settings.admission,
-                admission_low=settings.admission_low,
-                admission_high=settings.admission_high,
-                predictor=settings.predictor,
-                spread_bytes=settings.spread_bytes,
-                cpp=settings.cpp,
-                max_body_bytes=settings.max_body_bytes,
-            )
-        )
+    made = GatewayConfig(
+        host=settings.host,
+        port=settings.port,
+        token=token,
+        model=settings.model,
+        registry=settings.registry,
+        advertise_host=advertise_host,
+        store_url=settings.store_url,
+        store=settings.store,
+        eviction=settings.eviction,
+        drain_s=settings.drain_s,
+        threshold=settings.threshold,
+        policy=settings.policy,
+        slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
+        admission=settings.admission,
+        admission_low=settings.admission_low,
+        admission_high=settings.admission_high,
+        predictor=settings.predictor,
+        spread_bytes=settings.spread_bytes,
+        cpp=settings.cpp,
+        max_body_bytes=settings.max_body_bytes,
     )
+    if engines is None:
+        run_role(run_gateway(made))
+    else:
+        from moonserve.live.gateway.foreign import starting
+
+        run_role(run_gateway(made, start=starting(engines)))
 
 
 @click.command()

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 import msgspec
 
-from moonserve.config import ENV_PREFIX, FIELDS, Settings, apply_logging, load, parse_bytes
+from moonserve.config import (
+    ENV_PREFIX,
+    FIELDS,
+    FILE_ONLY,
+    Settings,
+    apply_logging,
+    load,
+    parse_bytes,
+)
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes
 
@@ -158,7 +166,7 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
     }
     for name in FIELDS:
         value = getattr(settings, name)
-        if name != "logging" and value is not None:
+        if name not in FILE_ONLY and value is not None:
             env[ENV_PREFIX + name.upper()] = str(value)
     env[ENV_PREFIX + "LOGGING__LEVEL"] = settings.logging.level
     env[ENV_PREFIX + "LOGGING__MODULES"] = msgspec.json.encode(settings.logging.modules).decode()

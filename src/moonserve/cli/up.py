@@ -80,6 +80,8 @@ def up(config: Path | None, **flags: str | None) -> None:
     finish and stops all; a second Ctrl-C does not wait.
     """
     settings = read_settings(config, flags)
+    if settings.instances is not None:
+        raise ConfigError("are for `moonserve gateway`; leave them out with up", "instances")
     if settings.profile:
         read_profile(settings.profile)  # a wrong one is found now, not by the workers
     port = _free_port(settings.host, settings.port)

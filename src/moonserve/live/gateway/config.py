@@ -29,8 +29,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where others reach it, if not at `host`; said in the registry."""
     store_url: str = ""
     """Where the store's master is; empty: in this process."""
-    store: Literal["embedded", "mooncake"] = "embedded"
-    """Whose pool the workers use; Mooncake's has a master of its own."""
+    store: Literal["embedded", "mooncake", "none"] = "embedded"
+    """Whose pool the workers use; Mooncake's has a master of its own; none: foreign engines keep
+    their KV themselves."""
     eviction: str = "lru"
     """What its segments evict first: one of core.evict.EVICTIONS; for a master in this process."""
     drain_s: float = 30.0

@@ -145,8 +145,8 @@ class Control:
 
     def _open_pool(self) -> LocalPool | RemotePool | ForeignPool:
         config = self._config
-        if config.store == "mooncake":
-            return ForeignPool()
+        if config.store != "embedded":
+            return ForeignPool(config.store)
         if config.store_url:
             return RemotePool(self._http, config.store_url, config.token, self._tell)
         first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out

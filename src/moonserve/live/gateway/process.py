@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 
@@ -89,6 +90,17 @@ class Gateway:
         await self._control.start(self._server.port)
 
 
+class Running(Protocol):
+    """A gateway that listens."""
+
+    @property
+    def port(self) -> int:
+        """Where."""
+
+    async def stop(self, drain_s: float) -> None:
+        """See Gateway.stop."""
+
+
 class Text(msgspec.Struct, frozen=True):
     """The text side of the served model."""
 
@@ -115,15 +127,21 @@ def read_text(ref: str) -> Text:
     return Text(found.name, load_config(found.path).max_len, tools)
 
 
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
 async def run_gateway(
-    config: GatewayConfig, say: Callable[[str], None] = lambda line: print(line, flush=True)
+    config: GatewayConfig,
+    say: Callable[[str], None] = _print,
+    start: Callable[[GatewayConfig], Awaitable[Running]] = Gateway.start,
 ) -> None:
     """Run one gateway until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    gateway = await Gateway.start(config)
+    gateway = await start(config)
     say(f"listening on http://{config.host}:{gateway.port}")
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")

@@ -1,12 +1,14 @@
-"""The pool that is Mooncake's, as a gateway sees it: nothing to do, and an honest answer.
+"""A pool that is not ours, as a gateway sees it: nothing to do, and an honest answer.
 
-Its blocks are known from what workers report (store.reports); where they lie, its own master knows.
+Mooncake's, or none: foreign engines keep their KV to themselves.
+Mooncake's blocks are known from what workers report (store.reports); where they lie, its own master
+knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
@@ -14,16 +16,23 @@ from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.channel import PATH
 
-_WHY = (
+_MOONCAKE = (
     "the KV of this cluster lies in Mooncake's pool, and only mooncake_master knows where: ask it"
     " at /metrics and /metrics/summary of its --metrics_port (9003 unless set; `moonserve up` gives"
     " the one it starts none, so start one yourself and name it with --mooncake-master)."
     " How many blocks are known to be there, /api/stats says: index_blocks"
 )
+_NONE = (
+    "foreign engines keep their KV themselves; how many blocks they are known to hold, /api/stats"
+    " says: index_blocks"
+)
 
 
 class ForeignPool:
     """The same as LocalPool towards the gateway."""
+
+    def __init__(self, backend: Literal["mooncake", "none"] = "mooncake") -> None:
+        self._backend = backend
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -31,7 +40,7 @@ class ForeignPool:
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """What /api/stats tells of the store."""
-        return {"backend": "mooncake"}
+        return {"backend": self._backend}
 
     def release(self, lease: LeaseId) -> None:
         """Nothing to do: Mooncake's leases end by their time."""
@@ -47,4 +56,4 @@ class ForeignPool:
         """Nothing to do."""
 
     async def _refuse(self, request: HttpRequest) -> Response:
-        raise BadRequest(_WHY, "store")
+        raise BadRequest(_MOONCAKE if self._backend == "mooncake" else _NONE, "store")

@@ -1,0 +1,190 @@
+"""Foreign engines as a cluster file and the flags of `moonserve gateway` name them.
+
+The file's settings have a list `instances`, each a map with the fields of live.fleet.spec; flags
+name addresses only. Every error says which engine, which field, on which line, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import click
+import msgspec
+
+from moonserve.config import ENV_PREFIX, Settings
+from moonserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moonserve.live.fleet.spec import InstanceSpec
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+_FLAGS: tuple[tuple[str, str, str], ...] = (
+    ("--prefill-url", "p", "a vLLM server that prefills only; repeatable"),
+    ("--decode-url", "d", "a vLLM server that decodes only; repeatable"),
+    ("--url", "e", "a vLLM server that serves whole requests; repeatable"),
+)
+_ROLES: Mapping[str, str] = {"p": "prefill", "d": "decode", "e": "both"}
+_CHOICES = {
+    "engine": "must be vllm or sglang",
+    "role": "must be prefill, decode or both",
+    "connector": "must be nixl, mooncake, sglang or none",
+}
+
+
+def instances_options(command: _Command) -> _Command:
+    """Give a command the flags that name engines."""
+    for flag, text, default in (
+        (
+            "--tokenizer",
+            "their model's files: name, folder or .gguf; needed for events",
+            "none",
+        ),
+        ("--events", "their KV events: off, auto, or tcp://*:PORT", "auto"),
+        ("--connector", "how they hand KV on: nixl or mooncake", "nixl"),
+    ):
+        command = click.option(flag, metavar="NAME", help=f"{text} [default: {default}]")(command)
+    for flag, _, text in reversed(_FLAGS):
+        command = click.option(flag, metavar="URL", multiple=True, help=text)(command)
+    return command
+
+
+def named_by_flags(
+    prefill_url: Sequence[str],
+    decode_url: Sequence[str],
+    url: Sequence[str],
+    connector: str | None,
+    events: str | None,
+    tokenizer: str | None,
+) -> list[InstanceSpec]:
+    """Engines p0, p1, …, d0, …, e0, …; none where no address is given. Raises ConfigError."""
+    urls = [
+        (f"{kind}{number}", kind, flag, address)
+        for (flag, kind, _), given in zip(_FLAGS, (prefill_url, decode_url, url), strict=True)
+        for number, address in enumerate(given)
+    ]
+    if not urls:
+        for flag, value in (
+            ("--connector", connector),
+            ("--events", events),
+            ("--tokenizer", tokenizer),
+        ):
+            if value is not None:
+                raise ConfigError("is for engines: name them by --prefill-url and so on", flag)
+        return []
+    if bool(prefill_url) != bool(decode_url):
+        lacking = "--decode-url" if prefill_url else "--prefill-url"
+        raise ConfigError("prefill and decode need each other: name one of each at least", lacking)
+    if events not in (None, "off", "auto") and "*" not in (events or "") and len(urls) > 1:
+        raise ConfigError(
+            "of several engines is tcp://*:PORT, or auto; name them in a file else", "--events"
+        )
+    return [
+        _of_flag(
+            {
+                "name": name,
+                "url": address,
+                "role": _ROLES[kind],
+                "connector": "none" if kind == "e" else connector or "nixl",
+                "events": _own(events or "auto", address),
+                "tokenizer": tokenizer or "",
+            },
+            flag,
+        )
+        for name, kind, flag, address in urls
+    ]
+
+
+def _of_flag(fields: dict[str, Any], flag: str) -> InstanceSpec:
+    named = {"url": flag} | {it: f"--{it}" for it in ("connector", "events", "tokenizer")}
+    return _described(fields, lambda field: named.get(field, field))
+
+
+def engines_of(
+    settings: Settings, file: Path | None, by_flags: Sequence[InstanceSpec]
+) -> list[InstanceSpec] | None:
+    """All engines of a gateway; None where it has workers of ours. Raises ConfigError."""
+    if settings.instances is None and not by_flags:
+        return None
+    for name in ("store", "store_url"):
+        if getattr(settings, name) != getattr(Settings(), name):
+            remedy = "is for workers of ours: foreign engines keep their KV; leave one of both out"
+            raise ConfigError(f"{remedy} (instances are named too)", name)
+    named = os.environ.get(ENV_PREFIX + "CONFIG")
+    file = file or (Path(named) if named else None)
+    found = named_in_file(settings.instances or (), file)
+    for spec in by_flags:
+        if spec.name in [it.name for it in found]:
+            raise ConfigError(f"an engine in the file is named {spec.name}; rename it", "instances")
+    return [*found, *by_flags]
+
+
+def _own(events: str, address: str) -> str:
+    """tcp://*:PORT, as engines are told it, at this engine's host."""
+    host = urlsplit(address).hostname or ""
+    return events.replace("*", f"[{host}]" if ":" in host else host, 1)
+
+
+def named_in_file(entries: Sequence[Mapping[str, object]], file: Path | None) -> list[InstanceSpec]:
+    """The engines of a file's `instances`. Raises ConfigError."""
+    found: list[InstanceSpec] = []
+    for number, entry in enumerate(entries):
+
+        def place(field: str, number: int = number) -> str:
+            line = None if file is None else _line(file.read_text(), number, field)
+            return f"instances[{number}].{field}" + (f" (line {line})" if line else "")
+
+        spec = _described(dict(entry), place)
+        if spec.name in [it.name for it in found]:
+            raise ConfigError(f"{spec.name} is named before; choose another", place("name"))
+        found.append(spec)
+    return found
+
+
+def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceSpec:
+    from moonserve.live.fleet.spec import InstanceSpec
+
+    if fields.get("events") is False:  # what YAML makes of off
+        fields["events"] = "off"
+    known = InstanceSpec.__struct_fields__
+    for field in fields:
+        if field not in known:
+            close = difflib.get_close_matches(str(field), known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ConfigError(f"there is no such field; {hint}", place(str(field)))
+    try:
+        return msgspec.convert(fields, InstanceSpec).checked()
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        field = path.rstrip("`")
+        missing = re.search(r"required field `(.+)`", text)
+        if missing is not None:
+            raise ConfigError("is missing: every engine needs one", place(missing[1])) from None
+        remedy = _CHOICES.get(field, text[:1].lower() + text[1:])
+        raise ConfigError(f"{remedy} (not {fields.get(field)!r})", place(field)) from None
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.field}: "), place(error.field)) from None
+
+
+def _line(text: str, number: int, field: str) -> int | None:
+    """Where a field of that engine stands in the file, or the engine where it lacks the field."""
+    import yaml
+
+    engines = next((value for key, value in _pairs(yaml.compose(text)) if key == "instances"), None)
+    if not isinstance(engines, yaml.SequenceNode) or number >= len(engines.value):
+        return None
+    engine = engines.value[number]
+    at = next((value for key, value in _pairs(engine) if key == field), engine)
+    return int(at.start_mark.line) + 1
+
+
+def _pairs(node: Any) -> list[tuple[str, Any]]:
+    """A YAML map's keys and the nodes of their values; nothing of another node."""
+    import yaml
+
+    return [(key.value, it) for key, it in node.value] if isinstance(node, yaml.MappingNode) else []

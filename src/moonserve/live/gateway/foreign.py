@@ -1,0 +1,107 @@
+"""The gateway process before foreign engines: Conductor, fleet and relay in one event loop.
+
+As `process.Gateway` is before workers of ours; both have the same control side. Needs no model
+files but the tokenizers that engine descriptions name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from moonserve.live.fleet.api import FleetApi
+from moonserve.live.fleet.events import open_feed
+from moonserve.live.fleet.fleet import Fleet
+from moonserve.live.fleet.keeper import Times
+from moonserve.live.fleet.rows import FleetMetrics
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.control import Control
+from moonserve.live.gateway.door import Limits
+from moonserve.live.gateway.process import read_text
+from moonserve.live.http.auth import require_token_beyond_loopback
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.server import App, Server, serve
+from moonserve.live.relay.front import RelayApp
+
+
+def starting(
+    specs: Sequence[InstanceSpec],
+) -> Callable[[GatewayConfig], Awaitable[ForeignGateway]]:
+    """How `process.run_gateway` starts one before these engines."""
+    return lambda config: ForeignGateway.start(config, specs)
+
+
+FILE = "the cluster file"
+"""The source of engines that are given at the start."""
+
+
+class ForeignGateway:
+    """All parts, wired and listening; made by `start`."""
+
+    def __init__(self, config: GatewayConfig, times: Times) -> None:
+        changed = {"store": "none", "spread_bytes": 0, "cpp": 1, "dead_after_s": times.longest_s}
+        self._config = config = msgspec.structs.replace(config, **changed)
+        self._http = HttpClient()
+        self._control = Control(config, self._http, "")
+        self.conductor = conductor = self._control.conductor
+        self.fleet = Fleet(
+            conductor,
+            self._http,
+            lambda ref: read_text(ref).tools,
+            os.environ,
+            open_feed=open_feed,
+            times=times,
+        )
+        self._api = FleetApi(self.fleet, conductor, config.token)
+        door = Limits(max_in_flight=config.max_in_flight)
+        self._front = RelayApp(conductor, self.fleet, self.fleet, self._http, door)
+        for collector in (*self._control.collectors(), FleetMetrics(self.fleet, conductor)):
+            self._front.metrics.registry.register(collector)
+        self._server: Server | None = None
+
+    @classmethod
+    async def start(
+        cls, config: GatewayConfig, specs: Sequence[InstanceSpec], times: Times | None = None
+    ) -> ForeignGateway:
+        """Read the tokenizers, wire all parts, listen; engines join as they answer.
+
+        Raises ConfigError.
+        """
+        require_token_beyond_loopback(config.host, config.token, "who describes engines")
+        gateway = cls(config, times or Times())
+        try:
+            await gateway.fleet.described(FILE, specs)
+            await gateway._listen()
+        except BaseException:
+            await gateway.stop(0)
+            raise
+        return gateway
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._server is not None
+        return self._server.port
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let running ones finish for `drain_s`, then cut them."""
+        self._front.drain()
+        await self._front.idle(drain_s)
+        if self._server is not None:
+            await self._server.stop(0)
+        await self.fleet.close()
+        await self._control.stop()
+        await self._http.close()
+
+    async def _listen(self) -> None:
+        app = App(
+            self._front.routes() | self._control.routes() | self._api.routes(),
+            self._front.prefixes() | self._control.prefixes() | self._api.prefixes(),
+            max_body_bytes=self._config.max_body_bytes,
+            name="gateway",
+        )
+        self._server = await serve(app, self._config.host, self._config.port)
+        self._control.start()

@@ -1,0 +1,193 @@
+"""A whole gateway before foreign engines, on sockets, with fakes for engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.foreign import ForeignGateway
+from moonserve.live.http.client import ClientResponse, HttpClient
+from tests.support.engines import QUICK, Engine
+
+
+class Client:
+    """Speaks to one gateway."""
+
+    def __init__(self, gateway: ForeignGateway, http: HttpClient) -> None:
+        self.gateway = gateway
+        self._http, self._url = http, f"http://127.0.0.1:{gateway.port}"
+
+    async def call(
+        self, method: str, path: str, body: Any = None, token: str = "t0ken"
+    ) -> ClientResponse:
+        """One call, whatever its answer."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        url = self._url + path
+        return await self._http.request(method, url, headers=headers, body=data, timeout_s=10)
+
+    async def get(self, path: str) -> Any:
+        """What a page says."""
+        reply = await self.call("GET", path)
+        assert reply.status == 200, reply
+        return msgspec.json.decode(reply.body)
+
+    async def until(self, true: Callable[[], Awaitable[Any]]) -> None:
+        """Poll until it holds."""
+        async with asyncio.timeout(10):
+            while not await true():
+                await asyncio.sleep(0.02)
+
+    async def up(self, *names: str) -> None:
+        """Wait until exactly these instances are up."""
+
+        async def there() -> bool:
+            rows = await self.get("/api/instances")
+            return [row["id"] for row in rows if row["state"] == "up"] == [*names]
+
+        await self.until(there)
+
+    async def complete(self, prompt: str) -> ClientResponse:
+        """A completion."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": 3}
+        return await self.call("POST", "/v1/completions", body)
+
+
+@contextlib.asynccontextmanager
+async def site(*engines: Engine, specs: bool = True) -> AsyncIterator[Client]:
+    """A gateway before these engines; `specs` False: it is told of none."""
+    async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        named = [InstanceSpec(name=it.name, url=it.url, events="off") for it in engines]
+        config = GatewayConfig(model="", port=0, token="t0ken")
+        gateway = await ForeignGateway.start(config, named if specs else [], QUICK)
+        stack.push_async_callback(gateway.stop, 0)
+        http = HttpClient()
+        stack.push_async_callback(http.close)
+        yield Client(gateway, http)
+
+
+def test_a_gateway_without_model_files_serves_with_engines() -> None:
+    """No tokenizer, events off: requests are served, and that the index is a guess is said."""
+
+    async def body() -> None:
+        async with site(Engine("a"), Engine("b")) as it:
+            await it.up("a", "b")
+            for _ in range(3):
+                assert (await it.complete("once upon a time " * 8)).status == 200
+            health = await it.get("/health")
+            assert health["instances"] == {"a": "up", "b": "up"}
+            assert all("events: off" in said for said in health["alarms"])
+            metrics = (await it.call("GET", "/metrics")).body.decode()
+            assert 'moonserve_instance_up{instance="a"} 1.0' in metrics
+            assert 'moonserve_instance_events{instance="b"} 0.0' in metrics
+            assert 'moonserve_instance_trust{instance="b"} 1.0' in metrics
+            assert "moonserve_alarms 2.0" in metrics
+            stats = await it.get("/api/stats")
+            assert (stats["requests"], stats["store"]) == (0, {"backend": "none"})
+
+    asyncio.run(body())
+
+
+def test_what_clients_do_wrong_costs_no_engine_its_standing() -> None:
+    """An engine's 4xx goes to the client; the engine stays, in the same epoch."""
+
+    async def body() -> None:
+        async with site(Engine("a")) as it:
+            await it.up("a")
+            (before,) = await it.get("/api/instances")
+            for _ in range(5):
+                bad = {"model": "m", "prompt": "x", "max_tokens": 2, "min_tokens": 9}
+                assert (await it.call("POST", "/v1/completions", bad)).status == 400
+            await asyncio.sleep(0.1)
+            (after,) = await it.get("/api/instances")
+            assert (after["state"], after["epoch"]) == ("up", before["epoch"])
+            assert (await it.complete("x")).status == 200
+
+    asyncio.run(body())
+
+
+def test_engines_are_described_and_let_go_over_http() -> None:
+    """POST adds or changes, DELETE lets go; both may be repeated, and need the token."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with site(fake, specs=False) as it:
+            ready = await it.call("GET", "/ready")
+            assert ready.status == 503
+            spec = {"name": "a", "url": fake.url, "events": "off"}
+            refused = await it.call("POST", "/api/instances", spec, token="wrong")
+            assert refused.status == 401
+            for changed in ([b"a"], []):
+                reply = await it.call("POST", "/api/instances", [spec])
+                wanted = [name.decode() for name in changed]
+                assert msgspec.json.decode(reply.body) == {"changed": wanted}, reply
+            await it.up("a")
+            assert (await it.call("GET", "/ready")).status == 200
+            await it.call("POST", "/api/instances", spec | {"rack": "r2"})
+            await it.up("a")
+            (row,) = await it.get("/api/instances")
+            assert (row["rack"], row["source"], row["engine"]) == ("r2", "HTTP", "vllm")
+            for changed in ([b"a"], []):
+                reply = await it.call("DELETE", "/api/instances/a")
+                wanted = [name.decode() for name in changed]
+                assert msgspec.json.decode(reply.body) == {"changed": wanted}, reply
+            assert await it.get("/api/instances") == []
+
+    asyncio.run(body())
+
+
+def test_a_wrong_description_over_http_names_its_field() -> None:
+    """400 with the field and the remedy; 409 where the cluster file has the name, and for workers
+    of ours."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with site(fake) as it:
+            for spec, status, says in (
+                ({"name": "b", "url": fake.url, "role": "prefill"}, 400, "say connector: nixl"),
+                ({"name": "b", "url": fake.url, "roles": "both"}, 400, "roles"),
+                ({"name": "b", "url": fake.url, "api_key_env": "NOT_SET"}, 400, "NOT_SET is not s"),
+                ({"name": "b"}, 400, "url"),
+                ({"name": "a", "url": fake.url}, 409, "a is described by the cluster file"),
+            ):
+                reply = await it.call("POST", "/api/instances", spec)
+                assert (reply.status, says in reply.body.decode()) == (status, True), reply
+            reply = await it.call("DELETE", "/api/instances/a")
+            assert reply.status == 409
+            reply = await it.call("POST", "/internal/join", {})
+            assert (reply.status, b"foreign engines" in reply.body) == (409, True), reply
+
+    asyncio.run(body())
+
+
+def test_a_refused_engine_is_shown_with_the_reason() -> None:
+    """It is in the list and in /health, with what does not fit, and serves nobody."""
+
+    async def body() -> None:
+        first, second = Engine("a", block_size=16), Engine("b", block_size=32)
+        async with site(first, second) as it:
+
+            async def refused() -> bool:
+                states = (await it.get("/health"))["instances"].values()
+                return sorted(states) == ["refused", "up"]
+
+            await it.until(refused)
+            rows = await it.get("/api/instances")
+            (row,) = [row for row in rows if row["state"] == "refused"]
+            assert "--block-size" in row["why"]
+            (alarm,) = [it for it in (await it.get("/health"))["alarms"] if "refused" in it]
+            assert row["why"] in alarm
+            assert (await it.complete("x")).status == 200
+            used = first if row["id"] == "b" else second
+            assert len(used.calls) == 1
+
+    asyncio.run(body())
