@@ -163,7 +163,7 @@ def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: F
 
     third = fleet.gateway()
     until(lambda: get(third, "/ready"))
-    assert get(third, "/api/gateways")["index"] == "from the store's master"
+    assert get(third, "/api/gateways")["index"] == "as told by the store's master"
     assert get(third, "/api/stats")["index_blocks"] == get(other, "/api/stats")["index_blocks"]
     assert names(third) == ["d0", "p1"]
     assert ask(third, WORDS)["usage"]["prompt_tokens_details"]["cached_tokens"] > 200

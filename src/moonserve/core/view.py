@@ -314,7 +314,9 @@ class ClusterView:
         view = self.instances.get(instance)
         if view is not None:
             rows = [rows[instance] for rows in self._peers.values() if instance in rows]
-            view.told(told([it for it in rows if it.epoch == view.info.epoch], now_us))
+            if view.info.connector == "embedded":  # else each gateway counts starts for itself
+                rows = [it for it in rows if it.epoch == view.info.epoch]
+            view.told(told(rows, now_us))
 
     def promises(self, now_us: Micros) -> tuple[Promises, ...]:
         """What we have promised anywhere, for other gateways."""

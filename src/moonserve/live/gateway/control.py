@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -69,9 +69,16 @@ class Control:
     """See the module. `start` and `stop` are called on the event loop."""
 
     def __init__(
-        self, config: GatewayConfig, http: HttpClient, model: str, registry: Registry | None = None
+        self,
+        config: GatewayConfig,
+        http: HttpClient,
+        model: str,
+        registry: Registry | None = None,
+        settled: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """`model`: the name that the served model goes by; `registry`: where others are found."""
+        """`model`: the name that the served model goes by; `registry`: where others are found;
+        `settled`: returns once foreign engines have told what they hold.
+        """
         self._config = config
         self._http = http
         tuning = Tuning(
@@ -92,7 +99,7 @@ class Control:
         self.pool = self._open_pool()
         self._internal = Internal(self.conductor, config.token, [model])
         self._api = Api(self.conductor, self.pool)
-        self.several = None if registry is None else self._among(registry)
+        self.several = None if registry is None else self._among(registry, settled)
         self._ticker: asyncio.Task[None] | None = None
 
     def routes(self) -> dict[tuple[str, str], Handler]:
@@ -153,10 +160,16 @@ class Control:
         master = Master(Terms(eviction=config.eviction), first_ticket)
         return LocalPool(MasterService(master, LoopClock().now_us), config.token, self._tell)
 
-    def _among(self, registry: Registry) -> Several:
-        known = self.pool.known.wait if isinstance(self.pool, RemotePool) else None
-        token = self._config.token
-        return Several(registry, self.conductor, self._internal, self._http, token, known)
+    def _among(
+        self, registry: Registry, settled: Callable[[], Awaitable[object]] | None
+    ) -> Several:
+        token, known = self._config.token, settled
+        if isinstance(self.pool, RemotePool):
+            known = self.pool.known.wait
+        has_workers = self._config.store != "none"
+        return Several(
+            registry, self.conductor, self._internal, self._http, token, known, has_workers
+        )
 
     def _tell(self, events: Sequence[BlockEvent]) -> None:
         self.conductor.tell(*events)

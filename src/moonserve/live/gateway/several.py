@@ -69,15 +69,18 @@ class Several:
         http: HttpClient,
         token: str,
         known: Callable[[], Awaitable[object]] | None = None,
+        has_workers: bool = True,
     ) -> None:
-        """known: returns once the index is filled by itself, as by the store's master; None: it is
-        to be taken over from another gateway."""
+        """known: returns once the index is filled by who holds the KV; None: it is to be taken over
+        from another gateway. has_workers: ours; else engines are foreign.
+        """
         self.registry = registry
         self._conductor = conductor
         self._internal = internal
         self._http = http
         self._token = token
         self._known = known
+        self._has_workers = has_workers
         self.leads = False
         self.not_ready = "it gathers what others hold"
         """Why this gateway is not ready yet; empty: it is."""
@@ -103,9 +106,10 @@ class Several:
         self._me = me
         self._conductor.tell(Leading(False))
         await self.registry.register(GATEWAYS + me.name, msgspec.json.encode(me))
-        for doing in (self._follow_gateways(), self._follow_workers(), self._expire()):
+        for doing in (self._follow_gateways(), self._expire(), self._gather()):
             self._begin(doing)
-        self._begin(self._gather())
+        if self._has_workers:
+            self._begin(self._follow_workers())
         await self.registry.elect(DUTY, me.name, self._lead)
 
     async def close(self) -> None:
@@ -131,7 +135,9 @@ class Several:
             async with asyncio.timeout(_BOOT_S):
                 if self._known is not None:
                     await self._known()
-                    self.index = "from the store's master"
+                    self.index = "as told by " + (
+                        "the store's master" if self._has_workers else "the engines"
+                    )
                 else:
                     self.index = await self._take_over()
         except TimeoutError:
