@@ -24,9 +24,12 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.gateway.api import Api
 from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.indexer import IndexerApi
 from moonserve.live.gateway.internal import Internal
 from moonserve.live.gateway.metrics import Copies, Predictions, Served
+from moonserve.live.gateway.select import Selection
 from moonserve.live.gateway.several import Several, Standing
+from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import Handler
 from moonserve.live.ports import Registry
@@ -73,11 +76,13 @@ class Control:
         config: GatewayConfig,
         http: HttpClient,
         model: str,
+        tools: Callable[[str], TextTools | None] = lambda model: None,
         registry: Registry | None = None,
         settled: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """`model`: the name that the served model goes by; `registry`: where others are found;
-        `settled`: returns once foreign engines have told what they hold.
+        """`model`: the name that the served model goes by; `tools`: a model's text side, where it
+        has one in this process; `registry`: where others are found; `settled`: returns once foreign
+        engines have told what they hold.
         """
         self._config = config
         self._http = http
@@ -100,12 +105,15 @@ class Control:
         self._internal = Internal(self.conductor, config.token, [model])
         self._api = Api(self.conductor, self.pool)
         self.several = None if registry is None else self._among(registry, settled)
+        self._selection = Selection(self.conductor, tools, config.token)
+        self._indexer = IndexerApi(config.token)
         self._ticker: asyncio.Task[None] | None = None
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
+        own = self._internal.routes() | self._api.routes() | self.pool.routes()
         others = {} if self.several is None else self.several.routes()
-        return self._internal.routes() | self._api.routes() | self.pool.routes() | others
+        return own | self._selection.routes() | self._indexer.routes() | others
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """Path prefixes."""
@@ -129,12 +137,19 @@ class Control:
         """Why clients should go elsewhere, as far as is known here; empty: they need not."""
         return "" if self.several is None else self.several.not_ready
 
+    async def gathered(self) -> None:
+        """Return once there is no such reason any more; in seconds, whatever comes."""
+        if self.several is not None:
+            await self.several.gathered.wait()
+
     async def stop(self) -> None:
         """To be called when nobody is served any more."""
         if self._ticker is not None:
             self._ticker.cancel()
         if self.several is not None:
             await self.several.close()
+        self._selection.stop()
+        await self._indexer.close()
         await self.pool.close()
         self.conductor.stop()
 

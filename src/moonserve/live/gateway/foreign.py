@@ -53,7 +53,14 @@ class ForeignGateway:
         self._found: Found | None = None
         """Engines from the registry."""
         self._following: asyncio.Task[None] | None = None
-        self._control = Control(config, self._http, "", registry, self._settled)
+        self._control = Control(
+            config,
+            self._http,
+            "",
+            lambda model: self.fleet.text(model),
+            registry,
+            self._settled,
+        )
         self.conductor = conductor = self._control.conductor
         self.fleet = Fleet(
             conductor,

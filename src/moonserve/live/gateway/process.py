@@ -38,7 +38,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig, text: Text, registry: Registry | None = None) -> None:
         self._config = config
         self._http = HttpClient()
-        self._control = Control(config, self._http, text.name, registry)
+        tools = {text.name: text.tools}.get
+        self._control = Control(config, self._http, text.name, tools, registry)
         self.conductor, self.pool = self._control.conductor, self._control.pool
         self._front = front_of(config, text, self.conductor, self._http)
         self._front.not_ready = self._control.not_ready

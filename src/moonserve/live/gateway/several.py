@@ -84,6 +84,8 @@ class Several:
         self.leads = False
         self.not_ready = "it gathers what others hold"
         """Why this gateway is not ready yet; empty: it is."""
+        self.gathered = asyncio.Event()
+        """Set when it is."""
         self.index = "not known yet"
         """Where the index comes from, in words."""
         self._me = GatewayEntry("", 0, "")
@@ -144,6 +146,7 @@ class Several:
             self.index = f"incomplete: not told within {_BOOT_S:g} s"
             log.warning("serving with what is known: the index is %s", self.index)
         self.not_ready = ""
+        self.gathered.set()
 
     async def _take_over(self) -> str:
         found = decoded(await self.registry.read(GATEWAYS), GATEWAYS, GatewayEntry)
