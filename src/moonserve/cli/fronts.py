@@ -68,9 +68,8 @@ def children_of(
 
     settings = msgspec.structs.replace(settings, port=port)
     environ = child_env(settings)
-    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path)
-    argv += () if advertise_host is None else ("--advertise-host", advertise_host)
-    argv += ("--part",)
+    known = () if advertise_host is None else ("--advertise-host", advertise_host)
+    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, *known, "--part")
     grace_s = settings.drain_s + _KILL_AFTER_S
     # Fronts go first: their requests end at a Conductor that is still there.
     fronts = [
