@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Literal, Protocol, TypeAlias
 
@@ -261,6 +262,17 @@ class Survival:
                 del self._classes[next(iter(self._classes))]
         self._classes[key] = found
         return found
+
+
+@contextmanager
+def untouched(predictor: Predictor) -> Iterator[None]:
+    """What is asked within leaves no trace: classes of lengths are those there were."""
+    if not isinstance(predictor, Survival):
+        yield
+        return
+    before = predictor._all.copy(), predictor._classes.copy()
+    yield
+    predictor._all, predictor._classes = before
 
 
 class Oracle:

@@ -288,6 +288,8 @@ class ClusterView:
 
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceView] = {}
+        self.version = 0
+        """Another one whenever an instance was added or removed."""
         self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
         self.racks: dict[SegmentId, str] = {}
         """Where each segment lies, as far as its instance said."""
@@ -360,6 +362,7 @@ class ClusterView:
         )
 
     def _changed(self) -> None:
+        self.version += 1
         self._by_role.clear()
         infos = [view.info for view in self.instances.values()]
         self.racks = {i.segment: i.rack for i in infos if i.segment is not None and i.rack}
