@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -48,6 +48,9 @@ from moonserve.live.worker.job import Limits
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
 from moonserve.live.worker.warm import warm_up
+
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +158,9 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 stack.push_async_callback(registry.close)
             gateways = Gateways(http, config.token, config.gateway, registry)
             epoch = time.time_ns() // 1000
+            events = None if config.kv_events == "off" else _events(config, say)
+            if events is not None:
+                stack.push_async_callback(events.close)
             store = await _open(gateways, http, config, epoch, stop)
             if store is not None:
                 stack.push_async_callback(store.close)
@@ -164,6 +170,8 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 )
                 stack.push_async_callback(worker.stop, config.drain_s)
                 worker.runner.measured(samples)
+                if events is not None and isinstance(store, StoreClient):
+                    _watch(worker, store, events)
                 say(f"listening on {worker.info.url}")
                 try:
                     await _belong(worker, gateways, stop, say)
@@ -181,6 +189,29 @@ async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) ->
     """Leave to others in the pool what lies here, unless this worker ends for a fault."""
     if stop.is_set() and isinstance(store, StoreClient):
         await hand_on(store, config.drain_s)
+
+
+def _events(config: WorkerConfig, say: Say) -> Publisher:
+    """Where what lies in the segments is published. Raises ConfigError: it cannot be."""
+    if config.store == "mooncake":
+        raise ConfigError("the Mooncake store does not tell what it evicts; off", "kv_events")
+    from moonserve.live.kvevents.publisher import Publisher  # ZMQ costs the others nothing
+
+    endpoint, _, replay = config.kv_events.partition(",")
+    events = Publisher(endpoint, replay or None)
+    say(f"publishing KV events on {events.endpoint}, replay on {events.replay_endpoint}")
+    return events
+
+
+def _watch(worker: Worker, store: StoreClient, events: Publisher) -> None:
+    """Publish what comes to the segments, and what goes."""
+    from moonserve.live.kvevents.publisher import SegmentEvents
+
+    lying = SegmentEvents(worker.info.namespace.block_size, events.publish)
+    for owner in store.owners:
+        owner.watch = lying.segment(owner.mounting.tier, owner.catalogue.held.__contains__)
+    if worker.runner.kv is not None:
+        worker.runner.kv.learned = lying.learned
 
 
 def _end_process(say: Say) -> None:
