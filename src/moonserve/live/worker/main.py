@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from moonserve.core.cost import Cost
-from moonserve.core.errors import MoonserveError
+from moonserve.core.errors import ConfigError, MoonserveError
 from moonserve.core.facts import InstanceInfo, InstanceLoad
 from moonserve.core.pool import PutOptions
 from moonserve.core.prefix import Namespace
