@@ -73,6 +73,10 @@ class FakeFleet:
         """See Engines."""
         return self.exact is not None
 
+    def tells_of(self, instance: InstanceId) -> bool:
+        """See Engines."""
+        return self.exact is not None
+
     def text(self, model: str) -> TextTools | None:
         """See Engines."""
         return self.exact
