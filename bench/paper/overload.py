@@ -30,19 +30,27 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "predictive, oracle": {"admission": "predictive", "predictor": "oracle"},
 }
+STREAMED: dict[str, dict[str, Any]] = {
+    f"{arm}, first token from prefill": {**ARMS[arm], "first_token": "prefill"}
+    for arm in ("ttft", "early", "predictive, survival")
+}
+"""The second token is a pass later then, which counts in the TBT."""
 SPEEDS = [1.0, 1.25, 1.5, 2.0, 3.0]
 TRACES = ["conversation", "synthetic"]
 BASE: dict[str, Any] = {"tbt_slo_ms": 100.0, "first_token": "decode"}
 PAPER = {"ttft": 4183, "early": 3771, "predictive, uniform t_d": 3589}
 """arXiv Table 3: requests refused at twice real time: baseline, early, predictive."""
 SEESAW = {**BASE, "split": "24+2", "ttft_slo_s": 40.0}
-SHOWN = ["ttft", "early", "predictive, survival"]
+OPEN = {"open loop, at random": (0.8, False), "open loop, paced": (0.8, True)}
+"""Nobody is refused: requests a second that both pools can take, and whether at equal distances."""
+SHOWN = ["early", "predictive, survival", "open loop, at random", "open loop, paced"]
 COLORS = {"prefill": "#084594", "decode": "#d94801"}
 FIGURES = [
     "rejected", "rejected_ttft_slo", "rejected_tbt_slo", "dropped_tbt_slo", "wasted_prefill_s",
     "completed", "requests", "attainment", "goodput_rps", "goodput_tokens_per_s", "ttft_mean_s",
     "ttft_p90_s", "decode_tbt_bias_ms", "decode_tbt_error_p50_ms", "decode_tbt_error_p90_ms",
     "seesaw_correlation", "seesaw_amplitude_prefill", "seesaw_amplitude_decode", "seesaw_period_s",
+    "seesaw_dispersion_prefill", "seesaw_dispersion_decode",
 ]  # fmt: skip
 
 
@@ -51,7 +59,8 @@ FIGURES = [
 
 def served(path: Path, speed: float, arm: str) -> dict[str, Any]:
     """One cell of the table."""
-    sim = Simulation(scale(read_trace(path), speed), setup_of({**BASE, **ARMS[arm]}))
+    axes = {**BASE, **{**ARMS, **STREAMED}[arm]}
+    sim = Simulation(scale(read_trace(path), speed), setup_of(axes))
     sim.run()
     found = measure(sim, 0.0).summary
     good = round(found["attainment"] * found["requests"])
@@ -59,7 +68,7 @@ def served(path: Path, speed: float, arm: str) -> dict[str, Any]:
 
 
 def measure_rejections(lab: Lab) -> Any:
-    keys = [(t, s, a) for t in TRACES for s in lab.some(SPEEDS) for a in ARMS]
+    keys = [(t, s, a) for t in TRACES for s in lab.some(SPEEDS) for a in (*ARMS, *STREAMED)]
     found = lab.run([partial(served, lab.path(t), s, a) for t, s, a in keys])
     return [{"trace": t, **row} for (t, _, _), row in zip(keys, found, strict=True)]
 
@@ -67,7 +76,9 @@ def measure_rejections(lab: Lab) -> Any:
 def show_rejections(found: Any, page: Page) -> None:
     page.say(
         "8 + 8 nodes, profile a800-loaded, Algorithm 1, TTFT <= 30 s and TBT <= 100 ms, first "
-        "token from decode. Good: requests that meet both. Dropped: refused when their prefill "
+        "token from decode but where said: streamed by prefill, the second waits for the pass "
+        "under way, and fewer can decode within the same TBT. "
+        "Good: requests that meet both. Dropped: refused when their prefill "
         "had ended. Tokens: input and output of good requests. Bias and p50: TBT predicted at "
         "admission for the moment when prefill ends, less what it was."
     )
@@ -140,8 +151,13 @@ def draw_rejections(found: Any) -> Any:
 # See-saw.
 
 
-def long_prompts(seed: int, requests: int, rps: float, prompt: int, output: int) -> Trace:
-    """Poisson arrivals of unlike prompts, log-normal around their medians: nothing is reused."""
+def long_prompts(
+    seed: int, requests: int, rps: float, prompt: int, output: int, paced: bool = False
+) -> Trace:
+    """Arrivals, Poisson or paced, of unlike prompts, log-normal around their medians.
+
+    Nothing is reused.
+    """
     rng = Random(seed)
     rows, at_s, block = [], 0.0, 0
     for _ in range(requests):
@@ -150,14 +166,16 @@ def long_prompts(seed: int, requests: int, rps: float, prompt: int, output: int)
         blocks = -(-tokens // 512)
         rows.append(Row(round(at_s * 1e6), tokens, made, tuple(range(block, block + blocks))))
         block += blocks
-        at_s += rng.expovariate(rps)
+        at_s += 1 / rps if paced else rng.expovariate(rps)
     return Trace("long prompts", 512, rows)
 
 
 def swung(arm: str, requests: int) -> dict[str, Any]:
     """One arm on long prompts, with the pools' loads over time."""
-    trace = long_prompts(1, requests, 1.5, 100_000, 200)
-    setup = msgspec.structs.replace(setup_of({**SEESAW, **ARMS[arm]}), sample_us=2_000_000)
+    axes = ARMS["none"] if arm in OPEN else ARMS[arm]
+    rps, paced = OPEN.get(arm, (1.5, False))
+    trace = long_prompts(1, requests, rps, 100_000, 200, paced)
+    setup = msgspec.structs.replace(setup_of({**SEESAW, **axes}), sample_us=2_000_000)
     sim = Simulation(trace, setup)
     sim.run()
     found = measure(sim, 0.0).summary
@@ -168,7 +186,7 @@ def swung(arm: str, requests: int) -> dict[str, Any]:
 
 def measure_seesaw(lab: Lab) -> Any:
     count = 300 if lab.quick else 3_000
-    return lab.run([partial(swung, arm, count) for arm in ARMS])
+    return lab.run([partial(swung, arm, count) for arm in (*ARMS, *OPEN)])
 
 
 def show_seesaw(found: Any, page: Page) -> None:
@@ -177,12 +195,16 @@ def show_seesaw(found: Any, page: Page) -> None:
         "18 s of decode), 1.5 requests a second on 24 + 2 nodes: more than either pool can take. "
         "TTFT <= 40 s, TBT <= 100 ms, first token from decode. Load: requests on a node of the "
         "pool, waiting ones included, every 2 s; correlation of the two pools, amplitude as half "
-        "the spread from 5% to 95% over the mean, and period."
+        "the spread from 5% to 95% over the mean, and period. Dispersion: the variance of the "
+        "number of requests in a pool over its mean, 1 where they come at random. The last two "
+        "rows have no admission: 0.8 requests a second, which both pools can take, at random "
+        "times and at equal distances."
     )
     page.table(
         [
-            "admission", "correlation", "amplitude, prefill", "amplitude, decode", "period, s",
-            "refused", "of these dropped", "wasted prefill, s", "good", "good /s", "good tokens/s",
+            "admission", "correlation", "amplitude, prefill", "amplitude, decode",
+            "dispersion, prefill", "dispersion, decode", "period, s", "refused", "of these dropped",
+            "wasted prefill, s", "good", "good /s", "good tokens/s",
         ],
         [
             [
@@ -190,6 +212,8 @@ def show_seesaw(found: Any, page: Page) -> None:
                 f"{row['seesaw_correlation']:+.2f}",
                 f"{row['seesaw_amplitude_prefill']:.2f}",
                 f"{row['seesaw_amplitude_decode']:.2f}",
+                f"{row['seesaw_dispersion_prefill']:.2f}",
+                f"{row['seesaw_dispersion_decode']:.2f}",
                 "-" if row["seesaw_period_s"] is None else f"{row['seesaw_period_s']:.0f}",
                 f"{row['rejected']:,}",
                 f"{row['dropped_tbt_slo']:,}",
@@ -201,13 +225,23 @@ def show_seesaw(found: Any, page: Page) -> None:
             for row in found
         ],
     )  # fmt: skip
+    page.say(
+        "What the correlation says: no more than that the sum of the loads is steadier than "
+        "each. A paced stream with nobody refused has one as negative as predictive admission, "
+        "since a request that leaves one pool enters the other; at random times the sum varies "
+        "with the arrivals, which hides that. So it is no sign of a swing, and a rule that took"
+        " it away would have to let the total vary. The swing is what `early` adds to chance: "
+        "its prefill load disperses more than that of arrivals at random, decode's follows a "
+        "prefill later, so that the two are a quarter of a period apart and correlate by nearly"
+        " nothing. Under predictive admission both disperse less than by chance."
+    )
 
 
 def draw_seesaw(found: Any) -> Any:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(
-        len(SHOWN), 1, figsize=(11, 7), sharex=True, layout="constrained", squeeze=False
+        len(SHOWN), 1, figsize=(11, 8.5), sharex=True, layout="constrained", squeeze=False
     )
     for [axes], arm in zip(panels, SHOWN, strict=True):
         row = next(one for one in found if one["arm"] == arm)

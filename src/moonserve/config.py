@@ -45,6 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     port: _Port = 8000
     """The gateway's; 0 takes a free one."""
+    workers: _Count = 1
+    """Processes of the gateway that serve clients."""
     prefill: _Count = 1
     decode: _Count = 1
     engine: Literal["torch", "fake"] = "torch"

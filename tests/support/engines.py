@@ -31,6 +31,8 @@ class Engine(FakeVllm):
 
     health = 200
     waiting = 0
+    deferred = 0
+    """Waiting for KV from elsewhere."""
     usage = 0.0
     key = ""
     """Asked for, where not empty."""
@@ -61,8 +63,10 @@ class Engine(FakeVllm):
         for rank in range(self.dp_size):
             of = f'{{engine="{rank}",model_name="{self.model}"}}'
             page += f"vllm:num_requests_running{of} {float(self.running)}\n"
-            page += f"vllm:num_requests_waiting{of} {float(self.waiting)}\n"
-            page += f"vllm:num_requests_waiting_by_reason{of} 7.0\n"
+            waiting = float(self.waiting + self.deferred)
+            page += f"vllm:num_requests_waiting{of} {waiting}\n"
+            reason = of.replace("}", ',reason="deferred"}')
+            page += f"vllm:num_requests_waiting_by_reason{reason} {float(self.deferred)}\n"
             page += f"vllm:kv_cache_usage_perc{of} {self.usage}\n"
         page += f'vllm:cache_config_info{{block_size="{self.block_size}",'
         page += f'enable_prefix_caching="{self.prefix_caching}",num_gpu_blocks="100",'

@@ -86,3 +86,13 @@ def test_prefill_of_what_is_dropped_or_done_again_is_wasted() -> None:
     told.step(3, CallFailed(who, 4, **keys))  # type: ignore[arg-type]
     told.step(4, ClientGone(who), ClientGone(RequestId("b")), ClientGone(RequestId("c")))
     assert (told.account.wasted_us, len(told.account)) == (SECOND, 0)
+
+
+def test_an_id_may_be_used_again_in_the_step_that_ends_it() -> None:
+    """Its first life is released and the second goes on, whatever order they were told in."""
+    told, who = Told("none"), RequestId("twice")
+    arrived = Arrived(Request(who, "m", Counted(40)), ())
+    told.step(0, arrived)
+    told.step(1, arrived, ClientGone(who))
+    told.step(2, PrefillEnded(who, 1, final=True))
+    assert (told.account.good, len(told.account)) == (1, 0)

@@ -14,7 +14,15 @@ from moonserve.core import outlook
 from moonserve.core.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
-from moonserve.core.facts import Arrived, DecodeEnded, InstanceInfo, Joined, PrefillEnded, Role
+from moonserve.core.facts import (
+    Arrived,
+    ClientGone,
+    DecodeEnded,
+    InstanceInfo,
+    Joined,
+    PrefillEnded,
+    Role,
+)
 from moonserve.core.policies import Tuning
 from moonserve.core.request import Counted, Request, Slo, Stopping
 from moonserve.core.units import RequestId
@@ -399,3 +407,22 @@ def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:
         waits = [a.retry_after_us for a in actions if isinstance(a, Refuse)]
         assert all(us is not None and 1_000_000 <= us <= 6_000_000 for us in waits)
         assert len(set(waits)) >= (200 - taken) // 2
+
+
+def test_who_leaves_early_says_little_and_one_token_says_all() -> None:
+    """Clients that left tell that outputs are longer; those of one token, how long they were."""
+    expected = {}
+    for how in ("left", "one"):
+        c = cluster("predictive", "p0", "d0", slo=Slo())
+        for at in range(100):
+            name, now_us = f"seen{at}", at * 100_000
+            c.step(now_us, [arrived(name)])
+            if how == "one":
+                c.step(now_us + 410, [PrefillEnded(RequestId(name), 1, final=True)])
+            else:
+                c.step(now_us + 410, [prefilled(name)])
+                c.step(now_us + 1_410, [ClientGone(RequestId(name))])  # after some ten passes
+        c.step(20_000_000, [arrived("next")])
+        expected[how] = c.view.instances["d0"].stays.promised[RequestId("next")].expected  # type: ignore[index]
+    assert expected["left"] > 100
+    assert expected["one"] < 30

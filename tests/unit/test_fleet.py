@@ -259,7 +259,7 @@ def test_load_of_others_reaches_the_view() -> None:
         async with rig(fake) as it:
             await it.up(fake)
             view = it.views[InstanceId("a")]
-            fake.running, fake.waiting, fake.usage = 3, 2, 0.25
+            fake.running, fake.waiting, fake.usage, fake.deferred = 3, 2, 0.25, 9
             await it.until(lambda: view.others.waiting == 2)
             assert (view.others.running, view.others.context) == (3, 800)
             assert view.queue_us(it.conductor.now_us()) > 0
@@ -284,7 +284,7 @@ def test_costs_and_trust_are_learned_from_calls() -> None:
                 call.ended()
             await it.until(lambda: not view.trust.trusted)
             assert (view.trust.claimed, view.trust.found) == (3_840, 0)
-            assert any("finds less than its events claim" in said for said in it.fleet.alarms())
+            assert any("finds less cached than is claimed" in said for said in it.fleet.alarms())
 
     run(body)
 
@@ -379,6 +379,6 @@ def test_a_page_of_sglang_or_nonsense_is_read() -> None:
         'vllm:num_requests_running{engine="x" nan\nvllm:num_requests_running NaN\n'
         "process_start_time_seconds\n"
     )
-    assert page.rank(1) == RankPage(3, 4, 0.0)
-    assert page.rank(0) == RankPage(0, 0, 0.5)
+    assert page.rank(1) == RankPage(3, 4)
+    assert page.rank(0) == RankPage(usage=0.5)
     assert (page.rank(2), page.started_s) == (None, None)

@@ -49,6 +49,44 @@ def test_shares_fall_and_never_reach_zero() -> None:
     assert shares[-1] > 0
 
 
+def test_who_was_cut_off_would_have_gone_on() -> None:
+    """Half of all are cut off at a random age: the others tell how long those would have been."""
+    rng, lengths = Random(1), Lengths()
+    seen = [round(rng.expovariate(1 / 300)) + 1 for _ in range(3_000)]
+    for tokens in seen:
+        cut = rng.randint(1, 400) if rng.random() < 0.5 else 10**6
+        if cut < tokens:
+            lengths.add_cut(cut)
+        else:
+            lengths.add(tokens)
+    for at in (10, 50, 100, 300, 900):
+        true = sum(tokens > at for tokens in seen) / len(seen)
+        assert lengths.beyond(at) == pytest.approx(true, abs=0.05)
+    assert lengths.mean() == pytest.approx(sum(seen) / len(seen), rel=0.15)
+
+
+def test_who_is_never_seen_to_end_is_expected_to_go_on() -> None:
+    """All that max_tokens ended: each is there until its own, and so long is its output."""
+    model = Survival()
+    for most in (40, 50, 60) * 100:
+        model.ended(request(most=most), most, 1)
+    stay = model.stay(request(most=60), 1, 0)
+    assert model.stays(stay, 0.0, 0, 59.0, 0) > 0.9
+    assert model.stays(stay, 0.0, 0, 60.0, 0) == 0.0
+    assert 55 < stay.expected <= 60
+
+
+def test_the_mean_is_bounded_by_max_tokens() -> None:
+    """Of outputs that may be no longer than that."""
+    rng, lengths = Random(2), Lengths()
+    seen = [round(rng.expovariate(1 / 300)) + 1 for _ in range(3_000)]
+    for tokens in seen:
+        lengths.add(tokens)
+    for most in (1, 10, 100, 1_000, 10**6):
+        true = sum(min(tokens, most) for tokens in seen) / len(seen)
+        assert lengths.mean(most) == pytest.approx(true, rel=0.1)
+
+
 def test_what_is_old_fades() -> None:
     """When outputs become longer, so does what is expected; nothing grows with the count."""
     lengths = Lengths()

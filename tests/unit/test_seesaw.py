@@ -19,6 +19,15 @@ def test_a_swing_is_found() -> None:
     assert found["seesaw_amplitude_decode"] == pytest.approx(0.25, rel=0.05)
 
 
+def test_random_arrivals_have_a_dispersion_of_one() -> None:
+    """Whatever the pool's size: of so many requests on so many instances, the mean is a load."""
+    rng = np.random.default_rng(1)
+    prefill, decode = rng.poisson(20, 5_000) / 24, np.full(5_000, 8) + rng.poisson(1, 5_000)
+    found = swing(np.arange(5_000.0), prefill, decode, (24, 2))
+    assert found["seesaw_dispersion_prefill"] == pytest.approx(1, abs=0.05)
+    assert found["seesaw_dispersion_decode"] == pytest.approx(2 / 9, rel=0.1)
+
+
 def test_noise_has_no_period() -> None:
     """Loads that have nothing to do with each other show neither."""
     rng = np.random.default_rng(1)
@@ -35,3 +44,4 @@ def test_what_cannot_be_said_is_none(count: int) -> None:
     assert found["seesaw_correlation"] is None
     assert found["seesaw_period_s"] is None
     assert found["seesaw_amplitude_decode"] is None
+    assert found["seesaw_dispersion_decode"] is None

@@ -40,6 +40,15 @@ def test_like_parts_are_no_more_than_that() -> None:
     assert (found.share("a"), found.share("b")) == (1.0, 1.0)
 
 
+def test_rounding_makes_nobody_have_more_than_a_like_part() -> None:
+    """Equal parts that have faded are equal, however their sums are rounded."""
+    names = [f"t{at}" for at in range(10)]
+    for steps in range(1, 60):
+        found = shared(*((name, 7, 7) for name in names))
+        found.asked(names[0], 1, steps * 30 * SECOND // 8)
+        assert [found.share(name) for name in names] == [1.0] * 10
+
+
 def test_what_was_is_forgotten() -> None:
     """Half of it in 30 seconds, and who asks for nothing is soon not counted at all."""
     found = shared(("flood", 900, 900), ("b", 100, 10))

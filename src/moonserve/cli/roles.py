@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.option("--part", type=click.Choice(["front", "conductor"]), hidden=True)
+@click.option("--link", hidden=True, help="The socket where the parts of one gateway meet.")
 @settings_options(
-    "model", "host", "port", "store_url", "store", "eviction", "policy",
+    "model", "host", "port", "workers", "store_url", "store", "eviction", "policy",
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
     "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
@@ -45,6 +47,8 @@ def gateway(
     connector: str | None,
     events: str | None,
     tokenizer: str | None,
+    part: str | None,
+    link: str | None,
     **flags: str | None,
 ) -> None:
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it.
@@ -59,6 +63,13 @@ def gateway(
     from moonserve.live.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
+    if settings.workers > 1 and part is None:
+        from moonserve.cli.fronts import serve_fronts
+
+        if engines is not None:
+            raise ConfigError("several processes serve with workers of ours only; use 1", "workers")
+        asyncio.run(serve_fronts(settings, token))
+        return
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
 
@@ -67,6 +78,7 @@ def gateway(
         port=settings.port,
         token=token,
         model=settings.model,
+        workers=settings.workers,
         store_url=settings.store_url,
         store=settings.store,
         eviction=settings.eviction,
@@ -82,7 +94,11 @@ def gateway(
         cpp=settings.cpp,
         max_body_bytes=settings.max_body_bytes,
     )
-    if engines is None:
+    if part is not None:
+        from moonserve.live.fronts.process import run_conductor, run_front
+
+        run_role((run_front if part == "front" else run_conductor)(made, link or ""))
+    elif engines is None:
         run_role(run_gateway(made))
     else:
         from moonserve.live.gateway.foreign import starting

@@ -61,6 +61,10 @@ _HELP: dict[str, tuple[str, str]] = {
     "model": ("REF", "a name (moonserve model list), a Hugging Face folder, or a .gguf file"),
     "host": ("ADDRESS", "address to listen on"),
     "port": ("PORT", "the gateway's port; 0 takes a free one"),
+    "workers": (
+        "N",
+        "processes that serve clients; several share one Conductor, in a process of its own",
+    ),
     "prefill": ("N", "how many prefill workers"),
     "decode": ("M", "how many decode workers"),
     "engine": ("NAME", "torch, or fake: needs no torch, makes up its tokens"),

@@ -45,6 +45,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "profile",
     "port",
     "host",
+    "workers",
     "dtype",
     "block_size",
     "segment_bytes",

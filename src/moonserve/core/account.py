@@ -50,10 +50,12 @@ class Account:
 
     def take(self, now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> None:
         """One step of the Conductor's: what it was told, and what it wanted."""
+        again: dict[RequestId, _Open] = {}  # their id's last request is released in this step
         for fact in facts:
             match fact:
                 case Arrived(request):
-                    self._open[request.id] = _Open(request, request.since_us(now_us))
+                    where = again if request.id in self._open else self._open
+                    where[request.id] = _Open(request, request.since_us(now_us))
                 case PrefillEnded(name, number, final) if self._is_out(name, number):
                     life = self._open[name]
                     life.spent_us = life.predicted_us
@@ -78,6 +80,8 @@ class Account:
                     self._waste(self._open[name])
                 case Release(name):
                     del self._open[name]
+                    if name in again:
+                        self._open[name] = again.pop(name)
                 case _:
                     pass
 

@@ -14,7 +14,7 @@ from moonserve.core.placement import Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
 
 
-class Prefill(msgspec.Struct, frozen=True):
+class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Call `to` to prefill what is known of the request, reusing decision.reused_tokens.
 
     `decode` may be told, so that it pulls what prefill publishes while more is computed.
@@ -30,7 +30,7 @@ class Prefill(msgspec.Struct, frozen=True):
     is `to`, whose outcome is the call's; where any of them fails, all are broken off."""
 
 
-class Decode(msgspec.Struct, frozen=True):
+class Decode(msgspec.Struct, frozen=True, tag=True):
     """Call `to` to decode on from the KV that prefill put in the store."""
 
     request: RequestId
@@ -38,7 +38,7 @@ class Decode(msgspec.Struct, frozen=True):
     to: InstanceInfo
 
 
-class Abort(msgspec.Struct, frozen=True):
+class Abort(msgspec.Struct, frozen=True, tag=True):
     """Break off call `number`: its instance is gone. The outcome is reported as CallFailed."""
 
     request: RequestId
@@ -46,7 +46,7 @@ class Abort(msgspec.Struct, frozen=True):
     why: str
 
 
-class Refuse(msgspec.Struct, frozen=True):
+class Refuse(msgspec.Struct, frozen=True, tag=True):
     """Nobody can take the request. Nothing was spent on it, unless the reason is `tbt_slo_late`.
 
     `retry_after_us`: it may be taken by then; None where nobody is alive, and where its objective
@@ -63,7 +63,7 @@ class Refuse(msgspec.Struct, frozen=True):
     """What it would have been, where it was refused for what that predicts."""
 
 
-class GiveUp(msgspec.Struct, frozen=True):
+class GiveUp(msgspec.Struct, frozen=True, tag=True):
     """The request failed and no retry is left."""
 
     request: RequestId

@@ -176,8 +176,7 @@ class Conductor:
             case StartDecode():
                 self._decode(life, now_us)
             case End(failure):
-                if isinstance(fact, DecodeEnded):
-                    self.outlook.ended(life.request, self._decoder(life), fact.tokens, now_us)
+                self.outlook.ended(fact, life.request, self._decoder(life), now_us)
                 self._end(life, failure, now_us)
                 self._forget(absent)
 

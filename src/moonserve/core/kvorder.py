@@ -151,9 +151,14 @@ class Order:
             if seq == 0 or not ask:
                 return [self._give(seq, batch)]
             return self._hold_for_replay(seq, batch)
-        if seq == self._next:
+        early = batch.ts < self._first_ts  # of a run that is over, or the clock was set back
+        if seq == self._next and not early:
             return [self._give(seq, batch)]
-        if batch.ts <= self._last_ts if seq < self._next else batch.ts < self._first_ts:
+        if seq == self._next and ask:
+            return self._hold_for_replay(seq, batch)
+        if seq == self._next and not self._replays:
+            return [*self._lost("its clock went back"), self._give(seq, batch)]
+        if early or (seq < self._next and batch.ts <= self._last_ts):
             self.stats.late += 1
             return []
         if seq > self._next:
@@ -190,8 +195,9 @@ class Order:
 
     def _give(self, seq: int, batch: KvBatch) -> KvBatch:
         if self._next is None:
-            self._first_ts = batch.ts
             self.complete = seq == 0
+        if self._next is None or batch.ts < self._first_ts:
+            self._first_ts = batch.ts
         self._next, self._last_ts = seq + 1, batch.ts
         self.stats.batches += 1
         return batch

@@ -147,8 +147,9 @@ class Stream:
         """Of a hybrid model's caches the one that counts; None: not known yet."""
         self._notes: list[_Note] = []
 
-    def __len__(self) -> int:
-        """Blocks that the engine has on tiers of its own, as far as it told."""
+    @property
+    def blocks(self) -> int:
+        """How many the engine has on tiers of its own, as far as it told."""
         return len(self._known)
 
     @property

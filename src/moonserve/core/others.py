@@ -35,6 +35,15 @@ class Others(msgspec.Struct, frozen=True):
             max(self.context, other.context),
         )
 
+    def or_less(self, other: Others) -> Others:
+        """What two looks have in common: a request that came or went between an engine's count and
+        ours shows in one of them only."""
+        return Others(
+            min(self.waiting, other.waiting),
+            min(self.running, other.running),
+            min(self.context, other.context),
+        )
+
 
 NOBODY = Others()
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonserve.core.actions import Refuse
+from moonserve.core.facts import ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.forecast import forecast, place_us, room_in_us
+from moonserve.core.handoff import LifeFact
 from moonserve.core.placement import Decision, Look
 from moonserve.core.policies import policy_of, work_us
 from moonserve.core.predict import Errors, Stay, predictor_of
@@ -213,14 +215,27 @@ class Outlook:
         return arrived_us + slo.ttft_us - 2 * (slo.tbt_us or 0)
 
     def ended(
-        self, request: Request, view: InstanceView | None, tokens: Tokens, now_us: Micros
+        self, fact: LifeFact, request: Request, view: InstanceView | None, now_us: Micros
     ) -> None:
-        """It decoded there until now, or elsewhere, if that restarted meanwhile."""
+        """Its life ended by this fact; it may have decoded there."""
+        stay = view.stays.active.get(request.id) if view is not None else None
+        match fact:
+            case DecodeEnded(tokens=tokens):
+                self._decoded(request, stay, tokens, now_us)
+            case PrefillEnded():
+                self._predictor.ended(request, 1, None)
+            case ClientGone() if stay is not None and view is not None:
+                passes = view.stays.passes(now_us, view.cost.step_us) - stay.began_tokens
+                self._predictor.left(request, max(1, round(passes)))
+            case _:
+                pass
+
+    def _decoded(self, request: Request, stay: Stay | None, tokens: Tokens, now_us: Micros) -> None:
+        """Its output is whole; without a stay where that instance restarted meanwhile."""
         self._outputs += (tokens - self._outputs) / 64
         share = 1 / max(1, (tokens - 1) // _TAIL) if tokens > 1 else 0.0
         self._seen = min(self._seen + 1, _SEEN)
         self._joined_share += (share - self._joined_share) / (_UNSEEN + self._seen)
-        stay = view.stays.active.get(request.id) if view is not None else None
         if stay is not None:
             self.output_errors.add(stay.expected, tokens)
             self._predictor.ended(request, tokens, now_us - stay.due_us)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Literal, Protocol, TypeAlias
 
 from moonserve.core.errors import ConfigError
@@ -43,13 +45,31 @@ class Lengths:
         self._total = 0.0
         self._seen = 0
         self._shares: list[float] = []
-        self._mean = 0.0
+        self._means: list[float] = []
         self._made_of = (-1, -1)
-        """What `_shares` and `_mean` were made of: they are asked for far more often."""
+        """What `_shares` and `_means` were made of: they are asked for far more often."""
 
     def add(self, tokens: Tokens) -> None:
         """One output ended at this length."""
         self._counts[min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))] += 1
+        self._added()
+
+    def add_cut(self, tokens: Tokens) -> None:
+        """One was cut off at this length: it would have gone on as those do that came so far.
+
+        Its weight goes to the lengths beyond, by what is known of them: Efron's way to the estimate
+        of Kaplan and Meier (1958), as far as that can be done without keeping the sample.
+        """
+        shares, whole = self._table(), self.beyond(tokens)
+        first = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
+        left = whole
+        for at in range(first, _BINS - 1):
+            self._counts[at] += (left - shares[at + 1]) / whole
+            left = shares[at + 1]
+        self._counts[_BINS - 1] += left / whole
+        self._added()
+
+    def _added(self) -> None:
         self._total += 1
         self._seen += 1
         if self._total >= _HALVED_AT:
@@ -67,10 +87,12 @@ class Lengths:
             return shares[_BINS]
         return shares[at] + (place - at) * (shares[at + 1] - shares[at])
 
-    def mean(self) -> float:
-        """Expected length."""
-        self._table()
-        return self._mean
+    def mean(self, most: Tokens = 1 << 20) -> float:
+        """Expected length, where outputs are cut off at `most`."""
+        shares = self._table()
+        at = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, most))))
+        width = max(0.0, min(most, _EDGES[_BINS]) - _EDGES[at])
+        return self._means[at] + width * (shares[at] + self.beyond(most)) / 2
 
     def _table(self) -> list[float]:
         """Shares at the edges; of a wider class that hardly changed, those of before will do."""
@@ -92,7 +114,8 @@ class Lengths:
         pairs = zip(above, prior, strict=True)
         self._shares = [(count + _PRIOR_WEIGHT * share) / weight for count, share in pairs]
         sides = zip(self._shares, self._shares[1:], _EDGES, _EDGES[1:], strict=False)
-        self._mean = 1 + sum((a + b) / 2 * (high - low) for a, b, low, high in sides)
+        parts = [(a + b) / 2 * (high - low) for a, b, low, high in sides]
+        self._means = list(accumulate(parts, initial=1.0))
         self._made_of = (self._seen, seen)
         return self._shares
 
@@ -137,8 +160,12 @@ class Predictor(Protocol):
         """Probability that one with so many tokens, after so long, goes on for so many more."""
         ...
 
-    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
-        """An output ended at this length, after this time of decode."""
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
+        """An output ended at this length, after this time of decode; None: it needed none."""
+        ...
+
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """A client left when its output had this length."""
         ...
 
 
@@ -175,15 +202,23 @@ class Uniform:
         """See Predictor."""
         return 1.0 if us + more_us < self.mean_us else 0.0
 
-    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
+        if took_us is None:
+            return
         self._seen = min(self._seen + 1, 256)
         self.mean_us += (took_us - self.mean_us) / self._seen
         self._tokens += (tokens - self._tokens) / self._seen
 
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """See Predictor: only whole decodes count."""
+
 
 class Survival:
-    """Lengths learned online by model, tenant, max_tokens and prompt length, conditional on age."""
+    """Lengths learned online by model, tenant, max_tokens and prompt length, conditional on age.
+
+    One that a client left, or its max_tokens ended, would have been longer: see Lengths.add_cut.
+    """
 
     def __init__(self) -> None:
         self._all: dict[str, Lengths] = {}
@@ -193,7 +228,7 @@ class Survival:
         """See Predictor."""
         lengths = self._of(request)
         most = request.stopping.max_tokens
-        return Stay(context, due_us, lengths, most, min(most, lengths.mean()))
+        return Stay(context, due_us, lengths, most, lengths.mean(most))
 
     def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
         """See Predictor."""
@@ -203,10 +238,18 @@ class Survival:
             return 0.0
         return length.beyond(tokens + more) / length.beyond(tokens)
 
-    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
+        if tokens >= request.stopping.max_tokens:
+            self.left(request, tokens)
+            return
         self._of(request).add(tokens)
         self._all[request.model].add(tokens)
+
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """See Predictor."""
+        self._of(request).add_cut(tokens)
+        self._all[request.model].add_cut(tokens)
 
     def _of(self, request: Request) -> Lengths:
         """Of its class; the least lately made classes are forgotten."""
@@ -219,6 +262,17 @@ class Survival:
                 del self._classes[next(iter(self._classes))]
         self._classes[key] = found
         return found
+
+
+@contextmanager
+def untouched(predictor: Predictor) -> Iterator[None]:
+    """What is asked within leaves no trace: classes of lengths are those there were."""
+    if not isinstance(predictor, Survival):
+        yield
+        return
+    before = predictor._all.copy(), predictor._classes.copy()
+    yield
+    predictor._all, predictor._classes = before
 
 
 class Oracle:
@@ -237,8 +291,11 @@ class Oracle:
         assert isinstance(stay.length, int), "a stay of this predictor's"
         return 1.0 if tokens + more < stay.length else 0.0
 
-    def ended(self, request: Request, tokens: Tokens, took_us: Micros) -> None:
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor: nothing is left to be learned."""
+
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """See Predictor."""
 
 
 class Errors:

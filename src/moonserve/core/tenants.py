@@ -14,6 +14,8 @@ _STEPS = 8
 """In how many steps what was counted fades to its half."""
 _MOST = 256
 _LEFT = 0.9
+_MORE = 1 + 1e-9
+"""Sums of fading parts are equal only so far."""
 
 
 class Tenants:
@@ -50,7 +52,10 @@ class Tenants:
         All, where it was given no more than a like part; else as much as its part of what all asked
         for, and at most _LEFT: what is above is for the others, a request of theirs at least.
         """
-        given = self._given.get(tenant, 0.0)
-        if tenant not in self._asked or given * len(self._asked) <= sum(self._given.values()):
+        given, like = (
+            self._given.get(tenant, 0.0),
+            sum(self._given.values()) / (len(self._asked) or 1),
+        )
+        if tenant not in self._asked or given <= _MORE * like:
             return 1.0
         return min(_LEFT, self._asked[tenant] / sum(self._asked.values()))

@@ -54,6 +54,8 @@ class InstanceView:
         """What it does for others than us, and is promised to by other gateways."""
         self._counted: Others = NOBODY
         """Of these, what it counts itself."""
+        self._seen: Others = NOBODY
+        """At the latest look."""
         self._counted_until_us: Micros = 0
         self._told: Told = NOTHING
         """And what other gateways say."""
@@ -109,7 +111,8 @@ class InstanceView:
 
     def _see_others(self, load: InstanceLoad, now_us: Micros) -> None:
         active, context = len(self.stays.active), self.stays.context
-        self._counted = others(self.info.role, load, self.prefills, active, context)
+        before, found = self._seen, others(self.info.role, load, self.prefills, active, context)
+        self._seen, self._counted = found, found.or_less(before)
         usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
         self._counted_until_us = now_us + round(self._counted.waiting * usual_us)
         self._join_others()
@@ -285,6 +288,8 @@ class ClusterView:
 
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceView] = {}
+        self.version = 0
+        """Another one whenever an instance was added or removed."""
         self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
         self.racks: dict[SegmentId, str] = {}
         """Where each segment lies, as far as its instance said."""
@@ -360,6 +365,7 @@ class ClusterView:
         )
 
     def _changed(self) -> None:
+        self.version += 1
         self._by_role.clear()
         infos = [view.info for view in self.instances.values()]
         self.racks = {i.segment: i.rack for i in infos if i.segment is not None and i.rack}

@@ -32,6 +32,7 @@ from moonserve.core.units import (
     Tokens,
 )
 from moonserve.live.clock import LoopClock
+from moonserve.live.ports import Inbox
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +89,13 @@ class ConductorLoop:
         self._release = release
         self._copy = copy
         self._copying: set[asyncio.Task[None]] = set()
-        self._inboxes: dict[RequestId, asyncio.Queue[Any]] = {}
+        self._inboxes: dict[RequestId, Inbox] = {}
         self.on_step: Callable[[Micros, list[Fact], list[Action]], None] | None = None
         """Told of every step, for who keeps an account of the run (core.events)."""
+        self.on_instances: Callable[[], None] | None = None
+        """Called when others have joined or left than `instances` gave last."""
+        self._version = -1
+        self._infos: list[InstanceInfo] = []
         self._facts: list[Fact] = []
         self._timer: asyncio.TimerHandle | None = None
         self.records: OrderedDict[RequestId, Record] = OrderedDict()
@@ -104,7 +109,10 @@ class ConductorLoop:
 
     def instances(self) -> list[InstanceInfo]:
         """See ports.Conducting."""
-        return [view.info for view in self.core.view.instances.values()]
+        if self._version != self.core.view.version:
+            self._version = self.core.view.version
+            self._infos = [view.info for view in self.core.view.instances.values()]
+        return self._infos
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""
@@ -112,7 +120,7 @@ class ConductorLoop:
             asyncio.get_running_loop().call_soon(self._flush)
         self._facts.extend(facts)
 
-    def open(self, request: Request, keys: Sequence[BlockKey], inbox: asyncio.Queue[Any]) -> None:
+    def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
         """A request arrives; the Conductor's actions for it go to `inbox`."""
         assert request.id not in self._inboxes, "request ids are unique"
         self.records.pop(request.id, None)  # an earlier request of this id
@@ -170,6 +178,8 @@ class ConductorLoop:
             self.on_step(now_us, facts, actions)
         for action in actions:
             self._act(action)
+        if self.on_instances is not None and self._version != self.core.view.version:
+            self.on_instances()
         self._wake_at(self.core.wake_us(now_us))
 
     def _wake_at(self, wake_us: Micros | None) -> None:

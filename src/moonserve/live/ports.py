@@ -6,14 +6,21 @@ that runs over every implementation.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from moonserve.core.batch import Pass, PassResult
-from moonserve.core.facts import Fact, InstanceInfo
+from moonserve.core.facts import (
+    BlockEvent,
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    InstanceInfo,
+    PrefillEnded,
+    StageEnded,
+)
 from moonserve.core.pool import Found as Found
 from moonserve.core.pool import Replica as Replica
 from moonserve.core.request import Request
@@ -224,6 +231,18 @@ class Serving(Protocol):
         """
 
 
+Told: TypeAlias = PrefillEnded | StageEnded | DecodeEnded | CallFailed | ClientGone | BlockEvent
+"""What those who serve requests know: all facts about a request but its arrival, and what an engine
+that tells nothing must have by now."""
+
+
+class Inbox(Protocol):
+    """Where the Conductor's actions for one request go; an asyncio.Queue is one."""
+
+    def put_nowait(self, item: Any, /) -> None:
+        """Take one action; never full."""
+
+
 class Conducting(Protocol):
     """The Conductor as those see it who serve requests: in this process, or in another.
 
@@ -239,13 +258,13 @@ class Conducting(Protocol):
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id was opened here and not closed."""
 
-    def open(self, request: Request, keys: Sequence[BlockKey], inbox: asyncio.Queue[Any]) -> None:
+    def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
         """A request arrives, under an id that is not `known`; the actions for it go to `inbox`.
 
         Where another process serves one of this id it is refused, as `duplicate_request_id`.
         """
 
-    def tell(self, *facts: Fact) -> None:
+    def tell(self, *facts: Told) -> None:
         """Facts about requests that are open; those of one turn of the loop are taken together."""
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:

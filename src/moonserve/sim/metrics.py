@@ -224,7 +224,7 @@ def _summary(
         "prefill_gpu_s_mean": mean(prefill_s),
         "wasted_prefill_s": sum(one.wasted_us for one in served) / 1e6,
         **_predictions(sim),
-        **swing(*loads(sim)),
+        **swing(*loads(sim), (setup.prefill, setup.decode)),
         "imbalance": _imbalance([node.busy_us for node in sim.prefills]),
         "imbalance_decode": _imbalance([node.busy_us for node in sim.decodes]),
         "busy_prefill": _share_busy([node.busy_us for node in sim.prefills], span_s),

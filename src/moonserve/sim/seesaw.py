@@ -35,17 +35,23 @@ def loads(sim: Simulation) -> tuple[Series, Series, Series]:
     return times, held[:, is_prefill].mean(axis=1), held[:, ~is_prefill].mean(axis=1)
 
 
-def swing(times: Series, prefill: Series, decode: Series) -> dict[str, Any]:
+def swing(
+    times: Series, prefill: Series, decode: Series, sizes: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
     """Correlation, amplitude of each (half its spread from 5% to 95%, over its mean) and period.
 
-    The period is where the difference of the two, each in its standard deviations, is most like
-    itself again. None where that cannot be said.
+    Dispersion: variance over mean of the requests in a pool of such a size. It is 1 where they come
+    at random to instances enough; less where admission steadies them, more where it makes them
+    swing. The period is where the difference of the two, each in its standard deviations, is most
+    like itself again. None where that cannot be said.
     """
     found: dict[str, Any] = {
         "seesaw_correlation": None,
         "seesaw_amplitude_prefill": _amplitude(prefill),
         "seesaw_amplitude_decode": _amplitude(decode),
         "seesaw_period_s": None,
+        "seesaw_dispersion_prefill": _dispersion(prefill, sizes[0]),
+        "seesaw_dispersion_decode": _dispersion(decode, sizes[1]),
     }
     if len(times) < 8 or not prefill.std() or not decode.std():
         return found
@@ -61,6 +67,12 @@ def _amplitude(load: Series) -> float | None:
         return None
     low, high = np.percentile(load, (5, 95))
     return float((high - low) / 2 / load.mean())
+
+
+def _dispersion(load: Series, size: int) -> float | None:
+    if not len(load) or not load.mean():
+        return None
+    return float(size * load.var() / load.mean())
 
 
 def _period(series: Series, step_s: float) -> float | None:

@@ -40,7 +40,9 @@ class _Followed:
     def counts(self) -> FeedCounts:
         """See Feed."""
         order, stats, size = self.feed.order, self._stream.stats, self._stream.mismatch
-        fault = "" if size is None else f"their blocks have {size} tokens: say block_size: {size}"
+        fault = ""
+        if size is not None:
+            fault = f"their blocks have {size} tokens, unlike its cache's; say events: off"
         return FeedCounts(
             connected=self.feed.connected,
             trusted=order.complete or not order.stats.batches,

@@ -107,7 +107,11 @@ class Fleet:
             if kept.source == source and name not in names:
                 await self.remove(source, name)
         for spec in specs:
-            await self.add(source, spec)
+            try:
+                await self.add(source, spec)
+            except ConfigError as error:
+                what = str(error).removeprefix(f"{error.field}: ")
+                raise ConfigError(what, f"{spec.name}.{error.field}") from None
 
     async def add(self, source: str, spec: InstanceSpec) -> bool:
         """One more engine, or a new description of one; whether that changed anything.
@@ -176,7 +180,7 @@ class Fleet:
             try:
                 self._texts[ref] = await asyncio.to_thread(self._load_text, ref)
             except ConfigError as error:
-                raise ConfigError(str(error), "tokenizer") from None
+                raise ConfigError(str(error).removeprefix("model: "), "tokenizer") from None
         return self._texts[ref]
 
     def _check(self, member: Member, found: Found) -> None:
@@ -253,7 +257,9 @@ class Fleet:
         for view in core.view.instances.values():
             if not view.trust.trusted:
                 share = f"{100 * view.trust.share:.0f}%"
-                found.append(f"{view.info.id}: finds less than its events claim: {share} counts")
+                found.append(
+                    f"{view.info.id}: finds less cached than is claimed: {share} of it counts"
+                )
         if self._index_empty():
             found.append("the index is empty though engines tell events and have served requests")
         return found

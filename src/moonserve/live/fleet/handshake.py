@@ -196,8 +196,8 @@ def _max_len(member: Member, said: Tokens | None) -> Tokens:
 
 def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]) -> Tokens:
     wanted = member.spec.block_size
-    label = page.cache.get("block_size", "")
-    said = int(label) if label.isdecimal() else server.page_size
+    labels = [page.cache.get(name, "") for name in ("hash_block_size", "block_size")]
+    said = next((int(label) for label in labels if label.isdecimal()), server.page_size)
     if said and wanted and said != wanted:
         flag = "--page-size" if member.spec.engine == "sglang" else "--block-size"
         raise Mismatch(

@@ -246,7 +246,7 @@ class Keeper:
             seen = said or RankPage()
             load = InstanceLoad(
                 running=seen.running,
-                waiting=seen.waiting,
+                waiting=max(0, seen.waiting - seen.deferred),
                 free_blocks=round((1.0 - seen.usage) * info.kv_blocks),
                 passes=passes,
                 hits=hits,

@@ -13,6 +13,7 @@ import msgspec
 
 _STARTED = "process_start_time_seconds"
 _CACHE = "vllm:cache_config_info"
+_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _FIELDS: Mapping[str, str] = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -22,7 +23,7 @@ _FIELDS: Mapping[str, str] = {
     "sglang:num_queue_reqs": "waiting",
     "sglang:token_usage": "usage",
 }
-_WANTED = (_STARTED, _CACHE, *_FIELDS)
+_WANTED = (_STARTED, _CACHE, _BY_REASON, *_FIELDS)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -31,6 +32,9 @@ class RankPage(msgspec.Struct):
 
     running: int = 0
     waiting: int = 0
+    """Those included that wait for KV from elsewhere, not for a pass."""
+    deferred: int = 0
+    """So many of them do."""
     usage: float = 0.0
     """Part of its KV cache that running requests take up."""
 
@@ -59,11 +63,11 @@ def read_page(text: str) -> Page:
             page.started_s = value
         elif name == _CACHE:
             page.cache = page.cache or labels
-        else:
+        elif name != _BY_REASON or labels.get("reason") == "deferred":
             rank = page.ranks.setdefault(
                 labels.get("engine", labels.get("dp_rank", "0")), RankPage()
             )
-            field = _FIELDS[name]
+            field = _FIELDS.get(name, "deferred")
             setattr(rank, field, value if field == "usage" else int(value))
     return page
 

@@ -50,7 +50,7 @@ def _row(source: str, keeper: Keeper, instance: InstanceId) -> dict[str, Any]:
         "warnings": [] if said is None else said.warnings,
         "version": "" if said is None else said.version,
         "hash_algorithm": "" if said is None else said.hash_algorithm,
-        "events": "off" if feed is None else feed.counts(),
+        "events": feed.counts() if feed is not None else "off" if said is not None else "",
     }
 
 

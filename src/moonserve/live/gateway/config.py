@@ -49,6 +49,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpp: int = 8
     """The most prefill instances that may share one prompt."""
     max_body_bytes: Bytes = 8 << 20
+    workers: int = 1
+    """Processes that serve clients; several share one Conductor, in a process of its own."""
     max_in_flight: int = 1_024
     """Requests served at once; more are answered 429."""
     prefill_timeout_s: float = 300.0

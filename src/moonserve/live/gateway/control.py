@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client.registry import Collector
 
@@ -23,8 +23,11 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.gateway.api import Api
 from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.indexer import IndexerApi
 from moonserve.live.gateway.internal import Internal
 from moonserve.live.gateway.metrics import Copies, Predictions, Served
+from moonserve.live.gateway.select import Selection
+from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import Handler
 from moonserve.live.store.foreign import ForeignPool
@@ -41,8 +44,15 @@ loaded: some milliseconds each, and the predicted end errs by some more. Longer 
 class Control:
     """See the module. `start` and `stop` are called on the event loop."""
 
-    def __init__(self, config: GatewayConfig, http: HttpClient, model: str) -> None:
-        """`model`: the name that the served model goes by."""
+    def __init__(
+        self,
+        config: GatewayConfig,
+        http: HttpClient,
+        model: str,
+        tools: Callable[[str], TextTools | None] = lambda model: None,
+    ) -> None:
+        """`model`: the name that the served model goes by; `tools`: a model's text side, where it
+        has one in this process."""
         self._config = config
         self._http = http
         tuning = Tuning(
@@ -63,11 +73,14 @@ class Control:
         self.pool = self._open_pool()
         self._internal = Internal(self.conductor, config.token, [model])
         self._api = Api(self.conductor, self.pool)
+        self._selection = Selection(self.conductor, tools, config.token)
+        self._indexer = IndexerApi(config.token)
         self._ticker: asyncio.Task[None] | None = None
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
-        return self._internal.routes() | self._api.routes() | self.pool.routes()
+        own = self._internal.routes() | self._api.routes() | self.pool.routes()
+        return own | self._selection.routes() | self._indexer.routes()
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """Path prefixes."""
@@ -86,6 +99,8 @@ class Control:
         """To be called when nobody is served any more."""
         if self._ticker is not None:
             self._ticker.cancel()
+        self._selection.stop()
+        await self._indexer.close()
         await self.pool.close()
         self.conductor.stop()
 

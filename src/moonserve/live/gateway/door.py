@@ -18,7 +18,7 @@ from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import Handler
 
 SHUTTING_DOWN = "this gateway is shutting down"
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
 
 
@@ -109,4 +109,4 @@ class Door:
 
     async def metrics_text(self, request: HttpRequest) -> Response:
         """GET /metrics."""
-        return Response(body=self.metrics.text(), content_type=_METRICS_TYPE)
+        return Response(body=self.metrics.text(), content_type=METRICS_TYPE)

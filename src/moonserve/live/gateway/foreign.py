@@ -45,7 +45,7 @@ class ForeignGateway:
         changed = {"store": "none", "spread_bytes": 0, "cpp": 1, "dead_after_s": times.longest_s}
         self._config = config = msgspec.structs.replace(config, **changed)
         self._http = HttpClient()
-        self._control = Control(config, self._http, "")
+        self._control = Control(config, self._http, "", lambda model: self.fleet.text(model))
         self.conductor = conductor = self._control.conductor
         self.fleet = Fleet(
             conductor,

@@ -38,7 +38,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, text: Text) -> None:
         self._config = config
         self._http = HttpClient()
-        self._control = Control(config, self._http, text.name)
+        self._control = Control(config, self._http, text.name, {text.name: text.tools}.get)
         self.conductor, self.pool = self._control.conductor, self._control.pool
         self._front = front_of(config, text, self.conductor, self._http)
         for collector in self._control.collectors():

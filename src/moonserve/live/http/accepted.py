@@ -230,9 +230,9 @@ class Accepted(asyncio.Protocol):
         if b"%" in path:
             path = unquote_to_bytes(path)
         old = parser.get_http_version() == "1.0"
-        request = HttpRequest(
-            parser.get_method().decode(), path.decode("utf-8", "replace"), query, headers, self
-        )
+        method, target = parser.get_method().decode(), url.decode("latin-1")
+        text = path.decode("utf-8", "replace")
+        request = HttpRequest(method, target, text, query, headers, self)
         request.arrived_s = self._loop.time()
         request.http_1_0 = old
         request.keep_alive = not old and parser.should_keep_alive()

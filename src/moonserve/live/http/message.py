@@ -178,13 +178,23 @@ class HttpRequest:
         "method",
         "path",
         "query_string",
+        "target",
     )
 
     def __init__(
-        self, method: str, path: str, query_string: bytes, headers: dict[str, str], source: Source
+        self,
+        method: str,
+        target: str,
+        path: str,
+        query_string: bytes,
+        headers: dict[str, str],
+        source: Source,
     ) -> None:
         self.method = method
+        self.target = target
+        """Path and query as they came."""
         self.path = path
+        """Percent-decoded."""
         self.query_string = query_string
         self.headers = headers
         self.id = _request_id(headers.get("x-request-id"))

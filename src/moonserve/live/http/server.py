@@ -51,7 +51,8 @@ class App:
 
     routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler, the longest
     prefix wins. Both may be added to before `serve`. HEAD goes where GET does. body_limits: path
-    prefix -> bytes that go before max_body_bytes, the longest prefix wins. A MoonserveError from a
+    prefix -> bytes that go before max_body_bytes, the longest prefix wins. fallback: serves all
+    other paths, with any method. A MoonserveError from a
     handler becomes its status in OpenAI's error shape, anything else a 500 that tells the client
     nothing.
     """
@@ -65,10 +66,12 @@ class App:
         body_limits: Mapping[str, Bytes] = _NO_LIMITS,
         body_timeout_s: float = 60.0,
         stall_timeout_s: float = 60.0,
+        fallback: Handler | None = None,
         name: str = "moonserve",
     ) -> None:
         self.routes = dict(routes)
         self.prefixes = dict(prefixes or {})
+        self._fallback = fallback
         self.name = name
         limits = {**body_limits, "": max_body_bytes}
         self._body_limits = sorted(limits.items(), key=lambda item: len(item[0]), reverse=True)
@@ -130,6 +133,8 @@ class App:
         if found:
             allowed = sorted(found | {"HEAD"} if "GET" in found else found)
             raise MethodNotAllowed(f"{path} takes {', '.join(allowed)}, not {method}", allowed)
+        if self._fallback is not None:
+            return self._fallback
         raise NotFound(f"no such path: {method} {path}")
 
     def _head(self, request: HttpRequest, reply: Response | StreamingResponse) -> bytes:

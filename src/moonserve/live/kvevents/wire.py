@@ -61,7 +61,8 @@ _map = msgspec.msgpack.Decoder(_MapBatch)
 _array = msgspec.msgpack.Decoder(_ArrayBatch)
 _any = msgspec.msgpack.Decoder(_AnyBatch)
 _encoder = msgspec.msgpack.Encoder()
-_KNOWN = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+_KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_batch(payload: bytes) -> KvBatch:
@@ -69,7 +70,7 @@ def decode_batch(payload: bytes) -> KvBatch:
     for decoder in (_map, _array):
         try:
             it = decoder.decode(payload)
-        except (msgspec.DecodeError, RecursionError):
+        except _UNREADABLE:
             continue
         return KvBatch(it.ts, tuple(it.events), it.data_parallel_rank)
     return _decode_slowly(payload)
@@ -80,7 +81,7 @@ def _decode_slowly(payload: bytes) -> KvBatch:
     try:
         it = _any.decode(payload)
         events = [event for event in map(_event, it.events) if event is not None]
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise BadFrame(f"not a batch of KV events: {error}") from None
     unknown = len(it.events) - len(events)
     return KvBatch(it.ts, tuple(events), it.data_parallel_rank, unknown)

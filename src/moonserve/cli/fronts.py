@@ -1,0 +1,115 @@
+"""`moonserve gateway --workers N`: starts the fronts and the Conductor's process, and stops them.
+
+The socket that they meet at is in a folder of its own, which only this user may enter and which is
+gone at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from moonserve.cli.settings import child_env
+from moonserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moonserve.config import Settings
+    from moonserve.live.supervise import Child
+
+_KILL_AFTER_S = 10.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ORPHANS_S = 6.0
+"""Fronts of a gateway that was killed listen for so long; its successor waits for that."""
+_LISTENING = "listening on "
+
+
+@contextlib.contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """Keep a port (0: any free one) for processes that listen on it together, as they may end and
+    come back. Raises ConfigError.
+    """
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("this system cannot share a port among processes; use 1", "workers")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        deadline_s = time.monotonic() + _ORPHANS_S
+        while True:
+            try:
+                held.bind((host, port))  # fails where anybody listens, also who would share
+                break
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
+                    time.sleep(0.2)
+                    continue
+                raise ConfigError(
+                    f"cannot listen on {host}:{port} ({error.strerror}); choose another", "port"
+                ) from None
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        yield held.getsockname()[1]
+
+
+def children_of(settings: Settings, port: int, path: str) -> list[Child]:
+    """The processes of one gateway, which meet at the socket `path`."""
+    from moonserve.live.supervise import Child
+
+    settings = msgspec.structs.replace(settings, port=port)
+    environ = child_env(settings)
+    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, "--part")
+    grace_s = settings.drain_s + _KILL_AFTER_S
+    # Fronts go first: their requests end at a Conductor that is still there.
+    fronts = [
+        Child(f"front{i}", (*argv, "front"), environ, 0, grace_s) for i in range(settings.workers)
+    ]
+    return [Child("conductor", (*argv, "conductor"), environ, 1, _KILL_AFTER_S), *fronts]
+
+
+async def serve_fronts(settings: Settings, token: str) -> None:
+    """Run until a signal comes, or a process dies too often. Raises ConfigError, GaveUp."""
+    from moonserve.live.http.auth import require_token_beyond_loopback
+    from moonserve.live.supervise import Supervisor
+
+    require_token_beyond_loopback(settings.host, token, "workers")
+
+    ready: set[str] = set()
+
+    def tell(name: str, line: str) -> None:
+        with contextlib.suppress(OSError):  # whoever read it is gone, and there are some to stop
+            click.echo(f"{name}: {line}", err=True)
+        if line.startswith(_LISTENING) and name not in ready:
+            ready.add(name)
+            if len(ready) == settings.workers + 1:
+                click.echo(f"{_LISTENING}http://{settings.host}:{port}")
+                sys.stdout.flush()
+
+    with (
+        _reserved(settings.host, settings.port) as port,
+        tempfile.TemporaryDirectory(prefix="moonserve-") as folder,
+    ):
+        boss = Supervisor(children_of(settings, port, os.path.join(folder, "link")), tell)
+        stops: list[asyncio.Task[None]] = []
+
+        def on_signal() -> None:
+            if stops:
+                boss.kill()
+            else:
+                click.echo("draining: new requests are refused, running ones may finish")
+                sys.stdout.flush()
+                stops.append(asyncio.ensure_future(boss.stop()))
+
+        for number in _STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        await boss.run()
+        await asyncio.gather(*stops)
+    click.echo("stopped")

@@ -1,0 +1,98 @@
+"""What a front passes on to the Conductor's process: joins, beats, store calls, the admin API.
+
+Whole replies only, and connections that are to speak another protocol: those are joined, end to
+end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from moonserve.core.errors import NobodyAlive
+from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.switch import Switch, Switched
+
+_TIMEOUT_S = 300.0
+_OURS = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
+_ITS = {*_OURS, "content-type", "date", "x-request-id"}
+
+
+class Forward:
+    """The handler of all that a front does not serve itself."""
+
+    def __init__(self, conductor: RemoteConductor, http: HttpClient) -> None:
+        self._conductor = conductor
+        self._http = http
+
+    async def __call__(self, request: HttpRequest) -> Response | Switch:
+        """Its reply; NobodyAlive while the Conductor's process is not there."""
+        body = await request.body()
+        request.cancel_on_disconnect()
+        url = self._conductor.url + request.target
+        name = request.headers.get("upgrade")
+        headers = {k: v for k, v in request.headers.items() if k not in _OURS and k != "upgrade"}
+        headers["x-request-id"] = request.id
+        try:
+            if name is not None:
+                there = _Pipe()
+                reply = await self._http.upgrade(
+                    url, name, there, headers=headers, timeout_s=_TIMEOUT_S
+                )
+                if reply is None:
+                    request.stop_watching()
+                    return Switch(name, _Pipe(there))
+            else:
+                reply = await self._http.request(
+                    request.method, url, headers=headers, body=body, timeout_s=_TIMEOUT_S
+                )
+        except UpstreamError as error:
+            raise NobodyAlive(f"the Conductor's process did not answer: {error}") from None
+        told = {k: v for k, v in reply.headers.items() if k not in _ITS}
+        kind = reply.headers.get("content-type", "application/octet-stream")
+        return Response(reply.status, reply.body, told, kind)
+
+
+class _Pipe(Switched):
+    """One of two connections that are one from now on. The second brings the first along."""
+
+    def __init__(self, other: _Pipe | None = None) -> None:
+        self._other = other
+
+    def take_over(
+        self, transport: asyncio.Transport, lost: Callable[[Exception | None], None]
+    ) -> None:
+        """See Switched: the first waits for the second."""
+        super().take_over(transport, lost)
+        if self._other is None:
+            transport.pause_reading()
+        else:
+            self._other._other = self
+            if self._other.transport.is_closing():
+                transport.close()
+            else:
+                self._other.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand it on."""
+        assert self._other is not None
+        self._other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        """This end takes no more: the other is not to bring any."""
+        if self._other is not None and not self._other.transport.is_closing():
+            self._other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        if self._other is not None and not self._other.transport.is_closing():
+            self._other.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Both end."""
+        if self._other is not None:
+            self._other.transport.close()
+        super().connection_lost(exc)

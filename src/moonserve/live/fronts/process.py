@@ -1,0 +1,142 @@
+"""The processes of a gateway that is several: fronts that serve clients, one with the Conductor.
+
+A supervisor starts them with the path of one unix socket. Every front listens on the gateway's
+address, where the kernel gives each new connection to one of them; the Conductor's process listens
+for HTTP on loopback, for what fronts pass on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+
+from moonserve.live.fronts.counts import Summed, families, summed
+from moonserve.live.fronts.desk import Desk
+from moonserve.live.fronts.forward import Forward
+from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.control import Control
+from moonserve.live.gateway.door import METRICS_TYPE
+from moonserve.live.gateway.process import (
+    INTERNAL_BODY_BYTES,
+    Text,
+    front_of,
+    read_text,
+    run_gateway,
+)
+from moonserve.live.http.auth import require_token_beyond_loopback
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.server import App, Server, serve
+from moonserve.live.model.catalog import resolve
+
+_LOOPBACK = "127.0.0.1"
+
+
+class ConductorProcess:
+    """Conductor, store master, joins and the admin API; made by `start`."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._http = HttpClient()
+        self.control = Control(config, self._http, resolve(config.model).name)
+        self._app = App(
+            self.control.routes() | {("GET", "/metrics"): self._metrics},
+            self.control.prefixes(),
+            max_body_bytes=config.max_body_bytes,
+            body_limits={"/internal/": INTERNAL_BODY_BYTES},
+            name="conductor",
+        )
+        self._server: Server | None = None
+        self._desk: Desk | None = None
+
+    @classmethod
+    async def start(cls, config: GatewayConfig, path: str) -> ConductorProcess:
+        """Wire all parts and listen, at the socket `path` too. Raises ConfigError."""
+        one = cls(config)
+        one._server = await serve(one._app, _LOOPBACK, 0)
+        one._desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}")
+        one.control.start()
+        await one._desk.listen(path)
+        return one
+
+    @property
+    def port(self) -> int:
+        """Where it listens for HTTP."""
+        assert self._server is not None
+        return self._server.port
+
+    async def stop(self, drain_s: float) -> None:
+        """To be called when the fronts have stopped: no request is under way."""
+        assert self._server is not None
+        assert self._desk is not None
+        await self._desk.close()
+        await self._server.stop(0)
+        await self.control.stop()
+        await self._http.close()
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        """The sums over all fronts, and the Conductor's own."""
+        assert self._desk is not None
+        own = families(self.control.collectors())
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Summed(summed([await self._desk.counts(), own])))
+        return Response(body=generate_latest(registry), content_type=METRICS_TYPE)
+
+
+class FrontProcess:
+    """OpenAI's API for some of the clients; made by `start`."""
+
+    def __init__(self, config: GatewayConfig, text: Text, path: str) -> None:
+        self._http = HttpClient()
+        self.conductor = RemoteConductor(path, lambda: families([self._front.metrics]))
+        part = -(-config.max_in_flight // config.workers)
+        config = msgspec.structs.replace(config, max_in_flight=part)
+        self._front = front_of(config, text, self.conductor, self._http)
+        routes = self._front.routes()
+        del routes["GET", "/metrics"]  # the sums over all are asked for
+        self._app = App(
+            routes,
+            self._front.prefixes(),
+            max_body_bytes=config.max_body_bytes,
+            body_limits={"/internal/": INTERNAL_BODY_BYTES},
+            fallback=Forward(self.conductor, self._http),
+            name="front",
+        )
+        self._server: Server | None = None
+
+    @classmethod
+    async def start(cls, config: GatewayConfig, path: str) -> FrontProcess:
+        """Read the model's text side, wire all parts, listen beside others. Raises ConfigError."""
+        require_token_beyond_loopback(config.host, config.token, "workers")
+        one = cls(config, await asyncio.to_thread(read_text, config.model), path)
+        await one.conductor.start()
+        one._server = await serve(one._app, config.host, config.port, shared=True)
+        return one
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._server is not None
+        return self._server.port
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let running ones finish for `drain_s`, then cut them."""
+        assert self._server is not None
+        self._front.drain()
+        await self._front.idle(drain_s)
+        await self._server.stop(0)
+        await self.conductor.leave()
+        await self._http.close()
+
+
+async def run_conductor(config: GatewayConfig, path: str) -> None:
+    """Run the Conductor's process until SIGTERM or SIGINT."""
+    here = msgspec.structs.replace(config, host=_LOOPBACK)
+    await run_gateway(here, start=lambda config: ConductorProcess.start(config, path))
+
+
+async def run_front(config: GatewayConfig, path: str) -> None:
+    """Run one front until SIGTERM or SIGINT."""
+    await run_gateway(config, start=lambda config: FrontProcess.start(config, path))

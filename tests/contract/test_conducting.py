@@ -1,0 +1,189 @@
+"""The Conductor's port, in this process and at the end of a unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonserve.core.actions import Abort, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.conductor import Conductor
+from moonserve.core.facts import (
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    InstanceInfo,
+    Joined,
+    Left,
+    PrefillEnded,
+)
+from moonserve.core.request import Request, Slo
+from moonserve.core.units import BlockKey, InstanceId, LeaseId, RequestId, SegmentId
+from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fronts.desk import Desk
+from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.ports import Conducting
+from tests.support.cluster import exact, info
+
+R = RequestId("r")
+KEYS = (BlockKey(b"a" * 32), BlockKey(b"b" * 32))
+
+
+class Rig:
+    """A Conductor with two instances, and the port to it."""
+
+    def __init__(self) -> None:
+        self.released: list[LeaseId] = []
+        self.copied: list[tuple[Sequence[BlockKey], SegmentId, SegmentId | None]] = []
+        self.loop = ConductorLoop(Conductor(cost_of=exact), self.released.append, self._copy)
+        self.port: Conducting = self.loop
+
+    async def _copy(self, *call: Any) -> int:
+        self.copied.append(call)
+        return len(call[0])
+
+    def join(self, *infos: InstanceInfo) -> None:
+        self.loop.tell(*map(Joined, infos))
+
+    async def until(self, true: Callable[[], object]) -> None:
+        """Poll until it holds."""
+        while not true():
+            await asyncio.sleep(0.002)
+
+    async def open(self, name: RequestId = R, **more: Any) -> asyncio.Queue[Any]:
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.port.open(Request(name, "m", tuple(range(9)), **more), KEYS, inbox)
+        return inbox
+
+    def leave(self, outcome: str, name: RequestId = R) -> None:
+        self.port.tell(ClientGone(name))
+        self.port.close(name, outcome, 7)
+
+
+@contextlib.asynccontextmanager
+async def rig_of(kind: str, folder: Path) -> AsyncIterator[Rig]:
+    """Both ends, connected."""
+    rig = Rig()
+    if kind == "here":
+        yield rig
+        return
+    desk = Desk(rig.loop, "http://127.0.0.1:1")
+    await desk.listen(str(folder / "link"))
+    rig.port = remote = RemoteConductor(str(folder / "link"), list)
+    await remote.start()
+    await rig.until(lambda: remote._url)
+    yield rig
+    await remote.leave()
+    await desk.close()
+
+
+Use = Callable[[Rig], Awaitable[None]]
+
+
+@pytest.fixture(params=["here", "remote"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Use], None]:
+    """Runs a test over each implementation, inside a deadline."""
+
+    async def main(use: Use) -> None:
+        async with asyncio.timeout(10), rig_of(request.param, tmp_path) as rig:
+            await use(rig)
+
+    return lambda use: asyncio.run(main(use))
+
+
+def test_a_request_from_its_arrival_to_its_end(run: Callable[[Use], None]) -> None:
+    """Prefill, Decode and the end; the record has outcome and times, and the ledger is zero."""
+
+    async def use(rig: Rig) -> None:
+        rig.join(info("p0", "prefill"), info("d0", "decode"))
+        await rig.until(lambda: len(rig.port.instances()) == 2)
+        assert list(rig.port.instances()) == [info("d0", "decode"), info("p0", "prefill")]
+        inbox = await rig.open()
+        assert rig.port.known(R)
+        prefill = await inbox.get()
+        assert isinstance(prefill, Prefill)
+        assert (prefill.number, prefill.to) == (1, info("p0", "prefill"))
+        assert prefill.decode == info("d0", "decode")
+        decision = prefill.decision
+        assert (decision.prefill, decision.prompt_tokens) == ("p0", 9)
+        assert decision.candidates[0].instance == "p0"
+        assert [share.instance for share in decision.shares] == ["p0"]
+        assert rig.loop.core.promised().requests == 1
+        rig.port.first_token(R, 4)
+        rig.port.tell(PrefillEnded(R, 1, final=False))
+        decode = await inbox.get()
+        assert decode == Decode(R, 2, info("d0", "decode"))
+        rig.port.tell(DecodeEnded(R, 2, 5))
+        rig.leave("stop")
+        assert not rig.port.known(R)
+        await rig.until(lambda: rig.released)
+        assert rig.released == ["r/1"]
+        record = rig.loop.records[R]
+        await rig.until(lambda: record.outcome == "stop")
+        assert (record.tbt_us, record.cached_tokens) == (7, 4)
+        assert not any(getattr(rig.loop.core.promised(), f) for f in ("requests", "decodes"))
+
+    run(use)
+
+
+def test_what_is_said_of_a_request_that_fails(run: Callable[[Use], None]) -> None:
+    """Refuse where nobody is; Abort and a second Prefill when one is lost; GiveUp at the end."""
+
+    async def use(rig: Rig) -> None:
+        refuse = await (await rig.open()).get()
+        assert isinstance(refuse, Refuse)
+        assert refuse.reason == "nobody_alive"
+        rig.leave("refused")
+        rig.join(info("p0", "prefill"), info("p1", "prefill"), info("d0", "decode"))
+        await rig.until(lambda: len(rig.port.instances()) == 3)
+        inbox = await rig.open(slo=Slo(ttft_us=10**9), priority=1, tenant="t")
+        first = await inbox.get()
+        rig.join(info(first.to.id, "prefill", epoch=2))
+        abort = await inbox.get()
+        assert isinstance(abort, Abort)
+        failed = {"length": 9, "keys": KEYS}
+        rig.port.tell(CallFailed(R, 1, abort.why, retry=True, **failed))
+        second = await inbox.get()
+        assert isinstance(second, Prefill)
+        assert second.to.id != first.to.id
+        rig.port.tell(CallFailed(R, second.number, "broken", retry=False, **failed))
+        assert await inbox.get() == GiveUp(R, "broken")
+        rig.leave("failed")
+        await rig.until(lambda: len(rig.released) == 2)
+
+    run(use)
+
+
+def test_who_leaves_frees_all(run: Callable[[Use], None]) -> None:
+    """ClientGone ends a life wherever it stands; its id may be used again at once."""
+
+    async def use(rig: Rig) -> None:
+        rig.join(info("p0", "prefill"), info("d0", "decode"))
+        await rig.until(lambda: rig.port.instances())
+        for _ in range(3):  # the last one's end and the next one's arrival are one step's facts
+            inbox = await rig.open()
+            assert isinstance(await inbox.get(), Prefill)
+            rig.leave("cancelled")
+        await rig.until(lambda: len(rig.released) == 3)
+        assert rig.loop.core.promised().requests == 0
+
+    run(use)
+
+
+def test_copies_that_are_kept_are_asked_for(run: Callable[[Use], None]) -> None:
+    """`keep` reaches the store with keys, target and source; who left is no instance any more."""
+
+    async def use(rig: Rig) -> None:
+        rig.port.keep(KEYS, SegmentId("p0"), None)
+        await rig.until(lambda: rig.copied)
+        assert rig.copied == [(KEYS, "p0", None)]
+        rig.join(info("p0", "prefill"))
+        await rig.until(lambda: rig.port.instances())
+        rig.loop.tell(Left(InstanceId("p0"), 1))
+        await rig.until(lambda: not rig.port.instances())
+
+    run(use)
