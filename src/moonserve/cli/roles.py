@@ -117,6 +117,14 @@ def gateway(
     show_default=True,
     help="The worker's own port; 0 takes a free one.",
 )
+@click.option(
+    "--kv-events",
+    default="off",
+    show_default=True,
+    metavar="ADDRESS[,REPLAY]",
+    help="Publish what lies in its part of the KV store, as vLLM's KV events, such as on"
+    " tcp://127.0.0.1:5557,tcp://127.0.0.1:5558. They carry the prompts' tokens.",
+)
 @advertise_host_option
 @cards_option
 @settings_options(
@@ -130,6 +138,7 @@ def worker(
     name: str,
     gateway: str,
     listen: int,
+    kv_events: str,
     advertise_host: str | None,
     cards: tuple[Card, ...],
     **flags: str | None,
@@ -174,6 +183,7 @@ def worker(
                 max_seqs=settings.max_seqs,
                 kv_memory_bytes=settings.kv_memory_bytes,
                 decode_kv=settings.decode_kv,
+                kv_events=kv_events,
             )
         )
     )

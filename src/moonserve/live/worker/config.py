@@ -61,6 +61,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in one pass."""
     decode_kv: DecodeKV = "end"
     """When the KV of generated tokens is stored."""
+    kv_events: str = "off"
+    """Where it publishes what lies in its segments, and where it replays that: two addresses of
+    ZMQ with a comma between, the second may be left out."""
     threads: int | None = None
     """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
     drain_s: float = 5.0

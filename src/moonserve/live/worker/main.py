@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -45,6 +46,9 @@ from moonserve.live.worker.join import Control, Membership
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
 from moonserve.live.worker.warm import warm_up
+
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +155,9 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             epoch = time.time_ns() // 1000
             rpc = HttpRpc(http, config.store_url or config.gateway, config.token)
             reach = control.ping if config.store == "mooncake" else rpc.connect
+            events = None if config.kv_events == "off" else _events(config, say)
+            if events is not None:
+                stack.push_async_callback(events.close)
             store = await mounted(reach, lambda: _open_store(control, rpc, config, epoch), stop)
             if store is not None:
                 stack.push_async_callback(store.close)
@@ -160,6 +167,8 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 )
                 stack.push_async_callback(worker.stop, config.drain_s)
                 worker.runner.measured(samples)
+                if events is not None and isinstance(store, StoreClient):
+                    _watch(worker, store, events)
                 say(f"listening on {worker.info.url}")
                 try:
                     await _belong(worker, control, stop, say)
@@ -177,6 +186,29 @@ async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) ->
     """Leave to others in the pool what lies here, unless this worker ends for a fault."""
     if stop.is_set() and isinstance(store, StoreClient):
         await hand_on(store, config.drain_s)
+
+
+def _events(config: WorkerConfig, say: Say) -> Publisher:
+    """Where what lies in the segments is published. Raises ConfigError: it cannot be."""
+    if config.store == "mooncake":
+        raise ConfigError("the Mooncake store does not tell what it evicts; off", "kv_events")
+    from moonserve.live.kvevents.publisher import Publisher  # ZMQ costs the others nothing
+
+    endpoint, _, replay = config.kv_events.partition(",")
+    events = Publisher(endpoint, replay or None)
+    say(f"publishing KV events on {events.endpoint}, replay on {events.replay_endpoint}")
+    return events
+
+
+def _watch(worker: Worker, store: StoreClient, events: Publisher) -> None:
+    """Publish what comes to the segments, and what goes."""
+    from moonserve.live.kvevents.publisher import SegmentEvents
+
+    lying = SegmentEvents(worker.info.namespace.block_size, events.publish)
+    for owner in store.owners:
+        owner.watch = lying.segment(owner.mounting.tier, owner.catalogue.held.__contains__)
+    if worker.runner.kv is not None:
+        worker.runner.kv.learned = lying.learned
 
 
 def _end_process(say: Say) -> None:
