@@ -27,6 +27,7 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.ports import Registry
+from moonserve.live.relay import calls
 from moonserve.live.relay.front import RelayApp
 
 
@@ -74,7 +75,8 @@ class ForeignGateway:
             self._found = Found(registry, self.fleet)
         self._api = FleetApi(self.fleet, conductor, config.token)
         door = Limits(max_in_flight=config.max_in_flight)
-        self._front = RelayApp(conductor, self.fleet, self.fleet, self._http, door)
+        times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
+        self._front = RelayApp(conductor, self.fleet, self.fleet, self._http, door, times_out)
         self._front.not_ready = self._control.not_ready
         for collector in (*self._control.collectors(), FleetMetrics(self.fleet, conductor)):
             self._front.metrics.registry.register(collector)
