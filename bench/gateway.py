@@ -84,9 +84,7 @@ def build(peers: Path, folder: Path) -> None:
         if not source.exists():
             sys.exit(f"{source} is missing: --peers must name the folder that has http/{name}.c")
         code = source.read_text()
-        code = code.replace(
-            r"\"finish_reason\":\"stop\"}],\"usage", r"\"finish_reason\":\"length\"}],\"usage"
-        )
+        code = code.replace(r"\"stop\"}],\"usage", r"\"length\"}],\"usage")
         (folder / source.name).write_text(code)
         command = ["gcc", "-O2", "-w", "-o", folder / name, folder / source.name]
         try:
@@ -239,20 +237,18 @@ def measure(bench: Bench, args: argparse.Namespace, work: dict[str, Path]) -> No
 
 def show(seen: dict[tuple[str, int, str], list[Any]], names: Sequence[str]) -> None:
     """Medians over rounds; latencies less those of the engines alone."""
+    fields = ("cpu", "p50", "ttfb50", "rps")
     for kind, connections in dict.fromkeys((kind, many) for kind, many, _ in seen):
-
-        def middle(name: str, field: str) -> float:
-            return statistics.median(run[field] for run in seen[kind, connections, name])
-
-        print(
-            f"\n{kind}, {connections} connections{'':8} {'cpu':>7} {'p50':>8} {'first':>8} {'/s':>8}"
-        )
+        title = f"{kind}, {connections} connections"
+        print(f"\n{title:24} {'cpu':>7} {'p50':>8} {'first':>8} {'per s':>8}")
+        base = {"p50": 0.0, "ttfb50": 0.0}
         for name in names:
-            base = "" if name == "direct" else "direct"
-            p50 = middle(name, "p50") - (middle(base, "p50") if base else 0)
-            first = middle(name, "ttfb50") - (middle(base, "ttfb50") if base else 0)
-            rate = middle(name, "rps")
-            print(f"{name:32} {middle(name, 'cpu'):7.1f} {p50:8.0f} {first:8.0f} {rate:8.0f}")
+            runs = seen[kind, connections, name]
+            row = {field: statistics.median([run[field] for run in runs]) for field in fields}
+            p50, first = row["p50"] - base["p50"], row["ttfb50"] - base["ttfb50"]
+            print(f"{name:24} {row['cpu']:7.1f} {p50:8.0f} {first:8.0f} {row['rps']:8.0f}")
+            if name == "direct":
+                base = row
 
 
 def folder_of(given: str | None, what: str, flag: str) -> Path | None:
