@@ -22,19 +22,22 @@ from moonserve.core.facts import (
 )
 from moonserve.core.units import BlockKey, InstanceId, RequestId
 from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fleet.found import Found
+from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.gateway import bootstrap, several
 from moonserve.live.gateway.internal import Internal
 from moonserve.live.gateway.several import Several, Told
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
-from moonserve.live.registry.entries import GATEWAYS, INSTANCES, GatewayEntry
+from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry
 from moonserve.live.registry.memory import MemoryRegistry, Shared
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways
 from moonserve.live.worker import join
 from moonserve.live.worker.gateways import Gateways
 from tests.support.cluster import info
+from tests.support.engines import Engine, rig
 
 TOKEN = "a-secret"
 KEYS = tuple(BlockKey(bytes([n // 256, n % 256])) for n in range(3_000))
@@ -450,3 +453,39 @@ def test_refusals_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
         await one.server.stop(0)
 
     run(test)
+
+
+# Foreign engines.
+
+
+def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there() -> None:
+    """Added, described anew, and let go as their entries are; what cannot be used is left out."""
+
+    async def test() -> None:
+        engine = Engine()
+        async with rig(engine) as site:
+            registry = MemoryRegistry()
+            found = Found(registry, site.fleet)
+            following = asyncio.create_task(found.follow())
+            settled = asyncio.create_task(found.settled())
+            await settled, "there is none"
+            spec = InstanceSpec(name="e0", url=engine.url, events="off")
+            entries = {
+                "e0": msgspec.json.encode(spec),
+                "e1": b'{"name": "e1", "url": "http://127.0.0.1:1", "colour": 1}',
+                "e2": msgspec.json.encode(spec),
+                "e3": msgspec.json.encode(msgspec.structs.replace(spec, name="e3", role="prefill")),
+            }
+            for name, entry in entries.items():
+                await registry.put(ENGINES + name, entry)
+            await site.until(lambda: list(site.views) == ["e0"])
+            await found.settled()
+            assert [source for source, _ in site.fleet.keepers()] == ["the registry"]
+            again = msgspec.structs.replace(spec, rack="r1")
+            await registry.put(ENGINES + "e0", msgspec.json.encode(again))
+            await site.until(lambda: site.keeper("e0").member.spec == again)
+            await registry.remove(ENGINES + "e0")
+            await site.until(lambda: not site.views)
+            following.cancel()
+
+    asyncio.run(test())
