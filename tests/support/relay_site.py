@@ -44,6 +44,7 @@ class NotedCall:
         self.count = 0
         self.said: list[Tokens | None] = []
         self.over = 0
+        self.last: Tokens | None = None
 
     def answered(self, cached: Tokens | None) -> None:
         """The first token."""
@@ -52,6 +53,7 @@ class NotedCall:
     def ended(self, cached: Tokens | None = None) -> None:
         """The end, however often it is told."""
         self.over += 1
+        self.last = self.last if cached is None else cached
 
 
 class FakeFleet:
@@ -70,6 +72,10 @@ class FakeFleet:
         return self.members[instance]
 
     def tells(self, model: str) -> bool:
+        """See Engines."""
+        return self.exact is not None
+
+    def tells_of(self, instance: InstanceId) -> bool:
         """See Engines."""
         return self.exact is not None
 

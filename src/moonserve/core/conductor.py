@@ -257,9 +257,7 @@ class Conductor:
         """The call that has prefilled decodes on; no other goes out."""
         self._end_prefill(life, now_us)
         view = self.view.instances.get(decision.decode)
-        if view is not None:
-            tbt_us = decision.predicted_tbt_us  # promised again: it may have restarted
-            self.outlook.promise(life.request, life.length, view, now_us, 0, tbt_us)
+        if view is not None and life.request.id in view.stays.promised:  # else it is another start
             view.begin_decode(life.request.id, now_us)
 
     def _decode(self, life: Handoff, now_us: Micros) -> None:

@@ -327,7 +327,7 @@ class Life:
     def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:
         """The instance has the prompt now; where none tells, the index hears of it from here."""
         keys = self._reading.keys
-        if not keys or self._caller.engines.tells(self._asked.model):
+        if not keys or self._caller.engines.tells_of(to.id):
             return
         if told := self._caller.guesses.served(to, keys, predicted, cached):
             self._conductor.tell(*told)
