@@ -171,7 +171,7 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 stack.push_async_callback(worker.stop, config.drain_s)
                 worker.runner.measured(samples)
                 if events is not None and isinstance(store, StoreClient):
-                    _watch(worker, store, events)
+                    publish_blocks(worker, store, events)
                 say(f"listening on {worker.info.url}")
                 try:
                     await _belong(worker, gateways, stop, say)
@@ -203,7 +203,7 @@ def _events(config: WorkerConfig, say: Say) -> Publisher:
     return events
 
 
-def _watch(worker: Worker, store: StoreClient, events: Publisher) -> None:
+def publish_blocks(worker: Worker, store: StoreClient, events: Publisher) -> None:
     """Publish what comes to the segments, and what goes."""
     from moonserve.live.kvevents.publisher import SegmentEvents
 
