@@ -91,7 +91,7 @@ class Outlook:
         if told and slo.ttft_us is not None:
             view, length = prefills[0], len(request.prompt)
             each_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens) / len(prefills)
-            slo = Slo(slo.ttft_us - round(told * each_us), slo.tbt_us)
+            slo = Slo(max(0, slo.ttft_us - round(told * each_us)), slo.tbt_us)
             whys.append(f"less {told * each_us / 1e3:.3g} ms for {told:.3g} told to come before it")
         if request.priority < 0:
             share = self._tuning.low_share
