@@ -48,6 +48,7 @@ class Call:
         "_span",
         "cached",
         "count",
+        "heard",
         "part",
         "predicted",
         "prompt",
@@ -60,6 +61,8 @@ class Call:
         self.part, self.prompt, self.predicted, self.streams = part, prompt, predicted, streams
         self.count: Tokens = 0
         self.cached: Tokens | None = None
+        self.heard = False
+        """Whether its answer, or its end, was told: an answer told then says nothing."""
         self._span: _Span | None = None
         self._from: Tokens = 0
         """`count` when the spell of decoding began, of those by whom it is counted."""
@@ -133,6 +136,9 @@ class Watch:
     def answered(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
         """Its first token came, or all `count` of them at once. cached: as the engine says; None:
         it has not said yet."""
+        if call.heard:
+            return
+        call.heard = True
         self._settle(now_us)
         if call in self._prefilling:
             self._prefilled(now_us, call)
@@ -144,6 +150,7 @@ class Watch:
 
     def ended(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
         """It is over, however; again: of no effect."""
+        call.heard = True
         self._settle(now_us)
         if call in self._prefilling:  # without an answer: what it took of the span nobody knows
             del self._prefilling[call]
