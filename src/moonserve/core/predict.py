@@ -44,6 +44,8 @@ class Lengths:
     def __init__(self, wider: Lengths | None = None) -> None:
         self._wider = wider
         self._counts = [0.0] * _BINS
+        self._cuts: dict[Tokens, int] = {}
+        """Lengths at which some were cut off that are not in `_counts` yet."""
         self._total = 0.0
         self._seen = 0
         self._shares: list[float] = []
@@ -62,32 +64,31 @@ class Lengths:
         Its weight goes to the lengths beyond, by what is known of them: Efron's way to the estimate
         of Kaplan and Meier (1958), as far as that can be done without keeping the sample.
         """
-        shares, whole = self._table(), self.beyond(tokens)
-        first = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
-        left = whole
-        for at in range(first, _BINS - 1):
-            self._counts[at] += (left - shares[at + 1]) / whole
-            left = shares[at + 1]
-        self._counts[_BINS - 1] += left / whole
+        self._table()  # with those before it, where that is due
+        self._cuts[tokens] = self._cuts.get(tokens, 0) + 1
         self._added()
+
+    def _place_cuts(self) -> None:
+        cuts, self._cuts, shares = self._cuts, {}, self._shares
+        for tokens, count in cuts.items():
+            first = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
+            left = whole = _beyond(shares, tokens)
+            for at in range(first, _BINS - 1):
+                self._counts[at] += count * (left - shares[at + 1]) / whole
+                left = shares[at + 1]
+            self._counts[_BINS - 1] += count * left / whole
 
     def _added(self) -> None:
         self._total += 1
         self._seen += 1
         if self._total >= _HALVED_AT:
+            self._place_cuts()
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
 
     def beyond(self, tokens: float) -> float:
         """The share of outputs that are longer; above zero."""
-        shares = self._table()
-        if tokens <= 1:
-            return shares[0]
-        place = _PER_OCTAVE * math.log2(tokens)
-        at = int(place)
-        if at >= _BINS:
-            return shares[_BINS]
-        return shares[at] + (place - at) * (shares[at + 1] - shares[at])
+        return _beyond(self._table(), tokens)
 
     def mean(self, most: Tokens = 1 << 20) -> float:
         """Expected length, where outputs are cut off at `most`."""
@@ -103,6 +104,7 @@ class Lengths:
         own, others = self._made_of
         if _is_fresh(own, self._seen) and _is_fresh(others, seen):
             return self._shares
+        self._place_cuts()
         if wider is None:
             prior = [(1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES]
         else:
@@ -120,6 +122,17 @@ class Lengths:
         self._means = list(accumulate(parts, initial=1.0))
         self._made_of = (self._seen, seen)
         return self._shares
+
+
+def _beyond(shares: Sequence[float], tokens: float) -> float:
+    """The share of outputs that are longer; above zero."""
+    if tokens <= 1:
+        return shares[0]
+    place = _PER_OCTAVE * math.log2(tokens)
+    at = int(place)
+    if at >= _BINS:
+        return shares[_BINS]
+    return shares[at] + (place - at) * (shares[at + 1] - shares[at])
 
 
 def _is_fresh(then: int, now: int) -> bool:

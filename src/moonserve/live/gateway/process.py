@@ -7,6 +7,7 @@ everything it wires can be had without it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -143,6 +144,8 @@ async def run_gateway(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = await start(config)
+    gc.collect()
+    gc.freeze()  # what is there by now stays: no collection shall look at it again
     say(f"listening on http://{config.host}:{gateway.port}")
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")
