@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from moonserve.live.model.catalog import DEFAULT_MODEL
+from tests.support.engines import Engine
 from tests.support.etcd import Etcd
 from tests.support.store_processes import Process
 from tests.support.up import TOKEN
@@ -97,9 +99,9 @@ def get(url: str, path: str) -> Any:
         return None
 
 
-def ask(url: str, prompt: str) -> Any:
+def ask(url: str, prompt: str, model: str = DEFAULT_MODEL) -> Any:
     """A short completion."""
-    body = {"model": DEFAULT_MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(
         url + "/v1/completions",
         json.dumps(body).encode(),
@@ -107,6 +109,15 @@ def ask(url: str, prompt: str) -> Any:
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         return json.load(reply)
+
+
+def same_id(url: str) -> bool:
+    """Whether a request id given by a client is made this gateway's own, and known by that."""
+    body = json.dumps({"model": DEFAULT_MODEL, "prompt": "x", "max_tokens": 1}).encode()
+    request = urllib.request.Request(url + "/v1/completions", body, {"x-request-id": "mine"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        name = reply.headers["x-request-id"]
+    return name.startswith("mine-") and get(url, f"/api/decisions/{name}") is not None
 
 
 def names(url: str) -> list[str]:
@@ -140,6 +151,7 @@ def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: F
     whole = get(first, "/api/stats")["index_blocks"]
     assert whole > 10
     until(lambda: get(second, "/api/stats")["index_blocks"] == whole)
+    assert {same_id(url) for url in urls} == {True}
     again = ask(second, WORDS + " and more")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
 
@@ -170,3 +182,46 @@ def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: F
     until(lambda: [p["url"] for p in get(third, "/api/gateways")["peers"] if p["heard"]] == [other])
     for url in (other, third):
         until(lambda url=url: not any(ledger(url)))
+
+
+def test_an_engine_registered_once_is_used_by_every_gateway(tmp_path: Path) -> None:
+    """moonserve register: gateways before foreign engines find it, and lose it again; a gateway
+    that was told nothing else is ready with it."""
+
+    async def main(etcd: Etcd, stack: contextlib.ExitStack) -> None:
+        engine = Engine()
+        await engine.start()
+        config = tmp_path / "cluster.yaml"
+        config.write_text(f"instances: []\nregistry: {etcd.url}\n")
+
+        def start(*argv: str) -> Process:
+            process = Process(*argv, "--config", str(config))
+            stack.callback(process.close)
+            return process
+
+        registered = start("register", "--url", engine.url, "--events", "off")
+        await registered.says("registered: e0")
+        gateways = [start("gateway", "--port", "0") for _ in range(2)]
+        urls = [await it.says(r"listening on (http\S+)") for it in gateways]
+        try:
+            for url in urls:
+                await asyncio.to_thread(until, lambda url=url: get(url, "/ready"))
+                told = await asyncio.to_thread(get, url, "/api/gateways")
+                assert told["index"] == "as told by the engines"
+                said = await asyncio.to_thread(ask, url, "What follows?", engine.model)
+                assert said["choices"][0]["text"]
+            assert len(engine.calls) == 2
+            await start("unregister", "e0").says("unregistered: e0")
+            for url in urls:
+                await asyncio.to_thread(until, lambda url=url: not names(url))
+            await start("unregister", "e0").says("no engine of that name was registered: e0")
+        except BaseException:
+            print("\n".join("".join(it.lines) for it in gateways))
+            raise
+        finally:
+            await engine.stop()
+
+    with contextlib.ExitStack() as stack:
+        etcd = Etcd(tmp_path)
+        stack.callback(etcd.close)
+        asyncio.run(main(etcd, stack))

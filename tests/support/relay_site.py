@@ -84,7 +84,12 @@ class FakeFleet:
         return self.exact
 
     def began(
-        self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens
+        self,
+        instance: InstanceId,
+        part: Part,
+        prompt: Tokens,
+        predicted: Tokens,
+        streams: bool = True,
     ) -> NotedCall:
         """See Observer."""
         self.notes.append(NotedCall(instance, part, prompt, predicted))

@@ -7,6 +7,7 @@ everything it wires can be had without it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -117,7 +118,9 @@ def front_of(
     wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
     cluster = Cluster(conductor, wire, {text.name: text.max_len})
     limits = Limits(max_in_flight=config.max_in_flight)
-    return GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits)
+    app = GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits)
+    app.is_one_of_several = bool(config.registry)
+    return app
 
 
 def read_text(ref: str) -> Text:
@@ -143,6 +146,8 @@ async def run_gateway(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = await start(config)
+    gc.collect()
+    gc.freeze()  # what is there by now stays: no collection shall look at it again
     say(f"listening on http://{config.host}:{gateway.port}")
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")

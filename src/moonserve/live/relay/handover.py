@@ -190,7 +190,9 @@ async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill)
     first: asyncio.Task[Any] = asyncio.create_task(caller.whole(to, asked, request, body, limit_s))
     handed = Handed(to, None, caller.conductor.now_us() + mooncake.HELD_US, _Reply())
     handed.at, handed.stream = action.decode.id, second
-    handed.note = caller.observer.began(action.decode.id, "decode", decision.prompt_tokens, 0)
+    handed.note = caller.observer.began(
+        action.decode.id, "decode", decision.prompt_tokens, 0, asked.stream
+    )
     try:
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():

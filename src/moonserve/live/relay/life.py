@@ -125,7 +125,11 @@ class Life:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(wait_s, self._tell_prefilled)
             self._note = self._caller.observer.began(
-                to.id, "whole", decision.prompt_tokens, decision.reused_tokens
+                to.id,
+                "whole",
+                decision.prompt_tokens,
+                decision.reused_tokens,
+                self._asked.stream,
             )
             return await self._run(to, self._asked.raw, self._caller.limits.first_byte_s)
         self._handed = handed = await self._inbox.engine(
@@ -147,7 +151,7 @@ class Life:
             if handed.stream is not None:
                 return await self._inbox.engine(self._met(handed, to, first_s))
             self._note = self._caller.observer.began(
-                to.id, "decode", self._reading.length, self._reading.length
+                to.id, "decode", self._reading.length, self._reading.length, self._asked.stream
             )
             return await self._run(to, body, first_s)
         except (CallLost, DeadlineExceeded) as error:
@@ -208,6 +212,8 @@ class Life:
         """A reply that came at once, with its usage put right."""
         self._reply = Passing(self._cached)
         answer.body = self._reply.answered(answer.body)
+        if self._note is not None:
+            self._note.count = self._reply.tokens // self._asked.choices
         self._answered()
         self._end()
         return answer
@@ -220,7 +226,7 @@ class Life:
         self._first_us = self._last_us = now_us
         self._conductor.first_token(self._request.id, self._reply.cached)
         self._tell_prefilled()
-        if self._note is not None:
+        if self._note is not None and self._asked.stream:  # else it came when nobody knows
             self._note.answered(self._reply.cached)
 
     def _tell_prefilled(self) -> None:
@@ -285,7 +291,7 @@ class Life:
         """Some of the stream has passed."""
         reply = self._reply
         if self._note is not None:
-            self._note.count = reply.events
+            self._note.count = reply.events // self._asked.choices
         if reply.done:
             self._end()
         elif reply.failed:
@@ -315,7 +321,7 @@ class Life:
         self._conductor.tell(DecodeEnded(self._request.id, self._inbox.number, reply.tokens))
         self._inbox.out(0)
         if self._note is not None:
-            self._note.count = reply.tokens
+            self._note.count = min(self._note.count, reply.tokens)
             self._note.ended(reply.counted.cached)
 
     def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:

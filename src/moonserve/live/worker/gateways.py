@@ -27,6 +27,7 @@ from moonserve.live.worker.join import Control, Membership, with_untold
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
 _REFUSED_S = 10.0
 _MASTER_S = 120.0
 
@@ -91,14 +92,14 @@ class Gateways:
         following = asyncio.create_task(self._follow(self._registry, info, loads, joined))
         try:
             while True:
-                tasks = {following, *self._tasks.values()}
-                done, _ = await asyncio.wait(
-                    tasks, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION
-                )
-                for task in done:
-                    task.result()
+                # Those that begin meanwhile are looked at in a second.
+                running = {following, *self._tasks.values()}
+                await asyncio.wait(running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    following.result()
                 for entry in [it for it, task in self._tasks.items() if task.done()]:
-                    del self._tasks[entry], self._members[entry], self._controls[entry]
+                    del self._members[entry], self._controls[entry]
+                    self._tasks.pop(entry).result()
         finally:
             for task in (following, *self._tasks.values()):
                 task.cancel()
