@@ -109,8 +109,7 @@ class Life:
                 answer = await work
             except Passed as passed:
                 self._outcome = f"engine answered {passed.answer.status}"
-                self._fail(passed, retry=False)
-                return passed.answer
+                return passed.answer  # no failure: what is left of it ends as when a client goes
             except MoonserveError as error:
                 self._fail(error, retry=True)
                 continue
@@ -139,6 +138,8 @@ class Life:
         self._cached = handed.cached
         self._reused(to, decision.reused_tokens, handed.cached)
         self._conductor.tell(PrefillEnded(self._request.id, self._inbox.number, final=False))
+        if not self._asked.stream:  # decode's is not seen
+            self._conductor.first_token(self._request.id, handed.cached)
         self._inbox.out(0)
         return None
 
@@ -222,12 +223,13 @@ class Life:
         """The first token is here."""
         self._sent = True
         now_s = self._loop.time()
-        self._caller.metrics.ttft.observe(now_s - self._last_s)
+        if self._asked.stream:  # else it came when nobody knows
+            self._caller.metrics.ttft.observe(now_s - self._last_s)
+            self._conductor.first_token(self._request.id, self._reply.cached)
+            if self._note is not None:
+                self._note.answered(self._reply.cached)
         self._first_s = self._last_s = now_s
-        self._conductor.first_token(self._request.id, self._reply.cached)
         self._tell_prefilled()
-        if self._note is not None and self._asked.stream:  # else it came when nobody knows
-            self._note.answered(self._reply.cached)
 
     def _tell_prefilled(self) -> None:
         if self._timer is not None:
