@@ -66,6 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What fails together with a worker or segment; empty: it alone."""
     store_url: str = ""
     """Where the store's master is; empty: in the gateway."""
+    registry: str = ""
+    """Where gateways, workers and the store's master find each other; empty: they are told."""
     eviction: str = "lru"
     """One of core.evict.EVICTIONS, for the store's master."""
     store: Literal["embedded", "mooncake"] = "embedded"
@@ -224,6 +226,7 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
         raise _named(err, merged, origin) from err
     _check_policy(settings.policy, origin)
     _check_eviction(settings.eviction, origin)
+    _check_registry(settings.registry, origin)
     _check_segment(settings, origin)
     _check_master(settings.mooncake_master, origin)
     _check_mooncake(settings, origin)
@@ -273,6 +276,12 @@ def _check_eviction(name: str, origin: Mapping[str, str]) -> None:
     if name not in EVICTIONS:
         known = f"must be one of {', '.join(EVICTIONS)}"
         raise ConfigError(f"{known} ({name!r} from {origin['eviction']})", "eviction")
+
+
+def _check_registry(url: str, origin: Mapping[str, str]) -> None:
+    if url and not url.startswith("etcd://"):
+        remedy = "write it like etcd://127.0.0.1:2379 or etcd://a:2379,b:2379/prefix"
+        raise ConfigError(f"{remedy} ({url!r} from {origin['registry']})", "registry")
 
 
 def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:

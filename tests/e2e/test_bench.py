@@ -17,6 +17,7 @@ BENCH = Path(__file__).parents[2] / "bench"
         ("decide.py", ["--quick"], "moonserve: ledger empty at the end"),
         ("front.py", ["--requests", "64", "--rounds", "1"], "64-token stream"),
         ("store.py", ["--alone", "--seconds", "0.02", "--sizes", "4KiB,1MiB"], "shm get / memcpy"),
+        ("kvevents.py", ["--quick"], "x msgspec on maps"),
         ("index.py", ["--quick"], "answers that differ from a naive walk: 0"),
     ],
 )

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from random import Random
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,12 +17,15 @@ from moonserve.core.facts import (
     BlocksStored,
     CallFailed,
     ClientGone,
+    Connector,
     DecodeEnded,
     Fact,
+    InstanceInfo,
     InstanceLoad,
     Joined,
     Left,
     PrefillEnded,
+    Role,
     StageEnded,
     Tick,
 )
@@ -121,7 +125,7 @@ class ConductorMachine(RuleBasedStateMachine):
                 self.idle.discard(action.request)
                 self.leases[action.request].append(action.number)
                 self.attempts[action.request] += 1
-                assert action.to.role == "prefill"
+                self.check_prefill(action)
                 self.check_stages(action)
                 self.calls[action.request] = action
             case Decode():
@@ -142,6 +146,11 @@ class ConductorMachine(RuleBasedStateMachine):
                 self.idle.discard(action.request)
                 assert action.numbers == tuple(self.leases.pop(action.request))
                 del self.open[action.request]
+
+    def check_prefill(self, action: Prefill) -> None:
+        """One of role prefill, another decodes."""
+        assert action.to.role == "prefill"
+        assert not action.decision.joint
 
     def check_stages(self, action: Prefill) -> None:
         """A group shares out what is not reused, in whole blocks, among unlike instances."""
@@ -179,8 +188,12 @@ class ConductorMachine(RuleBasedStateMachine):
     def join(self, name: str) -> None:
         """An instance comes up with a new epoch."""
         self.epochs[name] = self.epochs.get(name, 0) + 1
-        role = "prefill" if name[0] == "p" else "decode"
-        self.step(Joined(info(name, role, self.epochs[name])))  # type: ignore[arg-type]
+        self.step(Joined(self.described(name)))
+
+    def described(self, name: str) -> InstanceInfo:
+        """What it says of itself."""
+        role: Role = "prefill" if name[0] == "p" else "decode"
+        return info(name, role, self.epochs[name])
 
     @rule(name=st.sampled_from(NAMES), stale=st.booleans())
     def leave(self, name: str, stale: bool) -> None:
@@ -250,6 +263,10 @@ class ConductorMachine(RuleBasedStateMachine):
         elif how in ("fail", "unreachable"):
             del self.calls[request]
             self.fail(call, how == "unreachable")
+        elif isinstance(call, Prefill) and call.decision.joint and how == "done":
+            self.step(PrefillEnded(request, call.number, final=False))
+            assert self.calls.pop(request) is call, "a call that does all of it goes on"
+            self.step(DecodeEnded(request, call.number, tokens=7))
         elif isinstance(call, Prefill):
             del self.calls[request]
             self.idle.add(request)  # unless a decode instance is there
@@ -315,5 +332,36 @@ class ConductorMachine(RuleBasedStateMachine):
         assert not self.open
 
 
+class ForeignMachine(ConductorMachine):
+    """The same before engines of others: pairs by connector, and some that do all of it."""
+
+    def described(self, name: str) -> InstanceInfo:
+        """p0, p1 and d0 are one connector's, d1 another's, p2 has none and does both."""
+        connector: Connector = "nixl" if name in ("p0", "p1", "d0") else "mooncake"
+        own = {"segment": SegmentId(name), "fetches": False, "layers": 0, "connector": connector}
+        if name == "p2":
+            own |= {"role": "both", "connector": "none"}
+        return msgspec.structs.replace(super().described(name), **own)
+
+    def check_prefill(self, action: Prefill) -> None:
+        """Both halves are one engine's, in one call, or two that share a connector."""
+        decision = action.decision
+        assert decision.joint == (action.to.id == decision.decode)
+        assert action.to.connector == action.decode.connector == decision.connector
+        assert decision.joint or action.to.connector == "nixl"
+        assert decision.holder is None
+        assert not decision.stages
+
+    @invariant()
+    def an_idle_cluster_keeps_nobody_waiting(self) -> None:
+        """With no call out and both halves of a pair alive, or one that does both, nobody waits."""
+        view = self.conductor.view.instances
+        able = "p2" in view or ("d0" in view and ("p0" in view or "p1" in view))
+        if able and not self.calls:
+            assert not self.idle
+
+
 TestConductor = ConductorMachine.TestCase
 TestConductor.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestForeign = ForeignMachine.TestCase
+TestForeign.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

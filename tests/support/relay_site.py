@@ -44,6 +44,7 @@ class NotedCall:
         self.count = 0
         self.said: list[Tokens | None] = []
         self.over = 0
+        self.last: Tokens | None = None
 
     def answered(self, cached: Tokens | None) -> None:
         """The first token."""
@@ -52,6 +53,7 @@ class NotedCall:
     def ended(self, cached: Tokens | None = None) -> None:
         """The end, however often it is told."""
         self.over += 1
+        self.last = self.last if cached is None else cached
 
 
 class FakeFleet:
@@ -73,12 +75,21 @@ class FakeFleet:
         """See Engines."""
         return self.exact is not None
 
+    def tells_of(self, instance: InstanceId) -> bool:
+        """See Engines."""
+        return self.exact is not None
+
     def text(self, model: str) -> TextTools | None:
         """See Engines."""
         return self.exact
 
     def began(
-        self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens
+        self,
+        instance: InstanceId,
+        part: Part,
+        prompt: Tokens,
+        predicted: Tokens,
+        streams: bool = True,
     ) -> NotedCall:
         """See Observer."""
         self.notes.append(NotedCall(instance, part, prompt, predicted))

@@ -472,6 +472,32 @@ def test_closed_client_refuses() -> None:
     run(always(close=False), use)
 
 
+def test_taking_gives_all_that_is_here() -> None:
+    """Pieces that came together are one, the end is None, and the connection can be used again."""
+
+    async def use(client: HttpClient, url: str) -> None:
+        stream = client.stream("GET", url, timeout_s=5, idle_timeout_s=5)
+        await stream.__aenter__()
+        assert await stream.take() == b"abcde"
+        stream.idle(0.05)
+        with pytest.raises(DeadlineExceeded):
+            await stream.take()
+        stream.leave()
+        stream = client.stream("GET", url, timeout_s=5, idle_timeout_s=5)
+        await stream.__aenter__()
+        assert [await stream.take(), await stream.take()] == [b"hi", None]
+        stream.leave()
+
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        whole = behaved.pop(0)
+        await read_request(reader)
+        writer.write(whole)
+        await reader.read()
+
+    behaved = [CHUNKED + b"2\r\nab\r\n3\r\ncde\r\n", OK]
+    run(behave, use)
+
+
 async def _each(data: bytes, step: int) -> AsyncIterator[bytes]:
     for at in range(0, len(data), step):
         yield data[at : at + step]

@@ -579,6 +579,22 @@ def test_a_body_that_nobody_reads_yet_is_not_taken_in_whole() -> None:
     run(use, max_body_bytes=64 << 20)
 
 
+def test_a_body_that_was_whole_before_anybody_read_it_holds_nothing_back() -> None:
+    """After it, the connection's next requests are read as before."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        size = 200 << 10
+        post = b"POST /late HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size + bytes(size)
+        reader, writer = await raw(server, b"")
+        rig.release.set()
+        for _ in range(20):
+            await _write(writer, post)
+            assert await replies(reader, 1) == [str(size).encode()]
+        writer.close()
+
+    run(use, max_body_bytes=1 << 20)
+
+
 async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(data)
     await writer.drain()

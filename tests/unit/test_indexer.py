@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from moonserve.core import rolled as module
 from moonserve.core.hashes import local_hashes, rolling
 from moonserve.core.indexer import Hits, Stream, Tiered, mask
 from moonserve.core.kvevents import Cleared, KvBatch, KvEvent, Removed, Stored
 from moonserve.core.rolled import Rolled, block_keys, token_keys
 from moonserve.core.units import SegmentId
+from moonserve.live.kvevents.wire import read_live
+from tests.support.kvevents import fixture, messages
 
 SIZE = 4
 TOKENS = list(range(1, 25))
@@ -31,7 +33,7 @@ class Site:
         """One more stream."""
         stream = Stream(SegmentId(f"{instance}/{rank}"), instance, rank, kind == "Mooncake")
         self.space.join(stream)
-        made = self.streams[stream.id] = Rolled(stream, self.space, lora, salt, kind != "vLLM")
+        made = self.streams[stream.id] = Rolled(stream, self.space, lora, salt)
         return made
 
     def hits(
@@ -123,9 +125,8 @@ def test_copies_are_counted() -> None:
     assert site.hits()["a"].gpu == 2 * SIZE
     tell(one, removed(1))
     assert site.hits()["a"].gpu == SIZE
-    assert len(one) == 1
     tell(one, removed(0), removed(0))
-    assert (site.hits(), len(one), site.space.entries) == ({}, 0, 0)
+    assert (site.hits(), site.space.entries) == ({}, 0)
 
 
 def test_lora_and_salt_keep_blocks_apart() -> None:
@@ -153,7 +154,7 @@ def test_a_block_with_an_image_is_not_found_by_its_tokens() -> None:
     assert site.space.entries == 3
 
 
-def test_who_comes_before_its_parent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_before_its_parent_waits() -> None:
     """An event of an unknown parent counts as soon as the parent is there, in whatever order."""
     site = Site()
     one = site.add("a")
@@ -161,29 +162,19 @@ def test_who_comes_before_its_parent_waits(monkeypatch: pytest.MonkeyPatch) -> N
     assert site.hits() == {}
     tell(one, stored(0, 1))
     assert site.hits()["a"].gpu == 5 * SIZE
-    tell(one, Cleared(), stored(4, 5), stored(3, 4), removed(3), stored(0, 3))
-    assert site.hits()["a"].gpu == 3 * SIZE
-    tell(one, Cleared(), stored(1, 2), Cleared(), stored(0, 1))
-    assert site.hits()["a"].gpu == SIZE
-    monkeypatch.setattr(module, "MAX_ORPHANS", 1)
-    tell(one, Cleared(), stored(2, 3), stored(1, 2), stored(0, 1))
-    assert site.hits()["a"].gpu == SIZE
-    assert one.counts.orphans > 0
 
 
-def test_what_cannot_be_right_is_counted_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another block size, too few tokens, ids that are none, another group, too many blocks."""
+def test_what_cannot_be_right_is_counted_and_left_out() -> None:
+    """Another block size, too few tokens, and ids that are none."""
     site = Site()
     one = site.add("a")
-    tell(one, stored(0, 1, block_size=8), stored(0, 2, token_ids=TOKENS[:SIZE]))
-    tell(one, stored(0, 1, token_ids=[-1] * SIZE), stored(0, 1, token_ids=[]))
-    tell(one, stored(0, 1, group_idx=1), msgspec.structs.replace(removed(0), group_idx=1))
-    monkeypatch.setattr(module, "MAX_BLOCKS", 2)
-    tell(one, stored(0, 3))
+    tell(one, stored(0, 2, token_ids=TOKENS[:SIZE]), stored(0, 1, token_ids=[-1] * SIZE))
+    assert one.mismatch is None
+    tell(one, stored(0, 1, token_ids=[]), stored(0, 1, block_size=8, token_ids=TOKENS[:8]))
     assert site.hits() == {}
-    assert (one.counts.wrong_size, one.counts.unreadable) == (1, 2 + 1 + 1 + 3)
-    tell(one, stored(0, 2))
-    assert site.hits()["a"].gpu == 2 * SIZE
+    assert (one.stats.mismatches, one.stats.unplaced) == (1, 2 + 1 + 1)
+    tell(other := site.add("b"), stored(0, 1, block_size=8, token_ids=TOKENS[:8]))
+    assert (other.stats.mismatches, other.mismatch) == (1, 8)
 
 
 def test_a_reset_and_a_leave_drop_everything() -> None:
@@ -194,7 +185,6 @@ def test_a_reset_and_a_leave_drop_everything() -> None:
         tell(stream, stored(0, 2), stored(0, 3, "cpu"), stored(0, 4, "disk"))
     one.reset()
     assert site.hits()["a"] == Hits(4 * SIZE, 2 * SIZE, {"0": 0, "1": 2 * SIZE}, 3 * SIZE, 4 * SIZE)
-    assert len(one) == 0
     tell(one, stored(0, 1))
     assert site.hits()["a"].dp == {"0": SIZE, "1": 2 * SIZE}
     assert site.space.leave(Stream(SegmentId("a/1"), "a", 1))
@@ -231,3 +221,39 @@ def test_media(medium: str | None, found: Hits) -> None:
     site = Site()
     tell(site.add("a"), stored(0, 1, medium))
     assert site.hits() == {"a": found}
+
+
+def test_a_real_engine() -> None:
+    """vLLM's captured events: after each batch prompts are found by tokens, adapter and salt."""
+    said = json.loads(fixture("kv_events_requests.json").read_text())
+    tokens = {
+        it["name"].split(":")[0]: it["prompt_token_ids"] + it["output_token_ids"]
+        for it in said
+        if it.get("prompt_token_ids")
+    }
+    prompts = {
+        "A": (tokens["A + 60 -> extends"][:160], "", ""),
+        "B": (tokens["B"], "", ""),
+        "salted": (tokens["A"][:100], "", "tenant-7"),
+        "lora": (tokens["A"][:100], "lora1", ""),
+        "D": (tokens["D"][:64], "", ""),
+    }
+    after = [
+        *({"A": 3}, {"A": 5}, {"A": 5, "B": 1}, {"A": 5, "B": 2}),
+        {"A": 5, "B": 2, "salted": 3},
+        {"A": 5, "B": 2, "salted": 3, "lora": 3},
+        *[{"A": 5, "B": 2, "salted": 3, "lora": 3, "D": 2}] * 5,
+        *[dict[str, int]()] * 4,  # evicted by others
+        *[{"A": 3}] * 2,
+    ]
+    space, stream = Tiered(32, 5), Stream(SegmentId("e"), "e")
+    space.join(stream)
+    it = Rolled(stream, space, "", "")
+    for expected, frames in zip(after, messages("kv_events_capture.bin"), strict=True):
+        it.batch(read_live(frames)[1])
+        found = {
+            name: hits["e"].longest_matched // 32
+            for name, (ids, lora, salt) in prompts.items()
+            if (hits := space.hits(token_keys(mask(lora, salt), ids, 32, 5)))
+        }
+        assert found == expected

@@ -118,16 +118,33 @@ def test_waiting_is_not_taken_for_computing() -> None:
     assert watch.take(100_000)[0] == ()
     watch.answered(200_000, second, 0)
     (sample,), _ = watch.take(200_000)
-    assert (sample.prefill_new, sample.elapsed_us) == (1_000, 100_000)
+    assert (sample.prefill_new, sample.prefills, sample.elapsed_us) == (2_000, 2, 200_000)
 
 
-def test_a_prompt_of_many_chunks_is_its_mean_pass() -> None:
-    """A prompt of three chunks gives one sample, of a third of it all."""
+def test_a_prompt_of_many_chunks_is_many_passes() -> None:
+    """A prompt of three chunks gives one sample, of three passes."""
     watch = Watch(100)
     call = began(watch, 0, "whole", 300, 0)
     watch.answered(90_000, call, 0)
     (sample,), _ = watch.take(90_000)
-    assert sample == PassSample(100, 30_000, 100, 0, 0, 30_000)
+    assert sample == PassSample(300, 90_000, 300, 0, 0, 90_000, 3, 0)
+
+
+def test_a_reply_that_does_not_stream_ends_with_its_decoding() -> None:
+    """Its time is that of its prefill and of a pass for each further token; only where it was
+    alone, since who shared passes is not known."""
+    watch = Watch(CHUNK)
+    call = began(watch, 0, "whole", 1_000, 0)
+    call.count = 11
+    watch.answered(300_000, call, 0)
+    watch.ended(300_000, call, 0)
+    assert watch.take(300_000)[0] == (PassSample(1_000, 1_000_000, 0, 10, 10_050, 300_000, 1, 10),)
+    both = [began(watch, 400_000, "whole", 1_000, 0) for _ in range(2)]
+    for call in both:
+        call.count = 11
+        watch.answered(900_000, call, 0)
+        watch.ended(900_000, call, 0)
+    assert watch.take(900_000)[0] == ()
 
 
 def test_what_was_cached_may_be_said_at_the_end() -> None:
@@ -144,13 +161,13 @@ def test_what_was_cached_may_be_said_at_the_end() -> None:
 
 
 def test_spans_with_failures_or_others_are_not_learned_from() -> None:
-    """A call that failed, one that never said what was cached, and others' queue spoil a span."""
-    for fault in ("failed", "silent", "others"):
+    """A call that failed and others' queue spoil a span."""
+    for fault in ("failed", "others"):
         watch = Watch(CHUNK)
         call, other = began(watch, 0, "prefill", 1_000, 0), began(watch, 0, "prefill", 1_000, 0)
         if fault == "others":
             watch.others(10, 2, 0, 0)
-        watch.ended(20, other) if fault == "failed" else watch.answered(20, other)
+        watch.ended(20, other) if fault == "failed" else watch.answered(20, other, 0)
         watch.answered(50_000, call, 0)
         watch.ended(60_000, call)
         watch.ended(60_000, other)
@@ -192,3 +209,30 @@ def test_decode_of_others_counts_as_load() -> None:
     call.count = 20
     (sample,), _ = watch.take(400_000)
     assert (sample.decode_seqs, sample.decode_context) == (4, 6_010)
+
+
+def test_what_is_never_said_is_taken_to_be_as_predicted() -> None:
+    """An engine that does not tell what was cached teaches its costs; claims stay unjudged."""
+    watch = Watch(CHUNK)
+    call = began(watch, 0, "whole", 1_000, 512)
+    watch.answered(50_000, call)
+    watch.ended(80_000, call)
+    (sample,), hits = watch.take(80_000)
+    assert (sample.prefill_new, hits, watch.unsaid, watch.said) == (488, (), 1, 0)
+
+
+def test_no_decode_step_is_learned_beside_one_that_is_not_seen() -> None:
+    """Who decodes without streaming is in the batch, since when nobody knows."""
+    watch = Watch(CHUNK)
+    seen = began(watch, 0, "decode", 1_000, 0)
+    watch.answered(0, seen)
+    hidden = Call("decode", 1_000, 0, streams=False)
+    watch.began(0, hidden)
+    seen.count = 40
+    assert watch.take(400_000)[0] == ()
+    hidden.count = 20
+    watch.answered(500_000, hidden, 0)
+    watch.ended(500_000, hidden, 0)
+    seen.count = 80
+    ((sample,), _) = watch.take(900_000)
+    assert (sample.decode_seqs, sample.elapsed_us) == (1, 10_000)

@@ -29,6 +29,8 @@ _COMMANDS = {
     "replay": "moonserve.cli.replay:replay",
     "gateway": "moonserve.cli.roles:gateway",
     "worker": "moonserve.cli.roles:worker",
+    "register": "moonserve.cli.register:register",
+    "unregister": "moonserve.cli.register:unregister",
     "store": "moonserve.cli.store:store",
     "segment": "moonserve.cli.store:segment",
 }

@@ -60,13 +60,16 @@ def _reserved(host: str, port: int) -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def children_of(settings: Settings, port: int, path: str) -> list[Child]:
+def children_of(
+    settings: Settings, port: int, path: str, advertise_host: str | None = None
+) -> list[Child]:
     """The processes of one gateway, which meet at the socket `path`."""
     from moonserve.live.supervise import Child
 
     settings = msgspec.structs.replace(settings, port=port)
     environ = child_env(settings)
-    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, "--part")
+    known = () if advertise_host is None else ("--advertise-host", advertise_host)
+    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, *known, "--part")
     grace_s = settings.drain_s + _KILL_AFTER_S
     # Fronts go first: their requests end at a Conductor that is still there.
     fronts = [
@@ -75,7 +78,7 @@ def children_of(settings: Settings, port: int, path: str) -> list[Child]:
     return [Child("conductor", (*argv, "conductor"), environ, 1, _KILL_AFTER_S), *fronts]
 
 
-async def serve_fronts(settings: Settings, token: str) -> None:
+async def serve_fronts(settings: Settings, token: str, advertise_host: str | None) -> None:
     """Run until a signal comes, or a process dies too often. Raises ConfigError, GaveUp."""
     from moonserve.live.http.auth import require_token_beyond_loopback
     from moonserve.live.supervise import Supervisor
@@ -97,7 +100,9 @@ async def serve_fronts(settings: Settings, token: str) -> None:
         _reserved(settings.host, settings.port) as port,
         tempfile.TemporaryDirectory(prefix="moonserve-") as folder,
     ):
-        boss = Supervisor(children_of(settings, port, os.path.join(folder, "link")), tell)
+        boss = Supervisor(
+            children_of(settings, port, os.path.join(folder, "link"), advertise_host), tell
+        )
         stops: list[asyncio.Task[None]] = []
 
         def on_signal() -> None:

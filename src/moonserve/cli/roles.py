@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 @click.option("--part", type=click.Choice(["front", "conductor"]), hidden=True)
 @click.option("--link", hidden=True, help="The socket where the parts of one gateway meet.")
 @settings_options(
-    "model", "host", "port", "workers", "store_url", "store", "eviction", "policy",
+    "model", "host", "port", "workers", "registry", "store_url", "store", "eviction", "policy",
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
     "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
 )  # fmt: skip
 @instances_options
+@advertise_host_option
 def gateway(
     config: Path | None,
+    advertise_host: str | None,
     prefill_url: tuple[str, ...],
     decode_url: tuple[str, ...],
     url: tuple[str, ...],
@@ -68,7 +70,7 @@ def gateway(
 
         if engines is not None:
             raise ConfigError("several processes serve with workers of ours only; use 1", "workers")
-        asyncio.run(serve_fronts(settings, token))
+        asyncio.run(serve_fronts(settings, token, advertise_host))
         return
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
@@ -78,6 +80,8 @@ def gateway(
         port=settings.port,
         token=token,
         model=settings.model,
+        registry=settings.registry,
+        advertise_host=advertise_host,
         workers=settings.workers,
         store_url=settings.store_url,
         store=settings.store,
@@ -117,11 +121,19 @@ def gateway(
     show_default=True,
     help="The worker's own port; 0 takes a free one.",
 )
+@click.option(
+    "--kv-events",
+    default="off",
+    show_default=True,
+    metavar="ADDRESS[,REPLAY]",
+    help="Publish what lies in its part of the KV store, as vLLM's KV events, such as on"
+    " tcp://127.0.0.1:5557,tcp://127.0.0.1:5558. They carry the prompts' tokens.",
+)
 @advertise_host_option
 @cards_option
 @settings_options(
     "model", "host", "rack", "engine", "profile", "dtype", "block_size", "segment_bytes",
-    "disk_bytes", "disk_dir", "replicas", "node", "store_url", "store",
+    "disk_bytes", "disk_dir", "replicas", "node", "registry", "store_url", "store",
     "mooncake_master", "max_seqs", "kv_memory_bytes", "decode_kv",
 )  # fmt: skip
 def worker(
@@ -130,6 +142,7 @@ def worker(
     name: str,
     gateway: str,
     listen: int,
+    kv_events: str,
     advertise_host: str | None,
     cards: tuple[Card, ...],
     **flags: str | None,
@@ -168,12 +181,14 @@ def worker(
                 disk_bytes=settings.disk_bytes,
                 replicas=settings.replicas,
                 node=settings.node,
+                registry=settings.registry,
                 store_url=settings.store_url,
                 store=settings.store,
                 mooncake_master=settings.mooncake_master,
                 max_seqs=settings.max_seqs,
                 kv_memory_bytes=settings.kv_memory_bytes,
                 decode_kv=settings.decode_kv,
+                kv_events=kv_events,
             )
         )
     )

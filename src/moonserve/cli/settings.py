@@ -77,6 +77,7 @@ _HELP: dict[str, tuple[str, str]] = {
     "replicas": ("N", "copies of each block in the KV store, on different nodes"),
     "node": ("NAME", "what fails together with it, such as a host; none: it alone"),
     "store_url": ("URL", "where the KV store's master is; none: in the gateway"),
+    "registry": ("URL", "etcd://host:port, where all find each other; none: they are told"),
     "eviction": ("NAME", "what the KV store evicts first; a wrong name is answered with all"),
     "store": ("NAME", "whose KV store: embedded, or mooncake (needs its wheel)"),
     "mooncake_master": ("ADDRESS", "host:port of Mooncake's master; none: up starts one"),

@@ -53,7 +53,7 @@ def store() -> None:
 
 
 @store.command()
-@settings_options("host", "eviction")
+@settings_options("host", "registry", "eviction")
 @click.option(
     "--listen",
     type=click.IntRange(0, 65535),
@@ -82,12 +82,14 @@ def store() -> None:
     multiple=True,
     help="The most that a tenant may have in the pool, all copies counted; repeatable.",
 )
+@advertise_host_option
 def serve(
     config: Path | None,
     listen: int,
     recover_s: float,
     segment_ttl_s: float,
     quotas: tuple[str, ...],
+    advertise_host: str | None,
     **flags: str | None,
 ) -> None:
     """Run the master of a pool, for gateways, workers and segments with its --store-url."""
@@ -104,7 +106,13 @@ def serve(
     run_role(
         run_master(
             MasterConfig(
-                host=settings.host, port=listen, token=token, recover_s=recover_s, terms=terms
+                host=settings.host,
+                port=listen,
+                token=token,
+                recover_s=recover_s,
+                terms=terms,
+                registry=settings.registry,
+                advertise_host=advertise_host,
             )
         )
     )

@@ -80,7 +80,7 @@ class Conductor:
 
     def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
         """Take the facts of one instant, in rank order, and say what is to be done."""
-        for fact in sorted(facts, key=lambda f: (f.rank, f.subject)):
+        for fact in (facts := sorted(facts, key=lambda f: (f.rank, f.subject))):
             match fact:
                 case OfBlocks() | SpreadUpTo() | Leading():
                     self.hot.heard(fact)
@@ -106,7 +106,8 @@ class Conductor:
                         groups.release(self.view.instances, request, [instance], now_us)
                 case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
                     self._life(fact, now_us)
-        for life in list(self._held.values()):
+        held = list(self._held.values())
+        for life in held if held and self.outlook.stirs(facts, held, now_us) else ():
             self._decode(life, now_us)
         for model in list(self._rooms):
             self._bind(model, now_us)
@@ -257,9 +258,7 @@ class Conductor:
         """The call that has prefilled decodes on; no other goes out."""
         self._end_prefill(life, now_us)
         view = self.view.instances.get(decision.decode)
-        if view is not None:
-            tbt_us = decision.predicted_tbt_us  # promised again: it may have restarted
-            self.outlook.promise(life.request, life.length, view, now_us, 0, tbt_us)
+        if view is not None and life.request.id in view.stays.promised:  # else it is another start
             view.begin_decode(life.request.id, now_us)
 
     def _decode(self, life: Handoff, now_us: Micros) -> None:

@@ -244,8 +244,8 @@ def pass_sample(work: Pass, elapsed_us: Micros) -> PassSample:
 
 
 def _pass_features(sample: PassSample) -> tuple[float, ...]:
-    prefills = 1 if sample.prefill_new else 0
-    decodes = 1 if sample.decode_seqs else 0
+    prefills = sample.prefills if sample.prefill_new else 0
+    decodes = sample.decodes if sample.decode_seqs else 0
     return (
         prefills,
         sample.prefill_new,

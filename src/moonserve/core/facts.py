@@ -69,7 +69,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
 
 
 class PassSample(msgspec.Struct, frozen=True):
-    """One measured engine pass, as cost features and the time it took."""
+    """One measured engine pass, or several together, as cost features and the time it took."""
 
     prefill_new: Tokens
     """Prompt tokens computed in this pass, over all chunks."""
@@ -81,6 +81,10 @@ class PassSample(msgspec.Struct, frozen=True):
     decode_context: Tokens
     """Sum of the decoding requests' context lengths."""
     elapsed_us: Micros
+    prefills: int = 1
+    """Passes with a prefill in them, where there are any."""
+    decodes: int = 1
+    """Passes with a decode in them, likewise."""
 
 
 class TransferSample(msgspec.Struct, frozen=True):

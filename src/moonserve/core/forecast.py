@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 
 from moonserve.core.others import NOBODY, Others
 from moonserve.core.predict import Predictor, Stay
@@ -21,6 +22,7 @@ _POINTS = 16
 _SOONEST_US: Micros = MICROS_PER_SECOND
 _KEPT = 64
 """Hand-overs by which the rate of those to come is measured."""
+_DUE = attrgetter("due_us")
 _LATEST_US: Micros = 600 * MICROS_PER_SECOND
 
 
@@ -122,51 +124,30 @@ def forecast(
     """
     passes = stays.passes(now_us, step)
     own_us = max(now_us, joining.due_us)
-    coming = sorted([*stays.promised.values(), joining], key=lambda stay: stay.due_us)
+    coming = sorted([*stays.promised.values(), joining], key=_DUE)
     group = -(-len(coming) // _POINTS)
     at_us, ahead, pass_us, count = now_us, 0.0, stays.step_us(step), 0.0
-    here: list[tuple[Stay, float, Micros]] = []
-    step = _beside(stays.others, step)
-
-    def there() -> Iterable[tuple[float, Stay]]:
-        """With what chance each is there at `at_us`."""
-        for stay in stays.active.values():
-            age, age_us = passes - stay.began_tokens, now_us - stay.due_us
-            yield predictor.stays(stay, age, age_us, ahead, at_us - now_us), stay
-        for stay, since, since_us in here:
-            if stay is joining or since >= ahead:
-                yield 1.0, stay
-            else:
-                yield predictor.stays(stay, 0.0, 0, ahead - since, at_us - since_us), stay
-
+    here = _Here(predictor, joining, step, deviations)
+    for stay in stays.active.values():
+        here.add(stay, passes - stay.began_tokens, now_us - stay.due_us, began=True)
     for first in range(0, len(coming), group):
         arrived = coming[first : first + group]
         then_us = max(now_us, arrived[-1].due_us)
         ahead += (then_us - at_us) / pass_us
         at_us = then_us
-        here += [(stay, ahead, then_us) for stay in arrived]
-        pass_us, high_us, count = _pass_us(there(), step, deviations)
+        for stay in arrived:
+            here.add(stay, -ahead, now_us - then_us, began=False)
+        pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
         if then_us >= own_us:
             break
     mean_us = pass_us
     if wait_us:
         ahead += wait_us / pass_us
         at_us += wait_us
-        pass_us, high_us, count = _pass_us(there(), step, deviations)
-    count += stays.others.running
+        pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
     if seqs is not None and count > seqs:
         high_us += (count - seqs) * place_us(joining, pass_us, seqs)
     return round(mean_us), round(high_us)
-
-
-def _beside(others: Others, step: Sequence[float]) -> Sequence[float]:
-    """The step with the part that others have in it; who they are is not known, so they stay."""
-    base, per_seq, per_context = step
-    return (
-        base + per_seq * others.running + per_context * others.context,
-        per_seq,
-        per_context,
-    )
 
 
 def place_us(joining: Stay, pass_us: float, seqs: int) -> float:
@@ -174,19 +155,41 @@ def place_us(joining: Stay, pass_us: float, seqs: int) -> float:
     return max(1.0, joining.expected) * pass_us / seqs
 
 
-def _pass_us(
-    chances: Iterable[tuple[float, Stay]], step: Sequence[float], deviations: float
-) -> tuple[float, float, float]:
-    """A pass of those who are there by these chances: mean, so far above, how many they are."""
-    base, per_seq, per_context = step
-    mean = base
-    variance = count = 0.0
-    for chance, stay in chances:
-        weight = per_seq + per_context * stay.context
-        mean += chance * weight
-        count += chance
-        variance += chance * (1 - chance) * weight * weight
-    return max(1.0, mean), mean + deviations * math.sqrt(variance), count
+class _Here:
+    """Who decodes, or will by some time: their chances to be there, and what passes take then."""
+
+    def __init__(
+        self, predictor: Predictor, joining: Stay, step: Sequence[float], deviations: float
+    ) -> None:
+        self._lasts = predictor.lasts
+        self._joining = joining
+        self._step = step
+        self._deviations = deviations
+        self._rows: list[tuple[Stay, float, Micros, float, float]] = []
+        """(stay, tokens and time that it has by now, below 0 if it comes later, the chance that it
+        was there until now, its part of a pass)."""
+
+    def add(self, stay: Stay, tokens: float, us: Micros, *, began: bool) -> None:
+        """One more; `began`: it decodes already."""
+        _, per_seq, per_context = self._step
+        chance = 1.0
+        if stay is not self._joining:
+            chance = self._lasts(stay, tokens, us) if began else self._lasts(stay, 0.0, 0)
+        self._rows.append((stay, tokens, us, chance, per_seq + per_context * stay.context))
+
+    def pass_us(self, ahead: float, more_us: Micros) -> tuple[float, float, float]:
+        """A pass, so many tokens from now: mean, so far above, how many take part."""
+        lasts, joining = self._lasts, self._joining
+        mean = self._step[0]
+        variance = count = 0.0
+        for stay, tokens, us, before, weight in self._rows:
+            chance, then = 1.0, tokens + ahead
+            if stay is not joining and (then > 0 or tokens > 0):
+                chance = lasts(stay, then, us + more_us) / before if before else 0.0
+            mean += chance * weight
+            count += chance
+            variance += chance * (1 - chance) * weight * weight
+        return max(1.0, mean), mean + self._deviations * math.sqrt(variance), count
 
 
 def room_in_us(

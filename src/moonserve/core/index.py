@@ -210,6 +210,27 @@ class PrefixIndex:
         count = 0 if it is None or piece is None else piece.counts.get(it, 0)
         return tuple(tier for tier, one in _ONE.items() if count // one & _FIELD)
 
+    def inventory(
+        self, holder: SegmentId
+    ) -> list[tuple[tuple[Hashable, ...], Hashable | None, Tier, int]]:
+        """All that a holder has, as (keys, parent, tier, epoch), for an index that is to be alike.
+
+        Told to `stored` in any order; a block that it stored several times comes as often.
+        """
+        it = self._holders.get(holder)
+        if it is None:
+            return []
+        return [
+            (tuple(piece.keys), piece.parent, tier, it.epoch)
+            for piece in it.pieces
+            for tier, one in _ONE.items()
+            for _ in range(piece.counts[it] // one & _FIELD)
+        ]
+
+    def holders(self) -> list[SegmentId]:
+        """Who holds anything."""
+        return list(self._holders)
+
     def match(self, keys: Sequence[Hashable]) -> Match:
         """The longest leading run of the chain `keys`, in the pool and in each holder.
 

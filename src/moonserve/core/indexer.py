@@ -13,11 +13,12 @@ What never happens here: a hit for a stream that has left, or beyond a block tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from moonserve.core.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.index import PrefixIndex, Tier
 from moonserve.core.units import SegmentId, Tokens
 
@@ -122,6 +123,16 @@ class Tiered:
                 del self._ranks[stream.instance]
         self._nothing = None
         return bool(self._of or self._shared)
+
+    def heard(self, stream: Stream, fact: BlockEvent) -> None:
+        """What core.kvstream says of the stream's blocks, its keys being ours."""
+        match fact:
+            case BlocksStored(_, keys, parent, tier, _):
+                self.stored(stream, cast("Sequence[Key]", keys), cast("Key | None", parent), tier)
+            case BlocksRemoved(_, keys, tier, _):
+                self.removed(stream, cast("Sequence[Key]", keys), tier)
+            case BlocksCleared(_, tier, _):
+                self.cleared(stream, tier)
 
     def stored(self, stream: Stream, keys: Sequence[Key], parent: Key | None, tier: Tier) -> None:
         """It has these blocks of a chain, the first of them after `parent`."""

@@ -25,6 +25,23 @@ def mixed(parent: bytes, extra: Sequence[Any]) -> bytes:
     return sha256(_EXTRA + parent + msgspec.msgpack.encode(extra)).digest()
 
 
+def covered(event: Stored, heads: bool) -> tuple[str, str, list[list[Any]]]:
+    """What an event's hashes cover besides tokens: LoRA, salt, and what else each block holds.
+
+    heads: whether its first block heads a chain, as only such a one names a salt. The last is empty
+    where there is nothing.
+    """
+    lora = event.lora_name or ("" if event.lora_id is None else f"#{event.lora_id}")
+    if event.extra_keys is None or not any(event.extra_keys):
+        return lora, "", []
+    extras = [_without(extra, event.lora_name) for extra in event.extra_keys]
+    extras += [[]] * (len(event.block_hashes) - len(extras))
+    salt = ""
+    if heads and extras and extras[0] and isinstance(extras[0][-1], str):
+        salt = extras[0].pop()
+    return lora, salt, extras if any(extras) else []
+
+
 def event_keys(
     plain: Namespace, root: bytes, event: Stored, at: int, parent: BlockKey | None
 ) -> list[BlockKey]:
@@ -35,17 +52,10 @@ def event_keys(
     """
     size, tokens = plain.block_size, event.token_ids
     base: bytes = root if parent is None else parent
-    lora = event.lora_name or ("" if event.lora_id is None else f"#{event.lora_id}")
-    extras: list[list[Any]] = []
-    if event.extra_keys is not None and any(event.extra_keys):
-        extras = [_without(extra, event.lora_name) for extra in event.extra_keys]
-        extras += [[]] * (len(event.block_hashes) - len(extras))
-    salt = ""
-    if parent is None and extras and extras[0] and isinstance(extras[0][-1], str):
-        salt = extras[0].pop()
+    lora, salt, extras = covered(event, parent is None)
     if parent is None and (lora or salt):
         base = msgspec.structs.replace(plain, lora=lora, tenant_salt=salt).root()
-    if not any(extras):
+    if not extras:
         return chain_keys(base, tokens[at * size :] if at else tokens, size)
     keys: list[BlockKey] = []
     for number in range(at, len(event.block_hashes)):

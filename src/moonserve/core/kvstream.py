@@ -14,8 +14,9 @@ that is known; more kept than the bounds; a hash of one run of the engine believ
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -30,6 +31,7 @@ from moonserve.core.units import BlockKey, SegmentId, Tokens
 
 _TIERS: dict[str, Tier] = {
     "GPU": "device",
+    "NPU": "device",
     "CPU": "dram",
     "CPU_PINNED": "dram",
     "CPU_TIER1": "dram",
@@ -46,6 +48,11 @@ _ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
 _FIELD = (1 << 20) - 1
 _MAX_KINDS = 64
 _POOL_TIER: Tier = "dram"
+
+
+Keys: TypeAlias = Callable[[Stored, int, BlockKey | None], list[BlockKey]]
+"""The names of an event's blocks from a number on, behind the one before. May raise OverflowError;
+see core.kvkeys."""
 
 
 class StreamStats(msgspec.Struct):
@@ -118,11 +125,12 @@ class Stream:
         max_blocks: int = 2_000_000,
         max_orphans: int = 1_024,
         max_retired: int = 65_536,
+        keys: Keys | None = None,
     ) -> None:
         """`holder`: whose blocks these are; `namespace`: of requests without LoRA and salt; `pool`:
         the holder of what engines share by a store, None: what is told of such a store counts as
         the engine's own memory. Bounds: blocks held, events of unknown parents, hashes of blocks
-        that are gone (a child may follow)."""
+        that are gone (a child may follow). `keys`: other names than those of core.kvkeys."""
         self.stats = StreamStats()
         self.algorithm: Algorithm | Literal["other"] | None = None
         """How the engine hashes, by its first event of a plain chain; None: there was none yet.
@@ -131,9 +139,8 @@ class Stream:
         """The engine's, as its events tell; where it is not the namespace's, nothing is told."""
         self._holder = holder
         self._epoch = epoch
-        self._namespace = namespace
         self._size = namespace.block_size
-        self._root = namespace.root()
+        self._keys = keys or partial(event_keys, namespace, namespace.root())
         self._pool = pool
         self._max_blocks = max_blocks
         self._max_retired = max_retired
@@ -258,7 +265,7 @@ class Stream:
             return []
         parent = None if before is None else before.key
         try:
-            keys = event_keys(self._namespace, self._root, event, at, parent)
+            keys = self._keys(event, at, parent)
         except OverflowError:  # a token id that is none
             self.stats.unplaced += len(event.block_hashes) - at
             return found

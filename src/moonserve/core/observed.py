@@ -4,9 +4,9 @@ Such an engine reports no passes. Watch keeps the calls that are out to one inst
 PassSamples of them, for the fit in core.cost, so that its waiting is not learned as its computing:
 
 - Prefill: from the moment the engine had none of ours to do until it has none again, or has done
-  eight, it prefilled all the time; so long the prompts of that span took together. One span is one
-  sample, of its mean pass. A request that waits behind others only stretches a span that counts
-  them too.
+  six, it prefilled all the time; so long the prompts of that span took together. One span is one
+  sample, of all its passes. A request that waits behind others only stretches a span that counts
+  them too. A reply that does not stream ends with its decoding; it must have the span to itself.
 - Decode: as long as nobody comes or goes and nobody prefills, all who decode get a token a pass.
 
 A span in which a call failed, or others than us had requests waiting there, is not learned from.
@@ -39,11 +39,12 @@ _Moment: TypeAlias = tuple[Micros, int, int]
 class Call:
     """One call that is out. `count`: tokens that came, raised by who receives them."""
 
-    __slots__ = ("_from", "_span", "cached", "count", "part", "predicted", "prompt")
+    __slots__ = ("_from", "_span", "cached", "count", "part", "predicted", "prompt", "streams")
 
-    def __init__(self, part: Part, prompt: Tokens, predicted: Tokens) -> None:
-        """prompt: its length; predicted: the part of it that is taken to be cached there."""
-        self.part, self.prompt, self.predicted = part, prompt, predicted
+    def __init__(self, part: Part, prompt: Tokens, predicted: Tokens, streams: bool = True) -> None:
+        """prompt: its length; predicted: the part of it that is taken to be cached there; streams:
+        whether its tokens come one by one."""
+        self.part, self.prompt, self.predicted, self.streams = part, prompt, predicted, streams
         self.count: Tokens = 0
         self.cached: Tokens | None = None
         self._span: _Span | None = None
@@ -54,7 +55,7 @@ class Call:
 class _Span:
     """A time in which the engine prefilled our prompts, one after another or together."""
 
-    __slots__ = ("calls", "end", "open", "passes", "spoiled", "start", "unknown")
+    __slots__ = ("after", "calls", "end", "open", "passes", "spoiled", "start", "unknown")
 
     def __init__(self, start: _Moment) -> None:
         self.start = self.end = start
@@ -64,6 +65,8 @@ class _Span:
         """Calls of which nobody has said yet how much was cached."""
         self.passes = 0
         """Those that ended a prompt, or several: these are answered at nearly the same time."""
+        self.after = 0
+        """Passes of decoding in it: a reply that does not stream comes with its last token."""
         self.open = True
         self.spoiled = False
 
@@ -80,15 +83,19 @@ class Watch:
         self._chunk = chunk
         self._prefilling: dict[Call, None] = {}
         self._decoding: dict[Call, None] = {}
+        self._hidden: dict[Call, None] = {}
+        """Calls that may decode by now, and do not show it: they do not stream."""
         self._span: _Span | None = None
         self._steady_us: Micros = 0
         self._steady = False
-        """Whether those who decode are the same since then, and nobody prefilled."""
+        """Whether those who decode are the same since then, all seen, and nobody prefilled."""
         self._crowd = (0, 0)
         """Requests of others that decode there, and the sum of their contexts."""
         self._queue = 0
         """Requests of others that wait there."""
         self._moment: _Moment = (0, 0, 0)
+        self.said = self.unsaid = 0
+        """Calls of which the engine said how much was cached, and of which it did not."""
         self._passes: list[PassSample] = []
         self._hits: list[HitSample] = []
 
@@ -100,16 +107,21 @@ class Watch:
                 self._begin(self._moment)
             self._prefilling[call] = None
             self._steady = False
+        elif not call.streams:
+            self._settle(now_us)
+            self._hidden[call] = None
+            self._steady = False
 
     def answered(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
-        """Its first token came. cached: as the engine says; None: it has not said yet."""
+        """Its first token came, or all `count` of them at once. cached: as the engine says; None:
+        it has not said yet."""
         self._settle(now_us)
         if call in self._prefilling:
             self._prefilled(now_us, call)
             self._known(call, cached)
         if call.part != "prefill":
-            self._decoding[call] = None
-        self._steady = not self._prefilling
+            self._decoding[call], call._from = None, call.count
+        self._changed(call)
 
     def ended(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
         """It is over, however; again: of no effect."""
@@ -118,11 +130,11 @@ class Watch:
             del self._prefilling[call]
             self._span = None
         self._decoding.pop(call, None)
-        self._steady = not self._prefilling
+        self._changed(call)
         self._known(call, cached)
-        span, call._span = call._span, None
-        if span is not None:
-            span.spoiled = True  # it will never be said
+        if call._span is not None:  # it is not going to be said: taken to be as predicted
+            self.unsaid += 1
+            self._counted(call, call.predicted)
 
     def others(self, now_us: Micros, waiting: int, running: int, context: Tokens) -> None:
         """Requests that others than us have there: so many wait, so many run, with such context."""
@@ -151,6 +163,7 @@ class Watch:
             span.passes += apart
             span.calls.append(call)
             span.unknown += 1
+            span.after += max(0, call.count - 1)
             call._span, span.end = span, self._moment
         if not self._prefilling:
             self._span = None
@@ -177,8 +190,13 @@ class Watch:
     def _known(self, call: Call, cached: Tokens | None) -> None:
         if cached is None or call.cached is not None or call.part == "decode":
             return
-        call.cached = min(cached, call.prompt)
-        self._hits.append(HitSample(call.predicted, call.cached))
+        self.said += 1
+        self._counted(call, min(cached, call.prompt))
+        self._hits.append(HitSample(call.predicted, min(cached, call.prompt)))
+
+    def _counted(self, call: Call, cached: Tokens) -> None:
+        """So much of its prompt was cached, said or not; the last of a span completes it."""
+        call.cached = cached
         span, call._span = call._span, None
         if span is not None:
             span.unknown -= 1
@@ -186,7 +204,7 @@ class Watch:
                 self._learn(span)
 
     def _learn(self, span: _Span) -> None:
-        """One sample: the mean pass of the span."""
+        """One sample: all passes of the span."""
         new = square = past = 0
         for call in span.calls:
             at = start = min(call.cached or 0, call.prompt - 1)
@@ -195,20 +213,33 @@ class Watch:
             while at < call.prompt:
                 past += at
                 at += self._chunk
-        passes = max(span.passes, -(-new // self._chunk))
-        took_us, seqs, context = (b - a for a, b in zip(span.start, span.end, strict=True))
+        prefills = max(span.passes, -(-new // self._chunk))
+        took_us, area, context_area = (b - a for a, b in zip(span.start, span.end, strict=True))
+        after = span.after
+        if after and len(span.calls) > 1:
+            return  # whose decodes shared how many passes nobody knows
+        seqs, context = area / max(1, took_us), context_area / max(1, took_us)
+        beside = round(seqs * (prefills + after))
+        own_context = after * (span.calls[0].prompt + after // 2)
         self._passes.append(
             PassSample(
-                new // passes,
-                square // passes,
-                past // passes,
-                round(seqs / max(1, took_us)),
-                round(context / max(1, took_us)),
-                took_us // passes,
+                new,
+                square,
+                past,
+                after + beside,
+                own_context + round(context * (prefills + after)),
+                took_us,
+                prefills,
+                prefills + after if beside else after,
             )
         )
 
     # Decode.
+
+    def _changed(self, call: Call) -> None:
+        """A call goes on, or is over: a new spell of decoding may begin."""
+        self._hidden.pop(call, None)
+        self._steady = not (self._prefilling or self._hidden)
 
     def _settle(self, now_us: Micros) -> None:
         """The spell of steady decoding up to now, if there was one, is over; another begins."""
@@ -219,7 +250,7 @@ class Watch:
         last_us, seqs_area, context_area = self._moment
         lasted_us = now_us - last_us
         self._moment = (now_us, seqs_area + seqs * lasted_us, context_area + context * lasted_us)
-        if self._steady and calls and not self._queue:
+        if self._steady and calls and not self._queue and now_us > self._steady_us:
             steps = sum(call.count - call._from for call in calls) / len(calls)
             if steps >= _LEAST_STEPS:
                 elapsed_us = round((now_us - self._steady_us) / steps)

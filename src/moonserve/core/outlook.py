@@ -11,9 +11,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonserve.core.actions import Refuse
-from moonserve.core.facts import ClientGone, DecodeEnded, PrefillEnded
+from moonserve.core.facts import (
+    Arrived,
+    ClientGone,
+    DecodeEnded,
+    Fact,
+    OfBlocks,
+    PrefillEnded,
+)
 from moonserve.core.forecast import forecast, place_us, room_in_us
-from moonserve.core.handoff import LifeFact
+from moonserve.core.handoff import Handoff, LifeFact
 from moonserve.core.placement import Decision, Look
 from moonserve.core.policies import policy_of, work_us
 from moonserve.core.predict import Errors, Stay, predictor_of
@@ -213,6 +220,15 @@ class Outlook:
         if slo.ttft_us is None:
             return arrived_us + self._tuning.patience_us
         return arrived_us + slo.ttft_us - 2 * (slo.tbt_us or 0)
+
+    def stirs(self, facts: Sequence[Fact], held: Sequence[Handoff], now_us: Micros) -> bool:
+        """Whether those who wait for room in decode may go on, or have waited enough.
+
+        Not by arrivals alone: those make no room.
+        """
+        if not facts or not all(isinstance(fact, Arrived | OfBlocks) for fact in facts):
+            return True
+        return any(now_us >= self.patient_us(one.request, one.arrived_us) for one in held)
 
     def ended(
         self, fact: LifeFact, request: Request, view: InstanceView | None, now_us: Micros

@@ -50,15 +50,18 @@ def alone(
 ) -> list[InstanceView]:
     """Foreign instances that should do all of it by themselves; none: it is to be handed over.
 
-    Where the request wants that, any that decodes; else those that have all of the prompt but for
-    at most `most` tokens: to compute these takes less than another's prefill and a transfer.
+    Where the request wants that, any that decodes; else those of role decode that have all of the
+    prompt but for at most `most` tokens: to compute these takes less than another's prefill and a
+    transfer. (Of role both, they are candidates like any other.)
     """
+    decodes = [view for view in decodes if view.takes_prefill]
     if ask.whole:
         return decodes
     context = ask.length + ask.expected_tokens
     return [
         view
         for view in decodes
+        if view.info.role == "decode"
         if (held := estimate.own_tokens(view)) and ask.length - held <= most
         if view.has_slot(context)
     ]

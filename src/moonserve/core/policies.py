@@ -193,20 +193,20 @@ def decide(
     be stages of a group beside the prefill instance chosen; else `prefills` may.
     Hard constraints come before any score: a free place in the queue, KV memory for the prompt.
     """
-    policy, slo = POLICIES[tuning.policy], held.slo
-    need = ask.length
-    prefills = preferred([v for v in prefills if v.takes_prefill and v.kv_tokens >= need], avoid)
-    decodes = preferred([v for v in decodes if v.takes_decode and v.kv_tokens >= need], avoid)
+    policy, slo, need = POLICIES[tuning.policy], held.slo, ask.length
+    prefills = [v for v in prefills if v.takes_prefill and v.kv_tokens >= need]
+    decodes = [v for v in decodes if v.takes_decode and v.kv_tokens >= need]
     if not prefills or not decodes:
         return None
     size, threshold = prefills[0].info.namespace.block_size, tuning.kvcache_balancing_threshold
     estimate = Estimate(ask, size, policy.fetch, threshold, tuning.cross_rack)
     foreign, alone = pairs.is_foreign(decodes[0]), False
     if foreign:
-        lone = pairs.alone(ask, estimate, decodes, tuning.alone_tokens)
+        lone = pairs.alone(ask, estimate, preferred(decodes, avoid), tuning.alone_tokens)
         prefills, alone = lone or pairs.able(prefills, decodes), bool(lone)
         if not prefills:
             return None
+    prefills = preferred(prefills, avoid)
     likely = _likely(estimate, prefills, now_us) if policy.score is kvcache_centric else prefills
     made = estimate.options(likely, now_us)
     made.scores = policy.score(made, memory)
@@ -219,6 +219,7 @@ def decide(
         near = next(v for v in others or prefills if v.info.id == last)
     if foreign:
         decodes = [near] if alone else pairs.mates(near, decodes)
+    decodes = preferred(decodes, avoid)
     context = ask.length + ask.expected_tokens
     share = _tbt_share(ask.waited_us, slo, tuning) if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)

@@ -28,6 +28,8 @@ _PRIOR_WEIGHT = 8.0
 """How many outputs the prior is worth, and how many of its class the mean over all classes is."""
 _HALVED_AT = 4_096
 """Outputs that a histogram counts before older ones count half."""
+_STALE = 64
+"""Outputs, or a sixteenth of those seen, after which what is made of a histogram is made anew."""
 _MOST_CLASSES = 256
 _KEPT_ERRORS = 1_024
 
@@ -42,6 +44,8 @@ class Lengths:
     def __init__(self, wider: Lengths | None = None) -> None:
         self._wider = wider
         self._counts = [0.0] * _BINS
+        self._cuts: dict[Tokens, int] = {}
+        """Lengths at which some were cut off that are not in `_counts` yet."""
         self._total = 0.0
         self._seen = 0
         self._shares: list[float] = []
@@ -60,32 +64,31 @@ class Lengths:
         Its weight goes to the lengths beyond, by what is known of them: Efron's way to the estimate
         of Kaplan and Meier (1958), as far as that can be done without keeping the sample.
         """
-        shares, whole = self._table(), self.beyond(tokens)
-        first = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
-        left = whole
-        for at in range(first, _BINS - 1):
-            self._counts[at] += (left - shares[at + 1]) / whole
-            left = shares[at + 1]
-        self._counts[_BINS - 1] += left / whole
+        self._table()  # with those before it, where that is due
+        self._cuts[tokens] = self._cuts.get(tokens, 0) + 1
         self._added()
+
+    def _place_cuts(self) -> None:
+        cuts, self._cuts, shares = self._cuts, {}, self._shares
+        for tokens, count in cuts.items():
+            first = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
+            left = whole = _beyond(shares, tokens)
+            for at in range(first, _BINS - 1):
+                self._counts[at] += count * (left - shares[at + 1]) / whole
+                left = shares[at + 1]
+            self._counts[_BINS - 1] += count * left / whole
 
     def _added(self) -> None:
         self._total += 1
         self._seen += 1
         if self._total >= _HALVED_AT:
+            self._place_cuts()
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
 
     def beyond(self, tokens: float) -> float:
         """The share of outputs that are longer; above zero."""
-        shares = self._table()
-        if tokens <= 1:
-            return shares[0]
-        place = _PER_OCTAVE * math.log2(tokens)
-        at = int(place)
-        if at >= _BINS:
-            return shares[_BINS]
-        return shares[at] + (place - at) * (shares[at + 1] - shares[at])
+        return _beyond(self._table(), tokens)
 
     def mean(self, most: Tokens = 1 << 20) -> float:
         """Expected length, where outputs are cut off at `most`."""
@@ -95,12 +98,13 @@ class Lengths:
         return self._means[at] + width * (shares[at] + self.beyond(most)) / 2
 
     def _table(self) -> list[float]:
-        """Shares at the edges; of a wider class that hardly changed, those of before will do."""
+        """Shares at the edges; where little has come since they were made, those will do."""
         wider = self._wider
         seen = 0 if wider is None else wider._seen
         own, others = self._made_of
-        if own == self._seen and others <= seen <= others + others // 16:
+        if _is_fresh(own, self._seen) and _is_fresh(others, seen):
             return self._shares
+        self._place_cuts()
         if wider is None:
             prior = [(1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES]
         else:
@@ -118,6 +122,22 @@ class Lengths:
         self._means = list(accumulate(parts, initial=1.0))
         self._made_of = (self._seen, seen)
         return self._shares
+
+
+def _beyond(shares: Sequence[float], tokens: float) -> float:
+    """The share of outputs that are longer; above zero."""
+    if tokens <= 1:
+        return shares[0]
+    place = _PER_OCTAVE * math.log2(tokens)
+    at = int(place)
+    if at >= _BINS:
+        return shares[_BINS]
+    return shares[at] + (place - at) * (shares[at + 1] - shares[at])
+
+
+def _is_fresh(then: int, now: int) -> bool:
+    """Whether what was made of so many outputs will do, of so many now."""
+    return now - then <= min(then // 16, _STALE)
 
 
 class Stay:
@@ -156,8 +176,11 @@ class Predictor(Protocol):
         """A decode to come, which takes over from prefill at `due_us`."""
         ...
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
-        """Probability that one with so many tokens, after so long, goes on for so many more."""
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+        """Probability that an output has more tokens, and takes longer, than this.
+
+        Of one that has some by now, as a share of that for now: see core.forecast.
+        """
         ...
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
@@ -198,9 +221,9 @@ class Uniform:
         """See Predictor."""
         return Stay(context, due_us, expected=self._tokens)
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
         """See Predictor."""
-        return 1.0 if us + more_us < self.mean_us else 0.0
+        return 1.0 if us < self.mean_us else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -230,13 +253,11 @@ class Survival:
         most = request.stopping.max_tokens
         return Stay(context, due_us, lengths, most, lengths.mean(most))
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
         """See Predictor."""
         length = stay.length
         assert isinstance(length, Lengths), "a stay of this predictor's"
-        if tokens + more >= stay.most:
-            return 0.0
-        return length.beyond(tokens + more) / length.beyond(tokens)
+        return length.beyond(tokens) if tokens < stay.most else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -286,10 +307,10 @@ class Oracle:
         length = self._length_of(request.id)
         return Stay(context, due_us, length, expected=length)
 
-    def stays(self, stay: Stay, tokens: float, us: Micros, more: float, more_us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
         """See Predictor."""
         assert isinstance(stay.length, int), "a stay of this predictor's"
-        return 1.0 if tokens + more < stay.length else 0.0
+        return 1.0 if tokens < stay.length else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor: nothing is left to be learned."""

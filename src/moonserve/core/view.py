@@ -319,7 +319,9 @@ class ClusterView:
         view = self.instances.get(instance)
         if view is not None:
             rows = [rows[instance] for rows in self._peers.values() if instance in rows]
-            view.told(told([it for it in rows if it.epoch == view.info.epoch], now_us))
+            if view.info.connector == "embedded":  # else each gateway counts starts for itself
+                rows = [it for it in rows if it.epoch == view.info.epoch]
+            view.told(told(rows, now_us))
 
     def promises(self, now_us: Micros) -> tuple[Promises, ...]:
         """What we have promised anywhere, for other gateways."""
@@ -344,7 +346,10 @@ class ClusterView:
         self._changed()
 
     def prefills(self, model: str) -> list[InstanceView]:
-        """Instances that may prefill for `model`, in id order; not to be changed."""
+        """Instances that may prefill for `model`, in id order; not to be changed.
+
+        Of foreign ones, those that have somebody to hand their KV to.
+        """
         return self._role(model, "prefill")
 
     def decodes(self, model: str) -> list[InstanceView]:
@@ -373,6 +378,9 @@ class ClusterView:
         found = self._by_role.get((model, role))
         if found is None:
             found = [v for v in self.instances.values() if serves(v.info, model, role)]
+            if role == "prefill":
+                ways = {"embedded"} | {view.info.connector for view in self.decodes(model)}
+                found = [view for view in found if view.info.connector in ways]
             if found:  # names of models that nobody serves come from clients: not kept
                 self._by_role[model, role] = found
         return found

@@ -28,6 +28,8 @@ from moonserve.live.http.client import HttpClient
 log = logging.getLogger(__name__)
 
 _MOST = 1_024
+_SILENT = 8
+"""Calls after which it is said that an engine does not tell what was cached."""
 
 
 class Taken(BadRequest):
@@ -58,10 +60,11 @@ class Call(observed.Call):
         part: Part,
         prompt: Tokens,
         predicted: Tokens,
+        streams: bool,
         watch: Watch,
         now_us: Callable[[], Micros],
     ) -> None:
-        super().__init__(part, prompt, predicted)
+        super().__init__(part, prompt, predicted, streams)
         self._watch, self._now_us = watch, now_us
         watch.began(now_us(), self)
 
@@ -226,11 +229,19 @@ class Fleet:
         """The model's tokenizer and template as its engines have them; None: not known here."""
         return next((it.tools for it in self._of(model) if it.tools is not None), None)
 
-    def began(self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens) -> Call:
+    def began(
+        self,
+        instance: InstanceId,
+        part: Part,
+        prompt: Tokens,
+        predicted: Tokens,
+        streams: bool = True,
+    ) -> Call:
         """See observed.Observer."""
         keeper = self._by_id.get(instance)
         watch = None if keeper is None else keeper.watches.get(instance)
-        return Call(part, prompt, predicted, watch or Watch(1), self._conductor.now_us)
+        now_us = self._conductor.now_us
+        return Call(part, prompt, predicted, streams, watch or Watch(1), now_us)
 
     def _of(self, model: str) -> list[Keeper]:
         keepers = [kept.keeper for kept in self._kept.values()]
@@ -251,6 +262,12 @@ class Fleet:
                 found.append(f"{name}: {keeper.state}: {keeper.why or 'not asked yet'}")
             elif keeper.found is not None:
                 found += [f"{name}: {text}" for text in keeper.found.warnings]
+            for instance, watch in keeper.watches.items():
+                if watch.unsaid >= _SILENT and not watch.said:
+                    found.append(
+                        f"{instance}: replies do not say what was cached, so nothing confirms what "
+                        "it is taken to hold: start it with --enable-prompt-tokens-details"
+                    )
             for instance, feed in keeper.feeds.items():
                 found += [f"{instance}: {text}" for text in _of_feed(feed.counts())]
         core = self._conductor.core

@@ -23,6 +23,7 @@ class Call(Protocol):
     def answered(self, cached: Tokens | None) -> None:
         """The first token is there. cached: prompt tokens reused, as the engine says it, or None:
         it did not say. Where usage comes at the end, say None here and give it to `ended`.
+        For a reply that comes at once, with all its tokens, `count` is set before.
         """
 
     def ended(self, cached: Tokens | None = None) -> None:
@@ -32,7 +33,14 @@ class Call(Protocol):
 class Observer(Protocol):
     """Who takes note; Fleet does."""
 
-    def began(self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens) -> Call:
+    def began(
+        self,
+        instance: InstanceId,
+        part: Part,
+        prompt: Tokens,
+        predicted: Tokens,
+        streams: bool = True,
+    ) -> Call:
         """A call goes out now. prompt: its length; predicted: the part that is taken to be cached
-        there (Decision.reused_tokens).
+        there (Decision.reused_tokens); streams: whether its tokens come one by one.
         """

@@ -17,7 +17,7 @@ from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.gateway.config import GatewayConfig
-from moonserve.live.gateway.control import Control
+from moonserve.live.gateway.control import Control, registered
 from moonserve.live.gateway.door import METRICS_TYPE
 from moonserve.live.gateway.process import (
     INTERNAL_BODY_BYTES,
@@ -31,6 +31,8 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.model.catalog import resolve
+from moonserve.live.ports import Registry
+from moonserve.live.store.settings import check_reachable
 
 _LOOPBACK = "127.0.0.1"
 
@@ -38,9 +40,10 @@ _LOOPBACK = "127.0.0.1"
 class ConductorProcess:
     """Conductor, store master, joins and the admin API; made by `start`."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, registry: Registry | None = None) -> None:
         self._http = HttpClient()
-        self.control = Control(config, self._http, resolve(config.model).name)
+        name = resolve(config.model).name
+        self.control = Control(config, self._http, name, registry=registry)
         self._app = App(
             self.control.routes() | {("GET", "/metrics"): self._metrics},
             self.control.prefixes(),
@@ -54,10 +57,11 @@ class ConductorProcess:
     @classmethod
     async def start(cls, config: GatewayConfig, path: str) -> ConductorProcess:
         """Wire all parts and listen, at the socket `path` too. Raises ConfigError."""
-        one = cls(config)
+        one = cls(*await registered(config))
         one._server = await serve(one._app, _LOOPBACK, 0)
         one._desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}")
-        one.control.start()
+        await one.control.start(config.port)  # where fronts are found
+        await one.control.gathered()
         await one._desk.listen(path)
         return one
 
@@ -133,7 +137,10 @@ class FrontProcess:
 
 async def run_conductor(config: GatewayConfig, path: str) -> None:
     """Run the Conductor's process until SIGTERM or SIGINT."""
-    here = msgspec.structs.replace(config, host=_LOOPBACK)
+    if config.registry and config.advertise_host is None:
+        check_reachable(config.host)
+    host = config.advertise_host or config.host
+    here = msgspec.structs.replace(config, host=_LOOPBACK, advertise_host=host)
     await run_gateway(here, start=lambda config: ConductorProcess.start(config, path))
 
 

@@ -83,6 +83,8 @@ class GatewayApp:
         self._live: set[RequestId] = set()
         self._door = Door(self._limits, self.metrics)
         self._created = int(time.time())
+        self.not_ready: Callable[[], str] = str
+        """Why others should serve, if this gateway knows of anything; empty: no reason."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -127,6 +129,8 @@ class GatewayApp:
         # Answered, not raised: who polls until we are ready is no warning in the log.
         if self._door.draining:
             return error_response(NobodyAlive(SHUTTING_DOWN))
+        if why := self.not_ready():
+            return error_response(NobodyAlive(f"this gateway is not ready: {why}"))
         if not alive:
             return error_response(NobodyAlive("no model has both a prefill and a decode instance"))
         return json_response({"status": "ready", "models": alive})

@@ -22,6 +22,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes any free port."""
     token: str = ""
     """Workers must present it on /internal; empty only when bound to loopback."""
+    registry: str = ""
+    """Where workers, other gateways and the store's master are found, such as
+    etcd://127.0.0.1:2379; empty: workers join by themselves, and there is no other gateway."""
+    advertise_host: str | None = None
+    """Where others reach it, if not at `host`; said in the registry."""
     store_url: str = ""
     """Where the store's master is; empty: in this process."""
     store: Literal["embedded", "mooncake", "none"] = "embedded"

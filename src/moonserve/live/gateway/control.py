@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
 from prometheus_client.registry import Collector
 
 from moonserve.core.conductor import Conductor
@@ -27,18 +28,44 @@ from moonserve.live.gateway.indexer import IndexerApi
 from moonserve.live.gateway.internal import Internal
 from moonserve.live.gateway.metrics import Copies, Predictions, Served
 from moonserve.live.gateway.select import Selection
+from moonserve.live.gateway.several import Several, Standing
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import Handler
+from moonserve.live.ports import Registry
+from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
 from moonserve.live.store.foreign import ForeignPool
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.remote import RemotePool
 from moonserve.live.store.server import MasterService
+from moonserve.live.store.settings import check_reachable, url_of
 
 _TICK_S = 0.5
+_MASTER_S = 15.0
+"""Longest wait for the store's master to be found in a registry."""
 _BIND_AHEAD_US: Micros = 20_000
 """Late binding: before an instance is free, its next call travels there, and KV is looked up and
 loaded: some milliseconds each, and the predicted end errs by some more. Longer binds too early."""
+
+
+async def registered(config: GatewayConfig) -> tuple[GatewayConfig, Registry | None]:
+    """The registry, and with it the store's master, where the configuration leaves that to it.
+
+    Raises ConfigError.
+    """
+    if not config.registry:
+        return config, None
+    if config.advertise_host is None:
+        check_reachable(config.host)
+    registry = await open_registry(config.registry)
+    if registry is not None and config.store == "embedded" and not config.store_url:
+        try:
+            master = await find_master(registry, _MASTER_S)
+        except BaseException:
+            await registry.close()
+            raise
+        config = msgspec.structs.replace(config, store_url=master)
+    return config, registry
 
 
 class Control:
@@ -50,9 +77,13 @@ class Control:
         http: HttpClient,
         model: str,
         tools: Callable[[str], TextTools | None] = lambda model: None,
+        registry: Registry | None = None,
+        settled: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """`model`: the name that the served model goes by; `tools`: a model's text side, where it
-        has one in this process."""
+        has one in this process; `registry`: where others are found; `settled`: returns once foreign
+        engines have told what they hold.
+        """
         self._config = config
         self._http = http
         tuning = Tuning(
@@ -73,6 +104,7 @@ class Control:
         self.pool = self._open_pool()
         self._internal = Internal(self.conductor, config.token, [model])
         self._api = Api(self.conductor, self.pool)
+        self.several = None if registry is None else self._among(registry, settled)
         self._selection = Selection(self.conductor, tools, config.token)
         self._indexer = IndexerApi(config.token)
         self._ticker: asyncio.Task[None] | None = None
@@ -80,7 +112,8 @@ class Control:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         own = self._internal.routes() | self._api.routes() | self.pool.routes()
-        return own | self._selection.routes() | self._indexer.routes()
+        others = {} if self.several is None else self.several.routes()
+        return own | self._selection.routes() | self._indexer.routes() | others
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """Path prefixes."""
@@ -89,16 +122,32 @@ class Control:
     def collectors(self) -> list[Collector]:
         """What it counts, for a registry of metrics."""
         loop = self.conductor
-        return [Predictions(loop.core.outlook), Served(loop.account), Copies(loop)]
+        others = [] if self.several is None else [Standing(self.several)]
+        return [Predictions(loop.core.outlook), Served(loop.account), Copies(loop), *others]
 
-    def start(self) -> None:
-        """Time passes from now on."""
+    async def start(self, port: int) -> None:
+        """Time passes from now on, and others find us at that port. Raises RegistryError."""
         self._ticker = asyncio.create_task(self._tick())
+        if self.several is not None:
+            url = url_of(self._config.advertise_host or self._config.host, port)
+            name = url.removeprefix("http://")
+            await self.several.start(GatewayEntry(name, time.time_ns() // 1_000, url))
+
+    def not_ready(self) -> str:
+        """Why clients should go elsewhere, as far as is known here; empty: they need not."""
+        return "" if self.several is None else self.several.not_ready
+
+    async def gathered(self) -> None:
+        """Return once there is no such reason any more; in seconds, whatever comes."""
+        if self.several is not None:
+            await self.several.gathered.wait()
 
     async def stop(self) -> None:
         """To be called when nobody is served any more."""
         if self._ticker is not None:
             self._ticker.cancel()
+        if self.several is not None:
+            await self.several.close()
         self._selection.stop()
         await self._indexer.close()
         await self.pool.close()
@@ -125,6 +174,17 @@ class Control:
         first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out
         master = Master(Terms(eviction=config.eviction), first_ticket)
         return LocalPool(MasterService(master, LoopClock().now_us), config.token, self._tell)
+
+    def _among(
+        self, registry: Registry, settled: Callable[[], Awaitable[object]] | None
+    ) -> Several:
+        token, known = self._config.token, settled
+        if isinstance(self.pool, RemotePool):
+            known = self.pool.known.wait
+        has_workers = self._config.store != "none"
+        return Several(
+            registry, self.conductor, self._internal, self._http, token, known, has_workers
+        )
 
     def _tell(self, events: Sequence[BlockEvent]) -> None:
         self.conductor.tell(*events)

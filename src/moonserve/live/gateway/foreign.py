@@ -6,6 +6,7 @@ files but the tokenizers that engine descriptions name.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -14,16 +15,19 @@ import msgspec
 from moonserve.live.fleet.api import FleetApi
 from moonserve.live.fleet.events import open_feed
 from moonserve.live.fleet.fleet import Fleet
+from moonserve.live.fleet.found import Found
 from moonserve.live.fleet.keeper import Times
 from moonserve.live.fleet.rows import FleetMetrics
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.gateway.config import GatewayConfig
-from moonserve.live.gateway.control import Control
+from moonserve.live.gateway.control import Control, registered
 from moonserve.live.gateway.door import Limits
 from moonserve.live.gateway.process import read_text
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Server, serve
+from moonserve.live.ports import Registry
+from moonserve.live.relay import calls
 from moonserve.live.relay.front import RelayApp
 
 
@@ -41,11 +45,23 @@ FILE = "the cluster file"
 class ForeignGateway:
     """All parts, wired and listening; made by `start`."""
 
-    def __init__(self, config: GatewayConfig, times: Times) -> None:
+    def __init__(
+        self, config: GatewayConfig, times: Times, registry: Registry | None = None
+    ) -> None:
         changed = {"store": "none", "spread_bytes": 0, "cpp": 1, "dead_after_s": times.longest_s}
         self._config = config = msgspec.structs.replace(config, **changed)
         self._http = HttpClient()
-        self._control = Control(config, self._http, "", lambda model: self.fleet.text(model))
+        self._found: Found | None = None
+        """Engines from the registry."""
+        self._following: asyncio.Task[None] | None = None
+        self._control = Control(
+            config,
+            self._http,
+            "",
+            lambda model: self.fleet.text(model),
+            registry,
+            self._settled,
+        )
         self.conductor = conductor = self._control.conductor
         self.fleet = Fleet(
             conductor,
@@ -55,9 +71,13 @@ class ForeignGateway:
             open_feed=open_feed,
             times=times,
         )
+        if registry is not None:
+            self._found = Found(registry, self.fleet)
         self._api = FleetApi(self.fleet, conductor, config.token)
         door = Limits(max_in_flight=config.max_in_flight)
-        self._front = RelayApp(conductor, self.fleet, self.fleet, self._http, door)
+        times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
+        self._front = RelayApp(conductor, self.fleet, self.fleet, self._http, door, times_out)
+        self._front.not_ready = self._control.not_ready
         for collector in (*self._control.collectors(), FleetMetrics(self.fleet, conductor)):
             self._front.metrics.registry.register(collector)
         self._server: Server | None = None
@@ -71,7 +91,8 @@ class ForeignGateway:
         Raises ConfigError.
         """
         require_token_beyond_loopback(config.host, config.token, "who describes engines")
-        gateway = cls(config, times or Times())
+        _, registry = await registered(msgspec.structs.replace(config, store="none"))
+        gateway = cls(config, times or Times(), registry)
         try:
             await gateway.fleet.described(FILE, specs)
             await gateway._listen()
@@ -92,9 +113,16 @@ class ForeignGateway:
         await self._front.idle(drain_s)
         if self._server is not None:
             await self._server.stop(0)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
         await self.fleet.close()
         await self._control.stop()
         await self._http.close()
+
+    async def _settled(self) -> None:
+        assert self._found is not None, "only asked where there is a registry"
+        await self._found.settled()
 
     async def _listen(self) -> None:
         app = App(
@@ -104,4 +132,6 @@ class ForeignGateway:
             name="gateway",
         )
         self._server = await serve(app, self._config.host, self._config.port)
-        self._control.start()
+        if self._found is not None:
+            self._following = asyncio.create_task(self._found.follow())
+        await self._control.start(self._server.port)

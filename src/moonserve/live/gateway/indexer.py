@@ -174,21 +174,19 @@ class _Source:
         self.stream = stream
         self.space = space
         self.tiered = tiered
-        own = registered.lora_name, registered.additionalsalt, registered.type == "Mooncake"
-        self.rolled = Rolled(stream, tiered, *own)
+        self.rolled = Rolled(stream, tiered, registered.lora_name, registered.additionalsalt)
         self.resets = 0
         self.feed: Feed | None = None
 
     def batch(self, batch: KvBatch) -> None:
         """See kvevents.subscriber.Sink."""
-        wrong = self.rolled.counts.wrong_size
+        before = self.rolled.mismatch
         self.rolled.batch(batch)
-        if not wrong < self.rolled.counts.wrong_size:
-            return
-        if not wrong:
-            size = self.registered.block_size
+        size = self.rolled.mismatch
+        if size is not None and before is None:
+            said = self.registered.block_size
             log.warning(
-                "%s: its blocks are not the %d tokens it was registered with", self.key, size
+                "%s: its blocks have %d tokens, not the %d registered", self.key, size, said
             )
 
     def reset(self, why: str, restarted: bool) -> None:
@@ -344,8 +342,8 @@ class IndexerApi:
                 "tenant_id": source.key[1],
                 "dp_rank": source.key[2],
                 **msgspec.structs.asdict(source.registered),
-                "blocks": len(source.rolled),
-                "counts": source.rolled.counts,
+                "events": source.rolled.stats,
+                "their_block_size": source.rolled.mismatch,
                 "resets": source.resets,
                 "connected": getattr(source.feed, "connected", None),
             }

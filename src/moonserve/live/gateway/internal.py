@@ -6,7 +6,7 @@ whether an instance may join. The store's operations are live.store.local's.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -26,7 +26,7 @@ from moonserve.core.reported import Reported
 from moonserve.core.units import InstanceId
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.http.auth import check_token
-from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import Handler
 from moonserve.live.store.reports import POOL
 
@@ -80,21 +80,29 @@ class Internal:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/internal/join"): self._guarded(self._join),
-            ("POST", "/internal/beat"): self._guarded(self._beat),
-            ("POST", "/internal/leave"): self._guarded(self._leave),
-            ("POST", "/internal/blocks"): self._guarded(self._blocks),
+            ("POST", "/internal/join"): self.guarded(self._join),
+            ("POST", "/internal/beat"): self.guarded(self._beat),
+            ("POST", "/internal/leave"): self.guarded(self._leave),
+            ("POST", "/internal/blocks"): self.guarded(self._blocks),
         }
 
-    def _guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
-        async def checked(request: HttpRequest) -> Response:
+    def guarded(
+        self, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
+    ) -> Handler:
+        """The same for who has the cluster's token."""
+
+        async def checked(request: HttpRequest) -> Response | StreamingResponse:
             check_token(request, self._token)
             return await handler(request)
 
         return checked
 
     async def _join(self, request: HttpRequest) -> Response:
-        info = _decode(await request.body(), InstanceInfo)
+        self.admit(_decode(await request.body(), InstanceInfo))
+        return _reply({})
+
+    def admit(self, info: InstanceInfo) -> None:
+        """Have it join. Raises BadRequest, Incompatible."""
         if info.namespace.block_size < 1 or info.chunk_tokens < 1 or info.max_seqs < 1:
             raise BadRequest("block_size, chunk_tokens and max_seqs must be 1 or more", "namespace")
         if info.model not in self._models:
@@ -109,7 +117,6 @@ class Internal:
             if other.id == info.id and other.epoch > info.epoch:
                 raise Incompatible(f"a later start of {info.id} has joined; choose a name", "id")
         self._conductor.tell(Joined(info))
-        return _reply({})
 
     async def _beat(self, request: HttpRequest) -> Response:
         beat = _decode(await request.body(), BeatBody)
@@ -125,16 +132,19 @@ class Internal:
         return _reply({})
 
     async def _blocks(self, request: HttpRequest) -> Response:
-        body = _decode(await request.body(), BlocksBody)
+        self.seen(_decode(await request.body(), BlocksBody).events)
+        return _reply({})
+
+    def seen(self, events: Sequence[BlocksStored | BlocksRemoved]) -> None:
+        """Somebody saw this of the foreign pool. Raises BadRequest."""
         now_us = self._conductor.now_us()
-        for event in body.events:
+        for event in events:
             if event.segment != POOL:
                 raise BadRequest(f"blocks of {event.segment} are told by the master", "segment")
             if isinstance(event, BlocksStored):
                 self._conductor.tell(*self._reported.stored(now_us, event.keys, event.parent))
             else:
                 self._conductor.tell(*self._reported.removed(now_us, event.keys))
-        return _reply({})
 
 
 def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:

@@ -7,6 +7,7 @@ everything it wires can be had without it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -17,7 +18,7 @@ from moonserve.core.units import Bytes, Tokens
 from moonserve.live.dispatch import Cluster
 from moonserve.live.gateway.app import GatewayApp, Limits
 from moonserve.live.gateway.config import GatewayConfig
-from moonserve.live.gateway.control import Control
+from moonserve.live.gateway.control import Control, registered
 from moonserve.live.gateway.text import ModelText
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
@@ -25,7 +26,7 @@ from moonserve.live.http.server import App, Server, serve
 from moonserve.live.instances.wire import WireClient
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
-from moonserve.live.ports import Conducting
+from moonserve.live.ports import Conducting, Registry
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
 
@@ -35,12 +36,14 @@ INTERNAL_BODY_BYTES: Bytes = 64 << 20
 class Gateway:
     """All parts of a gateway, wired and listening; made by `start`."""
 
-    def __init__(self, config: GatewayConfig, text: Text) -> None:
+    def __init__(self, config: GatewayConfig, text: Text, registry: Registry | None = None) -> None:
         self._config = config
         self._http = HttpClient()
-        self._control = Control(config, self._http, text.name, {text.name: text.tools}.get)
+        tools = {text.name: text.tools}.get
+        self._control = Control(config, self._http, text.name, tools, registry)
         self.conductor, self.pool = self._control.conductor, self._control.pool
         self._front = front_of(config, text, self.conductor, self._http)
+        self._front.not_ready = self._control.not_ready
         for collector in self._control.collectors():
             self._front.metrics.registry.register(collector)
         self._server: Server | None = None
@@ -49,8 +52,14 @@ class Gateway:
     async def start(cls, config: GatewayConfig) -> Gateway:
         """Read the model's text side, wire all parts, listen. Raises ConfigError."""
         require_token_beyond_loopback(config.host, config.token, "workers")
-        gateway = cls(config, await asyncio.to_thread(read_text, config.model))
-        await gateway._listen()
+        text = await asyncio.to_thread(read_text, config.model)
+        config, registry = await registered(config)
+        gateway = cls(config, text, registry)
+        try:
+            await gateway._listen()
+        except BaseException:
+            await gateway.stop(0)
+            raise
         return gateway
 
     @property
@@ -80,7 +89,7 @@ class Gateway:
             name="gateway",
         )
         self._server = await serve(app, self._config.host, self._config.port)
-        self._control.start()
+        await self._control.start(self._server.port)
 
 
 class Running(Protocol):
@@ -135,6 +144,8 @@ async def run_gateway(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = await start(config)
+    gc.collect()
+    gc.freeze()  # what is there by now stays: no collection shall look at it again
     say(f"listening on http://{config.host}:{gateway.port}")
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")

@@ -58,10 +58,13 @@ class Connection(asyncio.Protocol):
         self._head_done = True
         self._until_close = False
         self._keep_alive = False
-        self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         self._chunks: deque[bytes] = deque()
+        self.on_body = self._chunks.append
+        """What the parser calls with each piece of the body: a stream has one per token."""
+        self._parser = httptools.HttpResponseParser(self)
         self._buffered = 0
+        """What came and was not taken, about: framing counts until all is taken."""
         self._paused = False
         self._error: MoonserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -78,7 +81,7 @@ class Connection(asyncio.Protocol):
         self._busy = True
         self._head_done = self.reply_began = self._until_close = False
         self.headers = {}
-        self._head_bytes = 0
+        self._head_bytes = self._buffered = 0
         self._transport.write(data)
         while not self._head_done:
             await self._wait()
@@ -90,7 +93,7 @@ class Connection(asyncio.Protocol):
                 return None
             await self._wait()
         chunk = self._chunks.popleft()
-        self._taken(len(chunk))
+        self._taken(self._buffered - len(chunk) if self._chunks else 0)
         return chunk
 
     async def take(self) -> bytes | None:
@@ -102,11 +105,11 @@ class Connection(asyncio.Protocol):
         chunks = self._chunks
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
-        self._taken(len(whole))
+        self._taken(0)
         return whole
 
-    def _taken(self, size: Bytes) -> None:
-        self._buffered -= size
+    def _taken(self, left: Bytes) -> None:
+        self._buffered = left
         if self._paused and self._buffered < _LOW_BYTES:
             self._paused = False
             if self._transport is not None:
@@ -214,9 +217,13 @@ class Connection(asyncio.Protocol):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._fail(UpstreamError(f"{self._peer}: reply head over 64 KiB", sent=True))
                 self.abort()
-        elif self._buffered > _HIGH_BYTES and not self._paused and self._transport is not None:
+            return
+        self._buffered += len(data)
+        if self._buffered > _HIGH_BYTES and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
+        if self._waiter is not None:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End of the socket: the end of a reply without length, an error amid any other."""
@@ -245,12 +252,6 @@ class Connection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
         self._until_close = "content-length" not in headers and "transfer-encoding" not in headers
         self._head_done = True
-        self._wake()
-
-    def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
-        self._chunks.append(body)
-        self._buffered += len(body)
         self._wake()
 
     def on_message_complete(self) -> None:

@@ -316,8 +316,11 @@ class HttpRequest:
             self._source.pause()
 
     def complete(self) -> None:
-        """The body is whole."""
+        """The body is whole; what comes behind it may be read."""
         self._complete = True
+        if self._paused:
+            self._paused = False
+            self._source.resume()
         self._wake()
 
     def lost(self) -> None:

@@ -129,3 +129,20 @@ def _number(frame: bytes) -> int:
 def replay_request(since: int) -> list[bytes]:
     """What asks for all batches from number `since` on that are still kept."""
     return [b"", since.to_bytes(8, "big")]
+
+
+def replay_since(request: Sequence[bytes]) -> int | None:
+    """The number in a request for a replay; None: it is none."""
+    if len(request) != 2 or request[0] or len(request[1]) != 8:
+        return None
+    return _number(request[1])
+
+
+def batch_frames(topic: bytes, number: int, payload: bytes) -> list[bytes]:
+    """What is published."""
+    return [topic, number.to_bytes(8, "big"), payload]
+
+
+def replay_answer(topic: bytes, number: int | None, payload: bytes) -> list[bytes]:
+    """One message of a replay; number None: it ends here."""
+    return [b"", *batch_frames(topic, END_SEQ if number is None else number, payload)]

@@ -29,6 +29,9 @@ class Engines(Protocol):
     def tells(self, model: str) -> bool:
         """Whether the model's instances tell KV events: keys are then those of its tokens."""
 
+    def tells_of(self, instance: InstanceId) -> bool:
+        """Whether this instance does."""
+
     def text(self, model: str) -> TextTools | None:
         """The model's tokenizer and template as the engines have them; None: not known here."""
 

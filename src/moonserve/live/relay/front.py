@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -74,6 +74,8 @@ class RelayApp(Collector):
             limits or Limits(),
         )
         self._created = int(time.time())
+        self.not_ready: Callable[[], str] = str
+        """See GatewayApp."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -175,6 +177,8 @@ class RelayApp(Collector):
         alive = [card.name for card in self._models.cards() if card.alive]
         if self._door.draining:
             return error_response(NobodyAlive(SHUTTING_DOWN))
+        if why := self.not_ready():
+            return error_response(NobodyAlive(f"this gateway is not ready: {why}"))
         if not alive:
             return error_response(NobodyAlive("no model has engines that can serve it"))
         return json_response({"status": "ready", "models": alive})

@@ -120,32 +120,24 @@ async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefil
     match to.connector:
         case "nixl":
             reply = await _reply(caller, asked, request, action, nixl.PREFILL)
-            return _handed(caller, to, reply, bytes(reply.kv_transfer_params), nixl.LEASE_US)
+            said = bytes(reply.kv_transfer_params)
+            params = None if said == b"null" else said  # its first token may have been its last
+            return Handed(to, params, caller.conductor.now_us() + nixl.LEASE_US, reply)
         case "mooncake":
             member, transfer = caller.engines.member(to.id), f"xfer-{caller.new_id()}"
             engine_id = await _engine_id(caller, to)
             params = mooncake.prefill_params(transfer)
             reply = await _reply(caller, asked, request, action, params)
-            params = mooncake.decode_params(member.bootstrap, engine_id, transfer)
-            handed = _handed(caller, to, reply, params, mooncake.HELD_US)
+            kept = [choice.finish_reason for choice in reply.choices] == ["length"]
+            said = mooncake.decode_params(member.bootstrap, engine_id, transfer)
+            until_us = caller.conductor.now_us() + mooncake.HELD_US
+            handed = Handed(to, said if kept else None, until_us, reply)
             handed.engine_id = engine_id
             return handed
         case "sglang":
             return await _meet(caller, asked, request, action)
         case _:
             raise AssertionError(f"{to.connector} hands nothing on")
-
-
-def _handed(
-    caller: Caller, to: InstanceInfo, reply: _Reply, params: bytes, lease_us: Micros
-) -> Handed:
-    """With these parameters; with none where the first token was also the last.
-
-    Then the engine keeps nothing for others, and says so or does not.
-    """
-    cut = [choice.finish_reason for choice in reply.choices] == ["length"]
-    until_us = caller.conductor.now_us() + lease_us
-    return Handed(to, params if cut and params != b"null" else None, until_us, reply)
 
 
 async def _engine_id(caller: Caller, to: InstanceInfo) -> str:
@@ -198,7 +190,9 @@ async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill)
     first: asyncio.Task[Any] = asyncio.create_task(caller.whole(to, asked, request, body, limit_s))
     handed = Handed(to, None, caller.conductor.now_us() + mooncake.HELD_US, _Reply())
     handed.at, handed.stream = action.decode.id, second
-    handed.note = caller.observer.began(action.decode.id, "decode", decision.prompt_tokens, 0)
+    handed.note = caller.observer.began(
+        action.decode.id, "decode", decision.prompt_tokens, 0, asked.stream
+    )
     try:
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():

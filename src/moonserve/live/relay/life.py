@@ -125,7 +125,11 @@ class Life:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(wait_s, self._tell_prefilled)
             self._note = self._caller.observer.began(
-                to.id, "whole", decision.prompt_tokens, decision.reused_tokens
+                to.id,
+                "whole",
+                decision.prompt_tokens,
+                decision.reused_tokens,
+                self._asked.stream,
             )
             return await self._run(to, self._asked.raw, self._caller.limits.first_byte_s)
         self._handed = handed = await self._inbox.engine(
@@ -147,7 +151,7 @@ class Life:
             if handed.stream is not None:
                 return await self._inbox.engine(self._met(handed, to, first_s))
             self._note = self._caller.observer.began(
-                to.id, "decode", self._reading.length, self._reading.length
+                to.id, "decode", self._reading.length, self._reading.length, self._asked.stream
             )
             return await self._run(to, body, first_s)
         except (CallLost, DeadlineExceeded) as error:
@@ -208,6 +212,8 @@ class Life:
         """A reply that came at once, with its usage put right."""
         self._reply = Passing(self._cached)
         answer.body = self._reply.answered(answer.body)
+        if self._note is not None:
+            self._note.count = self._reply.tokens // self._asked.choices
         self._answered()
         self._end()
         return answer
@@ -285,7 +291,7 @@ class Life:
         """Some of the stream has passed."""
         reply = self._reply
         if self._note is not None:
-            self._note.count = reply.events
+            self._note.count = reply.events // self._asked.choices
         if reply.done:
             self._end()
         elif reply.failed:
@@ -315,13 +321,13 @@ class Life:
         self._conductor.tell(DecodeEnded(self._request.id, self._inbox.number, reply.tokens))
         self._inbox.out(0)
         if self._note is not None:
-            self._note.count = reply.tokens
+            self._note.count = min(self._note.count, reply.tokens)
             self._note.ended(reply.counted.cached)
 
     def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:
         """The instance has the prompt now; where none tells, the index hears of it from here."""
         keys = self._reading.keys
-        if not keys or self._caller.engines.tells(self._asked.model):
+        if not keys or self._caller.engines.tells_of(to.id):
             return
         if told := self._caller.guesses.served(to, keys, predicted, cached):
             self._conductor.tell(*told)

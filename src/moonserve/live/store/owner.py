@@ -131,6 +131,8 @@ class Owner:
         self._pulling: set[asyncio.Future[list[_Pulled]]] = set()
         """Those of them that may write to the memory now."""
         self._beats: asyncio.Task[None] | None = None
+        self.watch: Callable[[Sequence[bytes]], None] | None = None
+        """Told of keys that may have come or gone; the catalogue says which."""
         self._reached = True
         """Whether the last beat did what it should; else it was said why not."""
 
@@ -288,6 +290,8 @@ class Owner:
     def _note(self, changes: Sequence[Change]) -> None:
         if self._journal is not None and changes:
             self._journal.write(changes)
+        if self.watch is not None and changes:
+            self.watch([change.key for change in changes])
 
     # Copies
 

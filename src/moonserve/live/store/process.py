@@ -16,7 +16,6 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from moonserve.core.errors import ConfigError
 from moonserve.core.master import Master
 from moonserve.core.pool import Terms
 from moonserve.core.units import seconds_to_us
@@ -25,12 +24,13 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
+from moonserve.live.registry.entries import MASTER, MasterEntry, open_registry
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.local import EventLog, LocalPool
 from moonserve.live.store.remote import HttpRpc, mounted, within
 from moonserve.live.store.server import MasterService
-from moonserve.live.store.settings import WILDCARD
+from moonserve.live.store.settings import check_reachable, url_of
 from moonserve.live.transfer.metrics import LaneMetrics
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     recover_s: float = 3.0
     """How long it asks segments what they hold, before it answers; 0: the pool is new."""
     terms: Terms = Terms()
+    registry: str = ""
+    """Where it is to be found by gateways and workers; empty: they are told."""
+    advertise_host: str | None = None
+    """Where others reach it, if not at `host`."""
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,9 @@ async def run_master(config: MasterConfig, say: Say = _say) -> None:
     """Run a master. Raises ConfigError where it cannot listen."""
     require_token_beyond_loopback(config.host, config.token, "members of the pool")
     stop = _stop_event()
+    registry = await open_registry(config.registry)
+    if registry is not None and config.advertise_host is None:
+        check_reachable(config.host)
     start = time.time_ns() // 1_000
     now_us = LoopClock().now_us
     recover_us = seconds_to_us(config.recover_s)
@@ -97,12 +104,18 @@ async def run_master(config: MasterConfig, say: Say = _say) -> None:
     master_app = App(routes, name="store master")
     server = await serve(master_app, config.host, config.port, "listen")
     say(f"listening on http://{config.host}:{server.port}")
+    if registry is not None:
+        url = url_of(config.advertise_host or config.host, server.port)
+        await registry.register(MASTER, msgspec.json.encode(MasterEntry(url)))
+        say(f"registered as {url}")
     recovering = master.stats().recovering
     while not await within(stop, _TICK_S):
         pool.tick()
         if recovering and not master.stats().recovering:
             recovering = False
             say(f"recovered {_counted(master)}")
+    if registry is not None:
+        await registry.close()
     await server.stop(0)
     say("stopped")
 
@@ -115,12 +128,8 @@ def _counted(master: Master) -> str:
 async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
     """Run a segment. Raises MoonserveError where it cannot become a member."""
     mine = config.settings
-    if mine.host in WILDCARD and mine.advertise_host is None:
-        raise ConfigError(
-            f"others cannot reach {mine.host}; give the address that they can with"
-            " --advertise-host",
-            "advertise_host",
-        )
+    if mine.advertise_host is None:
+        check_reachable(mine.host)
     stop = _stop_event()
     async with AsyncExitStack() as stack:
         http = HttpClient()

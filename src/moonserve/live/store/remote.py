@@ -121,6 +121,8 @@ class RemotePool:
         """What clears each segment's tier of all that was told of it."""
         self._leases: deque[LeaseId] = deque(maxlen=_MAX_LEASES)
         self._released = asyncio.Event()
+        self.known = asyncio.Event()
+        """Set once the master has told all that there is."""
         self._tasks = [
             asyncio.create_task(self._follow()),
             asyncio.create_task(self._release_forever()),
@@ -198,6 +200,7 @@ class RemotePool:
                 self._epochs.clear()
             self._pass(reply.events)
             start, at = reply.start, reply.at
+            self.known.set()
 
     def _pass(self, events: Sequence[BlockEvent]) -> None:
         for event in events:

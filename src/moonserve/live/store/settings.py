@@ -15,6 +15,20 @@ WILDCARD: Final = ("0.0.0.0", "::")
 """Hosts that stand for all addresses of a machine."""
 
 
+def check_reachable(host: str) -> None:
+    """Raise ConfigError where that address leads nobody here; for who was told no other one."""
+    if host in WILDCARD:
+        raise ConfigError(
+            f"others cannot reach {host}; give the address that they can with --advertise-host",
+            "advertise_host",
+        )
+
+
+def url_of(host: str, port: int) -> str:
+    """The base URL of an HTTP server."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One member of the pool: its segments, and how it reaches others."""
 

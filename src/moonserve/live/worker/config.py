@@ -51,7 +51,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     """What fails together with this worker; empty: it alone."""
     store_url: str = ""
-    """Where the store's master is; empty: in the gateway."""
+    """Where the store's master is; empty: in the gateway, or where the registry says."""
+    registry: str = ""
+    """Where all gateways are found, such as etcd://127.0.0.1:2379; empty: there is `gateway`."""
     store: Literal["embedded", "mooncake"] = "embedded"
     mooncake_master: str = ""
     """host:port; for mooncake."""
@@ -61,6 +63,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in one pass."""
     decode_kv: DecodeKV = "end"
     """When the KV of generated tokens is stored."""
+    kv_events: str = "off"
+    """Where it publishes what lies in its segments, and where it replays that: two addresses of
+    ZMQ with a comma between, the second may be left out."""
     threads: int | None = None
     """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
     drain_s: float = 5.0

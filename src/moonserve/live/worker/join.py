@@ -70,9 +70,11 @@ class Membership:
         self._load = load
         self._joined = False
         self._untold = InstanceLoad()
+        self.wanted = True
+        """Whether to go on once the gateway does not answer any more."""
 
     async def run(self, joined: Callable[[], None]) -> None:
-        """Join and beat for ever; `joined` is called at every join.
+        """Join and beat for ever, or as long as it is wanted; `joined` is called at every join.
 
         Raises ConfigError where the gateway refuses this worker as it is, and whatever `load` does.
         """
@@ -90,6 +92,8 @@ class Membership:
             except ConfigError:
                 raise
             except MoonserveError as error:
+                if not self.wanted:
+                    return
                 if failures == 0:
                     log.warning("gateway %s: %s; still trying", self._control.gateway, error)
                 pause_s = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
@@ -98,12 +102,7 @@ class Membership:
 
     def _gather(self) -> None:
         """The load now, with the newest samples that the gateway has not got yet."""
-        load, old = self._load(), self._untold
-        self._untold = msgspec.structs.replace(
-            load,
-            passes=(*old.passes, *load.passes)[-_MAX_UNTOLD:],
-            transfers=(*old.transfers, *load.transfers)[-_MAX_UNTOLD:],
-        )
+        self._untold = with_untold(self._load(), self._untold)
 
     async def leave(self) -> None:
         """Say goodbye; a gateway that is away will find out by itself."""
@@ -134,6 +133,15 @@ class Membership:
 
     def _body(self, **more: object) -> bytes:
         return _encode({"id": self._info.id, "epoch": self._info.epoch, **more})
+
+
+def with_untold(load: InstanceLoad, old: InstanceLoad) -> InstanceLoad:
+    """`load`, with the newest samples of it and of an older one that was not told."""
+    return msgspec.structs.replace(
+        load,
+        passes=(*old.passes, *load.passes)[-_MAX_UNTOLD:],
+        transfers=(*old.transfers, *load.transfers)[-_MAX_UNTOLD:],
+    )
 
 
 def _message(reply: ClientResponse) -> str:

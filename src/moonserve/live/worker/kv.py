@@ -78,6 +78,8 @@ class WorkerKV:
         self._work = asyncio.Event()
         self._progress = asyncio.Condition()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.learned: Callable[[Sequence[BlockKey], Sequence[int]], None] | None = None
+        """Told of chains that are about to be put, with their tokens."""
         self.publisher = asyncio.create_task(self._publish_all())
         """Ends only by `close`, or by a bug."""
         self.transfers: deque[TransferSample] = deque(maxlen=_MAX_SAMPLES)
@@ -238,6 +240,8 @@ class WorkerKV:
         if full > len(live.grown):
             more = [*job.prompt, *live.made][len(live.grown) * size : full * size]
             live.grown += chain_keys(live.grown[-1] if live.grown else self._root, more, size)
+        if self.learned is not None:
+            self.learned(live.grown[:full], [*job.prompt, *live.made])
         self._put(job, tuple(live.grown[first:full]), parent, tuple(blocks[first:full]))
         live.published = full
 

@@ -13,8 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -32,23 +34,28 @@ from moonserve.live.http.server import Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
+from moonserve.live.registry.entries import open_registry
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.remote import HttpRpc, mounted
-from moonserve.live.store.settings import WILDCARD
+from moonserve.live.store.settings import check_reachable, url_of
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp, chain_client
 from moonserve.live.worker.config import WorkerConfig
+from moonserve.live.worker.gateways import Gateways
 from moonserve.live.worker.job import Limits
-from moonserve.live.worker.join import Control, Membership
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
 from moonserve.live.worker.warm import warm_up
 
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.publisher import Publisher
+
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 _FAKE_BLOCKS = 1024
 _CLEAN_UP_S = 30.0
@@ -113,8 +120,7 @@ class Worker:
         except MoonserveError:
             await runner.close()
             raise
-        host = config.advertise_host or config.host
-        url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+        url = url_of(config.advertise_host or config.host, server.port)
         app.info = msgspec.structs.replace(info, url=url)
         return cls(runner, server, app.info, http)
 
@@ -147,11 +153,15 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
             if config.engine == "torch":
                 say("warming up: measuring some passes")
             samples = await warm_up(engine, config.role, config.chunk_tokens)
-            control = Control(http, config.gateway, config.token)
+            registry = await open_registry(config.registry)
+            if registry is not None:
+                stack.push_async_callback(registry.close)
+            gateways = Gateways(http, config.token, config.gateway, registry)
             epoch = time.time_ns() // 1000
-            rpc = HttpRpc(http, config.store_url or config.gateway, config.token)
-            reach = control.ping if config.store == "mooncake" else rpc.connect
-            store = await mounted(reach, lambda: _open_store(control, rpc, config, epoch), stop)
+            events = None if config.kv_events == "off" else _events(config, say)
+            if events is not None:
+                stack.push_async_callback(events.close)
+            store = await _open(gateways, http, config, epoch, stop)
             if store is not None:
                 stack.push_async_callback(store.close)
                 stack.push_async_callback(_hand_on, store, stop, config)
@@ -160,9 +170,11 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 )
                 stack.push_async_callback(worker.stop, config.drain_s)
                 worker.runner.measured(samples)
+                if events is not None and isinstance(store, StoreClient):
+                    publish_blocks(worker, store, events)
                 say(f"listening on {worker.info.url}")
                 try:
-                    await _belong(worker, control, stop, say)
+                    await _belong(worker, gateways, stop, say)
                 finally:
                     if worker.runner.passes.hung:  # a clean-up that hangs too must not keep us
                         threading.Timer(_CLEAN_UP_S, os._exit, (1,)).start()
@@ -177,6 +189,29 @@ async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) ->
     """Leave to others in the pool what lies here, unless this worker ends for a fault."""
     if stop.is_set() and isinstance(store, StoreClient):
         await hand_on(store, config.drain_s)
+
+
+def _events(config: WorkerConfig, say: Say) -> Publisher:
+    """Where what lies in the segments is published. Raises ConfigError: it cannot be."""
+    if config.store == "mooncake":
+        raise ConfigError("the Mooncake store does not tell what it evicts; off", "kv_events")
+    from moonserve.live.kvevents.publisher import Publisher  # ZMQ costs the others nothing
+
+    endpoint, _, replay = config.kv_events.partition(",")
+    events = Publisher(endpoint, replay or None)
+    say(f"publishing KV events on {events.endpoint}, replay on {events.replay_endpoint}")
+    return events
+
+
+def publish_blocks(worker: Worker, store: StoreClient, events: Publisher) -> None:
+    """Publish what comes to the segments, and what goes."""
+    from moonserve.live.kvevents.publisher import SegmentEvents
+
+    lying = SegmentEvents(worker.info.namespace.block_size, events.publish)
+    for owner in store.owners:
+        owner.watch = lying.segment(owner.mounting.tier, owner.catalogue.held.__contains__)
+    if worker.runner.kv is not None:
+        worker.runner.kv.learned = lying.learned
 
 
 def _end_process(say: Say) -> None:
@@ -194,40 +229,64 @@ def _end_process(say: Say) -> None:
 def _check_host(config: WorkerConfig) -> None:
     """Refuse to compute for anyone, and to be known by an address that leads nowhere."""
     require_token_beyond_loopback(config.host, config.token, "callers")
-    if config.host in WILDCARD and config.advertise_host is None:
-        raise ConfigError(
-            f"others cannot reach {config.host}; give the address that they can with"
-            " --advertise-host",
-            "advertise_host",
-        )
+    if config.advertise_host is None:
+        check_reachable(config.host)
 
 
-async def _belong(worker: Worker, control: Control, stop: asyncio.Event, say: Say) -> None:
+async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: Say) -> None:
     """Be a member until a stop is asked for; raises what ends the membership otherwise."""
-    member = Membership(control, worker.info, worker.load)
-    beating = asyncio.create_task(member.run(lambda: say(f"joined {control.gateway}")))
+    running = gateways.run(worker.info, worker.load, lambda url: say(f"joined {url}"))
+    beating = asyncio.create_task(running)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({beating, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if beating.done():
-        await member.leave()
+        await gateways.leave()
         beating.result()
     beating.cancel()
     say("leaving: letting running requests finish")
-    await member.leave()
+    await gateways.leave()
 
 
-async def _open_store(control: Control, rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
-    """One attempt. Raises ConfigError where another is in vain, else MoonserveError."""
+async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | None:
+    """What it comes to; None: a stop was asked for before."""
+    task, stopping = asyncio.create_task(doing), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task})
+    return None
+
+
+async def _open(
+    gateways: Gateways, http: HttpClient, config: WorkerConfig, epoch: int, stop: asyncio.Event
+) -> KVStore | None:
+    """The pool, once who is needed for it is there; None: stopped before. Raises MoonserveError."""
     if config.store == "mooncake":
-        from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
+        return await mounted(gateways.ping, partial(_open_mooncake, gateways, config), stop)
+    url = await _unless(stop, gateways.master(config.store_url))
+    if url is None:
+        return None
+    rpc = HttpRpc(http, url, config.token)
+    return await mounted(rpc.connect, partial(_open_store, rpc, config, epoch), stop)
 
-        settings = MooncakeSettings(
-            master=config.mooncake_master,
-            segment_bytes=config.segment_bytes,
-            host=config.advertise_host or config.host,
-        )
-        return await MooncakeStore.open(settings, control.blocks)
+
+async def _open_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
+    """One attempt. Raises ConfigError where another is in vain, else MoonserveError."""
+    from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
+
+    settings = MooncakeSettings(
+        master=config.mooncake_master,
+        segment_bytes=config.segment_bytes,
+        host=config.advertise_host or config.host,
+    )
+    return await MooncakeStore.open(settings, gateways.blocks)
+
+
+async def _open_store(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
+    """One attempt, as above."""
     client = await StoreClient.open(
         rpc,
         StoreSettings(

@@ -72,12 +72,12 @@ class Runner:
         self._counted_preemptions = 0
         self.failure: EngineFailed | None = None
         """Set once the worker cannot serve any more; /health tells."""
-        self._kv: WorkerKV | None = None
+        self.kv: WorkerKV | None = None
         self._puller: Puller | None = None
         self.chains: Chains | None = None
         """Parts of prompts; with a store only."""
         if store is not None:
-            self._kv = kv = WorkerKV(
+            self.kv = kv = WorkerKV(
                 engine, self._pool, store, metrics, clock, self._wake.set, self._root,
                 limits.decode_kv, limits.kv,
             )  # fmt: skip
@@ -121,7 +121,7 @@ class Runner:
 
     def stages(self) -> list[Stage]:
         """What happened to KV here lately, and when."""
-        return list(self._kv.stages) if self._kv else []
+        return list(self.kv.stages) if self.kv else []
 
     def ledger(self) -> Ledger:
         """What is held now."""
@@ -130,8 +130,8 @@ class Runner:
             waiting=self._waiting(),
             streams=len(self._live),
             blocks_used=self._pool.used_count,
-            pending_puts=self._kv.pending_puts if self._kv else 0,
-            held_leases=self._kv.held_leases if self._kv else 0,
+            pending_puts=self.kv.pending_puts if self.kv else 0,
+            held_leases=self.kv.held_leases if self.kv else 0,
             ahead=self._puller.count if self._puller else 0,
         )
 
@@ -146,7 +146,7 @@ class Runner:
             waiting=self._waiting(),
             free_blocks=self._pool.free_count,
             passes=taken(self.passes.samples),
-            transfers=taken(self._kv.transfers) if self._kv else (),
+            transfers=taken(self.kv.transfers) if self.kv else (),
         )
 
     async def close(self) -> None:
@@ -158,8 +158,8 @@ class Runner:
         await asyncio.wait({self._loop_task, *parts}, timeout=self._limits.pass_s)
         for task in list(self._tasks):
             task.cancel()
-        if self._kv is not None:
-            await self._kv.close()
+        if self.kv is not None:
+            await self.kv.close()
 
     # Requests in and out.
 
@@ -177,12 +177,12 @@ class Runner:
             self.chains.check(job)
         keys: KeyPlan | None = None
         wanted: tuple[BlockKey, ...] = ()
-        if self._kv is not None:
+        if self.kv is not None:
             size = self._engine.shape.block_size
             keys = KeyPlan.of(self._root, job.prompt, size)
             wanted = keys.wanted(job, size)
             if wanted or job.send_kv:
-                self._kv.begin(job)
+                self.kv.begin(job)
         live = Live(job, keys, wanted, self._clock.now_us())
         self._live[job.request] = live
         self._metrics.prefix_queries.inc(len(job.prompt))
@@ -216,11 +216,11 @@ class Runner:
             self._intake.remove(live)
         if self.chains is not None and live.chain is not None:
             self.chains.drop(live, live.chain)
-        if self._kv is not None and (held := self._batch.held(job.request)) is not None:
-            self._kv.store(live, *held, last=True)  # what it said so far may be gone on from
+        if self.kv is not None and (held := self._batch.held(job.request)) is not None:
+            self.kv.store(live, *held, last=True)  # what it said so far may be gone on from
         self._batch.cancel(job.request)
-        if self._kv is not None and not live.loading:  # else when the load is over
-            self._kv.settle(job)
+        if self.kv is not None and not live.loading:  # else when the load is over
+            self.kv.settle(job)
         self._wake.set()
 
     def _waiting(self) -> int:
@@ -255,10 +255,10 @@ class Runner:
                 live.loading = True
                 self._loading.append(live)
                 self.chains.start(live, part)
-            elif self._kv is not None and live.wanted:
+            elif self.kv is not None and live.wanted:
                 live.loading = True
                 self._loading.append(live)
-                self._spawn(self._load(live, self._kv))
+                self._spawn(self._load(live, self.kv))
             else:
                 self._enter(live, 0)
 
@@ -280,8 +280,8 @@ class Runner:
     def _part_over(self, live: Live) -> None:
         self._loading.remove(live)
         live.loading = False
-        if live.ended and self._kv is not None:
-            self._kv.settle(live.job)
+        if live.ended and self.kv is not None:
+            self.kv.settle(live.job)
 
     async def _load(self, live: Live, kv: WorkerKV) -> None:
         computed = await kv.load(live.job, live.wanted, live.blocks, live.ahead)
@@ -338,9 +338,9 @@ class Runner:
                 await self._wake.wait()
 
     async def _run(self, work: Pass) -> None:
-        if self._kv is not None:
+        if self.kv is not None:
             for chunk in work.chunks:
-                self._kv.before_pass(self._live[chunk.request].job, chunk)
+                self.kv.before_pass(self._live[chunk.request].job, chunk)
         try:
             result = await self.passes.run(work)
         except EngineFailed as error:
@@ -357,8 +357,8 @@ class Runner:
     def _publish(self, work: Pass, result: PassResult) -> None:
         for chunk in work.chunks:
             live = self._live.get(chunk.request)
-            if self._kv is not None and live is not None:
-                self._kv.publish(live, chunk, result.sampled.get(chunk.request))
+            if self.kv is not None and live is not None:
+                self.kv.publish(live, chunk, result.sampled.get(chunk.request))
 
     def _deliver(self, live: Live, step: Progress) -> None:
         prompt = len(live.job.prompt)
@@ -369,8 +369,8 @@ class Runner:
         live.made.append(step.token)
         piece = Piece(step.token, step.finish, live.cached)
         goes_on = step.finish is not None and step.finish.reason == "length"
-        if goes_on and live.job.send_kv and self._kv is not None:
-            self._spawn(self._replies.hand_over(live, piece, self._kv))
+        if goes_on and live.job.send_kv and self.kv is not None:
+            self._spawn(self._replies.hand_over(live, piece, self.kv))
         else:
             self._replies.emit(live, piece)
 

@@ -1,0 +1,295 @@
+"""The gateway before foreign engines, beside sglang-router and vllm-router: CPU and added latency.
+
+    python bench/gateway.py --peers FOLDER [--routers BIN] [--secs 2.5] [--rounds 3] [--quick]
+                            [--only NAME,...] [--work short,...] [--workers N]
+
+FOLDER has http/mock_engine.c and http/load.c, small programs that are built here with gcc: engines
+that answer at once, and a client in a closed loop. BIN is the folder of the routers' programs
+(sglang-router 0.3.2 and vllm-router 0.1.17 were measured); without it they are left out, and said.
+Both may be given as MOONSERVE_PEERS and MOONSERVE_ROUTERS.
+
+Four engines are behind every target; P/D has two of each role. Work: `short`, a prompt of 120
+characters and 8 tokens in one reply; `stream64`, the same with 64 tokens streamed; `long30k`, a
+prompt of 30,000 characters that shares 20,000 with an eighth of the others. Targets take turns in
+each round; figures are medians over rounds:
+
+  cpu       CPU of the target's processes (all threads) per request, microseconds
+  p50       latency, less what the engines alone take with as many connections (direct)
+  first     the same until the first event of a stream
+
+Our gateway decides for each request, its KV events off: keys over the prompt's text. With
+--workers N there is one more of it, in N processes and one with the Conductor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import machine_line
+
+WORK = {"short": ((1, 32, 128), 0), "stream64": ((1, 32, 128), 66), "long30k": ((1, 32), 0)}
+ENGINES = 4
+ROUTES = "/v1/chat/completions"
+READY_S = 60.0
+
+
+def text(length: int, seed: int) -> str:
+    """So many characters of made-up words."""
+    draw, words, size = random.Random(seed), [], 0
+    while size < length:
+        words.append("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))))
+        size += len(words[-1]) + 1
+    return " ".join(words)[:length]
+
+
+def bodies(folder: Path) -> dict[str, Path]:
+    """One file of request bodies per kind of work, a line each."""
+    short = [text(120, seed) for seed in range(256)]
+    heads = [text(20_000, 1_000 + seed) for seed in range(8)]
+    long = [f"{heads[seed % 8]} {text(10_000, 5_000 + seed)}" for seed in range(256)]
+    kinds = {
+        "short": (short, {"max_tokens": 8}),
+        "stream64": (short, {"max_tokens": 64, "stream": True}),
+        "long30k": (long, {"max_tokens": 8}),
+    }
+    made = {}
+    for kind, (prompts, fields) in kinds.items():
+        lines = [
+            {"model": "mock", "messages": [{"role": "user", "content": prompt}], **fields}
+            for prompt in prompts
+        ]
+        made[kind] = folder / f"{kind}.jsonl"
+        made[kind].write_text("".join(json.dumps(it, separators=(",", ":")) + "\n" for it in lines))
+    return made
+
+
+def build(peers: Path, folder: Path) -> None:
+    """The mock engine and the client. A reply of one token ends by its length, as vLLM's does."""
+    for name in ("mock_engine", "load"):
+        source = peers / "http" / f"{name}.c"
+        if not source.exists():
+            sys.exit(f"{source} is missing: --peers must name the folder that has http/{name}.c")
+        code = source.read_text()
+        code = code.replace(r"\"stop\"}],\"usage", r"\"length\"}],\"usage")
+        (folder / source.name).write_text(code)
+        command = ["gcc", "-O2", "-w", "-o", folder / name, folder / source.name]
+        try:
+            subprocess.run(command, check=True)
+        except FileNotFoundError:
+            sys.exit("gcc is missing: it builds the mock engine and the client")
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def cpu_us(pid: int) -> float:
+    """CPU time of a process and its descendants, all threads, so far."""
+    spent = 0
+    for one in family(pid):
+        for stat in Path(f"/proc/{one}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                spent += int(stat.read_text().split()[0])
+    return spent / 1e3
+
+
+def commands(urls: Sequence[str], routers: Path | None, workers: int) -> dict[str, list[str]]:
+    """How each target is started; its port is added."""
+    half = len(urls) // 2
+    ours = [sys.executable, "-m", "moonserve", "gateway", "--events", "off"]
+    plain = [word for url in urls for word in ("--url", url)]
+    pd = [word for url in urls[:half] for word in ("--prefill-url", url)]
+    pd += [word for url in urls[half:] for word in ("--decode-url", url)]
+    found = {"moonserve": [*ours, *plain], "moonserve P/D": [*ours, *pd]}
+    if workers > 1:
+        found[f"moonserve x{workers}"] = [*ours, *plain, "--workers", str(workers)]
+    if routers is None:
+        return found
+    sides = [word for url in urls[:half] for word in ("--prefill", url)]
+    sides += [word for url in urls[half:] for word in ("--decode", url)]
+    common = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"]
+    sglang = [str(routers / "sglang-router"), "launch", *common, "--log-level", "warn"]
+    vllm = [str(routers / "vllm-router"), *common, "--log-level", "warning"]
+    for policy in ("round_robin", "cache_aware"):
+        for name, router in (("sglang", sglang), ("vllm", vllm)):
+            found[f"{name} {policy}"] = [*router, "--worker-urls", *urls, "--policy", policy]
+    found["sglang P/D"] = [*sglang, "--pd-disaggregation", *sides, "--policy", "round_robin"]
+    found["vllm P/D"] = [*vllm, "--vllm-pd-disaggregation", *sides, "--policy", "round_robin"]
+    return found
+
+
+class Bench:
+    """Processes that are started here and end with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stack = contextlib.ExitStack()
+
+    def start(self, name: str, command: Sequence[str | Path]) -> int:
+        """Its pid; what it prints goes to a file."""
+        log = self.stack.enter_context((self.folder / f"{name.replace('/', '')}.log").open("wb"))
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        self.stack.callback(_end, process)
+        return process.pid
+
+    def engines(self) -> list[str]:
+        """URLs of the mocks."""
+        ports = [free_port() for _ in range(ENGINES)]
+        for port in ports:
+            self.start(f"engine{port}", [self.folder / "mock_engine", str(port)])
+        return [f"http://127.0.0.1:{port}" for port in ports]
+
+    def target(self, name: str, command: Sequence[str]) -> tuple[int, int]:
+        """Its port and pid, once it serves. Exits where it does not."""
+        port = free_port()
+        more = [] if "moonserve" in name else ["--prometheus-port", str(free_port())]
+        pid = self.start(name, [*command, "--port", str(port), *more])
+        deadline_s = time.monotonic() + READY_S
+        while not serves(port):
+            if time.monotonic() > deadline_s:
+                log = (self.folder / f"{name.replace('/', '')}.log").read_text()[-800:]
+                sys.exit(f"{name} does not serve; it said:\n{log}")
+            time.sleep(0.2)
+        return port, pid
+
+    def load(self, port: int, body: Path, connections: int, secs: float, events: int) -> Any:
+        """What the client saw."""
+        command = [self.folder / "load", str(port), ROUTES, body, str(connections), str(secs)]
+        more = [str(events)] if events else []
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+        seen = json.loads(done.stdout)
+        if seen["errs"]:
+            sys.exit(f"{seen['errs']} of {seen['n']} failed: {seen.get('err')}")
+        return seen
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def serves(port: int) -> bool:
+    """Whether a request is answered."""
+    body = b'{"model":"mock","messages":[{"role":"user","content":"hi"}],"max_tokens":8}'
+    url, headers = f"http://127.0.0.1:{port}{ROUTES}", {"content-type": "application/json"}
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=5).read()
+    except OSError:
+        return False
+    return True
+
+
+def measure(bench: Bench, args: argparse.Namespace, work: dict[str, Path]) -> None:
+    """Run all, then print a table for each kind of work and number of connections."""
+    urls = bench.engines()
+    targets: dict[str, tuple[int, int | None]] = {"direct": (int(urls[0].rpartition(":")[2]), None)}
+    for name, command in commands(urls, args.routers, args.workers).items():
+        if not args.only or name in args.only:
+            targets[name] = bench.target(name, command)
+    seen: dict[tuple[str, int, str], list[Any]] = {}
+    for turn in range(args.rounds):
+        for kind in args.work:
+            counts, events = WORK[kind]
+            for connections in counts[1:2] if args.quick else counts:
+                for name, (port, pid) in targets.items():
+                    if not turn:
+                        bench.load(port, work[kind], connections, args.secs / 4, events)
+                    before = 0.0 if pid is None else cpu_us(pid)
+                    run = bench.load(port, work[kind], connections, args.secs, events)
+                    spent = 0.0 if pid is None else cpu_us(pid) - before
+                    run["cpu"] = spent / max(1, run["n"])
+                    seen.setdefault((kind, connections, name), []).append(run)
+    show(seen, list(targets))
+
+
+def show(seen: dict[tuple[str, int, str], list[Any]], names: Sequence[str]) -> None:
+    """Medians over rounds; latencies less those of the engines alone."""
+    fields = ("cpu", "p50", "ttfb50", "rps")
+    for kind, connections in dict.fromkeys((kind, many) for kind, many, _ in seen):
+        title = f"{kind}, {connections} connections"
+        print(f"\n{title:24} {'cpu':>7} {'p50':>8} {'first':>8} {'per s':>8}")
+        base = {"p50": 0.0, "ttfb50": 0.0}
+        for name in names:
+            runs = seen[kind, connections, name]
+            row = {field: statistics.median([run[field] for run in runs]) for field in fields}
+            p50, first = row["p50"] - base["p50"], row["ttfb50"] - base["ttfb50"]
+            print(f"{name:24} {row['cpu']:7.1f} {p50:8.0f} {first:8.0f} {row['rps']:8.0f}")
+            if name == "direct":
+                base = row
+
+
+def folder_of(given: str | None, what: str, flag: str) -> Path | None:
+    """A folder that was named; exits where it is not there."""
+    if not given:
+        print(f"without {flag}, {what}")
+        return None
+    if not Path(given).is_dir():
+        sys.exit(f"{flag}: {given} is no folder")
+    return Path(given)
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Bench]:
+    """A folder of its own, and what runs in it."""
+    with tempfile.TemporaryDirectory() as name:
+        bench = Bench(Path(name))
+        with bench.stack:
+            yield bench
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--peers", default=os.environ.get("MOONSERVE_PEERS"))
+    parser.add_argument("--routers", default=os.environ.get("MOONSERVE_ROUTERS"))
+    parser.add_argument("--secs", type=float, default=2.5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", type=lambda given: given.split(","), default=[])
+    parser.add_argument("--work", type=lambda given: given.split(","), default=list(WORK))
+    parser.add_argument("--quick", action="store_true", help="32 connections only")
+    args = parser.parse_args()
+    peers = folder_of(args.peers, "there is nothing to measure with", "--peers")
+    if peers is None:
+        sys.exit("--peers must name the folder that has http/mock_engine.c and http/load.c")
+    args.routers = folder_of(args.routers, "the routers are left out", "--routers")
+    print(machine_line())
+    with started() as bench:
+        build(peers, bench.folder)
+        measure(bench, args, bodies(bench.folder))
+
+
+if __name__ == "__main__":
+    main()

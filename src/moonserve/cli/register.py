@@ -1,0 +1,90 @@
+"""`moonserve register` and `unregister`: foreign engines in a registry, for all gateways there.
+
+A face over live/registry; nothing else imports it. Heavy imports stay inside the functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from moonserve.cli.instances import engines_of, instances_options, named_by_flags
+from moonserve.cli.settings import read_settings, settings_options
+from moonserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moonserve.live.fleet.spec import InstanceSpec
+
+
+@click.command()
+@settings_options("registry")
+@instances_options
+def register(
+    config: Path | None,
+    prefill_url: tuple[str, ...],
+    decode_url: tuple[str, ...],
+    url: tuple[str, ...],
+    connector: str | None,
+    events: str | None,
+    tokenizer: str | None,
+    **flags: str | None,
+) -> None:
+    """Put engines, such as vLLM, into the registry: those that FILE's `instances` or flags name.
+
+    Every gateway with that --registry which serves foreign engines uses them, until they are
+    unregistered. One of the same name is replaced.
+    """
+    settings = read_settings(config, flags)
+    urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer)
+    engines = engines_of(settings, config, urls)
+    if not engines:
+        raise ConfigError("name engines, in the file or by --url and so on", "instances")
+    asyncio.run(_put(settings.registry, [it.checked() for it in engines]))
+    click.echo(f"registered: {', '.join(it.name for it in engines)}")
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True)
+@settings_options("registry")
+def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None) -> None:
+    """Take engines NAMES out of the registry; what they have they still finish."""
+    settings = read_settings(config, flags)
+    asyncio.run(_remove(settings.registry, names))
+    click.echo(f"unregistered: {', '.join(names)}")
+
+
+async def _put(url: str, engines: Sequence[InstanceSpec]) -> None:
+    import msgspec
+
+    from moonserve.live.registry.entries import ENGINES, open_registry
+
+    registry = await open_registry(_given(url))
+    assert registry is not None
+    try:
+        for it in engines:
+            await registry.put(ENGINES + it.name, msgspec.json.encode(it))
+    finally:
+        await registry.close()
+
+
+async def _remove(url: str, names: Sequence[str]) -> None:
+    from moonserve.live.registry.entries import ENGINES, open_registry
+
+    registry = await open_registry(_given(url))
+    assert registry is not None
+    try:
+        absent = [name for name in names if not await registry.remove(ENGINES + name)]
+    finally:
+        await registry.close()
+    if absent:
+        raise ConfigError(f"no engine of that name was registered: {', '.join(absent)}", "names")
+
+
+def _given(url: str) -> str:
+    if not url:
+        raise ConfigError("say where it is, like etcd://127.0.0.1:2379", "registry")
+    return url

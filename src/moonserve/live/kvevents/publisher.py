@@ -1,0 +1,197 @@
+"""The publishing end of KV events: vLLM's own sockets and frames, for our own workers.
+
+Publisher has the sockets: a PUB that numbers batches from 0, and a ROUTER that replays the latest.
+SegmentEvents says what to publish: the blocks that lie in the worker's part of the pool, under
+vLLM's own names, so that who recomputes these recognises them. Made by live.worker.main where it
+is asked for. An engine of several data-parallel ranks has one of each per rank, at port + rank.
+
+What never happens here: waiting for a subscriber, more batches kept than the bound, an event about
+a block whose tokens this worker does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from moonserve.core.enginehash import Algorithm, block_hash, event_hash, root_hash
+from moonserve.core.errors import ConfigError
+from moonserve.core.kvevents import EngineHash, KvEvent, Removed, Stored
+from moonserve.core.units import BlockKey, Tokens
+from moonserve.live.kvevents.wire import batch_frames, encode_batch, replay_answer, replay_since
+
+log = logging.getLogger(__name__)
+
+_HWM = 10_000
+_ALGORITHM: Algorithm = "sha256_cbor"
+_MAX_DIGESTS = 1 << 16
+_MAX_WAITING = 1 << 12
+_MEDIUM = {"dram": "CPU", "disk": "STORAGE"}
+
+
+class Publisher:
+    """See the module. Made inside a running loop; `close` it."""
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None, topic: str = "", kept: int = 10_000
+    ) -> None:
+        """Listen on both, such as tcp://*:5557; `kept`: batches for a replay. Raises ConfigError:
+        it cannot listen there."""
+        self._topic = topic.encode()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        self._next = 0
+        self._context = zmq.asyncio.Context()
+        self._replaying: asyncio.Task[None] | None = None
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.sndhwm = _HWM
+        self._router: zmq.asyncio.Socket | None = None
+        try:
+            self.endpoint = _bind(self._pub, endpoint)
+            self.replay_endpoint: str | None = None
+            if replay_endpoint is not None:
+                self._router = router = self._context.socket(zmq.ROUTER)
+                router.sndhwm = 2 * kept  # beyond its bound a ROUTER drops answers in silence
+                self.replay_endpoint = _bind(router, replay_endpoint)
+                self._replaying = asyncio.create_task(self._replay(router))
+        except ConfigError:
+            self._close()
+            raise
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Send one batch to whoever listens; never waits."""
+        payload = encode_batch(time.time(), events, 0)
+        self._kept.append((self._next, payload))
+        pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub)
+        pub.send_multipart(batch_frames(self._topic, self._next, payload), zmq.NOBLOCK)
+        self._next += 1
+
+    async def close(self) -> None:
+        """Let go of both addresses."""
+        if self._replaying is not None:
+            self._replaying.cancel()
+            await asyncio.wait([self._replaying])
+        self._close()
+
+    def _close(self) -> None:
+        self._pub.close(0)
+        if self._router is not None:
+            self._router.close(0)
+        self._context.term()
+
+    async def _replay(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            who, *request = await router.recv_multipart()
+            since = replay_since(request)
+            if since is None:
+                log.warning("%s: a request for a replay of %d frames", self.endpoint, len(request))
+                continue
+            answers = [it for it in self._kept if it[0] >= since]
+            for number, payload in answers:
+                await router.send_multipart([who, *replay_answer(self._topic, number, payload)])
+            await router.send_multipart([who, *replay_answer(b"", None, b"")])
+
+
+def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
+    """Listen, and where; port 0 is any that is free. Raises ConfigError."""
+    socket.linger = 0
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}", "kv_events") from None
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes), "of a socket that is bound"
+    return bound.decode()
+
+
+class SegmentEvents:
+    """What of a worker's blocks lies in its segments, as events; `publish` gets batches of them.
+
+    Told by the worker of the blocks that it puts, with their tokens, and by the segments' owners of
+    the keys whose presence changed. Blocks that others copied here are told once this worker has
+    the same tokens itself. All of one turn of the loop is one batch.
+    """
+
+    def __init__(self, block_size: Tokens, publish: Callable[[Sequence[KvEvent]], None]) -> None:
+        self._size = block_size
+        self._publish = publish
+        self._digests: OrderedDict[BlockKey, bytes] = OrderedDict()
+        self._waiting: OrderedDict[BlockKey, tuple[EngineHash | None, list[int]]] = OrderedDict()
+        """Blocks whose tokens are known: hash of the block before, tokens."""
+        self._segments: dict[str, Callable[[BlockKey], bool]] = {}
+        """Medium -> whether a block lies there."""
+        self._told: dict[tuple[str, BlockKey], int] = {}
+        self._events: list[KvEvent] = []
+
+    def segment(
+        self, tier: str, holds: Callable[[BlockKey], bool]
+    ) -> Callable[[Sequence[bytes]], None]:
+        """One more segment, on tier dram or disk; returns whom to tell of keys that changed."""
+        medium = _MEDIUM[tier]
+        self._segments[medium] = holds
+
+        def changed(keys: Sequence[bytes]) -> None:
+            for key in keys:
+                self._look(medium, BlockKey(key))
+
+        return changed
+
+    def learned(self, keys: Sequence[BlockKey], tokens: Sequence[int]) -> None:
+        """The chain `keys`, from its first block, is of these tokens, and about to be put."""
+        parent, before = root_hash(_ALGORITHM), None
+        for at, key in enumerate(keys):
+            run = list(tokens[at * self._size : (at + 1) * self._size])
+            digest = self._digests.get(key)
+            if digest is None:
+                digest = block_hash(_ALGORITHM, parent, run)
+                self._digests[key] = digest
+                _bound(self._digests, _MAX_DIGESTS)
+            self._waiting[key] = (before, run)
+            _bound(self._waiting, _MAX_WAITING)
+            parent, before = digest, event_hash(digest)
+            for medium in self._segments:
+                self._look(medium, key)
+
+    def _look(self, medium: str, key: BlockKey) -> None:
+        """Tell if a block came to a segment, or went."""
+        here, told = self._segments[medium](key), self._told.get((medium, key))
+        if here and told is None and key in self._waiting and key in self._digests:
+            before, tokens = self._waiting[key]
+            hash = self._told[medium, key] = event_hash(self._digests[key])
+            self._add(self._stored(medium, hash, before, tokens))
+        elif not here and told is not None:
+            del self._told[medium, key]
+            self._add(Removed([told], medium))
+
+    def _stored(
+        self, medium: str, hash: int, before: EngineHash | None, tokens: list[int]
+    ) -> Stored:
+        """One block; together with the one before it, where that was told just now."""
+        last = self._events[-1] if self._events else None
+        follows = isinstance(last, Stored) and last.block_hashes[-1] == before
+        if isinstance(last, Stored) and follows and last.medium == medium:
+            self._events.pop()
+            hashes, run = [*last.block_hashes, hash], [*last.token_ids, *tokens]
+            return Stored(hashes, last.parent_block_hash, run, self._size, None, medium)
+        return Stored([hash], before, tokens, self._size, None, medium)
+
+    def _add(self, event: KvEvent) -> None:
+        if not self._events:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._events.append(event)
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self._publish(events)
+
+
+def _bound(kept: OrderedDict[BlockKey, Any], most: int) -> None:
+    if len(kept) > most:
+        kept.popitem(last=False)

@@ -1,0 +1,90 @@
+"""A worker's KV events, followed as a gateway follows vLLM's: what lies in its segment is known."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moonserve.core.enginehash import block_hash, event_hash, root_hash
+from moonserve.core.facts import BlockEvent
+from moonserve.core.index import PrefixIndex
+from moonserve.core.kvevents import KvBatch, Removed, Stored
+from moonserve.core.kvstream import Stream
+from moonserve.core.units import BlockKey, SegmentId
+from moonserve.live.worker.main import publish_blocks
+from tests.support.inproc import BLOCK, site
+from tests.support.kvevents import feed
+
+pytest.importorskip("zmq", reason="pyzmq is not installed")
+
+from moonserve.live.kvevents.publisher import Publisher
+from moonserve.live.kvevents.subscriber import EventFeed
+
+ANY = "tcp://127.0.0.1:0"
+
+
+class Follower:
+    """A sink that keeps what it hears."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.index = PrefixIndex()
+        self.events: list[Stored | Removed] = []
+        self.facts: list[BlockEvent] = []
+
+    def batch(self, batch: KvBatch) -> None:
+        self.events += [it for it in batch.events if isinstance(it, Stored | Removed)]
+        self.facts += (facts := self.stream.batch(batch))
+        feed(self.index, facts)
+
+    def reset(self, why: str, restarted: bool) -> None:
+        raise AssertionError(why)
+
+
+def test_what_a_worker_stores_and_loses_is_known() -> None:
+    """After some requests and an eviction the index of a follower is the segment's catalogue, and
+    the hashes are those vLLM would give the same tokens."""
+
+    async def run() -> None:
+        async with site() as it:
+            worker = await it.add("w", "both")
+            store, events = it.stores["w"], Publisher(ANY, ANY)
+            publish_blocks(worker, store, events)
+            stream = Stream(SegmentId("w"), 1, worker.info.namespace)
+            follower = Follower(stream)
+            feed_ = EventFeed(events.endpoint, events.replay_endpoint, "", follower)
+            prompt = [*range(1000, 1000 + 5 * BLOCK)]
+            await it.tokens(prompt, 1)
+            await feed_.start()  # late: the first batches are replayed
+            await it.tokens([*prompt[: 3 * BLOCK], *range(2000, 2000 + 2 * BLOCK)], 1)
+            held = store.owners[0].catalogue.held
+            await until(lambda: len(held) == stream.blocks == 7)
+            assert stream.algorithm == "sha256_cbor"
+            await store.evict(SegmentId("w"), 2 * worker.info.block_bytes)
+            await until(lambda: len(held) == stream.blocks == 5)
+            assert {BlockKey(key) for key in held} == {
+                key for key in map(BlockKey, held) if follower.index.tiers(key, SegmentId("w"))
+            }
+            await it.tokens(prompt, 1)
+            await until(lambda: len(held) == stream.blocks)
+            await feed_.close()
+            await events.close()
+            first = follower.events[0]
+            assert isinstance(first, Stored)
+            parent = root_hash("sha256_cbor")
+            for at, hash in enumerate(first.block_hashes):
+                parent = block_hash("sha256_cbor", parent, prompt[at * BLOCK : (at + 1) * BLOCK])
+                assert hash == event_hash(parent)
+            assert first.token_ids == prompt[: len(first.block_hashes) * BLOCK]
+            assert (first.medium, first.block_size) == ("CPU", BLOCK)
+
+    asyncio.run(run())
+
+
+async def until(true: object) -> None:
+    """Wait until something holds; fails after five seconds."""
+    assert callable(true)
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.01)
