@@ -87,13 +87,13 @@ class Server:
         if core is not None:
             os.sched_setaffinity(self.process.pid, {core})
         self._client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        for _ in range(200):
+        for _ in range(600):
             try:
-                self.ask("/nothing", {})
-                break
+                self._client.connect()
+                return
             except OSError:
-                self._client.close()
                 time.sleep(0.05)
+        raise SystemExit(f"{name} does not listen")
 
     def ask(self, path: str, body: Any) -> tuple[int, bytes]:
         """POST JSON, or bytes as they are."""
@@ -109,6 +109,7 @@ class Server:
 
     def until_idle(self) -> None:
         """Until it has taken all that was published."""
+        self._client.close()  # dynamo's gives idle ones up; it is opened again when it is asked
         last, idle = self.cpu_us(), 0
         while idle < 4:
             time.sleep(0.3)
@@ -227,14 +228,14 @@ def over_http(servers: Sequence[Server], told: list[list[list[int]]], rounds: in
             print(line, flush=True)
 
 
-def alone(told: list[list[list[int]]], rounds: int) -> None:
+def alone(told: list[list[list[int]]], events: Sequence[Sequence[Stored]], rounds: int) -> None:
     """The index without HTTP and JSON, in this process."""
     space = Tiered(SIZE, 1337)
-    for worker, prompts in enumerate(told):
+    for worker, of_worker in enumerate(events):
         stream = Stream(SegmentId(str(worker)), str(worker))
         space.join(stream)
         rolled = Rolled(stream, space, "", "")
-        for event in events_of(prompts):
+        for event in of_worker:
             rolled.batch(KvBatch(0.0, (event,)))
     rng = random.Random(3)
     gc.disable()
@@ -274,7 +275,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{machine_line()}; {args.workers} workers")
     told = world(args.workers, random.Random(1))
-    alone(told, args.rounds)
+    events = [events_of(prompts) for prompts in told]
+    alone(told, events, args.rounds)
     cores = sorted(os.sched_getaffinity(0))
     core = cores[-1] if len(cores) > 1 else None
     port, servers = free_port(), []
@@ -286,7 +288,7 @@ def main() -> None:
             port = free_port()
             command = [args.dynamo, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
             servers.append(Server("dynamo.indexer", command, port, core))
-        fill(servers, [events_of(prompts) for prompts in told])
+        fill(servers, events)
         over_http(servers, told, args.rounds)
     finally:
         for server in servers:

@@ -101,6 +101,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cpp: _Count = 8
     """The most prefill workers that may share one prompt, where one alone would miss its TTFT
     objective; 1: none does."""
+    alone_tokens: Annotated[Tokens, msgspec.Meta(ge=0, le=1 << 20)] = 256
+    """A foreign engine that decodes, and has all but so many tokens of a prompt, gets it without a
+    prefill elsewhere; 0: never."""
     rack: str = ""
     """Where a worker stands; transfers between racks are taken to last longer."""
     instances: tuple[dict[str, object], ...] | None = None

@@ -19,6 +19,12 @@ BENCH = Path(__file__).parents[2] / "bench"
         ("store.py", ["--alone", "--seconds", "0.02", "--sizes", "4KiB,1MiB"], "shm get / memcpy"),
         ("kvevents.py", ["--quick"], "x msgspec on maps"),
         ("index.py", ["--quick"], "answers that differ from a naive walk: 0"),
+        pytest.param(
+            "overload.py",
+            ["--modes", "predictive", "--clients", "4", "--seconds", "1"],
+            "| other statuses, broken connections | 0, 0 |",
+            marks=pytest.mark.model,
+        ),
     ],
 )
 def test_a_benchmark_runs_and_prints_its_ratios(script: str, args: list[str], word: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from moonserve.core.cost import Cost
 from moonserve.core.groups import groups, partners, split
 from moonserve.core.index import Match
-from moonserve.core.pipeline import Group, Step, Work, finish, pass_us, shared_us
+from moonserve.core.pipeline import Group, Step, Work, chain, finish, pass_us, shared_us
 from moonserve.core.placement import Ask
 from moonserve.core.policies import POLICIES, Memory, Tuning, decide
 from moonserve.core.profiles import PROFILES
@@ -246,3 +246,18 @@ def test_a_decision_names_the_group(policy: str) -> None:
     assert decision.prefill == decision.stages[-1].instance
     assert decision.predicted_ttft_us < 3_000_000 < decision.candidates[0].ttft_us
     assert not verdict.misses_ttft
+
+
+@pytest.mark.parametrize("within_us", [700_000, 1_000_000, 2_000_000, 5_000_000])
+def test_of_many_the_smallest_that_is_in_time_is_found(within_us: int) -> None:
+    """Though not every size is planned: the same as by trying them all."""
+    members, of = views(40), work(100_000, most=40)
+    tried = {size: chain(members[:size], of, 0) for size in range(2, 41)}
+    sizes = [size for size, it in tried.items() if it is not None and it.ttft_us <= within_us]
+    alone_us = pass_us(members[0].cost, 0, of.length)
+    found, _ = split(members[0], members[1:], of, (alone_us, alone_us), within_us, 0)
+    if sizes:
+        assert found is not None
+        assert len(found.stages) == min(sizes)
+    else:
+        assert found is None or found.ttft_us > within_us

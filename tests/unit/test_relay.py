@@ -141,7 +141,7 @@ def test_a_decode_instance_that_has_the_prompt_gets_it_alone() -> None:
         alone = site.engines["d"].calls[1].body
         assert "kv_transfer_params" not in alone
         note = site.fleet.notes[-1]
-        assert (note.instance, note.part, note.said) == ("d", "whole", [192])
+        assert (note.instance, note.part, note.last) == ("d", "whole", 192)
 
     run(use, *NIXL)
 

@@ -39,6 +39,8 @@ class Group:
         """Which byte of what is sent arrives as another."""
         self.silent = False
         """Whether nothing is sent."""
+        self.bug = False
+        """Whether fetching breaks as nothing should."""
 
     @contextlib.asynccontextmanager
     async def _fetch(self, url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -53,6 +55,8 @@ class Group:
         async for frame in frames:
             if self.silent:
                 await asyncio.sleep(60)
+            if self.bug:
+                raise ZeroDivisionError
             whole = bytearray(frame)
             if count <= self.damage < count + len(whole):
                 whole[self.damage - count] ^= 1
@@ -291,6 +295,19 @@ def test_damage_on_the_way_fails_both() -> None:
             await both_fail(group, group.start(parts_of("x", prompt(60), [0, 32], ["0"])))
 
     run(main())
+
+
+def test_a_bug_on_the_way_hangs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """What should not happen fails both parts at once, and is told in the log."""
+
+    async def main() -> None:
+        group = Group(2)
+        group.bug = True
+        async with asyncio.timeout(5):
+            await both_fail(group, group.start(parts_of("x", prompt(60), [0, 32], ["0"])))
+
+    run(main())
+    assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize("leaves", [0, 1, 2])

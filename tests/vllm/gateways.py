@@ -91,10 +91,14 @@ def described(engine: Engine, role: str, connector: str, tokenizer: Path, **more
 
 
 @contextlib.contextmanager
-def gateway(instances: list[Json], folder: Path) -> Iterator[Gateway]:
-    """A gateway over these instances, all of them in use; ended and its log kept in `folder`."""
+def gateway(instances: list[Json], folder: Path, alone_tokens: int = 0) -> Iterator[Gateway]:
+    """A gateway over these instances, all of them in use; ended and its log kept in `folder`.
+
+    alone_tokens: 0, so that every prompt of a pair is handed over.
+    """
     config, log = folder / "cluster.yaml", folder / "gateway.log"
-    config.write_text(yaml.safe_dump({"instances": instances}))
+    settings = {"instances": instances, "alone_tokens": alone_tokens}
+    config.write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "moonserve", "gateway", "--port", "0"]
     with log.open("wb") as out:
         process = subprocess.Popen(

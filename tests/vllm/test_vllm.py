@@ -152,6 +152,26 @@ def test_mooncake_prefix_goes_to_its_holder(mooncake: Cluster) -> None:
         assert second["reused_tokens"] == cached
 
 
+def test_mooncake_decode_alone(mooncake: Cluster, folder: Path, tmp_path: Path) -> None:
+    """A decode engine that has the prompt by then gets it without a prefill elsewhere."""
+    prompt = SENTENCE.format("marten") * 12
+    instances = [described(it, "prefill", "mooncake", folder) for it in mooncake.prefills]
+    instances.append(described(mooncake.decode, "decode", "mooncake", folder))
+    with gateway(instances, tmp_path, alone_tokens=256) as front:
+        replies = [front.complete(prompt)]
+        assert front.decision(replies[0])["prefill"] != mooncake.decode.name
+
+        def goes_alone() -> bool:
+            replies.append(front.complete(prompt))
+            decision = front.decision(replies[-1])
+            return bool(decision["prefill"] == decision["decode"] == mooncake.decode.name)
+
+        front.until(goes_alone)
+        texts = {reply["choices"][0]["text"] for reply in replies}
+        assert texts == {alone(mooncake.prefills[0], prompt)}
+        assert replies[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+
+
 def test_mooncake_frees_both_sides(mooncake: Cluster) -> None:
     """A client that leaves is let go of by both engines."""
     frees_both(mooncake)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @settings_options(
     "model", "host", "port", "workers", "registry", "store_url", "store", "eviction", "policy",
     "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
-    "predictor", "cpp", "threshold", "spread_bytes", "max_body_bytes", "drain_s",
+    "predictor", "cpp", "threshold", "spread_bytes", "alone_tokens", "max_body_bytes", "drain_s",
 )  # fmt: skip
 @instances_options
 @advertise_host_option
@@ -96,6 +96,7 @@ def gateway(
         predictor=settings.predictor,
         spread_bytes=settings.spread_bytes,
         cpp=settings.cpp,
+        alone_tokens=settings.alone_tokens,
         max_body_bytes=settings.max_body_bytes,
     )
     if part is not None:

@@ -103,6 +103,10 @@ _HELP: dict[str, tuple[str, str]] = {
         "none",
     ),
     "cpp": ("N", "how many workers may share a prompt that is late with one, at most"),
+    "alone_tokens": (
+        "N",
+        "a decode engine that lacks at most so many tokens of a prompt prefills them; 0: never",
+    ),
     "rack": ("NAME", "where the worker stands; racks are taken to be far from each other"),
     "start_s": ("SECONDS", "longest wait until all are ready"),
     "drain_s": ("SECONDS", "longest wait for running requests at the end"),

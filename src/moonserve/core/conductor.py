@@ -116,6 +116,8 @@ class Conductor:
 
     def wake_us(self, now_us: Micros) -> Micros | None:
         """When to step again though nothing happens; None: no need. Later than now."""
+        if not (self._held or self._rooms):
+            return None
         times = [self.outlook.patient_us(h.request, h.arrived_us) for h in self._held.values()]
         ahead_us, refuses = self.tuning.bind_ahead_us, admission.refuses_some(self.tuning)
         for model, room in self._rooms.items():
@@ -227,9 +229,9 @@ class Conductor:
 
     def _bound(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
         """Reserve at decision time, released on every end path; send the prefill call out."""
-        request, shares = life.request, decision.shares
+        request = life.request
         self._parked.pop(request.id, None)
-        number = life.placed(decision)
+        number, shares = life.placed(decision), life.shares
         infos = groups.promise(self.view.instances, request.id, shares, now_us)
         for share in shares:
             self._memory.assigned(share.instance, now_us, share.work_us)
@@ -238,8 +240,7 @@ class Conductor:
             keys = life.keys[: shares[0].end // first.namespace.block_size]
             self._coming.promised(request.id, first.segment, keys)
         decode = self.view.instances[decision.decode]
-        lag_us = decision.predicted_ttft_us - decision.waited_us
-        tbt_us = decision.predicted_tbt_us
+        lag_us, tbt_us = decision.predicted_ttft_us - decision.waited_us, decision.predicted_tbt_us
         self.outlook.promise(request, life.length, decode, now_us, lag_us, tbt_us)
         group = tuple(infos) if decision.stages else ()
         self._actions.append(Prefill(request.id, number, infos[-1], decision, decode.info, group))
@@ -311,9 +312,9 @@ class Conductor:
         self._actions.append(Release(request.id, tuple(life.leases)))
 
     def _end_prefill(self, life: Handoff, now_us: Micros) -> None:
-        if life.decision is None:
+        if not life.shares:
             return
-        who = [share.instance for share in life.decision.shares]
+        who, life.shares = [share.instance for share in life.shares], ()
         groups.release(self.view.instances, life.request.id, who, now_us)
         self._coming.over(life.request.id)
 

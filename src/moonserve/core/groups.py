@@ -15,6 +15,8 @@ from moonserve.core.pipeline import Group, Stage, Work, chain, free_us, layers, 
 from moonserve.core.units import InstanceId, Micros, RequestId
 from moonserve.core.view import InstanceView
 
+_SMALL = 8
+"""Instances of a group, up to which groups of every size are planned."""
 Views: TypeAlias = Mapping[InstanceId, InstanceView]
 
 
@@ -27,20 +29,46 @@ def groups(
 ) -> Iterator[Group]:
     """A group of 2, of 3, and so on, in which `first` is the first stage; see `partners`.
 
-    Of those too small to be done `within_us`, only some. now_us: None: as if all were idle.
+    Of those too small to be done `within_us`, and of large ones, only some: planning one takes
+    long. now_us: None: as if all were idle.
     """
-    members = [first, *partners(first, others, work, now_us)][: work.most]
-    blocks = (work.length - work.start) // work.block_size
-    most = min(len(members), blocks)
-    least_us = _least_us(members, work)
+    members = _members(first, others, work, now_us)
+    least_us, most = _least_us(members, work), len(members)
     for size in range(2, most + 1):
         hopeless = within_us is not None and least_us > size * within_us
-        if hopeless and size & (size - 1) and size < most:
+        if (hopeless or size > _SMALL) and size & (size - 1) and size < most:
             continue
-        of = layers if work.form == "layers" else chain
-        group = of(members[:size], work, now_us)
+        group = _planned(members[:size], work, now_us)
         if group is not None:
             yield group
+
+
+def _members(
+    first: InstanceView, others: Sequence[InstanceView], work: Work, now_us: Micros | None
+) -> list[InstanceView]:
+    """Who may be of one group, each with a block of its own at least; in that order."""
+    most = min(work.most, max(1, (work.length - work.start) // work.block_size))
+    return [first, *partners(first, others, work, now_us)][:most]
+
+
+def _planned(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group | None:
+    """These share it as is best."""
+    return (layers if work.form == "layers" else chain)(members, work, now_us)
+
+
+def _smallest(
+    members: Sequence[InstanceView], work: Work, group: Group, within_us: Micros, now_us: Micros
+) -> Group:
+    """By halving: a group that is in time, like this one, of those that `groups` left out."""
+    low, high = len(group.stages) // 2, len(group.stages)
+    while high > _SMALL and high - low > 1:
+        size = (low + high) // 2
+        found = _planned(members[:size], work, now_us)
+        if found is not None and found.ttft_us <= within_us:
+            group, high = found, size
+        else:
+            low = size
+    return group
 
 
 def _least_us(members: Sequence[InstanceView], work: Work) -> Micros:
@@ -97,15 +125,15 @@ def split(
         return None, "one instance alone meets the TTFT objective"
     if spent_us <= within_us:
         return None, "it would be late for those before it, not for its length"
+    members = _members(first, others, work, now_us)
     if first.prefills:  # then it must be in time, and a crowd is refused that cannot be
-        members = [first, *partners(first, others, work, now_us)][: work.most]
         left_us = sum([max(0, within_us - free_us(view, now_us)) for view in members])
         if left_us < _least_us(members, work):
             return None, "all who could share it have too little time left to be in time"
     best: Group | None = None
     for group in groups(first, others, work, now_us, within_us):
         if group.ttft_us <= within_us:
-            return group, ""
+            return _smallest(members, work, group, within_us, now_us), ""
         best = group if best is None or group.ttft_us < best.ttft_us else best
     if best is None:
         return None, "nobody else can take a part of it"

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, PrefillEnded, StageEnded
+from moonserve.core.pipeline import Stage
 from moonserve.core.placement import Decision
 from moonserve.core.request import Request
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
@@ -74,6 +75,8 @@ class Handoff:
         self.unseen = 0
         """Calls that their instances never saw."""
         self.decision: Decision | None = None
+        self.shares: tuple[Stage, ...] = ()
+        """Of the prefill call that is out; its promises are not over yet."""
         self.leases: list[int] = []
         """Numbers of the prefill calls so far; each has a lease of its own on the store."""
         self.at: list[InstanceId] = []
@@ -88,7 +91,8 @@ class Handoff:
         self.attempts += 1
         self.number += 1
         self.leases.append(self.number)
-        self.at = [share.instance for share in decision.shares]
+        self.shares = decision.shares
+        self.at = [share.instance for share in self.shares]
         return self.number
 
     def unplaced(self) -> None:

@@ -347,7 +347,9 @@ def _over_us(view: InstanceView, context: Tokens, stay: Stay, slo: Slo) -> Micro
 
 def own_slo(request: Request, tuning: Tuning) -> Slo:
     """A request's own objectives, or the cluster's; a single token has no time between tokens."""
-    slo = request.slo.over(tuning.slo)
+    slo, of_all = request.slo, tuning.slo
+    if of_all.ttft_us is not None or of_all.tbt_us is not None:
+        slo = slo.over(of_all)
     return slo if request.stopping.max_tokens > 1 else Slo(slo.ttft_us)
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from moonserve.core import pairs
 from moonserve.core.errors import ConfigError
+from moonserve.core.facts import Connector
 from moonserve.core.groups import groups, split
 from moonserve.core.peers import (
     PREBLE_WINDOW_US,
@@ -232,15 +233,13 @@ def decide(
         decode, likely_us, tbt_us = roomy_decode(
             decode, decodes, context, goal_us, look, now_us + ttft_us
         )
-    decision = _decision(made, row, len(prefills), decode, likely_us, tuning, held)
+    joint = foreign and decode is near
+    way = near.info.connector if foreign else "embedded"
+    decision = _decision(made, row, len(prefills), decode, likely_us, tuning, held, way, joint)
     if group is not None:
         decision = decision.shared(group)
     elif why_none:
         decision = msgspec.structs.replace(decision, alone=why_none)
-    if foreign:
-        decision = msgspec.structs.replace(
-            decision, connector=near.info.connector, joint=decode is near
-        )
     strictest_us = decode.strictest_us()
     breaks_us = strictest_us if strictest_us is not None and tbt_us > strictest_us else None
     return Verdict(decision, slo, late, not meets, tbt_us, breaks_us)
@@ -319,6 +318,8 @@ def _decision(
     tbt_us: Micros,
     tuning: Tuning,
     held: Held,
+    connector: Connector,
+    joint: bool,
 ) -> Decision:
     candidates = Candidates(made, row, KEPT)
     chosen = candidates[0]
@@ -337,4 +338,6 @@ def _decision(
         candidates=candidates if len(made.views) <= 2 * KEPT else tuple(candidates),
         considered=considered,
         held=held.why,
+        connector=connector,
+        joint=joint,
     )

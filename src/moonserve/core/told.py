@@ -12,14 +12,15 @@ no instance.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
 from typing import TypeAlias
 
 from moonserve.core.request import Counted, Request, Slo
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
 
 _Kind: TypeAlias = tuple[str, str]
-_NOBODY: _Kind = ("", "")
+_Key: TypeAlias = tuple[str, str, int]
+"""Model, tenant, and a hash of the prompt."""
+_NOBODY: _Key = ("", "", 0)
 
 LATEST_US: Micros = 60 * MICROS_PER_SECOND
 """OpenAI's clients do as Retry-After says up to this, and else as they like. Whose time is later
@@ -42,8 +43,8 @@ class Told:
     """See the module."""
 
     def __init__(self) -> None:
-        self._due: dict[Hashable, Micros] = {}
-        self._order: list[tuple[Micros, _Kind]] = []
+        self._due: dict[_Key, Micros] = {}
+        self._order: list[tuple[Micros, _Key]] = []
         """The same times, sorted, and whose."""
         self._last_us: dict[str, Micros] = {}
         """The latest time that was given out, by model."""
@@ -68,8 +69,9 @@ class Told:
         past_us = now_us - _GRACE_US
         if self._order[0][0] < past_us:
             missed = bisect_left(self._order, (past_us, _NOBODY))
+            for _, key in self._order[:missed]:
+                del self._due[key]
             del self._order[:missed]
-            self._due = {key: us for key, us in self._due.items() if us >= past_us}
             self.share *= (1 - _WEIGHT) ** missed
         due_us = self._due.get(_key(request))
         if due_us is not None and now_us >= due_us - _EARLY_US:
@@ -82,7 +84,8 @@ class Told:
         if not self._order or self._back == request.id:
             return 0.0
         near = self._order[: bisect_left(self._order, (now_us + _AHEAD_US, _NOBODY))]
-        return self.share * sum([kind == _kind(request) for _, kind in near])
+        kind = _kind(request)
+        return self.share * sum([key[:2] == kind for _, key in near])
 
     def admitted(self, request: Request) -> None:
         """It found a place."""
@@ -123,12 +126,13 @@ class Told:
         return max(0, self._last_us.get(model, 0) - now_us)
 
     def _remember(self, request: Request, due_us: Micros) -> None:
-        self._due[_key(request)] = due_us
-        insort(self._order, (due_us, _kind(request)))
+        key = _key(request)
+        self._due[key] = due_us
+        insort(self._order, (due_us, key))
 
     def _forget(self, request: Request) -> None:
-        place = (self._due.pop(_key(request)), _kind(request))
-        del self._order[bisect_left(self._order, place)]
+        key = _key(request)
+        del self._order[bisect_left(self._order, (self._due.pop(key), key))]
 
 
 def _kind(request: Request) -> _Kind:
@@ -136,8 +140,8 @@ def _kind(request: Request) -> _Kind:
     return (request.model, request.tenant)
 
 
-def _key(request: Request) -> Hashable:
+def _key(request: Request) -> _Key:
     """What a request is known by when it comes again; in a simulation none does."""
     if isinstance(request.prompt, Counted):
-        return request.id
+        return (request.id, "", 0)
     return (*_kind(request), hash(tuple(request.prompt)))

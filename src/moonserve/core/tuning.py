@@ -49,7 +49,7 @@ class Tuning(msgspec.Struct, frozen=True):
     with nothing to do takes them for their whole objectives."""
     alone_tokens: Tokens = 256
     """A foreign decode instance that has all but so many tokens of a prompt gets it without a
-    prefill elsewhere."""
+    prefill elsewhere; 0: never."""
     cross_rack: float = 2.0
     """How many times longer a transfer between racks takes than one within."""
     max_waiting: int = 10_000

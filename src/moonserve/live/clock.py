@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from moonserve.core.units import MICROS_PER_SECOND, Micros, seconds_to_us
+from moonserve.core.units import MICROS_PER_SECOND, Micros
 
 
 class LoopClock:
@@ -15,7 +15,7 @@ class LoopClock:
 
     def now_us(self) -> Micros:
         """The loop's monotonic time."""
-        return seconds_to_us(asyncio.get_running_loop().time())
+        return round(asyncio.get_running_loop().time() * MICROS_PER_SECOND)
 
     async def sleep_us(self, us: Micros) -> None:
         """Sleep on the loop."""

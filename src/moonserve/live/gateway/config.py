@@ -9,7 +9,7 @@ import msgspec
 from moonserve.core.policies import Admission
 from moonserve.core.predict import PredictorName
 from moonserve.core.request import Slo
-from moonserve.core.units import Bytes
+from moonserve.core.units import Bytes, Tokens
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +51,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How it is predicted who still decodes when a prefill ends; not oracle."""
     spread_bytes: Bytes = 8 << 30
     """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
+    alone_tokens: Tokens = 256
+    """Tuning.alone_tokens."""
     cpp: int = 8
     """The most prefill instances that may share one prompt."""
     max_body_bytes: Bytes = 8 << 20

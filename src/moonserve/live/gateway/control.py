@@ -96,6 +96,7 @@ class Control:
             predictor=config.predictor,
             spread_bytes=config.spread_bytes,
             cpp=config.cpp,
+            alone_tokens=config.alone_tokens,
             bind_ahead_us=_BIND_AHEAD_US,
             dead_after_us=seconds_to_us(config.dead_after_s),
         )

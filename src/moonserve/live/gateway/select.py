@@ -299,5 +299,5 @@ def _instance(info: InstanceInfo) -> dict[str, Any]:
         "connector": info.connector,
         "bootstrap": info.bootstrap,
         "dp_rank": info.dp_rank,
-        "max_prefill_chunk": info.chunk_tokens,
+        "chunk_tokens": info.chunk_tokens,
     }

@@ -75,10 +75,18 @@ class Accepted(asyncio.Protocol):
 
     # What the answering side calls.
 
-    def begin(self, status: int, head: bytes, request: HttpRequest, length: int | None) -> None:
+    def begin(
+        self,
+        status: int,
+        head: bytes,
+        request: HttpRequest,
+        length: int | None,
+        body: bytes = b"",
+    ) -> None:
         """Status line and headers; `head` has those of the reply, each with its line's end.
 
-        length: of the body; None: not known yet, and `write` frames its pieces.
+        length: of the body; None: not known yet, and `write` frames its pieces. `body` follows as
+        it is.
         """
         self._closing = self._closing or not request.keep_alive or request.unread()
         if length is not None:
@@ -89,7 +97,8 @@ class Accepted(asyncio.Protocol):
         else:
             self._chunked = True
             end = _CLOSED_CHUNKED if self._closing else _CHUNKED
-        self.send((_STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status) + head + end)
+        line = _STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status
+        self.send(b"".join((line, head, end, body)))
 
     def write(self, chunk: bytes) -> None:
         """A piece of the body; who has written much awaits `drained`."""

@@ -8,18 +8,19 @@ loop's. Pieces: `connection.Connection` is one socket, the pool here decides whi
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from functools import lru_cache
 from types import TracebackType
-from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import ConfigError, DeadlineExceeded
+from moonserve.core.errors import DeadlineExceeded
 from moonserve.core.units import Bytes
-from moonserve.live.http.connection import Connection, UpstreamError
+from moonserve.live.http.connection import Connection, UpstreamError, Watch
 from moonserve.live.http.switch import Switched
+from moonserve.live.http.target import Target, head_of, parse
+from moonserve.live.http.target import check_url as check_url
 
 _NO_HEADERS: Mapping[str, str] = {}
 _MAX_EVENT_BYTES = 16 << 20
@@ -31,50 +32,6 @@ class ClientResponse(msgspec.Struct):
     status: int
     headers: Mapping[str, str]
     body: bytes
-
-
-class _Target(msgspec.Struct, frozen=True):
-    host: str
-    port: int
-    netloc: str
-    path: str
-
-
-@lru_cache(maxsize=4096)
-def _parse(url: str) -> _Target:
-    try:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address; write it like http://10.0.0.5:8100", "url")
-        port = parts.port or 80
-        parts.hostname.encode("idna")  # as it is looked up; a UnicodeError is a ValueError
-    except ValueError as error:
-        raise ConfigError(f"{url!r}: {error}", "url") from None
-    path = parts.path or "/"
-    if parts.query:
-        path += f"?{parts.query}"
-    if not (path + parts.netloc).isascii() or any(c <= " " for c in path + parts.netloc):
-        raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
-    return _Target(parts.hostname, port, parts.netloc, path)
-
-
-def check_url(url: str, setting: str) -> None:
-    """Raises ConfigError that names the setting: the client cannot use this address."""
-    try:
-        _parse(url)
-    except ConfigError as error:
-        raise ConfigError(str(error).removeprefix("url: "), setting) from None
-
-
-def _head(method: str, target: _Target, headers: Mapping[str, str], length: int) -> bytes:
-    lines = [f"{method} {target.path} HTTP/1.1\r\nhost: {target.netloc}\r\n"]
-    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
-    if length or method not in ("GET", "DELETE"):
-        lines.append(f"content-length: {length}\r\n")
-    text = "".join(lines)
-    if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1:
-        raise ConfigError("a header name or value has a line break in it", "headers")
-    return f"{text}\r\n".encode("latin-1")
 
 
 class _Host:
@@ -103,7 +60,7 @@ class HttpClient:
         self._max_reply_bytes = max_reply_bytes
         self._closed = False
         self._hosts: dict[tuple[str, int], _Host] = {}
-        self._open: set[Connection] = set()
+        self._open = Watch()
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def request(
@@ -119,17 +76,16 @@ class HttpClient:
 
         Raises UpstreamError (no whole reply came) or DeadlineExceeded after `timeout_s`.
         """
-        target = _parse(url)
+        target = parse(url)
         host = self._host(target)
         try:
-            async with asyncio.timeout(timeout_s), host.places:
-                connection = await self._exchange(host, method, target, headers, body)
-                try:
-                    whole = await connection.read_all(self._max_reply_bytes)
-                    return ClientResponse(connection.status, connection.headers, whole)
-                finally:
-                    self._give_back(host, connection)
-        except TimeoutError:
+            connection = await self._begin(host, method, target, headers, body, timeout_s)
+            try:
+                whole = await connection.read_all(self._max_reply_bytes)
+                return ClientResponse(connection.status, connection.headers, whole)
+            finally:
+                self._end(host, connection)
+        except (TimeoutError, DeadlineExceeded):
             raise DeadlineExceeded(f"{method} {url}: no reply within {timeout_s:g} s") from None
 
     def stream(
@@ -158,7 +114,7 @@ class HttpClient:
         Else the reply of who does not speak it there. Raises as `request` does. `close` cuts the
         connection too.
         """
-        target = _parse(url)
+        target = parse(url)
         asked = {**headers, "connection": "upgrade", "upgrade": name}
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,7 +122,7 @@ class HttpClient:
                 switched = False
                 try:
                     connection.may_switch = True
-                    await connection.send(_head("GET", target, asked, 0))
+                    await connection.send(head_of("GET", target, asked, 0))
                     if connection.status == 101:
                         connection.switch(to)
                         switched = True
@@ -182,30 +138,61 @@ class HttpClient:
     async def close(self) -> None:
         """Cut every connection; calls under way and later ones raise UpstreamError."""
         self._closed = True
+        self._open.stop()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in list(self._open):
             connection.abort()
         await asyncio.sleep(0)
 
-    def _host(self, target: _Target) -> _Host:
+    def _host(self, target: Target) -> _Host:
         key = (target.host, target.port)
         host = self._hosts.get(key)
         if host is None:
             host = self._hosts[key] = _Host(self._max_per_host)
         return host
 
+    async def _begin(
+        self,
+        host: _Host,
+        method: str,
+        target: Target,
+        headers: Mapping[str, str],
+        body: bytes,
+        timeout_s: float,
+    ) -> Connection:
+        """Take a place at the host, send, and return when the reply's headers are here; `_end`
+        follows. Raises TimeoutError or DeadlineExceeded; the deadline stays set on the connection.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        data = head_of(method, target, headers, len(body)) + body
+        if host.places.locked():
+            async with asyncio.timeout_at(deadline_s):
+                await host.places.acquire()
+        else:
+            await host.places.acquire()
+        try:
+            return await self._exchange(host, target, data, deadline_s)
+        except BaseException:
+            host.places.release()
+            raise
+
+    def _end(self, host: _Host, connection: Connection) -> None:
+        connection.watch_until(math.inf)
+        self._give_back(host, connection)
+        host.places.release()
+
     async def _exchange(
-        self, host: _Host, method: str, target: _Target, headers: Mapping[str, str], body: bytes
+        self, host: _Host, target: Target, data: bytes, deadline_s: float
     ) -> Connection:
         """Send on a pooled or fresh connection and wait for the reply's headers.
 
         A pooled connection may have been closed by the peer just now: if it ends before any byte
         of a reply, the request goes out once more, on a fresh one.
         """
-        data = _head(method, target, headers, len(body)) + body
         connection = self._pick(host)
         if connection is not None:
+            connection.watch_until(deadline_s)
             try:
                 await connection.send(data)
                 return connection
@@ -215,7 +202,9 @@ class HttpClient:
             except BaseException:
                 connection.abort()
                 raise
-        connection = await self._connect(target)
+        async with asyncio.timeout_at(deadline_s):
+            connection = await self._connect(target)
+        connection.watch_until(deadline_s)
         try:
             await connection.send(data)
         except BaseException:
@@ -223,7 +212,7 @@ class HttpClient:
             raise
         return connection
 
-    async def _connect(self, target: _Target) -> Connection:
+    async def _connect(self, target: Target) -> Connection:
         if self._closed:
             raise UpstreamError("this client is closed", sent=False)
         loop = asyncio.get_running_loop()
@@ -296,26 +285,21 @@ class ClientStream:
         self.headers: Mapping[str, str] = _NO_HEADERS
 
     async def __aenter__(self) -> ClientStream:
-        target = _parse(self._url)
-        host = self._client._host(target)
+        target = parse(self._url)
+        self._host = host = self._client._host(target)
+        headers, body = self._request_headers, self._request_body
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await host.places.acquire()
-                self._host = host
-                self._connection = await self._client._exchange(
-                    host, self._method, target, self._request_headers, self._request_body
-                )
-        except BaseException as error:
-            if self._host is not None:
-                host.places.release()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"{self._method} {self._url}: no reply within {self._timeout_s:g} s"
-                ) from None
-            raise
-        self._connection.watch_idle(self._idle_timeout_s)
-        self.status = self._connection.status
-        self.headers = self._connection.headers
+            self._connection = connection = await self._client._begin(
+                host, self._method, target, headers, body, self._timeout_s
+            )
+        except (TimeoutError, DeadlineExceeded):
+            raise DeadlineExceeded(
+                f"{self._method} {self._url}: no reply within {self._timeout_s:g} s"
+            ) from None
+        connection.watch_until(math.inf)
+        connection.watch_idle(self._idle_timeout_s)
+        self.status = connection.status
+        self.headers = connection.headers
         return self
 
     async def __aexit__(
@@ -331,8 +315,7 @@ class ClientStream:
         assert self._connection is not None
         assert self._host is not None
         self._connection.watch_idle(None)
-        self._client._give_back(self._host, self._connection)
-        self._host.places.release()
+        self._client._end(self._host, self._connection)
 
     def __aiter__(self) -> ClientStream:
         return self

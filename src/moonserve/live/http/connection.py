@@ -6,6 +6,7 @@ Only `client` uses this. It never decides which connection a request takes and n
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections import deque
 from typing import cast
@@ -39,10 +40,46 @@ class BadReply(UpstreamError):
     """What the peer says is no HTTP."""
 
 
+class Watch(set["Connection"]):
+    """The open connections of one client, and one timer for all their waits: it looks back, which
+    is lighter than one that is set anew for each wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._look_s = math.inf
+        """When it looks; not after the end of any wait."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def by(self, time_s: float) -> None:
+        """A wait may end at this time of the loop's clock."""
+        if time_s < self._look_s:
+            self.stop()
+            self._look_s = time_s
+            self._timer = asyncio.get_running_loop().call_at(time_s, self._look)
+
+    def stop(self) -> None:
+        """Look no more until the next `by`."""
+        self._look_s = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        """Fail what waits for too long, and come again when the next one may."""
+        now_s = asyncio.get_running_loop().time()
+        self.stop()
+        for connection in list(self):
+            if (due_s := connection.due_s(now_s)) <= now_s:
+                connection.late()
+            elif due_s < math.inf:
+                self.by(due_s)
+
+
 class Connection(asyncio.Protocol):
     """One connection: one exchange at a time, `send` then `next_chunk` or `read_all` to the end."""
 
-    def __init__(self, peer: str, registry: set[Connection]) -> None:
+    def __init__(self, peer: str, watch: Watch) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.reply_began = False
@@ -51,7 +88,10 @@ class Connection(asyncio.Protocol):
         """Whether a reply of 101 is one; else it is as bad as any that was not asked for."""
         self.idle_since_s = 0.0
         self._peer = peer
-        self._registry = registry
+        self._watch = watch
+        self._deadline_s = math.inf
+        self._idle_s = math.inf
+        """How long a single wait may last."""
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._busy = False
@@ -69,7 +109,6 @@ class Connection(asyncio.Protocol):
         self._error: MoonserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._waiting_since_s = 0.0
-        self._idle_timer: asyncio.TimerHandle | None = None
 
     # What the client calls.
 
@@ -136,13 +175,29 @@ class Connection(asyncio.Protocol):
             raise self._error or UpstreamError(f"{self._peer}: not connected", sent=True)
         to.take_over(self._transport, self.connection_lost)
 
+    def watch_until(self, time_s: float) -> None:
+        """Fail a wait for the peer that lasts until then, by the loop's clock; inf: none."""
+        self._deadline_s = time_s
+        self._watch.by(time_s)
+
     def watch_idle(self, timeout_s: float | None) -> None:
         """From now on fail a wait for the peer that lasts `timeout_s`; None ends the watch."""
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
+        self._idle_s = math.inf if timeout_s is None else timeout_s
         if timeout_s is not None:
-            self._idle_timer = self._loop.call_later(timeout_s, self._check_idle, timeout_s)
+            self._watch.by(self._loop.time() + timeout_s)
+
+    def due_s(self, now_s: float) -> float:
+        """When the wait that is on, or one that begins now, is too long."""
+        since_s = now_s if self._waiter is None else self._waiting_since_s
+        return min(self._deadline_s, since_s + self._idle_s)
+
+    def late(self) -> None:
+        """It is."""
+        why = "no reply in time"
+        if self._idle_s < math.inf:
+            why = f"silent for {self._idle_s:g} s amid its reply"
+        self._fail(DeadlineExceeded(f"{self._peer}: {why}"))
+        self.abort()
 
     def abort(self) -> None:
         """Close at once, dropping what is unsent."""
@@ -172,23 +227,12 @@ class Connection(asyncio.Protocol):
             self._keep_alive = False
         self._wake()
 
-    def _check_idle(self, timeout_s: float) -> None:
-        """A timer that looks back instead of being set anew for each chunk."""
-        left_s = timeout_s
-        if self._waiter is not None:
-            left_s -= self._loop.time() - self._waiting_since_s
-        if left_s > 0:
-            self._idle_timer = self._loop.call_later(left_s, self._check_idle, timeout_s)
-            return
-        self._fail(DeadlineExceeded(f"{self._peer}: silent for {timeout_s:g} s amid its reply"))
-        self.abort()
-
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start: turn Nagle's delay off."""
         self._transport = cast(asyncio.Transport, transport)
-        self._registry.add(self)
+        self._watch.add(self)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -228,8 +272,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End of the socket: the end of a reply without length, an error amid any other."""
         self._transport = None
-        self._registry.discard(self)
-        self.watch_idle(None)
+        self._watch.discard(self)
         if self._busy and self._until_close and exc is None:
             self._busy = False
         where = "amid its reply" if self.reply_began else "before a reply"

@@ -155,8 +155,7 @@ class App:
     ) -> None:
         request.stop_watching()
         body = reply.body if request.method != "HEAD" else b""
-        connection.begin(reply.status, self._head(request, reply), request, len(reply.body))
-        connection.send(body)
+        connection.begin(reply.status, self._head(request, reply), request, len(reply.body), body)
         if request.unread():
             await request.discard(_DISCARD_BYTES, _DISCARD_S)
 

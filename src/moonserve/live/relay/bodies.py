@@ -20,6 +20,7 @@ Form = Literal["chat", "completion"]
 PATHS: Mapping[Form, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _UNTOUCHED = msgspec.Raw(b"")
+_NO_TOOLS = (b"null", b"[]")
 
 
 class _Stream(msgspec.Struct):
@@ -57,7 +58,8 @@ class Asked:
         self.raw = raw
         self.model = body.model
         self.stream = bool(body.stream)
-        self.messages, self.tools, self.prompt = body.messages, body.tools, body.prompt
+        self.messages, self.prompt = bytes(body.messages), bytes(body.prompt)
+        self.tools = b"" if bytes(body.tools) in _NO_TOOLS else bytes(body.tools)
         self.salt = body.cache_salt or ""
         for name in _OURS:
             if getattr(body, name) is not _UNTOUCHED:

@@ -28,6 +28,7 @@ from moonserve.live.relay.reading import Reader
 _RETRIED = (408, 425, 429)
 """Of the 4xx, those that say nothing against the request."""
 _WHOLE_S = 600.0
+_MOST_GUESSED = 4_096
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -95,6 +96,8 @@ class Guesses:
         guess = self._by_instance.get(to.id)
         if guess is None or guess.epoch != to.epoch:
             guess = self._by_instance[to.id] = Guess(to)
+            while len(self._by_instance) > _MOST_GUESSED:
+                del self._by_instance[next(iter(self._by_instance))]
         told = guess.served(keys)
         if cached is not None:
             told += guess.said(predicted, cached)

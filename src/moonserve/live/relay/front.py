@@ -131,14 +131,15 @@ class RelayApp(Collector):
             asked = Asked(form, raw)
             infos = self._models.of(asked.model)
             reading = await self._reader.reading(asked, infos)
-            default = Stopping().max_tokens if form == "completion" else infos[0].max_len
+            longest = infos[0].max_len
+            default = Stopping().max_tokens if form == "completion" else longest
             if caller.conductor.known(RequestId(http.id)):
                 http.id = f"{http.id}-{secrets.token_hex(4)}"
             request = Request(
                 id=RequestId(http.id),
                 model=asked.model,
                 prompt=Counted(reading.length),
-                stopping=Stopping(max_tokens=asked.max_tokens or default),
+                stopping=Stopping(max_tokens=min(max(1, asked.max_tokens or default), longest)),
                 slo=headers.slo(http.headers),
                 priority=headers.priority(http.headers),
                 arrived_us=arrived_us,

@@ -8,6 +8,7 @@ needs no second task, and a client that leaves is told from a call that was ende
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -17,11 +18,12 @@ from moonserve.live.relay.calls import CallLost
 T = TypeVar("T")
 
 
-class Inbox(asyncio.Queue[Action]):
-    """Actions for the request of the task that made it; used by that task alone."""
+class Inbox:
+    """Actions for the request of the task that made it; read by that task alone. A ports.Inbox."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._actions: deque[Action] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[Any] = task
@@ -35,13 +37,25 @@ class Inbox(asyncio.Queue[Action]):
         """A call of this number goes out; 0: it is over."""
         self.number, self.lost = number, None
 
-    def put_nowait(self, item: Action) -> None:
+    async def get(self) -> Action:
+        """The next action, when there is one."""
+        while not self._actions:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._actions.popleft()
+
+    def put_nowait(self, item: Action, /) -> None:
         """As any queue; an Abort says nothing but what it ends."""
         if isinstance(item, Abort):
             if item.number == self.number:
                 self._break(item.why)
             return
-        super().put_nowait(item)
+        self._actions.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
         if isinstance(item, (GiveUp, Refuse)) and self.number:
             self._break(item.why)
 

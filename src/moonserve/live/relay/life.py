@@ -226,7 +226,7 @@ class Life:
         self._first_us = self._last_us = now_us
         self._conductor.first_token(self._request.id, self._reply.cached)
         self._tell_prefilled()
-        if self._note is not None:
+        if self._note is not None and self._asked.stream:  # else it came when nobody knows
             self._note.answered(self._reply.cached)
 
     def _tell_prefilled(self) -> None:

@@ -76,7 +76,7 @@ class Reader:
 
     def _given(self, asked: Asked, namespace: Namespace) -> Reading | None:
         """By token ids, where the client gave some; says of `asked` how many prompts there are."""
-        raw = bytes(asked.prompt)
+        raw = asked.prompt
         if asked.form == "chat" or raw[:1] == b'"':
             return None
         prompts = decode_json(asked.prompt, list[Any])
@@ -110,10 +110,10 @@ class Reader:
         try:
             if asked.form == "chat":
                 fields = openai.parse_chat(
-                    b'{"model":"","messages":%b}' % bytes(asked.messages), _MAX_MESSAGES
+                    b'{"model":"","messages":%b}' % asked.messages, _MAX_MESSAGES
                 )
                 return await self._prompts.tokens(fields, tools, max_len)
-            prompt = openai.parse_completion(b'{"model":"","prompt":%b}' % bytes(asked.prompt))
+            prompt = openai.parse_completion(b'{"model":"","prompt":%b}' % asked.prompt)
             return await self._prompts.tokens(prompt, tools, max_len)
         except BadRequest as error:
             if error.code == "context_length_exceeded":
@@ -124,7 +124,7 @@ class Reader:
         """The ids as an engine's /tokenize makes them; None where it does not, or not soon."""
         fields = {"model": msgspec.json.encode(asked.model)}
         for name in ("messages", "tools", "prompt"):
-            if raw := bytes(getattr(asked, name)):
+            if raw := getattr(asked, name):
                 fields[name] = raw
         body = msgspec.json.encode({name: msgspec.Raw(raw) for name, raw in fields.items()})
         try:
@@ -167,8 +167,8 @@ def _canonical(asked: Asked) -> bytes:
     shorter: tools, which templates put first, then the messages without the list's end."""
     if asked.form == "completion":
         prompt = decode_json(asked.prompt, object)
-        return prompt.encode("utf-8", "replace") if isinstance(prompt, str) else bytes(asked.prompt)
+        return prompt.encode("utf-8", "replace") if isinstance(prompt, str) else asked.prompt
     text = msgspec.json.encode(decode_json(asked.messages, object)).removesuffix(b"]")
-    if tools := bytes(asked.tools):
+    if tools := asked.tools:
         return msgspec.json.encode(decode_json(tools, object)) + text
     return text

@@ -20,6 +20,7 @@ break off, so the failure reaches all of the chain, and the router hears of it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -48,6 +49,7 @@ from moonserve.live.worker.replies import Replies
 Fetch: TypeAlias = Callable[[str, LeaseId], AbstractAsyncContextManager[AsyncIterator[bytes]]]
 """Opens the frames of the part of this lease at the worker of this URL, once it has its blocks."""
 
+log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IIIQ")
 """Of a frame: layer, first block, how many, checksum (XXH3-64) of the bytes that follow."""
 _FRAME_BYTES: Bytes = 1 << 20
@@ -198,7 +200,9 @@ class Chains:
         if part.source is None:
             self._enter(live)
         else:
-            live.chain.feeding = self._kv.spawn(self._feed(live, live.chain, part.source))
+            chain, source = live.chain, part.source
+            chain.feeding = self._kv.spawn(self._feed(live, chain, source))
+            chain.feeding.add_done_callback(lambda task: self._fed(live, chain, source, task))
 
     def drop(self, live: Live, chain: Chain) -> None:
         """The request of this part is over."""
@@ -262,18 +266,25 @@ class Chains:
 
     async def _feed(self, live: Live, chain: Chain, source: str) -> None:
         assert self._fetch is not None
-        try:
-            async with self._fetch(source, live.job.lease) as data:
-                self._enter(live)
-                await chain.until(lambda: bool(live.blocks), "its blocks", self._room_s)
-                began_us = self._clock.now_us()
-                await self._take(live.blocks, chain, data)
-            self._metrics.kv_chained.inc(chain.first)
-            self._kv.note("chained", live.job.lease, began_us, chain.first)
-        except MoonserveError as error:
-            chain.fail(EngineFailed(f"no KV of the part before from {source}: {error}"))
-            if not live.blocks:  # else `_run` tells
-                self._replies.emit(live, error)
+        async with self._fetch(source, live.job.lease) as data:
+            self._enter(live)
+            await chain.until(lambda: bool(live.blocks), "its blocks", self._room_s)
+            began_us = self._clock.now_us()
+            await self._take(live.blocks, chain, data)
+        self._metrics.kv_chained.inc(chain.first)
+        self._kv.note("chained", live.job.lease, began_us, chain.first)
+
+    def _fed(self, live: Live, chain: Chain, source: str, task: asyncio.Task[None]) -> None:
+        """However the feeding failed, nobody waits for the rest of it."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if not isinstance(error, MoonserveError):
+            log.error("%s: feeding it failed", live.job.request, exc_info=error)
+            error = EngineFailed("internal error")
+        chain.fail(EngineFailed(f"no KV of the part before from {source}: {error}"))
+        if not live.blocks:  # else `_run` tells
+            self._replies.emit(live, error)
 
     async def _take(
         self, blocks: tuple[int, ...], chain: Chain, data: AsyncIterator[bytes]
