@@ -127,7 +127,8 @@ def mooncake(
             described(two, "prefill", "mooncake", folder),
             described(three, "decode", "mooncake", folder),
         ]
-        with gateway(instances, logs) as front:
+        # Prompts go to prefill first, even where decode has all that they begin with.
+        with gateway(instances, logs, alone_tokens=0) as front:
             yield Cluster((one, two), three, front)
 
 
