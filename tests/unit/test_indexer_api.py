@@ -151,7 +151,9 @@ def test_register_query_unregister() -> None:
         only = await rig.good("/query", {**ASK, "instance_id": 7})
         assert only == {"default": {"7": nothing["default"]["7"]}}
         seqs = rolling(local_hashes(TOKENS, SIZE))
-        for hashes in ({"seq_hashes": seqs}, {"block_hash": seqs}):
+        signed = [each - 2**64 if each >= 2**63 else each for each in seqs]
+        assert min(signed) < 0
+        for hashes in ({"seq_hashes": seqs}, {"block_hash": seqs}, {"seq_hashes": signed}):
             assert await rig.good("/query_by_hash", {"model": "m", **hashes}) == found
         local = [each - 2**64 if each >= 2**63 else each for each in local_hashes(TOKENS, SIZE)]
         asked = {"model_name": "m", "block_hashes": local}

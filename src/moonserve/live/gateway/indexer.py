@@ -317,10 +317,13 @@ class IndexerApi:
         hashes = rolled if rolled is not None else asked.block_hashes
         if hashes is None:
             raise BadRequest("seq_hashes: is missing", "seq_hashes")
-        if hashes and not -(1 << 63) <= min(hashes) <= max(hashes) <= _U64:
+        low, high = min(hashes, default=0), max(hashes, default=0)
+        if not -(1 << 63) <= low <= high <= _U64:
             raise BadRequest(f"{field}: each must be of 64 bits", field)
+        if low < 0:
+            hashes = [each & _U64 for each in hashes]
         if rolled is None:
-            hashes = rolling([each & _U64 for each in hashes], tiered.seed)
+            hashes = rolling(hashes, tiered.seed)
         return self._answer(asked, space, block_keys(asked.cover, hashes))
 
     def _answer(self, asked: Query, space: Space, keys: Sequence[Key]) -> Response:

@@ -270,6 +270,8 @@ async def _open(
     if url is None:
         return None
     rpc = HttpRpc(http, url, config.token)
+    if not config.store_url:
+        gateways.follow_master(rpc.move)
     return await mounted(rpc.connect, partial(_open_store, rpc, config, epoch), stop)
 
 
