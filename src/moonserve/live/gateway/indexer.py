@@ -141,6 +141,9 @@ class Registered(msgspec.Struct, frozen=True):
 class Feed(Protocol):
     """What follows a stream; EventFeed is one."""
 
+    connected: bool
+    """Whether its engine is reached at the moment."""
+
     async def start(self) -> None:
         """From now on its sink is told. Raises ConfigError: no such kind of address."""
 
@@ -348,7 +351,7 @@ class IndexerApi:
                 "events": source.rolled.stats,
                 "their_block_size": source.rolled.mismatch,
                 "resets": source.resets,
-                "connected": getattr(source.feed, "connected", None),
+                "connected": source.feed is not None and source.feed.connected,
             }
             for source in self._sources.values()
         ]
