@@ -6,6 +6,7 @@ Also for hand-made clusters: start them with one MOONSERVE_TOKEN in all of their
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from moonserve.cli.settings import (
     read_token,
     settings_options,
 )
-from moonserve.config import check_name
+from moonserve.config import ENV_PREFIX, check_name
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
@@ -68,9 +69,13 @@ def gateway(
     if settings.workers > 1 and part is None:
         from moonserve.cli.fronts import serve_fronts
 
-        if engines is not None:
-            raise ConfigError("several processes serve with workers of ours only; use 1", "workers")
-        asyncio.run(serve_fronts(settings, token, advertise_host))
+        named = {"--prefill-url": prefill_url, "--decode-url": decode_url, "--url": url}
+        words = [word for flag, urls in named.items() for each in urls for word in (flag, each)]
+        said = {"--connector": connector, "--events": events, "--tokenizer": tokenizer}
+        file = str(config) if config else os.environ.get(ENV_PREFIX + "CONFIG")
+        said |= {"--advertise-host": advertise_host, "--config": file}
+        words += [word for flag, text in said.items() if text for word in (flag, text)]
+        asyncio.run(serve_fronts(settings, token, words))
         return
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
@@ -102,7 +107,7 @@ def gateway(
     if part is not None:
         from moonserve.live.fronts.process import run_conductor, run_front
 
-        run_role((run_front if part == "front" else run_conductor)(made, link or ""))
+        run_role((run_front if part == "front" else run_conductor)(made, link or "", engines))
     elif engines is None:
         run_role(run_gateway(made))
     else:
