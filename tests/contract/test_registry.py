@@ -11,6 +11,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.ports import Registry
+from moonserve.live.registry import etcd as registry_etcd
 from moonserve.live.registry.address import Address, parse
 from moonserve.live.registry.etcd import EtcdRegistry
 from moonserve.live.registry.memory import MemoryRegistry, Shared
@@ -246,28 +247,54 @@ def test_while_etcd_is_away_nothing_is_told_and_then_all_is_registered_again(etc
     asyncio.run(test())
 
 
-def test_an_etcd_that_hangs_costs_its_deadline_and_no_more(etcd: Etcd) -> None:
-    """Every call ends in time with RegistryError; a duty is given up."""
+def test_an_etcd_that_hangs_costs_deadlines_and_no_view(etcd: Etcd) -> None:
+    """Every call ends in time with RegistryError, a duty is given up; what expired meanwhile is
+    registered again before anybody is told that it was gone."""
 
     async def test() -> None:
-        one = await EtcdRegistry.open(parse(f"{etcd.url}/hangs"), TTL_S)
+        address = parse(f"{etcd.url}/hangs")
+        one, other = (
+            await EtcdRegistry.open(address, TTL_S),
+            await EtcdRegistry.open(address, TTL_S),
+        )
         said: list[bool] = []
-        await one.elect("d", "one", said.append)
-        etcd.freeze()
+        views: list[Mapping[str, bytes]] = []
+
+        async def follow() -> None:
+            async for view in other.watch("x"):
+                views.append(view)  # noqa: PERF401 - it never ends
+
         try:
+            await one.register("x", b"1")
+            await one.elect("d", "one", said.append)
+            following = asyncio.create_task(follow())
+            while not views:
+                await asyncio.sleep(0.02)
+            etcd.freeze()
             with pytest.raises(RegistryError):
                 async with asyncio.timeout(8):
-                    await one.put("x", b"1")
+                    await one.put("y", b"1")
+            await asyncio.sleep(TTL_S)
             assert said == [True, False]
+            etcd.thaw()
+            async with asyncio.timeout(10):
+                while said != [True, False, True]:
+                    await asyncio.sleep(0.02)
+            following.cancel()
+            assert views == [{"x": b"1"}]
         finally:
             etcd.thaw()
             await one.close()
+            await other.close()
 
     asyncio.run(test())
 
 
-def test_a_wrong_address_is_said_at_once_and_an_absent_etcd_in_time() -> None:
+def test_a_wrong_address_is_said_at_once_and_an_absent_etcd_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """open and parse raise ConfigError in one line that names the remedy."""
+    monkeypatch.setattr(registry_etcd, "_OPEN_S", 1.0)
     for text in ("http://x:1", "etcd://", "etcd://:1", "etcd://a:b", "etcd://u:p@a:1", "127.0.0.1"):
         with pytest.raises(ConfigError, match="etcd://127"):
             parse(text)

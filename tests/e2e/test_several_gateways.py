@@ -111,6 +111,15 @@ def ask(url: str, prompt: str, model: str = DEFAULT_MODEL) -> Any:
         return json.load(reply)
 
 
+def same_id(url: str) -> bool:
+    """Whether a request id given by a client is made this gateway's own, and known by that."""
+    body = json.dumps({"model": DEFAULT_MODEL, "prompt": "x", "max_tokens": 1}).encode()
+    request = urllib.request.Request(url + "/v1/completions", body, {"x-request-id": "mine"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        name = reply.headers["x-request-id"]
+    return name.startswith("mine-") and get(url, f"/api/decisions/{name}") is not None
+
+
 def names(url: str) -> list[str]:
     """The instances that a gateway knows."""
     return [row["id"] for row in get(url, "/api/instances") or ()]
@@ -142,6 +151,7 @@ def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: F
     whole = get(first, "/api/stats")["index_blocks"]
     assert whole > 10
     until(lambda: get(second, "/api/stats")["index_blocks"] == whole)
+    assert {same_id(url) for url in urls} == {True}
     again = ask(second, WORDS + " and more")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
 

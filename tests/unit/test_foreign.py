@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.foreign import ForeignGateway
 from moonserve.live.http.client import ClientResponse, HttpClient
 from tests.support.engines import QUICK, Engine
+from tests.support.fake_vllm import Fabric
 
 
 class Client:
@@ -189,5 +192,52 @@ def test_a_refused_engine_is_shown_with_the_reason() -> None:
             assert (await it.complete("x")).status == 200
             used = first if row["id"] == "b" else second
             assert len(used.calls) == 1
+
+    asyncio.run(body())
+
+
+def test_whatever_engines_do_requests_are_answered_and_the_ledger_is_zero() -> None:
+    """Prefill and decode engines that restart, answer 503 and are busy with others' requests: every
+    client gets an answer, and nothing of it is promised or noted after."""
+
+    async def body() -> None:
+        rng, fabric, answers = Random(7), Fabric(), Counter[int]()
+        fakes = [Engine(name, "mooncake", fabric) for name in ("p0", "p1", "d0", "d1")]
+        async with site(*fakes, specs=False) as it:
+            for fake in fakes:
+                fake.token_s, fake.delay_s = 0.002, 0.005
+                role = {"role": "prefill", "bootstrap": fake.bootstrap}
+                role = role if fake.name.startswith("p") else {"role": "decode"}
+                spec = {"name": fake.name, "url": fake.url, "events": "off", **role}
+                await it.call("POST", "/api/instances", spec | {"connector": "mooncake"})
+            await it.up("d0", "d1", "p0", "p1")
+
+            async def client(number: int) -> None:
+                await asyncio.sleep(rng.random() * 2)
+                body = {"model": "m", "prompt": f"{number % 7} " * 40, "max_tokens": 8}
+                reply = await it.call("POST", "/v1/completions", body | {"stream": number % 2 > 0})
+                answers[reply.status] += 1
+
+            async def faults() -> None:
+                for fault in ("restart", "503", "busy", "restart"):
+                    await asyncio.sleep(0.4)
+                    fake = rng.choice(fakes)
+                    fake.health, fake.waiting = (
+                        503 if fault == "503" else 200,
+                        5 * (fault == "busy"),
+                    )
+                    if fault == "restart":
+                        await fake.restart()
+                    await asyncio.sleep(0.1)
+                    fake.health, fake.waiting = 200, 0
+
+            await asyncio.gather(faults(), *map(client, range(60)))
+            assert answers == {200: 60}
+            stats = await it.get("/api/stats")
+            assert not any(stats[name] for name in ("requests", "prefill_us_promised"))
+            assert not any(stats[f"{part}s_promised"] for part in ("prefill", "decode"))
+            for _, keeper in it.gateway.fleet.keepers():
+                for watch in keeper.watches.values():
+                    assert not {**watch._prefilling, **watch._decoding, **watch._hidden}
 
     asyncio.run(body())

@@ -249,6 +249,41 @@ def test_orphans_are_bounded() -> None:
     assert told == [1, 2, 2]
 
 
+def test_a_parent_may_be_gone_when_its_child_comes() -> None:
+    """A block that was evicted a moment ago still places what follows it."""
+    it = Indexed()
+    it.tell(stored(A[: 2 * SIZE], SIZE), Removed(stored(A, SIZE).block_hashes[:2], "GPU", 0))
+    it.tell(stored(A, SIZE, 2))
+    assert it.index.entries == 2
+    it.tell(stored(A[: 2 * SIZE], SIZE))
+    assert it.has(keys_of(A)) == 4
+
+
+def test_a_chain_stored_anew_around_a_block_that_stayed() -> None:
+    """A hole in a chain is filled by a second copy of what comes after it, counted as such."""
+    it = Indexed(stream(max_retired=0))
+    names = stored(A, SIZE).block_hashes
+    it.tell(stored(A, SIZE), Removed(names[:1], "GPU", 0), stored(A, SIZE))
+    assert (it.has(keys_of(A)), it.stream.blocks) == (4, 4)
+    it.tell(Removed(names, "GPU", 0))
+    assert it.index.tiers(keys_of(A)[1], ME) == ("device",)
+    it.tell(Removed(names[1:], "GPU", 0))
+    assert it.index.entries == it.stream.blocks == it.stream.stats.unknown_removed == 0
+
+
+def test_orphans_go_with_their_tier() -> None:
+    """Clearing the device takes what waits for a parent there; what is adopted waits no more."""
+    it = Indexed()
+    it.tell(stored(A, SIZE, 1), Cleared(), stored(A[:SIZE], SIZE))
+    assert it.index.entries == 1
+    it.tell(Removed(stored(A, SIZE).block_hashes, "GPU", 0))
+    assert it.stream.stats.unknown_removed == 3
+    it.tell(stored(A, SIZE, 2), stored(A, SIZE, 1), stored(A, SIZE))
+    it.tell(*[Removed(stored(A, SIZE).block_hashes, "GPU", 0)] * 3)
+    assert it.index.entries == it.stream.blocks == 0
+    assert it.stream.stats.unknown_removed == 3 + 3
+
+
 def test_clearing_empties_the_device_only() -> None:
     """AllBlocksCleared is one fact; the store keeps what it has, and what was removed before may
     still be a parent."""

@@ -7,11 +7,12 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonserve.core.conductor import Conductor
 from moonserve.core.cost import Cost
-from moonserve.core.facts import BlocksStored, InstanceInfo, Joined, Left
+from moonserve.core.facts import BlocksStored, Connector, InstanceInfo, Joined, Left, Role
 from moonserve.core.policies import Tuning
 from moonserve.core.prefix import chain_keys
 from moonserve.core.units import InstanceId, SegmentId
@@ -145,6 +146,56 @@ def test_a_reservation_from_prefill_to_the_end() -> None:
     run(use)
 
 
+def foreign(name: str, role: Role, connector: Connector, epoch: int = 1) -> Joined:
+    """An engine of model f that hands KV on this way."""
+    own = info(name, role, epoch)
+    bootstrap = f"http://{name}:8998" if connector == "mooncake" else ""
+    engine = {"model": "f", "connector": connector, "bootstrap": bootstrap, "fetches": False}
+    return Joined(msgspec.structs.replace(own, **engine))
+
+
+def test_one_call_may_do_both() -> None:
+    """Of an engine that hands nothing on both are one call, which ends with one release or two."""
+
+    async def use(rig: Rig) -> None:
+        rig.loop.tell(foreign("v0", "both", "none"))
+        ask = {**ASK, "model": "f"}
+        for name in ("a", "b"):
+            placed = await rig.good("reserve", {**ask, "id": name})
+            assert placed["one_call"]
+            assert placed["prefill"]["instance"] == placed["decode"]["instance"] == "v0"
+            assert "kv_transfer_params" not in placed["prefill"]
+        went_on = await rig.good("release", {"id": "a", "outcome": "prefill_ended"})
+        assert went_on["decode"]["instance"] == "v0"
+        promised = rig.promised()
+        assert (promised.requests, promised.prefills, promised.decodes) == (2, 1, 2)
+        for name in ("a", "b"):
+            over = {"id": name, "outcome": "decode_ended", "tokens": 5}
+            assert (await rig.good("release", over))["released"]
+        await asyncio.sleep(0)
+        assert rig.promised() == NOTHING
+        assert rig.loop.core.outlook.output_errors.count == 2
+
+    run(use)
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+def test_hints_are_those_of_the_connector(connector: Connector) -> None:
+    """What goes into prefill's body, and where Mooncake's decode finds it."""
+
+    async def use(rig: Rig) -> None:
+        rig.loop.tell(foreign("vp", "prefill", connector), foreign("vd", "decode", connector))
+        placed = await rig.good("reserve", {**ASK, "model": "f", "id": "a"})
+        params = placed["prefill"]["kv_transfer_params"]
+        assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+        assert placed["prefill"]["connector"] == placed["decode"]["connector"] == connector
+        if connector == "mooncake":
+            assert placed["prefill"]["bootstrap"] == "http://vp:8998"
+            assert params["transfer_id"] == "a/1"
+
+    run(use)
+
+
 @pytest.mark.parametrize("outcome", ["decode_ended", "failed", "cancelled"])
 def test_every_end_releases_everything(outcome: str) -> None:
     """Whatever the outcome, before prefill has ended or after."""
@@ -166,17 +217,33 @@ def test_every_end_releases_everything(outcome: str) -> None:
 
 
 def test_who_never_comes_back_is_released_at_the_deadline() -> None:
-    """The end of prefill renews it; then it passes, and the ledger is empty."""
+    """Whether it was prefilling or decoding by then; the ledger is empty."""
 
     async def use(rig: Rig) -> None:
-        await rig.good("reserve", {**ASK, "id": "a", "ttl_s": 0.2})
-        await asyncio.sleep(0.12)
-        await rig.good("release", {"id": "a", "outcome": "prefill_ended"})
-        await asyncio.sleep(0.12)
-        assert rig.promised().requests == 1
-        await asyncio.sleep(0.2)
+        for name in ("a", "b"):
+            await rig.good("reserve", {**ASK, "id": name, "ttl_s": 0.5})
+        await rig.good("release", {"id": "b", "outcome": "prefill_ended"})
+        while rig.selection.reservations:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
         assert rig.promised() == NOTHING
         assert rig.loop.records["a"].outcome == "expired"  # type: ignore[index]
+        assert (await rig.good("release", {"id": "a", "outcome": "cancelled"}))["released"] is False
+
+    run(use)
+
+
+def test_the_end_of_prefill_renews_the_deadline() -> None:
+    """As long again from then on."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("reserve", {**ASK, "id": "a", "ttl_s": 60})
+        [held] = rig.selection._held.values()
+        assert held.timer is not None
+        first = held.timer
+        await rig.good("release", {"id": "a", "outcome": "prefill_ended"})
+        assert first.cancelled()
+        assert held.timer.when() > first.when()
 
     run(use)
 

@@ -135,7 +135,15 @@ def serve(
     help="Serve /health and Prometheus' /metrics at this port of --host; 0 takes a free one.",
 )
 @settings_options(
-    "store_url", "host", "node", "rack", "segment_bytes", "disk_bytes", "disk_dir", "drain_s"
+    "store_url",
+    "registry",
+    "host",
+    "node",
+    "rack",
+    "segment_bytes",
+    "disk_bytes",
+    "disk_dir",
+    "drain_s",
 )
 def segment(
     config: Path | None,
@@ -171,9 +179,12 @@ def segment(
         advertise_host=advertise_host,
         cards=cards,
     )
-    url = settings.store_url or URL
     made = SegmentConfig(
-        settings=mine, store_url=url, drain_s=settings.drain_s, metrics_port=metrics_port
+        settings=mine,
+        store_url=settings.store_url or ("" if settings.registry else URL),
+        registry=settings.registry,
+        drain_s=settings.drain_s,
+        metrics_port=metrics_port,
     )
     run_role(run_segment(made))
 

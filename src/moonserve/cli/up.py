@@ -83,6 +83,9 @@ def up(config: Path | None, **flags: str | None) -> None:
     settings = read_settings(config, flags)
     if settings.instances is not None:
         raise ConfigError("are for `moonserve gateway`; leave them out with up", "instances")
+    if settings.registry:
+        why = "is for gateways and workers that find each other; up tells its own: leave it out"
+        raise ConfigError(why, "registry")
     if settings.profile:
         read_profile(settings.profile)  # a wrong one is found now, not by the workers
     port = _free_port(settings.host, settings.port)

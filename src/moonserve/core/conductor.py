@@ -231,8 +231,7 @@ class Conductor:
         """Reserve at decision time, released on every end path; send the prefill call out."""
         request = life.request
         self._parked.pop(request.id, None)
-        number = life.placed(decision)
-        shares = life.shares
+        number, shares = life.placed(decision), life.shares
         infos = groups.promise(self.view.instances, request.id, shares, now_us)
         for share in shares:
             self._memory.assigned(share.instance, now_us, share.work_us)
@@ -241,8 +240,7 @@ class Conductor:
             keys = life.keys[: shares[0].end // first.namespace.block_size]
             self._coming.promised(request.id, first.segment, keys)
         decode = self.view.instances[decision.decode]
-        lag_us = decision.predicted_ttft_us - decision.waited_us
-        tbt_us = decision.predicted_tbt_us
+        lag_us, tbt_us = decision.predicted_ttft_us - decision.waited_us, decision.predicted_tbt_us
         self.outlook.promise(request, life.length, decode, now_us, lag_us, tbt_us)
         group = tuple(infos) if decision.stages else ()
         self._actions.append(Prefill(request.id, number, infos[-1], decision, decode.info, group))

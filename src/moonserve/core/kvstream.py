@@ -203,7 +203,7 @@ class Stream:
 
     def _is_counted(self, group: int | None, kind: str | None) -> bool:
         """Whether a cache is the one that counts: the first that holds every block of a prefix."""
-        if group is None:
+        if group is None or (kind is None and group == self._group):
             return True
         if kind is not None and len(self._kinds) < _MAX_KINDS:
             self._kinds[group] = kind
@@ -214,6 +214,8 @@ class Stream:
 
     def _place(self, medium: str | None, locality: str | None) -> Place | None:
         """Where something lies; None: on a medium that nobody here knows."""
+        if medium == "GPU" and locality is None:
+            return "device"
         if self._pool is not None and (medium in _SHARED or locality == "REMOTE"):
             return "pool"
         return "device" if medium is None else _TIERS.get(medium.upper())

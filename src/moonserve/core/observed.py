@@ -15,6 +15,7 @@ Fed by live/fleet on the gateway's clock; no call is kept beyond its end.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from moonserve.core.facts import PassSample
@@ -26,6 +27,8 @@ Part: TypeAlias = Literal["prefill", "decode", "whole"]
 
 _SPAN_CALLS = 6
 """Prompts after which a span ends though more wait: under load it would never."""
+_LOOKED = 4
+"""So many calls' tokens are counted for a spell, however many decode: a call must cost little."""
 _LEAST_STEPS = 8
 """Tokens per request that a span of decoding must have: its ends are not on passes' ends."""
 _APART_US: Micros = 5_000
@@ -39,7 +42,18 @@ _Moment: TypeAlias = tuple[Micros, int, int]
 class Call:
     """One call that is out. `count`: tokens that came, raised by who receives them."""
 
-    __slots__ = ("_from", "_span", "cached", "count", "part", "predicted", "prompt", "streams")
+    __slots__ = (
+        "_context",
+        "_from",
+        "_span",
+        "cached",
+        "count",
+        "heard",
+        "part",
+        "predicted",
+        "prompt",
+        "streams",
+    )
 
     def __init__(self, part: Part, prompt: Tokens, predicted: Tokens, streams: bool = True) -> None:
         """prompt: its length; predicted: the part of it that is taken to be cached there; streams:
@@ -47,9 +61,13 @@ class Call:
         self.part, self.prompt, self.predicted, self.streams = part, prompt, predicted, streams
         self.count: Tokens = 0
         self.cached: Tokens | None = None
+        self.heard = False
+        """Whether its answer, or its end, was told: an answer told then says nothing."""
         self._span: _Span | None = None
         self._from: Tokens = 0
-        """`count` when the span of decoding began."""
+        """`count` when the spell of decoding began, of those by whom it is counted."""
+        self._context: Tokens = 0
+        """What counts as its context so far."""
 
 
 class _Span:
@@ -83,6 +101,9 @@ class Watch:
         self._chunk = chunk
         self._prefilling: dict[Call, None] = {}
         self._decoding: dict[Call, None] = {}
+        self._context: Tokens = 0
+        """Of those, summed, as of when they were last looked at."""
+        self._looked: tuple[Call, ...] = ()
         self._hidden: dict[Call, None] = {}
         """Calls that may decode by now, and do not show it: they do not stream."""
         self._span: _Span | None = None
@@ -115,21 +136,26 @@ class Watch:
     def answered(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
         """Its first token came, or all `count` of them at once. cached: as the engine says; None:
         it has not said yet."""
+        if call.heard:
+            return
+        call.heard = True
         self._settle(now_us)
         if call in self._prefilling:
             self._prefilled(now_us, call)
             self._known(call, cached)
         if call.part != "prefill":
-            self._decoding[call], call._from = None, call.count
+            self._decoding[call], call._context = None, call.prompt + call.count
+            self._context += call._context
         self._changed(call)
 
     def ended(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
         """It is over, however; again: of no effect."""
+        call.heard = True
         self._settle(now_us)
         if call in self._prefilling:  # without an answer: what it took of the span nobody knows
             del self._prefilling[call]
             self._span = None
-        self._decoding.pop(call, None)
+        self._leave(call)
         self._changed(call)
         self._known(call, cached)
         if call._span is not None:  # it is not going to be said: taken to be as predicted
@@ -140,12 +166,17 @@ class Watch:
         """Requests that others than us have there: so many wait, so many run, with such context."""
         self._settle(now_us)
         self._crowd, self._queue = (running, context), waiting
+        self._look()
         if waiting and self._span is not None:
             self._span.spoiled = True
 
     def take(self, now_us: Micros) -> tuple[tuple[PassSample, ...], tuple[HitSample, ...]]:
         """What was measured since it was last asked; at most 256 of each, the latest."""
         self._settle(now_us)
+        for call in self._decoding:
+            self._context += call.prompt + call.count - call._context
+            call._context = call.prompt + call.count
+        self._look()
         passes, self._passes = self._passes[-_MOST_KEPT:], []
         hits, self._hits = self._hits[-_MOST_KEPT:], []
         return tuple(passes), tuple(hits)
@@ -240,21 +271,31 @@ class Watch:
         """A call goes on, or is over: a new spell of decoding may begin."""
         self._hidden.pop(call, None)
         self._steady = not (self._prefilling or self._hidden)
+        self._look()
+
+    def _look(self) -> None:
+        """Count the next spell's passes by these: all get a token in each."""
+        self._looked = tuple(islice(self._decoding, _LOOKED)) if self._steady else ()
+        for call in self._looked:
+            call._from = call.count
+
+    def _leave(self, call: Call) -> None:
+        if call in self._decoding:
+            del self._decoding[call]
+            self._context -= call._context
 
     def _settle(self, now_us: Micros) -> None:
         """The spell of steady decoding up to now, if there was one, is over; another begins."""
-        calls = self._decoding
-        seqs, context = self._crowd
-        context += sum(call.prompt + (call._from + call.count) // 2 for call in calls)
-        seqs += len(calls)
+        others, context = self._crowd
+        seqs, context = len(self._decoding) + others, self._context + context
         last_us, seqs_area, context_area = self._moment
         lasted_us = now_us - last_us
         self._moment = (now_us, seqs_area + seqs * lasted_us, context_area + context * lasted_us)
-        if self._steady and calls and not self._queue and now_us > self._steady_us:
-            steps = sum(call.count - call._from for call in calls) / len(calls)
+        looked = self._looked
+        if self._steady and looked and not self._queue and now_us > self._steady_us:
+            steps = sum(call.count - call._from for call in looked) / len(looked)
             if steps >= _LEAST_STEPS:
+                context += round(len(self._decoding) * steps / 2)
                 elapsed_us = round((now_us - self._steady_us) / steps)
                 self._passes.append(PassSample(0, 0, 0, seqs, context, elapsed_us))
-        for call in calls:
-            call._from = call.count
         self._steady_us = now_us

@@ -26,6 +26,8 @@ _CANARY = "Grüße, 世界! 12345  +1\n\tdef f(x): return x"
 _CHAT: list[dict[str, str]] = [{"role": "user", "content": _CANARY}]
 _KV_TOKENS: Tokens = 1 << 20
 _BLOCK_SIZE: Tokens = 16
+_SMALL: Tokens = 8
+"""Blocks of fewer tokens, as SGLang has unless told otherwise, cost a key for every one or few."""
 
 
 class Mismatch(MoonserveError):
@@ -205,6 +207,11 @@ def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]
             f"with {flag} {wanted}",
             "block_size",
         )
+    if 0 < (said or wanted or _BLOCK_SIZE) < _SMALL:
+        warnings.append(
+            f"KV blocks of {said or wanted} tokens make the index slow and large: start it with "
+            f"{'--page-size' if member.spec.engine == 'sglang' else '--block-size'} {_BLOCK_SIZE}"
+        )
     if not said and not wanted:
         warnings.append(f"it does not say its block_size: taken to be {_BLOCK_SIZE}; set it")
     return said or wanted or _BLOCK_SIZE
@@ -219,7 +226,8 @@ def _kv_tokens(
     if size.isdecimal():
         return int(size)
     if blocks.isdecimal():
-        return int(blocks) * block_size
+        allocated = page.cache.get("block_size", "")  # keys may be of smaller blocks
+        return int(blocks) * (int(allocated) if allocated.isdecimal() else block_size)
     if not server.max_total_num_tokens:
         warnings.append(
             f"it does not say how much KV fits: taken to be {_KV_TOKENS} tokens; set kv_tokens"

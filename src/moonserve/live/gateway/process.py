@@ -118,7 +118,9 @@ def front_of(
     wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
     cluster = Cluster(conductor, wire, {text.name: text.max_len})
     limits = Limits(max_in_flight=config.max_in_flight)
-    return GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits)
+    app = GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits)
+    app.is_one_of_several = bool(config.registry)
+    return app
 
 
 def read_text(ref: str) -> Text:

@@ -51,6 +51,8 @@ class Publisher:
         self._replaying: asyncio.Task[None] | None = None
         self._pub = self._context.socket(zmq.PUB)
         self._pub.sndhwm = _HWM
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub)
+        """The same, to send without waiting."""
         self._router: zmq.asyncio.Socket | None = None
         try:
             self.endpoint = _bind(self._pub, endpoint)
@@ -68,8 +70,7 @@ class Publisher:
         """Send one batch to whoever listens; never waits."""
         payload = encode_batch(time.time(), events, 0)
         self._kept.append((self._next, payload))
-        pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub)
-        pub.send_multipart(batch_frames(self._topic, self._next, payload), zmq.NOBLOCK)
+        self._plain.send_multipart(batch_frames(self._topic, self._next, payload), zmq.NOBLOCK)
         self._next += 1
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ from moonserve.live.kvevents.wire import BadFrame, read_live, read_replayed, rep
 log = logging.getLogger(__name__)
 
 _HWM = 10_000  # messages; beyond, batches are dropped, and that is seen as a gap
-_AT_ONCE = 64  # batches between turns of the loop
+_AT_ONCE = 8  # batches between turns of the loop: about a millisecond
 _LARGEST_BYTES = 64 << 20
 _HEARTBEAT_MS = 5_000  # a peer that is silently gone is noticed
 
@@ -182,7 +182,8 @@ class EventFeed:
 
     def _malformed(self, error: BadFrame) -> None:
         self.malformed += 1
-        log.warning("%s: %s", self.endpoint, error)
+        if self.malformed.bit_count() == 1:  # the first, and fewer and fewer of many
+            log.warning("%s: message %d of this kind: %s", self.endpoint, self.malformed, error)
 
     def _do(self, steps: Sequence[Step]) -> None:
         for step in steps:

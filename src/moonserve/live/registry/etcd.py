@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -50,6 +51,8 @@ class EtcdRegistry:
         self._candidates: dict[str, _Candidate] = {}
         self._busy = asyncio.Lock()
         self._away = False
+        self._patient_until_s = 0.0
+        """Until then what is missing may be about to be registered again."""
         self._keeping: asyncio.Task[None] | None = None
 
     @classmethod
@@ -129,7 +132,7 @@ class EtcdRegistry:
                         now = await self._read(client, prefix)
                         if was_away:
                             was_away, patient_until_s = False, loop.time() + 2 * self.ttl_s
-                        left_s = patient_until_s - loop.time()
+                        left_s = max(patient_until_s, self._patient_until_s) - loop.time()
                         if known is not None and left_s > 0:
                             now = dict(sorted({**known, **now}.items()))
                         if now != known:
@@ -218,13 +221,14 @@ class EtcdRegistry:
             except RegistryError as error:
                 if not self._away:
                     log.warning("%s; still trying", error)
-                self._away = True
+                self._away, self._patient_until_s = True, math.inf
                 self._next_address()
                 pause_s = _PAUSE_S
             else:
                 if self._away:
                     log.warning("etcd %s answers again", self._address)
-                self._away = False
+                    now_s = asyncio.get_running_loop().time()
+                    self._away, self._patient_until_s = False, now_s + 2 * self.ttl_s
             await asyncio.sleep(pause_s)
 
     def _holds_until(self, until_s: float) -> None:

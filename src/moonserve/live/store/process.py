@@ -24,7 +24,7 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
-from moonserve.live.registry.entries import MASTER, MasterEntry, open_registry
+from moonserve.live.registry.entries import MASTER, MasterEntry, find_master, open_registry
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.local import EventLog, LocalPool
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 _TICK_S = 0.5
+_MASTER_S = 15.0
 _EVENTS_KEPT = 100_000
 
 
@@ -62,8 +63,9 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One member of the pool that only holds."""
 
     settings: StoreSettings
-    store_url: str
-    """Where the master is."""
+    store_url: str = ""
+    """Where the master is; empty: where the registry says."""
+    registry: str = ""
     drain_s: float = 10.0
     """How long what lies in memory may take to move elsewhere, after a stop was asked for."""
     metrics_port: int | None = None
@@ -134,7 +136,8 @@ async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
     async with AsyncExitStack() as stack:
         http = HttpClient()
         stack.push_async_callback(http.close)
-        rpc = HttpRpc(http, config.store_url, mine.token.decode())
+        url = config.store_url or await _found(config.registry)
+        rpc = HttpRpc(http, url, mine.token.decode())
         client = await mounted(rpc.connect, lambda: StoreClient.open(rpc, mine), stop)
         if client is None:
             return
@@ -146,11 +149,21 @@ async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
         client.start_beats()
         for owner in client.owners:
             it = owner.mounting
-            say(f"{it.id}: {it.capacity_bytes >> 20} MiB of {it.tier} at {config.store_url}")
+            say(f"{it.id}: {it.capacity_bytes >> 20} MiB of {it.tier} at {url}")
         await stop.wait()
         say("leaving: what lies in memory is moved elsewhere, if there is room")
         await hand_on(client, config.drain_s)
     say("stopped")
+
+
+async def _found(registry_url: str) -> str:
+    """Where the master is. Raises ConfigError."""
+    registry = await open_registry(registry_url)
+    assert registry is not None, "the command gives either"
+    try:
+        return await find_master(registry, _MASTER_S)
+    finally:
+        await registry.close()
 
 
 async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:

@@ -1,0 +1,87 @@
+"""Engines that say little, or say it in SGLang's way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from moonserve.live.fleet.handshake import Found, Mismatch, handshake
+from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.server import App, Handler, serve
+
+MODELS = {"data": [{"id": "m"}]}
+
+
+def shake(pages: Mapping[str, Any], **described: Any) -> Found:
+    """A handshake with a server of these pages: bytes as they are, else JSON."""
+
+    def page(said: Any) -> Handler:
+        async def handler(request: HttpRequest) -> Response:
+            return Response(body=said) if isinstance(said, bytes) else json_response(said)
+
+        return handler
+
+    async def main() -> Found:
+        app = App({("GET", path): page(said) for path, said in pages.items()}, name="engine")
+        server, http = await serve(app, "127.0.0.1", 0), HttpClient()
+        try:
+            fields = {"name": "a", "events": "off", **described}
+            spec = InstanceSpec(url=f"http://127.0.0.1:{server.port}", **fields)
+            return await handshake(http, Member(spec, http), None)
+        finally:
+            await http.close()
+            await server.stop(0)
+
+    return asyncio.run(main())
+
+
+def test_sglang_is_asked_where_it_says_what_vllm_says_elsewhere() -> None:
+    """Page size, KV and context come from its server info; its small pages are a warning."""
+    info = {
+        "page_size": 1,
+        "max_total_num_tokens": 5_000,
+        "context_length": 4_096,
+        "version": "0.5",
+    }
+    page = b'sglang:num_running_reqs{model_name="m"} 0.0\n'
+    pages = {"/health": b"", "/v1/models": MODELS, "/metrics": page, "/get_server_info": info}
+    found = shake(pages, engine="sglang")
+    assert (found.block_size, found.kv_tokens, found.max_len) == (1, 5_000, 4_096)
+    assert (found.version, found.started_s, found.events) == ("0.5", None, False)
+    assert any("start it with --page-size 16" in said for said in found.warnings)
+
+
+def test_what_an_engine_does_not_say_is_described_or_guessed_aloud() -> None:
+    """Without a page of metrics: the description counts, and what it lacks is a warning."""
+    pages = {"/health": b"", "/v1/models": MODELS}
+    found = shake(pages, max_len=100, block_size=64, kv_tokens=640)
+    assert (found.model, found.max_len, found.block_size, found.kv_tokens) == ("m", 100, 64, 640)
+    assert found.warnings[0].startswith("/metrics tells no load")
+    guessed = shake(pages, max_len=100)
+    assert (guessed.block_size, guessed.kv_tokens) == (16, 1 << 20)
+    assert any("set kv_tokens" in said for said in guessed.warnings)
+    assert any("block_size: taken to be 16" in said for said in guessed.warnings)
+    with pytest.raises(Mismatch, match="max_len: it does not say its context length"):
+        shake(pages)
+
+
+@pytest.mark.parametrize("models", [b"<html>", {"data": 3}, {"data": []}, [1]])
+def test_what_is_no_openai_server_is_refused(models: Any) -> None:
+    """Another server at the address is named, not crashed on."""
+    with pytest.raises(Mismatch):
+        shake({"/health": b"", "/v1/models": models}, max_len=100)
+
+
+def test_a_hash_block_size_of_its_own_is_that_of_the_keys() -> None:
+    """Hybrid models hash blocks of another size than they allocate."""
+    page = (
+        b'vllm:cache_config_info{block_size="400",hash_block_size="16",num_gpu_blocks="10"} 1.0\n'
+    )
+    found = shake({"/health": b"", "/v1/models": MODELS, "/metrics": page}, max_len=100)
+    assert found.block_size == 16
