@@ -15,13 +15,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from moonserve.cli.settings import child_env
+from moonserve.config import ENV_PREFIX
 from moonserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +59,17 @@ def _reserved(host: str, port: int) -> Iterator[int]:
                 ) from None
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield held.getsockname()[1]
+
+
+def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
+    """A command's flags that are no settings, as words; and the file, for what only a file has."""
+    words: list[str] = []
+    file = params["config"] or os.environ.get(ENV_PREFIX + "CONFIG")
+    for name, given in {**params, "config": file}.items():
+        if given and name not in settings.__struct_fields__:
+            for one in given if isinstance(given, tuple) else (given,):
+                words += ["--" + name.replace("_", "-"), str(one)]
+    return words
 
 
 def children_of(settings: Settings, port: int, path: str, words: Sequence[str] = ()) -> list[Child]:

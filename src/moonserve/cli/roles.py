@@ -6,7 +6,6 @@ Also for hand-made clusters: start them with one MOONSERVE_TOKEN in all of their
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +21,7 @@ from moonserve.cli.settings import (
     read_token,
     settings_options,
 )
-from moonserve.config import ENV_PREFIX, check_name
+from moonserve.config import check_name
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
@@ -67,14 +66,9 @@ def gateway(
 
     die_with_parent()  # before the imports that take their time
     if settings.workers > 1 and part is None:
-        from moonserve.cli.fronts import serve_fronts
+        from moonserve.cli.fronts import flags_of, serve_fronts
 
-        named = {"--prefill-url": prefill_url, "--decode-url": decode_url, "--url": url}
-        words = [word for flag, urls in named.items() for each in urls for word in (flag, each)]
-        said = {"--connector": connector, "--events": events, "--tokenizer": tokenizer}
-        file = str(config) if config else os.environ.get(ENV_PREFIX + "CONFIG")
-        said |= {"--advertise-host": advertise_host, "--config": file}
-        words += [word for flag, text in said.items() if text for word in (flag, text)]
+        words = flags_of(click.get_current_context().params, settings)
         asyncio.run(serve_fronts(settings, token, words))
         return
     from moonserve.live.gateway.config import GatewayConfig
