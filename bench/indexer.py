@@ -102,6 +102,17 @@ class Server:
         reply = self._client.getresponse()
         return reply.status, reply.read()
 
+    def body(self, path: str, tokens: list[int], local: list[int]) -> bytes:
+        """A query; by hashes, ours takes the standard's rolling ones and dynamo's local ones."""
+        asked: dict[str, Any] = {"model_name": "m"}
+        if path == "/query":
+            asked["token_ids"] = tokens
+        elif self.name == "moonserve":
+            asked["seq_hashes"] = rolling(local)
+        else:
+            asked["block_hashes"] = [each - 2**64 * (each >> 63) for each in local]
+        return json.dumps(asked).encode()
+
     def cpu_us(self) -> float:
         """CPU time of all its threads until now."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
@@ -186,25 +197,16 @@ def over_http(servers: Sequence[Server], told: list[list[list[int]]], rounds: in
     for blocks in LENGTHS:
         prompts = prompts_of(told, rng, blocks)
         local = [local_hashes(tokens, SIZE) for tokens in prompts]
-        bodies = {
-            "/query": [
-                json.dumps({"model_name": "m", "token_ids": ids}).encode() for ids in prompts
-            ],
-            "/query_by_hash": [
-                json.dumps(
-                    {"model_name": "m", "block_hashes": [h - 2**64 * (h >> 63) for h in hashes]}
-                ).encode()
-                for hashes in local
-            ],
-        }
-        for path, asked in bodies.items():
+        for path in ("/query", "/query_by_hash"):
             cpus: dict[str, list[float]] = {server.name: [] for server in servers}
             times: dict[str, list[float]] = {server.name: [] for server in servers}
             answers: dict[str, list[bytes]] = {}
             for turn in range(rounds + 1):
                 for server in servers:
+                    pairs = zip(prompts, local, strict=True)
+                    bodies = [server.body(path, *pair) for pair in pairs]
                     before, replies = server.cpu_us(), []
-                    for body in asked:
+                    for body in bodies:
                         begin = time.perf_counter()
                         status, reply = server.ask(path, body)
                         times[server.name] += [(time.perf_counter() - begin) * 1e6] * bool(turn)
@@ -213,8 +215,8 @@ def over_http(servers: Sequence[Server], told: list[list[list[int]]], rounds: in
                     cpus[server.name] += [(server.cpu_us() - before) / ASKED] * bool(turn)
                     answers[server.name] = replies
             if len(servers) == 2:
-                pairs = zip(*answers.values(), strict=True)
-                assert all(same(ours, theirs) for ours, theirs in pairs), "answers differ"
+                both = zip(*answers.values(), strict=True)
+                assert all(same(ours, theirs) for ours, theirs in both), "answers differ"
             line = f"{blocks:6} {path:14}"
             for server in servers:
                 cpu, wall = (

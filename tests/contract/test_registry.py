@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
@@ -318,3 +319,10 @@ def test_another_member_is_asked_when_one_is_away(etcd: Etcd) -> None:
         await one.close()
 
     asyncio.run(test())
+
+
+def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """etcd without aetcd: ConfigError names what to install."""
+    monkeypatch.setitem(sys.modules, "aetcd", None)
+    with pytest.raises(ConfigError, match=r"moonserve\[etcd\]"):
+        asyncio.run(EtcdRegistry.open(parse("etcd://127.0.0.1:9")))

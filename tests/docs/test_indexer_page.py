@@ -30,6 +30,8 @@ TOKENS = list(range(1, 13))
 class TwoBlocks:
     """An engine that has the first two blocks of the page's prompt."""
 
+    connected = True
+
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
 

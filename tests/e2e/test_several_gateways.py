@@ -34,7 +34,12 @@ class Fleet:
         self.workers: dict[str, Process] = {}
         self.gateways: dict[str, Process] = {}
         """By URL."""
-        self.start("store", "serve", "--listen", "0", "--recover-s", "0", "--segment-ttl-s", "3")
+        self.store = self.master()
+
+    def master(self) -> Process:
+        """Start a master of the store, at a port of its own."""
+        argv = ("store", "serve", "--listen", "0", "--recover-s", "2", "--segment-ttl-s", "3")
+        return self.start(*argv)
 
     def start(self, *argv: str) -> Process:
         """Start one role of this registry."""
@@ -140,7 +145,8 @@ def ledger(url: str) -> list[int]:
 def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: Fleet) -> None:
     """Either serves; a prefix computed through one is a hit through the other; a killed worker
     leaves both; a killed leader is followed by the other; one that comes later is ready with the
-    whole index; etcd may go and come back; ledgers end at zero."""
+    whole index; etcd may go and come back, and the store's master comes up elsewhere; ledgers end
+    at zero."""
     urls = [fleet.gateway(), fleet.gateway()]
     until(lambda: all(get(url, "/ready") for url in urls))
     until(lambda: all(names(url) == ["d0", "p0", "p1"] for url in urls))
@@ -180,7 +186,13 @@ def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: F
     assert names(third) == ["d0", "p1"]
     assert ask(third, WORDS)["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
     until(lambda: [p["url"] for p in get(third, "/api/gateways")["peers"] if p["heard"]] == [other])
+
+    fleet.store.kill()
+    fleet.master()
     for url in (other, third):
+        until(lambda url=url: (get(url, "/api/stats") or {"index_blocks": 0})["index_blocks"] > 10)
+        again = ask(url, WORDS)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
         until(lambda url=url: not any(ledger(url)))
 
 

@@ -17,6 +17,7 @@ from moonserve.live.fleet.feeds import Feed, FeedCounts, FeedSink
 from moonserve.live.fleet.fleet import Taken, Unknown
 from moonserve.live.fleet.pages import RankPage, read_page
 from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.http.message import HttpRequest, Response
 from tests.support.engines import Engine, rig
 from tests.support.serving import ByteText
 
@@ -138,6 +139,42 @@ def test_blocks_of_two_sizes_do_not_go_together() -> None:
             assert "those of a 16: start all of m with one --block-size" in it.keeper("b").why
             second.block_size = 16
             await it.until(lambda: InstanceId("b") in it.views)
+
+    run(body)
+
+
+def test_what_goes_by_halves_only_is_an_alarm() -> None:
+    """Contexts that differ are a warning; a half without its other half serves nobody."""
+
+    async def body() -> None:
+        first, second = Engine("a", max_len=100), Engine("b", max_len=200)
+        async with rig(first, second) as it:
+            await it.up(first, role="prefill", connector="nixl")
+            serves = "a: no decode engine of its model has connector nixl: it serves nobody"
+            assert serves in it.fleet.alarms()
+            await it.up(second, role="decode", connector="nixl")
+            assert serves not in it.fleet.alarms()
+            assert any("it takes 200 tokens, a 100" in said for said in it.fleet.alarms())
+
+    run(body)
+
+
+def test_engines_that_share_a_store_name_blocks_alike() -> None:
+    """Another hash algorithm finds nothing in the store: refused."""
+
+    class Cbor(Engine):
+        async def _metrics(self, request: HttpRequest) -> Response:
+            page = (await super()._metrics(request)).body
+            return Response(body=page.replace(b"sha256_cbor", b"xxhash"))
+
+    async def body() -> None:
+        first, second = Engine("a"), Cbor("b")
+        async with rig(first, second) as it:
+            await it.up(first, shared_store=True)
+            fields = {"name": "b", "url": second.url, "events": "off", "shared_store": True}
+            await it.fleet.add("test", InstanceSpec(**fields))
+            await it.until(lambda: it.keeper("b").state == "refused")
+            assert "start both with one --prefix-caching-hash-algo" in it.keeper("b").why
 
     run(body)
 

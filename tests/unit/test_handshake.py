@@ -84,4 +84,4 @@ def test_a_hash_block_size_of_its_own_is_that_of_the_keys() -> None:
         b'vllm:cache_config_info{block_size="400",hash_block_size="16",num_gpu_blocks="10"} 1.0\n'
     )
     found = shake({"/health": b"", "/v1/models": MODELS, "/metrics": page}, max_len=100)
-    assert found.block_size == 16
+    assert (found.block_size, found.kv_tokens) == (16, 4_000)

@@ -44,12 +44,14 @@ class ScriptedFeed:
         self.topic = topic
         self.sink = sink
         self.state = "made"
+        self.connected = False
 
     async def start(self) -> None:
         """As EventFeed's."""
         if self.endpoint == "bad":
             raise ConfigError("Invalid argument", "events")
         self.state = "open"
+        self.connected = True
 
     async def close(self) -> None:
         """As EventFeed's."""
@@ -151,7 +153,9 @@ def test_register_query_unregister() -> None:
         only = await rig.good("/query", {**ASK, "instance_id": 7})
         assert only == {"default": {"7": nothing["default"]["7"]}}
         seqs = rolling(local_hashes(TOKENS, SIZE))
-        for hashes in ({"seq_hashes": seqs}, {"block_hash": seqs}):
+        signed = [each - 2**64 if each >= 2**63 else each for each in seqs]
+        assert min(signed) < 0
+        for hashes in ({"seq_hashes": seqs}, {"block_hash": seqs}, {"seq_hashes": signed}):
             assert await rig.good("/query_by_hash", {"model": "m", **hashes}) == found
         local = [each - 2**64 if each >= 2**63 else each for each in local_hashes(TOKENS, SIZE)]
         asked = {"model_name": "m", "block_hashes": local}
@@ -214,6 +218,7 @@ def test_spaces_do_not_see_each_other() -> None:
         assert list((await rig.good("/query", {**ASK, "block_size": 8}))["default"]) == ["b"]
         rows = (await rig.good("/services"))["services"]
         assert [row["their_block_size"] for row in rows] == [None, None, None, 4]
+        assert all(row["connected"] for row in rows)
         asked = {key: value for key, value in ASK.items() if key != "block_size"}
         assert await rig.bad("/query", asked) == (400, "block_size")
         assert list(await rig.good("/query", {**asked, "tenant_id": "t"})) == ["t"]

@@ -66,15 +66,21 @@ def alone(engine: Engine, prompt: str, tokens: int = 16) -> str:
     return str(post(engine.url + "/v1/completions", body)["choices"][0]["text"])
 
 
-def same_as_one_engine(cluster: Cluster) -> None:
-    """Each prompt: the gateway's text is one engine's, whole and streamed, usage included."""
+def same_as_one_engine(cluster: Cluster, fresh: bool) -> None:
+    """Each prompt: the gateway's text is one engine's, whole and streamed, usage included.
+
+    fresh: whether these prompts are new to the engines.
+    """
     for prompt in PROMPTS:
         want = alone(cluster.prefills[0], prompt)
         reply = cluster.front.complete(prompt)
         assert reply["choices"][0]["text"] == want
         decision = cluster.front.decision(reply)
         assert decision["decode"] == cluster.decode.name
-        assert decision["prefill"] in {it.name for it in cluster.prefills}
+        # What decode has all but the end of, of some blocks, it gets without a prefill elsewhere.
+        held = not fresh and prompt is PROMPTS[0]
+        apart = {it.name for it in cluster.prefills}
+        assert decision["prefill"] in ({cluster.decode.name} if held else apart)
         usage = reply["usage"]
         assert usage["completion_tokens"] == 16
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
@@ -121,13 +127,14 @@ def mooncake(
             described(two, "prefill", "mooncake", folder),
             described(three, "decode", "mooncake", folder),
         ]
-        with gateway(instances, logs) as front:
+        # Prompts go to prefill first, even where decode has all that they begin with.
+        with gateway(instances, logs, alone_tokens=0) as front:
             yield Cluster((one, two), three, front)
 
 
 def test_mooncake_gives_what_one_engine_gives(mooncake: Cluster) -> None:
     """By the Mooncake connector, greedy output equals one engine's."""
-    same_as_one_engine(mooncake)
+    same_as_one_engine(mooncake, fresh=True)
 
 
 def test_mooncake_prefix_goes_to_its_holder(mooncake: Cluster) -> None:
@@ -210,8 +217,8 @@ def nixl(python: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_nixl_gives_what_one_engine_gives(nixl: Cluster) -> None:
     """By NIXL, greedy output equals one engine's, the second time too."""
-    same_as_one_engine(nixl)
-    same_as_one_engine(nixl)
+    same_as_one_engine(nixl, fresh=True)
+    same_as_one_engine(nixl, fresh=False)
 
 
 def test_nixl_frees_both_sides(nixl: Cluster) -> None:

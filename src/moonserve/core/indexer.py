@@ -169,12 +169,18 @@ class Tiered:
         if self._below:
             cpu = self._go_on(self._on["dram"], keys, gpu)
             disk = self._go_on(self._on["disk"], keys, cpu)
-        size, found = self.block_size, dict[str, Hits]()
-        for name in dict.fromkeys([self._of[stream] for stream in disk]):
+        size, of, found = self.block_size, self._of, dict[str, Hits]()
+        for stream, blocks in disk.items():
+            name = of[stream]
             ranks = self._ranks[name]
-            dp = {rank: size * gpu.get(stream, 0) for stream, rank in ranks.items()}
-            most = [size * max([tier.get(stream, 0) for stream in ranks]) for tier in (cpu, disk)]
-            found[name] = Hits(most[1], max(dp.values()), dp, *most)
+            if len(ranks) == 1:
+                most, on_cpu, on_gpu = blocks * size, cpu.get(stream, 0), gpu.get(stream, 0)
+                dp = {ranks[stream]: on_gpu * size}
+                found[name] = Hits(most, on_gpu * size, dp, on_cpu * size, most)
+            elif name not in found:
+                dp = {rank: size * gpu.get(one, 0) for one, rank in ranks.items()}
+                tiers = [size * max([tier.get(one, 0) for one in ranks]) for tier in (cpu, disk)]
+                found[name] = Hits(tiers[1], max(dp.values()), dp, *tiers)
         return found
 
     def _go_on(

@@ -102,9 +102,8 @@ def _number(name: EngineHash) -> int:
 
 
 def block_keys(cover: int, hashes: Sequence[int]) -> Sequence[Key]:
-    """Of a chain of rolling hashes, signed or not; `cover`: core.indexer.mask."""
-    numbers = [each & _U64 for each in hashes] if min(hashes, default=0) < 0 else hashes
-    return [keyed(cover, each) for each in numbers] if cover else numbers
+    """Of a chain of rolling hashes; `cover`: core.indexer.mask."""
+    return [keyed(cover, each) for each in hashes] if cover else hashes
 
 
 def token_keys(cover: int, tokens: Sequence[int], size: Tokens, seed: int) -> Sequence[Key]:

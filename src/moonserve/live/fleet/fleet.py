@@ -18,7 +18,7 @@ from moonserve.core.observed import Part, Watch
 from moonserve.core.units import InstanceId, Micros, Tokens
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.fleet.feeds import FeedCounts, FeedOpener
-from moonserve.live.fleet.handshake import Found, Mismatch
+from moonserve.live.fleet.handshake import Found, beside
 from moonserve.live.fleet.keeper import Keeper, Times
 from moonserve.live.fleet.member import Member
 from moonserve.live.fleet.spec import InstanceSpec
@@ -186,26 +186,11 @@ class Fleet:
                 raise ConfigError(str(error).removeprefix("model: "), "tokenizer") from None
         return self._texts[ref]
 
-    def _check(self, member: Member, found: Found) -> None:
-        """An engine must go with the others of its model that are up. Raises Mismatch."""
-        for kept in self._kept.values():
-            other, theirs = kept.keeper.member, kept.keeper.found
-            if other is member or kept.keeper.state != "up" or theirs is None:
-                continue
-            if theirs.model != found.model:
-                continue
-            if theirs.block_size != found.block_size:
-                raise Mismatch(
-                    f"its KV blocks have {found.block_size} tokens, those of {other.spec.name} "
-                    f"{theirs.block_size}: start all of {found.model} with one --block-size",
-                    "block_size",
-                )
-            if other.spec.tokenizer and member.spec.tokenizer not in ("", other.spec.tokenizer):
-                raise Mismatch(
-                    f"is {member.spec.tokenizer}, that of {other.spec.name} "
-                    f"{other.spec.tokenizer}: name the same for all of {found.model}",
-                    "tokenizer",
-                )
+    def _check(self, member: Member, found: Found) -> Found:
+        """An engine must go with the others of its model that are up; adds what is doubtful of it.
+        Raises Mismatch."""
+        others = [(it.member, it.found) for it in self._of(found.model) if it.state == "up"]
+        return beside(member, found, [(it, of) for it, of in others if of and it is not member])
 
     # For the relay.
 
@@ -277,9 +262,23 @@ class Fleet:
                 found.append(
                     f"{view.info.id}: finds less cached than is claimed: {share} of it counts"
                 )
+        found += self._halves()
         if self._index_empty():
             found.append("the index is empty though engines tell events and have served requests")
         return found
+
+    def _halves(self) -> list[str]:
+        """Engines that serve nobody, since their other half is not described."""
+        specs = [(kept.keeper.member.spec, kept.keeper.found) for kept in self._kept.values()]
+        known = [(it.role, it.connector, of.model if of else it.model) for it, of in specs]
+        said = []
+        for spec, of in specs:
+            other = {"prefill": "decode", "decode": "prefill"}.get(spec.role)
+            model = of.model if of else spec.model
+            if other is not None and (other, spec.connector, model) not in known:
+                what = f"no {other} engine of its model has connector {spec.connector}"
+                said.append(f"{spec.name}: {what}: it serves nobody")
+        return said
 
     def _index_empty(self) -> bool:
         views = self._conductor.core.view.instances

@@ -306,3 +306,36 @@ async def _listens(endpoint: str) -> bool:
         return False
     writer.close()
     return True
+
+
+def beside(member: Member, found: Found, others: Sequence[tuple[Member, Found]]) -> Found:
+    """Whether it goes with the others of its model; with warnings added where it does by halves.
+    Raises Mismatch."""
+    warnings = list(found.warnings)
+    for other, theirs in others:
+        mine, name = member.spec, other.spec.name
+        if theirs.block_size != found.block_size:
+            raise Mismatch(
+                f"its KV blocks have {found.block_size} tokens, those of {name} "
+                f"{theirs.block_size}: start all of {found.model} with one --block-size",
+                "block_size",
+            )
+        if other.spec.tokenizer and mine.tokenizer not in ("", other.spec.tokenizer):
+            raise Mismatch(
+                f"is {mine.tokenizer}, that of {name} {other.spec.tokenizer}: name the same for "
+                f"all of {found.model}",
+                "tokenizer",
+            )
+        algorithms = [it for it in (found.hash_algorithm, theirs.hash_algorithm) if it]
+        if mine.shared_store and other.spec.shared_store and len({*algorithms}) > 1:
+            raise Mismatch(
+                f"it names blocks by {algorithms[0]}, {name} by {algorithms[1]}, so they share no "
+                "store: start both with one --prefix-caching-hash-algo",
+                "shared_store",
+            )
+        if theirs.max_len != found.max_len:
+            warnings.append(
+                f"it takes {found.max_len} tokens, {name} {theirs.max_len}: the longer requests "
+                "may be refused by whom they reach; start all with one --max-model-len"
+            )
+    return msgspec.structs.replace(found, warnings=tuple(warnings))

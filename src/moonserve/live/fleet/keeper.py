@@ -84,11 +84,11 @@ class Keeper:
         views: Callable[[], Mapping[InstanceId, InstanceView]],
         tools: TextTools | None,
         times: Times,
-        check: Callable[[Member, Found], None],
+        check: Callable[[Member, Found], Found],
         open_feed: FeedOpener | None,
     ) -> None:
-        """`views`: what the Conductor believes; `check` raises Mismatch where the engine does not
-        go with the others; `tools`: of its tokenizer, None where there is none."""
+        """`views`: what the Conductor believes; `check`: Fleet's, raises Mismatch; `tools`: of its
+        tokenizer, None where there is none."""
         self.member, self.tools = member, tools
         self.state: State = "asking"
         self.why = ""
@@ -108,7 +108,7 @@ class Keeper:
         while True:
             try:
                 found = await handshake(self._http, self.member, self.tools)
-                self._check(self.member, found)
+                found = self._check(self.member, found)
                 await self._join(found)
             except Mismatch as error:
                 await self._leave("refused", str(error))

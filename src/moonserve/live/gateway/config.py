@@ -28,7 +28,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     advertise_host: str | None = None
     """Where others reach it, if not at `host`; said in the registry."""
     store_url: str = ""
-    """Where the store's master is; empty: in this process."""
+    """Where the store's master is; empty: in this process, or where the registry says."""
+    follows_master: bool = False
+    """Whether `store_url` is what the registry said, so that it may say another one later."""
     store: Literal["embedded", "mooncake", "none"] = "embedded"
     """Whose pool the workers use; Mooncake's has a master of its own; none: foreign engines keep
     their KV themselves."""

@@ -64,7 +64,7 @@ async def registered(config: GatewayConfig) -> tuple[GatewayConfig, Registry | N
         except BaseException:
             await registry.close()
             raise
-        config = msgspec.structs.replace(config, store_url=master)
+        config = msgspec.structs.replace(config, store_url=master, follows_master=True)
     return config, registry
 
 
@@ -179,12 +179,13 @@ class Control:
     def _among(
         self, registry: Registry, settled: Callable[[], Awaitable[object]] | None
     ) -> Several:
-        token, known = self._config.token, settled
+        token, known, move = self._config.token, settled, None
         if isinstance(self.pool, RemotePool):
             known = self.pool.known.wait
+            move = self.pool.move if self._config.follows_master else None
         has_workers = self._config.store != "none"
         return Several(
-            registry, self.conductor, self._internal, self._http, token, known, has_workers
+            registry, self.conductor, self._internal, self._http, token, known, has_workers, move
         )
 
     def _tell(self, events: Sequence[BlockEvent]) -> None:

@@ -141,6 +141,9 @@ class Registered(msgspec.Struct, frozen=True):
 class Feed(Protocol):
     """What follows a stream; EventFeed is one."""
 
+    connected: bool
+    """Whether its engine is reached at the moment."""
+
     async def start(self) -> None:
         """From now on its sink is told. Raises ConfigError: no such kind of address."""
 
@@ -317,10 +320,13 @@ class IndexerApi:
         hashes = rolled if rolled is not None else asked.block_hashes
         if hashes is None:
             raise BadRequest("seq_hashes: is missing", "seq_hashes")
-        if hashes and not -(1 << 63) <= min(hashes) <= max(hashes) <= _U64:
+        low, high = min(hashes, default=0), max(hashes, default=0)
+        if not -(1 << 63) <= low <= high <= _U64:
             raise BadRequest(f"{field}: each must be of 64 bits", field)
+        if low < 0:
+            hashes = [each & _U64 for each in hashes]
         if rolled is None:
-            hashes = rolling([each & _U64 for each in hashes], tiered.seed)
+            hashes = rolling(hashes, tiered.seed)
         return self._answer(asked, space, block_keys(asked.cover, hashes))
 
     def _answer(self, asked: Query, space: Space, keys: Sequence[Key]) -> Response:
@@ -345,7 +351,7 @@ class IndexerApi:
                 "events": source.rolled.stats,
                 "their_block_size": source.rolled.mismatch,
                 "resets": source.resets,
-                "connected": getattr(source.feed, "connected", None),
+                "connected": source.feed is not None and source.feed.connected,
             }
             for source in self._sources.values()
         ]

@@ -26,7 +26,13 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.ports import Registry
-from moonserve.live.registry.entries import GATEWAYS, INSTANCES, GatewayEntry, decoded
+from moonserve.live.registry.entries import (
+    GATEWAYS,
+    INSTANCES,
+    GatewayEntry,
+    decoded,
+    follow_master,
+)
 from moonserve.live.store.reports import POOL
 
 log = logging.getLogger(__name__)
@@ -70,9 +76,11 @@ class Several:
         token: str,
         known: Callable[[], Awaitable[object]] | None = None,
         has_workers: bool = True,
+        move: Callable[[str], None] | None = None,
     ) -> None:
         """known: returns once the index is filled by who holds the KV; None: it is to be taken over
-        from another gateway. has_workers: ours; else engines are foreign.
+        from another gateway. has_workers: ours; else engines are foreign. move: told where the
+        store's master is, whenever it comes up elsewhere.
         """
         self.registry = registry
         self._conductor = conductor
@@ -81,6 +89,7 @@ class Several:
         self._token = token
         self._known = known
         self._has_workers = has_workers
+        self._move = move
         self.leads = False
         self.not_ready = "it gathers what others hold"
         """Why this gateway is not ready yet; empty: it is."""
@@ -112,6 +121,8 @@ class Several:
             self._begin(doing)
         if self._has_workers:
             self._begin(self._follow_workers())
+        if self._move is not None:
+            self._begin(follow_master(self.registry, self._move))
         await self.registry.elect(DUTY, me.name, self._lead)
 
     async def close(self) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -327,10 +328,10 @@ class ClientStream:
             raise StopAsyncIteration
         return chunk
 
-    async def take(self) -> bytes | None:
+    def take(self) -> Coroutine[Any, Any, bytes | None]:
         """All that has come of the body, a piece at least; None at its end. Raises as iterating."""
         assert self._connection is not None, "use it inside `async with`"
-        return await self._connection.take()
+        return self._connection.take()
 
     def idle(self, timeout_s: float) -> None:
         """From now on this is idle_timeout_s."""

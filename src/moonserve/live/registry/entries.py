@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -72,3 +72,10 @@ async def find_master(registry: Registry, within_s: float) -> str:
         " with the same --registry, or give --store-url",
         "registry",
     )
+
+
+async def follow_master(registry: Registry, move: Callable[[str], None]) -> None:
+    """Tell where the store's master is whenever that is said anew, for ever."""
+    async for entries in registry.watch(MASTER):
+        for entry in decoded(entries, "", MasterEntry).values():
+            move(entry.url)

@@ -121,7 +121,6 @@ class RelayApp(Collector):
 
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
         caller = self._caller
-        arrived_us = seconds_to_us(http.arrived_s)
         tenant = headers.tenant(http.headers)
         self._door.enter(tenant)
         life, streams = None, False
@@ -142,12 +141,17 @@ class RelayApp(Collector):
                 stopping=Stopping(max_tokens=min(max(1, asked.max_tokens or default), longest)),
                 slo=headers.slo(http.headers),
                 priority=headers.priority(http.headers),
-                arrived_us=arrived_us,
+                arrived_us=seconds_to_us(http.arrived_s),
                 whole=asked.whole,
                 tenant=tenant,
             )
             life = Life(
-                asked, reading, request, caller, arrived_us, lambda: self._door.leave(http, tenant)
+                asked,
+                reading,
+                request,
+                caller,
+                http.arrived_s,
+                lambda: self._door.leave(http, tenant),
             )
             answer = await life.begin()
             if answer is not None:

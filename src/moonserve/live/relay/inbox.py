@@ -27,7 +27,8 @@ class Inbox:
         task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[Any] = task
-        self._awaiting = False
+        self.awaiting = False
+        """Whether its task waits for an engine, and nothing else."""
         self.number = 0
         """Of the call that is out; 0 when none is."""
         self.lost: str | None = None
@@ -64,18 +65,24 @@ class Inbox:
         if self.lost is not None:
             call.close()
             raise CallLost(self.lost)
-        self._awaiting = True
+        self.awaiting = True
         try:
             return await call
         except asyncio.CancelledError:
-            if self.lost is None or self._task.uncancel() > 0:
-                raise  # the client is gone
-            raise CallLost(self.lost) from None
+            if self.is_ours():
+                raise CallLost(str(self.lost)) from None
+            raise
         finally:
-            self._awaiting = False
+            self.awaiting = False
+
+    def is_ours(self) -> bool:
+        """Whether the cancel just caught ended a call, and no more than that; else who is served,
+        or we, have to go. For who sets `awaiting` by itself.
+        """
+        return self.lost is not None and not self._task.uncancel()
 
     def _break(self, why: str) -> None:
         if self.lost is None:
             self.lost = why
-            if self._awaiting:
+            if self.awaiting:
                 self._task.cancel()

@@ -18,7 +18,7 @@ from moonserve.core.actions import Decode, GiveUp, Prefill, Refuse
 from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, InstanceInfo, PrefillEnded
 from moonserve.core.request import Request
-from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
+from moonserve.core.units import MICROS_PER_SECOND, Tokens, seconds_to_us
 from moonserve.live.dispatch import owed
 from moonserve.live.fleet.observed import Call
 from moonserve.live.http.client import ClientStream
@@ -46,7 +46,7 @@ class Life:
         reading: Reading,
         request: Request,
         caller: Caller,
-        arrived_us: Micros,
+        arrived_s: float,
         on_close: Callable[[], None],
     ) -> None:
         self._asked = asked
@@ -67,14 +67,16 @@ class Life:
         """Whether the Conductor is yet to be told of the first token of a call that does it all."""
         self._timer: asyncio.TimerHandle | None = None
         self._opened = False
+        self._lives = False
+        """Whether the Conductor still knows it."""
         self._sent = False
         """Whether the client has got something, or is about to."""
         self._over = False
         self._outcome = "cancelled"
         self._first = b""
         self._reply = Passing()
-        self._first_us: Micros = 0
-        self._last_us = arrived_us
+        self._loop = asyncio.get_running_loop()
+        self._first_s, self._last_s = 0.0, arrived_s
         """When the last piece came."""
         self.content_type = JSON
 
@@ -85,7 +87,7 @@ class Life:
         if self._conductor.known(self._request.id):
             message = f"a request with id {self._request.id} is under way; ids must differ"
             raise BadRequest(message, "x-request-id", "duplicate_request_id")
-        self._opened = True
+        self._opened = self._lives = True
         self._conductor.open(self._request, self._reading.keys, self._inbox)
         while True:
             action = await self._inbox.get()
@@ -95,10 +97,10 @@ class Life:
                 case Decode():
                     work = self._decode(action)
                 case Refuse():
-                    self._outcome = "refused"
+                    self._outcome, self._lives = "refused", False
                     raise owed(action)
                 case GiveUp(why=why):
-                    self._outcome = "failed"
+                    self._outcome, self._lives = "failed", False
                     raise EngineFailed(why)
                 case _:
                     continue
@@ -107,8 +109,7 @@ class Life:
                 answer = await work
             except Passed as passed:
                 self._outcome = f"engine answered {passed.answer.status}"
-                self._fail(passed, retry=False)
-                return passed.answer
+                return passed.answer  # no failure: what is left of it ends as when a client goes
             except MoonserveError as error:
                 self._fail(error, retry=True)
                 continue
@@ -122,8 +123,7 @@ class Life:
             self._at, self._owes_prefilled = (to, decision.reused_tokens), True
             if not self._asked.stream:  # its first token is not seen: taken to come as predicted
                 wait_s = (decision.predicted_ttft_us - decision.waited_us) / MICROS_PER_SECOND
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(wait_s, self._tell_prefilled)
+                self._timer = self._loop.call_later(wait_s, self._tell_prefilled)
             self._note = self._caller.observer.began(
                 to.id,
                 "whole",
@@ -138,6 +138,8 @@ class Life:
         self._cached = handed.cached
         self._reused(to, decision.reused_tokens, handed.cached)
         self._conductor.tell(PrefillEnded(self._request.id, self._inbox.number, final=False))
+        if not self._asked.stream:  # decode's is not seen
+            self._conductor.first_token(self._request.id, handed.cached)
         self._inbox.out(0)
         return None
 
@@ -182,12 +184,11 @@ class Life:
         return self._whole(await self._inbox.engine(whole))
 
     async def _open(self, stream: ClientStream, to: InstanceInfo, first_s: float) -> Answer | None:
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + first_s
+        until_s = self._loop.time() + first_s
         await stream.__aenter__()
         if stream.status != 200:
             return self._whole(await self._caller.rest(to, stream))  # raises
-        await self._begun(stream, to, until_s - loop.time())
+        await self._begun(stream, to, until_s - self._loop.time())
         return None
 
     async def _begun(self, stream: ClientStream, to: InstanceInfo, left_s: float) -> None:
@@ -221,13 +222,14 @@ class Life:
     def _answered(self) -> None:
         """The first token is here."""
         self._sent = True
-        now_us, metrics = self._conductor.now_us(), self._caller.metrics
-        metrics.ttft.observe((now_us - self._last_us) / MICROS_PER_SECOND)
-        self._first_us = self._last_us = now_us
-        self._conductor.first_token(self._request.id, self._reply.cached)
+        now_s = self._loop.time()
+        if self._asked.stream:  # else it came when nobody knows
+            self._caller.metrics.ttft.observe(now_s - self._last_s)
+            self._conductor.first_token(self._request.id, self._reply.cached)
+            if self._note is not None:
+                self._note.answered(self._reply.cached)
+        self._first_s = self._last_s = now_s
         self._tell_prefilled()
-        if self._note is not None and self._asked.stream:  # else it came when nobody knows
-            self._note.answered(self._reply.cached)
 
     def _tell_prefilled(self) -> None:
         if self._timer is not None:
@@ -240,6 +242,7 @@ class Life:
     def _fail(self, error: MoonserveError, retry: bool) -> None:
         """The call that was out is over; the Conductor says what follows."""
         self._stop()
+        self._lives = retry
         self._conductor.tell(
             CallFailed(
                 request=self._request.id,
@@ -268,12 +271,21 @@ class Life:
         if self._over or stream is None:
             await self._drain()
             raise StopAsyncIteration
-        out = b""
+        inbox, out = self._inbox, b""
         while not out:
+            if inbox.lost is not None:
+                return self._break_off(CallLost(inbox.lost))
+            inbox.awaiting = True  # Inbox.engine without a coroutine for each token
             try:
-                chunk = await self._inbox.engine(stream.take())
-            except (CallLost, UpstreamError, DeadlineExceeded) as error:
+                chunk = await stream.take()
+            except (UpstreamError, DeadlineExceeded) as error:
                 return self._break_off(error)
+            except asyncio.CancelledError:
+                if inbox.is_ours():
+                    return self._break_off(CallLost(str(inbox.lost)))
+                raise
+            finally:
+                inbox.awaiting = False
             if chunk is None and not self._reply.finish:
                 return self._break_off(CallLost("the engine's stream ended early"))
             if chunk is None:
@@ -281,9 +293,9 @@ class Life:
                 raise StopAsyncIteration
             if whole := self._reply.whole(chunk):
                 out = self._reply.passed(whole)
-        now_us = self._conductor.now_us()
-        self._caller.metrics.tbt.observe((now_us - self._last_us) / MICROS_PER_SECOND)
-        self._last_us = now_us
+        now_s = self._loop.time()
+        self._caller.metrics.tbt.observe(now_s - self._last_s)
+        self._last_s = now_s
         self._account()
         return out
 
@@ -310,7 +322,7 @@ class Life:
     def _end(self) -> None:
         """The last token is here, and what the engine has counted."""
         reply, metrics = self._reply, self._caller.metrics
-        self._over, self._outcome = True, reply.finish or "done"
+        self._over, self._lives, self._outcome = True, False, reply.finish or "done"
         prompt, cached = reply.counted.prompt, reply.cached
         self._caller.reader.learn(self._asked.model, self._reading, prompt)
         metrics.prompt_tokens += prompt or self._reading.length
@@ -362,9 +374,10 @@ class Life:
         self._stop()
         if self._opened:
             self._opened = False
-            self._conductor.tell(ClientGone(self._request.id))
-            gaps, spent_us = self._reply.tokens - 1, self._last_us - self._first_us
-            tbt_us = spent_us // gaps if gaps > 0 and spent_us else None
+            if self._lives:
+                self._conductor.tell(ClientGone(self._request.id))
+            gaps, spent_s = self._reply.tokens - 1, self._last_s - self._first_s
+            tbt_us = seconds_to_us(spent_s / gaps) if gaps > 0 and spent_s else None
             self._conductor.close(self._request.id, self._outcome, tbt_us)
         on_close, self._on_close = self._on_close, None
         if on_close is not None:

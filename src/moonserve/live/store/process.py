@@ -24,7 +24,13 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
-from moonserve.live.registry.entries import MASTER, MasterEntry, find_master, open_registry
+from moonserve.live.registry.entries import (
+    MASTER,
+    MasterEntry,
+    find_master,
+    follow_master,
+    open_registry,
+)
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.local import EventLog, LocalPool
@@ -136,8 +142,7 @@ async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
     async with AsyncExitStack() as stack:
         http = HttpClient()
         stack.push_async_callback(http.close)
-        url = config.store_url or await _found(config.registry)
-        rpc = HttpRpc(http, url, mine.token.decode())
+        rpc = await _reach(config, http, stack)
         client = await mounted(rpc.connect, lambda: StoreClient.open(rpc, mine), stop)
         if client is None:
             return
@@ -149,21 +154,24 @@ async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
         client.start_beats()
         for owner in client.owners:
             it = owner.mounting
-            say(f"{it.id}: {it.capacity_bytes >> 20} MiB of {it.tier} at {url}")
+            say(f"{it.id}: {it.capacity_bytes >> 20} MiB of {it.tier} at {rpc.url}")
         await stop.wait()
         say("leaving: what lies in memory is moved elsewhere, if there is room")
         await hand_on(client, config.drain_s)
     say("stopped")
 
 
-async def _found(registry_url: str) -> str:
-    """Where the master is. Raises ConfigError."""
-    registry = await open_registry(registry_url)
+async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack) -> HttpRpc:
+    """The master, followed to where it moves if the registry says where it is. ConfigError."""
+    token = config.settings.token.decode()
+    if config.store_url:
+        return HttpRpc(http, config.store_url, token)
+    registry = await open_registry(config.registry)
     assert registry is not None, "the command gives either"
-    try:
-        return await find_master(registry, _MASTER_S)
-    finally:
-        await registry.close()
+    stack.push_async_callback(registry.close)
+    rpc = HttpRpc(http, await find_master(registry, _MASTER_S), token)
+    stack.callback(asyncio.create_task(follow_master(registry, rpc.move)).cancel)
+    return rpc
 
 
 async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:

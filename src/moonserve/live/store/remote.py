@@ -90,6 +90,14 @@ class HttpRpc:
                 self._channel = channel
             return self._channel
 
+    def move(self, url: str) -> None:
+        """The master is elsewhere now: whoever calls next connects there."""
+        if url.rstrip("/") != self.url:
+            log.warning("the store's master is at %s now, not at %s", url, self.url)
+            self.url = url.rstrip("/")
+            if self._channel is not None and self._channel.is_open():
+                self._channel.break_off("it has moved")
+
     def _refusal(self, reply: ClientResponse) -> MoonserveError:
         try:
             said = msgspec.json.decode(reply.body, type=ErrorReply).error.message
@@ -154,6 +162,10 @@ class RemotePool:
         """See Master.copy; of very many only the first. May raise MoonserveError or OSError."""
         call = wire.CopyCall(keys[: wire.MAX_BATCH], to, source)
         return (await self._link.call("copy", call, wire.Copying)).count
+
+    def move(self, url: str) -> None:
+        """The master is elsewhere now."""
+        self._rpc.move(url)
 
     def tick(self) -> None:
         """Nothing to do: the master has its own clock."""

@@ -22,6 +22,7 @@ from moonserve.live.registry.entries import (
     GatewayEntry,
     decoded,
     find_master,
+    follow_master,
 )
 from moonserve.live.worker.join import Control, Membership, with_untold
 
@@ -42,6 +43,7 @@ class Gateways:
         self._registry = registry
         self._only = Control(http, url, token)
         self._entry: Registration | None = None
+        self._moving: asyncio.Task[None] | None = None
         self._members: dict[GatewayEntry, Membership] = {}
         self._tasks: dict[GatewayEntry, asyncio.Task[None]] = {}
         self._controls: dict[GatewayEntry, Control] = {}
@@ -51,6 +53,11 @@ class Gateways:
         if store_url or self._registry is None:
             return store_url or self._only.gateway
         return await find_master(self._registry, _MASTER_S)
+
+    def follow_master(self, move: Callable[[str], None]) -> None:
+        """`move` is told where the store's master is, if it comes up elsewhere."""
+        if self._registry is not None:
+            self._moving = asyncio.create_task(follow_master(self._registry, move))
 
     async def ping(self) -> None:
         """Return if somebody answers at all. Raises MoonserveError."""
@@ -140,6 +147,8 @@ class Gateways:
 
     async def leave(self) -> None:
         """Say goodbye to all; who is away will find out by itself."""
+        if self._moving is not None:
+            self._moving.cancel()
         await asyncio.gather(*(member.leave() for member in self._members.values()))
         if self._entry is not None:
             await self._entry.close()

@@ -194,7 +194,7 @@ async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) ->
 def _events(config: WorkerConfig, say: Say) -> Publisher:
     """Where what lies in the segments is published. Raises ConfigError: it cannot be."""
     if config.store == "mooncake":
-        raise ConfigError("the Mooncake store does not tell what it evicts; off", "kv_events")
+        raise ConfigError("the Mooncake store does not tell what it evicts; leave it off", "kv_events")
     from moonserve.live.kvevents.publisher import Publisher  # ZMQ costs the others nothing
 
     endpoint, _, replay = config.kv_events.partition(",")
@@ -270,6 +270,8 @@ async def _open(
     if url is None:
         return None
     rpc = HttpRpc(http, url, config.token)
+    if not config.store_url:
+        gateways.follow_master(rpc.move)
     return await mounted(rpc.connect, partial(_open_store, rpc, config, epoch), stop)
 
 
