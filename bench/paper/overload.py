@@ -249,9 +249,12 @@ def draw_seesaw(found: Any) -> Any:
             load = row[f"{pool}_load"]
             mean = sum(load) / max(1, len(load)) or 1.0
             axes.plot(row["times_s"], [v / mean for v in load], color=color, lw=1, label=pool)
-        axes.set(title=f"{arm}: correlation {row['seesaw_correlation']:+.2f}", ylim=(0, None))
+        said = f"{arm}: correlation {row['seesaw_correlation']:+.2f}, dispersion "
+        said += " and ".join(f"{row[f'seesaw_dispersion_{pool}']:.2f}" for pool in COLORS)
+        axes.set(title=said, ylim=(0, 2.5))
         axes.set_ylabel("load over its mean")
-    panels[-1][0].set_xlabel("seconds")
+    last_s = min(row["times_s"][-1] for row in found if row["arm"] in SHOWN)
+    panels[-1][0].set(xlabel="seconds", xlim=(0, last_s))
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure

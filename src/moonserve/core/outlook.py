@@ -91,14 +91,16 @@ class Outlook:
         if told and slo.ttft_us is not None:
             view, length = prefills[0], len(request.prompt)
             each_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens) / len(prefills)
-            slo = Slo(slo.ttft_us - round(told * each_us), slo.tbt_us)
+            slo = Slo(max(0, slo.ttft_us - round(told * each_us)), slo.tbt_us)
             whys.append(f"less {told * each_us / 1e3:.3g} ms for {told:.3g} told to come before it")
         if request.priority < 0:
-            share, whose = self._tuning.low_share, "of a priority below 0"
+            share = self._tuning.low_share
         elif not self._turns:
             share = max(self._tuning.low_share, self._tenants.share(request.tenant))
-            whose = f"of tenant {request.tenant!r}, given more than its part"
         if share != 1.0:
+            whose = f"of tenant {request.tenant!r}, given more than its part"
+            if request.priority < 0:
+                whose = "of a priority below 0"
             ttft_us, tbt_us = slo.ttft_us, slo.tbt_us
             slo = Slo(
                 None if ttft_us is None else round(share * ttft_us),

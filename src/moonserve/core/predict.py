@@ -50,6 +50,8 @@ class Lengths:
         self._seen = 0
         self._shares: list[float] = []
         self._means: list[float] = []
+        self._asked = (-1, 0.0)
+        """The latest bound of a mean, and that mean."""
         self._made_of = (-1, -1)
         """What `_shares` and `_means` were made of: they are asked for far more often."""
 
@@ -93,9 +95,12 @@ class Lengths:
     def mean(self, most: Tokens = 1 << 20) -> float:
         """Expected length, where outputs are cut off at `most`."""
         shares = self._table()
-        at = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, most))))
-        width = max(0.0, min(most, _EDGES[_BINS]) - _EDGES[at])
-        return self._means[at] + width * (shares[at] + self.beyond(most)) / 2
+        if most != self._asked[0]:
+            at = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, most))))
+            width = max(0.0, min(most, _EDGES[_BINS]) - _EDGES[at])
+            mean = self._means[at] + width * (shares[at] + self.beyond(most)) / 2
+            self._asked = (most, mean)
+        return self._asked[1]
 
     def _table(self) -> list[float]:
         """Shares at the edges; where little has come since they were made, those will do."""
@@ -120,6 +125,7 @@ class Lengths:
         sides = zip(self._shares, self._shares[1:], _EDGES, _EDGES[1:], strict=False)
         parts = [(a + b) / 2 * (high - low) for a, b, low, high in sides]
         self._means = list(accumulate(parts, initial=1.0))
+        self._asked = (-1, 0.0)
         self._made_of = (self._seen, seen)
         return self._shares
 

@@ -86,6 +86,8 @@ class Slo(msgspec.Struct, frozen=True):
 
     def over(self, other: Slo) -> Slo:
         """These objectives, and the other's where these have none."""
+        if self.ttft_us is None and self.tbt_us is None:
+            return other
         return Slo(
             other.ttft_us if self.ttft_us is None else self.ttft_us,
             other.tbt_us if self.tbt_us is None else self.tbt_us,
