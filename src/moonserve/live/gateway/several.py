@@ -38,7 +38,6 @@ from moonserve.live.store.reports import POOL
 
 log = logging.getLogger(__name__)
 
-DUTY = "conductor"
 _LOOK_S = 0.02
 """What is promised is told as soon as this after it changed,"""
 _AGAIN_S = 0.25
@@ -73,10 +72,11 @@ class Several:
         known: Callable[[], Awaitable[object]] | None = None,
         has_workers: bool = True,
         move: Callable[[str], None] | None = None,
+        duty: str = "conductor",
     ) -> None:
         """known: returns once the index is filled by who holds the KV; None: it is to be taken over
         from another gateway. has_workers: ours; else engines are foreign. move: told where the
-        store's master is, whenever it comes up elsewhere.
+        store's master is, whenever it comes up elsewhere. duty: that one gateway at a time has.
         """
         self.registry = registry
         self._conductor = conductor
@@ -86,6 +86,7 @@ class Several:
         self._known = known
         self._has_workers = has_workers
         self._move = move
+        self._duty = duty
         self.leads = False
         self.not_ready = "it gathers what others hold"
         """Why this gateway is not ready yet; empty: it is."""
@@ -122,7 +123,7 @@ class Several:
             self._begin(self._follow_workers())
         if self._move is not None:
             self._begin(follow_master(self.registry, self._move))
-        await self.registry.elect(DUTY, me.name, self._lead)
+        await self.registry.elect(self._duty, me.name, self._lead)
 
     async def close(self) -> None:
         """Leave: others need not wait until it is noticed."""
