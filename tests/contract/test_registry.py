@@ -109,8 +109,10 @@ def test_the_latest_to_register_a_key_has_it(members: Callable[[], Join]) -> Non
 
     async def test(join: Join) -> None:
         one, other = await join(), await join()
-        await one.register("x", b"1")
+        first = await one.register("x", b"1")
         mine = await other.register("x", b"2")
+        assert await one.read("x") == {"x": b"2"}
+        await first.close()
         assert await one.read("x") == {"x": b"2"}
         again = await other.register("x", b"3")
         await mine.close()

@@ -70,7 +70,7 @@ async def trouble(site: Site, rng: Random, engines: list[FakeVllm]) -> None:
     while True:
         await asyncio.sleep(rng.uniform(0.0, 0.04))
         engine = rng.choice(engines)
-        match rng.randrange(8):
+        match rng.randrange(9):
             case 0:
                 engine.statuses.append(rng.choice([500, 503, 429]))
             case 1:
@@ -89,6 +89,8 @@ async def trouble(site: Site, rng: Random, engines: list[FakeVllm]) -> None:
                     site.rejoin(engine.name)
             case 7:
                 rejoin(site, engines)
+            case 8:
+                engine.error_after = rng.choice([None, None, 0, 3])
 
 
 def rejoin(site: Site, engines: list[FakeVllm]) -> None:
@@ -125,7 +127,7 @@ def test_faults(connector: Any, seed: int) -> None:
             for engine in engines:
                 engine.statuses.clear()
                 engine.delay_s, engine.cut_after, engine.token_s = 0.0, None, 0.0
-                engine.lost_handovers = 0
+                engine.lost_handovers, engine.error_after = 0, None
             rejoin(site, engines)
             await site.settled()
             calm = [one(site, Random(seed), 1_000 + number) for number in range(10)]

@@ -36,6 +36,8 @@ class Engine(FakeVllm):
     usage = 0.0
     key = ""
     """Asked for, where not empty."""
+    gaps = 0
+    """Times between tokens so far, of 25 ms each."""
     prefix_caching = True
     metrics = True
     started_s: float | None = 1_000.0
@@ -68,6 +70,8 @@ class Engine(FakeVllm):
             reason = of.replace("}", ',reason="deferred"}')
             page += f"vllm:num_requests_waiting_by_reason{reason} {float(self.deferred)}\n"
             page += f"vllm:kv_cache_usage_perc{of} {self.usage}\n"
+            page += f"vllm:inter_token_latency_seconds_sum{of} {0.025 * self.gaps}\n"
+            page += f"vllm:inter_token_latency_seconds_count{of} {float(self.gaps)}\n"
         page += f'vllm:cache_config_info{{block_size="{self.block_size}",'
         page += f'enable_prefix_caching="{self.prefix_caching}",num_gpu_blocks="100",'
         page += 'prefix_caching_hash_algo="sha256_cbor"} 1.0\n'

@@ -122,6 +122,8 @@ class FakeVllm:
         """Before the first byte."""
         self.cut_after: int | None = None
         """A stream's connection is cut after so many tokens."""
+        self.error_after: int | None = None
+        """A stream tells an error after so many tokens, and ends."""
         self.hold: asyncio.Event | None = None
         """No generation goes on before this is set."""
         self.lost_handovers = 0
@@ -436,6 +438,11 @@ class _Job:
                 await asyncio.sleep(self.engine.token_s)
                 if self.engine.cut_after is not None and at >= self.engine.cut_after:
                     raise ConnectionResetError("cut as told")
+                if self.engine.error_after is not None and at >= self.engine.error_after:
+                    error = {"message": "EngineCore died", "type": "InternalServerError"}
+                    yield b"data: %b\n\n" % msgspec.json.encode({"error": error})
+                    yield b"data: [DONE]\n\n"
+                    return
                 word = self.words(index)[at]
                 said: dict[str, Any] = {"delta": {"content": word}} if self.chat else {}
                 said = said or {"text": word}

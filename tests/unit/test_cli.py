@@ -454,3 +454,26 @@ def test_what_is_no_moonserve_is_said_in_one_line(
     assert url in result.stderr
     assert f"{says} moonserve\n" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_flags_that_are_no_settings_reach_the_parts_of_a_gateway() -> None:
+    """Engines by flag and the file go to every process as words; settings go by environment."""
+    from moonserve.cli.fronts import children_of, flags_of
+    from moonserve.config import Settings
+
+    params = {"config": Path("a.yaml"), "port": "0", "url": ("http://a", "http://b"), "part": None}
+    words = flags_of({**params, "prefill_url": (), "events": "off"}, Settings())
+    assert words == [
+        "--config",
+        "a.yaml",
+        "--url",
+        "http://a",
+        "--url",
+        "http://b",
+        "--events",
+        "off",
+    ]
+    children = children_of(Settings(workers=2), 81, "/x/link", words)
+    assert [child.name for child in children] == ["conductor", "front0", "front1"]
+    assert all(" ".join(words) in " ".join(child.argv) for child in children)
+    assert {child.env["MOONSERVE_PORT"] for child in children} == {"81"}

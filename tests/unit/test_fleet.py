@@ -326,6 +326,29 @@ def test_costs_and_trust_are_learned_from_calls() -> None:
     run(body)
 
 
+def test_a_decode_engine_tells_its_steps_by_itself() -> None:
+    """Times between tokens in /metrics teach decode's cost, though no reply streams; an instance
+    that prefills too has other passes in them."""
+
+    async def body() -> None:
+        decode, both = Engine("d"), Engine("e")
+        async with rig(decode, both) as it:
+            await it.up(decode, role="decode", connector="nixl")
+            await it.up(both)
+            views = [it.views[InstanceId(name)] for name in "de"]
+            for fake in (decode, both):
+                fake.running = 4
+            for _ in range(60):
+                for fake in (decode, both):
+                    fake.gaps += 100
+                await asyncio.sleep(0.02)
+            step_us, untaught_us = (view.cost.decode_step_us(4, 0) for view in views)
+            assert 20_000 < step_us < 30_000
+            assert untaught_us == views[1].cost.__class__().decode_step_us(4, 0)
+
+    run(body)
+
+
 def test_events_auto_is_on_where_somebody_listens() -> None:
     """auto looks at the port; off, and auto without anybody there, are said aloud."""
 
@@ -404,7 +427,7 @@ def test_a_page_of_real_vllm_is_read() -> None:
         pytest.skip(f"{path.name} is not in ../shared/fixtures/vllm-0.32")
     page = read_page(path.read_text())
     assert page.started_s == 1.79581777743e9
-    assert page.ranks == {"0": RankPage()}
+    assert page.ranks == {"0": RankPage(gaps=48, gaps_s=8.361423954999964)}
     assert (page.cache["block_size"], page.cache["kv_cache_size_tokens"]) == ("32", "1280")
 
 

@@ -388,6 +388,26 @@ def test_decode_dies_in_mid_stream() -> None:
     run(use, *NIXL)
 
 
+def test_an_engine_that_says_in_its_stream_that_it_failed() -> None:
+    """Before the first token that is as good as a 5xx; after it the client gets those words."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        site.engines["a"].error_after = 0
+        assert (await streamed(site, ASK))[0] == SAID
+        assert [len(engine.calls) for engine in site.engines.values()] == [1, 1]
+        for engine in site.engines.values():
+            engine.error_after = 2
+        words, events = await streamed(site, ASK)
+        assert (words, events[-1]["error"]["message"]) == (SAID[:2], "EngineCore died")
+        assert [record.outcome for record in site.conductor.records.values()] == [
+            "length",
+            "failed",
+        ]
+
+    run(use, *pools)
+
+
 def test_decode_dies_before_a_whole_reply() -> None:
     """Nothing was sent, so another does it."""
 

@@ -15,13 +15,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from moonserve.cli.settings import child_env
+from moonserve.config import ENV_PREFIX
 from moonserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,16 +61,25 @@ def _reserved(host: str, port: int) -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def children_of(
-    settings: Settings, port: int, path: str, advertise_host: str | None = None
-) -> list[Child]:
-    """The processes of one gateway, which meet at the socket `path`."""
+def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
+    """A command's flags that are no settings, as words; and the file, for what only a file has."""
+    words: list[str] = []
+    file = params["config"] or os.environ.get(ENV_PREFIX + "CONFIG")
+    for name, given in {**params, "config": file}.items():
+        if given and name not in settings.__struct_fields__:
+            for one in given if isinstance(given, tuple) else (given,):
+                words += ["--" + name.replace("_", "-"), str(one)]
+    return words
+
+
+def children_of(settings: Settings, port: int, path: str, words: Sequence[str] = ()) -> list[Child]:
+    """The processes of one gateway, which meet at the socket `path`; `words`: flags that are no
+    settings, for all of them."""
     from moonserve.live.supervise import Child
 
     settings = msgspec.structs.replace(settings, port=port)
     environ = child_env(settings)
-    known = () if advertise_host is None else ("--advertise-host", advertise_host)
-    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, *known, "--part")
+    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, *words, "--part")
     grace_s = settings.drain_s + _KILL_AFTER_S
     # Fronts go first: their requests end at a Conductor that is still there.
     fronts = [
@@ -78,8 +88,11 @@ def children_of(
     return [Child("conductor", (*argv, "conductor"), environ, 1, _KILL_AFTER_S), *fronts]
 
 
-async def serve_fronts(settings: Settings, token: str, advertise_host: str | None) -> None:
-    """Run until a signal comes, or a process dies too often. Raises ConfigError, GaveUp."""
+async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()) -> None:
+    """Run until a signal comes, or a process dies too often; `words`: see children_of.
+
+    Raises ConfigError, GaveUp.
+    """
     from moonserve.live.http.auth import require_token_beyond_loopback
     from moonserve.live.supervise import Supervisor
 
@@ -100,9 +113,7 @@ async def serve_fronts(settings: Settings, token: str, advertise_host: str | Non
         _reserved(settings.host, settings.port) as port,
         tempfile.TemporaryDirectory(prefix="moonserve-") as folder,
     ):
-        boss = Supervisor(
-            children_of(settings, port, os.path.join(folder, "link"), advertise_host), tell
-        )
+        boss = Supervisor(children_of(settings, port, os.path.join(folder, "link"), words), tell)
         stops: list[asyncio.Task[None]] = []
 
         def on_signal() -> None:

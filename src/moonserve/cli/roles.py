@@ -66,11 +66,10 @@ def gateway(
 
     die_with_parent()  # before the imports that take their time
     if settings.workers > 1 and part is None:
-        from moonserve.cli.fronts import serve_fronts
+        from moonserve.cli.fronts import flags_of, serve_fronts
 
-        if engines is not None:
-            raise ConfigError("several processes serve with workers of ours only; use 1", "workers")
-        asyncio.run(serve_fronts(settings, token, advertise_host))
+        words = flags_of(click.get_current_context().params, settings)
+        asyncio.run(serve_fronts(settings, token, words))
         return
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
@@ -102,7 +101,7 @@ def gateway(
     if part is not None:
         from moonserve.live.fronts.process import run_conductor, run_front
 
-        run_role((run_front if part == "front" else run_conductor)(made, link or ""))
+        run_role((run_front if part == "front" else run_conductor)(made, link or "", engines))
     elif engines is None:
         run_role(run_gateway(made))
     else:

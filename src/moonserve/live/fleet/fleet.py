@@ -203,7 +203,11 @@ class Fleet:
 
     def tells(self, model: str) -> bool:
         """Whether instances of the model tell KV events: keys are then those of its tokens."""
-        return any(keeper.feeds for keeper in self._of(model))
+        for kept in self._kept.values():  # asked for every request
+            keeper = kept.keeper
+            if keeper.feeds and keeper.found is not None and keeper.found.model == model:
+                return True
+        return False
 
     def tells_of(self, instance: InstanceId) -> bool:
         """Whether this instance does."""

@@ -24,11 +24,12 @@ from moonserve.core.facts import (
     InstanceLoad,
     Joined,
     Left,
+    PassSample,
 )
 from moonserve.core.index import Tier
 from moonserve.core.observed import Watch
 from moonserve.core.prefix import Namespace
-from moonserve.core.units import InstanceId, Micros, SegmentId
+from moonserve.core.units import InstanceId, Micros, SegmentId, seconds_to_us
 from moonserve.core.view import InstanceView
 from moonserve.live.fleet.feeds import Feed, FeedOpener
 from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake
@@ -43,6 +44,8 @@ State: TypeAlias = Literal["asking", "up", "lost", "refused"]
 _TIERS: tuple[Tier, ...] = ("device", "dram", "disk")
 _MAX_SEQS = 256
 _CHUNK_TOKENS = 8_192
+_LEAST_GAPS = 16
+"""Between two looks, for a mean that says something."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -100,6 +103,8 @@ class Keeper:
         self.epoch = 0
         self._http, self._conductor, self._views = http, conductor, views
         self._times, self._check, self._open_feed = times, check, open_feed
+        self._said: dict[InstanceId, RankPage] = {}
+        """Load at the last look."""
         self._new_process = False
         """Something showed that the engine's process is another one than was asked."""
 
@@ -165,6 +170,7 @@ class Keeper:
         """What was known of an earlier process counts no more; follow the new one's events."""
         await self._close_feeds()
         chunk = self.member.spec.chunk_tokens or _CHUNK_TOKENS
+        self._said.clear()
         self.watches = {instance: Watch(chunk) for instance in self.member.infos}
         for rank, info in enumerate(self.member.infos.values()):
             self._conductor.tell(*self._cleared(info.id, self.epoch))
@@ -248,12 +254,26 @@ class Keeper:
                 running=seen.running,
                 waiting=max(0, seen.waiting - seen.deferred),
                 free_blocks=round((1.0 - seen.usage) * info.kv_blocks),
-                passes=passes,
+                passes=(*passes, *self._steps(info, seen, view)),
                 hits=hits,
                 everybody=said is not None,
                 kv_tokens=round(seen.usage * view.kv_tokens),
             )
             self._conductor.tell(Beat(info.id, info.epoch, load))
+
+    def _steps(self, info: InstanceInfo, said: RankPage, view: InstanceView) -> list[PassSample]:
+        """Decode passes by the engine's own account of times between tokens: where all its passes
+        are such, and as many ran before as now. It counts those too whose replies do not stream."""
+        before = self._said.get(info.id)
+        self._said[info.id] = said
+        if info.role != "decode" or before is None or before.running != said.running:
+            return []
+        gaps = said.gaps - before.gaps
+        if not said.running or gaps < _LEAST_GAPS:
+            return []
+        context = round(said.usage * view.kv_tokens)
+        step_us = seconds_to_us((said.gaps_s - before.gaps_s) / gaps)
+        return [PassSample(0, 0, 0, said.running, context, step_us)]
 
     # Leaving.
 

@@ -19,6 +19,10 @@ _FIELDS: Mapping[str, str] = {
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "usage",
     "vllm:gpu_cache_usage_perc": "usage",
+    "vllm:inter_token_latency_seconds_sum": "gaps_s",
+    "vllm:inter_token_latency_seconds_count": "gaps",
+    "vllm:time_per_output_token_seconds_sum": "gaps_s",
+    "vllm:time_per_output_token_seconds_count": "gaps",
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "waiting",
     "sglang:token_usage": "usage",
@@ -37,6 +41,10 @@ class RankPage(msgspec.Struct):
     """So many of them do."""
     usage: float = 0.0
     """Part of its KV cache that running requests take up."""
+    gaps: int = 0
+    """Times between two tokens of a request so far, however many requests."""
+    gaps_s: float = 0.0
+    """Their sum."""
 
 
 class Page(msgspec.Struct):
@@ -68,7 +76,7 @@ def read_page(text: str) -> Page:
                 labels.get("engine", labels.get("dp_rank", "0")), RankPage()
             )
             field = _FIELDS.get(name, "deferred")
-            setattr(rank, field, value if field == "usage" else int(value))
+            setattr(rank, field, value if field in ("usage", "gaps_s") else int(value))
     return page
 
 

@@ -16,6 +16,8 @@ from moonserve.core.actions import Prefill, Refuse
 from moonserve.core.facts import ClientGone
 from moonserve.core.units import RequestId
 from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fleet.fleet import Fleet
+from moonserve.live.fleet.observed import Call
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
 
@@ -26,10 +28,14 @@ _COUNT_S = 1.0
 class Desk:
     """Listens for fronts. Sets the loop's `on_instances`."""
 
-    def __init__(self, conductor: ConductorLoop, url: str) -> None:
-        """`url`: where this process serves HTTP, for what fronts pass on."""
+    def __init__(self, conductor: ConductorLoop, url: str, fleet: Fleet | None = None) -> None:
+        """`url`: where this process serves HTTP, for what fronts pass on; `fleet`: the foreign
+        engines, where there may be some."""
         self._conductor = conductor
         self._url = url
+        self._fleet = fleet
+        self._engines: list[wire.Engine] = []
+        """As fronts were told of them."""
         self._links: set[_Link] = set()
         self._listener: asyncio.Server | None = None
         self._numbers = itertools.count()
@@ -49,7 +55,22 @@ class Desk:
         for link in list(self._links):
             link.transport.close()
 
+    def look(self) -> None:
+        """Tell fronts of foreign engines that have changed; to be called about twice a second."""
+        if self._fleet is None:
+            return
+        keepers = [keeper for _, keeper in self._fleet.keepers()]
+        engines = [
+            wire.Engine(it.member.spec, list(it.member.infos.values()), list(it.feeds))
+            for it in keepers
+        ]
+        if engines != self._engines:
+            self._engines = engines
+            for link in self._links:
+                link.say(wire.Engines(engines))
+
     def _tell_instances(self) -> None:
+        self.look()
         said = wire.Instances(self._conductor.instances())
         for link in self._links:
             link.say(said)
@@ -67,12 +88,15 @@ class Desk:
     def joined(self, link: _Link) -> None:
         """A front is here."""
         self._links.add(link)
-        link.say(wire.Welcome(self._url), wire.Instances(self._conductor.instances()))
+        link.say(wire.Welcome(self._url), wire.Engines(self._engines))
+        link.say(wire.Instances(self._conductor.instances()))
 
     def left(self, link: _Link) -> None:
         """It is gone, and its clients are gone with it."""
         self._links.discard(link)
         self._gone = summed([self._gone, lasting(link.counted)])
+        for call in link.calls.values():
+            call.ended()
         for request in link.lives:
             self._conductor.tell(ClientGone(request))
             self._conductor.close(request, "cancelled")
@@ -96,7 +120,18 @@ class Desk:
                 conductor.close(name, outcome, tbt_us)
             case wire.Counts():
                 link.take(message)
-            case wire.FirstToken() | wire.Closed():
+            case wire.CallBegan(number, instance, part, prompt, predicted, streams):
+                if self._fleet is not None:
+                    began = self._fleet.began(instance, part, prompt, predicted, streams)
+                    link.calls[number] = began
+            case wire.CallAnswered(number, count, cached) if number in link.calls:
+                link.calls[number].count = count
+                link.calls[number].answered(cached)
+            case wire.CallEnded(number, count, cached) if number in link.calls:
+                call = link.calls.pop(number)
+                call.count = count
+                call.ended(cached)
+            case wire.FirstToken() | wire.Closed() | wire.CallAnswered() | wire.CallEnded():
                 pass
             case fact:
                 of = getattr(fact, "request", None)  # facts about blocks have none
@@ -110,6 +145,8 @@ class _Link(wire.Frames):
     def __init__(self, desk: Desk) -> None:
         super().__init__("a front", wire.ToConductor)
         self.lives: set[RequestId] = set()
+        self.calls: dict[int, Call] = {}
+        """Its calls to foreign engines that are out."""
         self.counted: list[Family] = []
         """What it has counted, as it said last."""
         self._desk = desk

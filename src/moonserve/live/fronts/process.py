@@ -8,17 +8,25 @@ for HTTP on loopback, for what fronts pass on.
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
+from moonserve.live.fleet.fleet import Fleet
+from moonserve.live.fleet.keeper import Times
+from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.fronts.counts import Summed, families, summed
 from moonserve.live.fronts.desk import Desk
+from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.gateway.app import GatewayApp
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.control import Control, registered
 from moonserve.live.gateway.door import METRICS_TYPE
+from moonserve.live.gateway.foreign import FILE, ForeignControl, relay_of
 from moonserve.live.gateway.process import (
     INTERNAL_BODY_BYTES,
     Text,
@@ -32,18 +40,33 @@ from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry
+from moonserve.live.relay.front import RelayApp
 from moonserve.live.store.settings import check_reachable
 
 _LOOPBACK = "127.0.0.1"
+_LOOK_S = 0.5
+"""How often it is seen whether foreign engines have begun or ceased to tell events."""
 
 
 class ConductorProcess:
     """Conductor, store master, joins and the admin API; made by `start`."""
 
-    def __init__(self, config: GatewayConfig, registry: Registry | None = None) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        registry: Registry | None = None,
+        specs: Sequence[InstanceSpec] | None = None,
+    ) -> None:
+        """`specs`: the foreign engines; None: workers of ours will join."""
         self._http = HttpClient()
-        name = resolve(config.model).name
-        self.control = Control(config, self._http, name, registry=registry)
+        self._fleet: Fleet | None = None
+        self.control: Control | ForeignControl
+        if specs is None:
+            name = resolve(config.model).name
+            self.control = Control(config, self._http, name, registry=registry)
+        else:
+            self.control = ForeignControl(config, self._http, Times(), registry)
+            self._fleet = self.control.fleet
         self._app = App(
             self.control.routes() | {("GET", "/metrics"): self._metrics},
             self.control.prefixes(),
@@ -53,13 +76,22 @@ class ConductorProcess:
         )
         self._server: Server | None = None
         self._desk: Desk | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: GatewayConfig, path: str) -> ConductorProcess:
+    async def start(
+        cls, config: GatewayConfig, path: str, specs: Sequence[InstanceSpec] | None = None
+    ) -> ConductorProcess:
         """Wire all parts and listen, at the socket `path` too. Raises ConfigError."""
-        one = cls(*await registered(config))
+        if specs is not None:
+            config = msgspec.structs.replace(config, store="none")
+        one = cls(*await registered(config), specs)
+        if one._fleet is not None:
+            await one._fleet.described(FILE, specs or ())
         one._server = await serve(one._app, _LOOPBACK, 0)
-        one._desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}")
+        desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}", one._fleet)
+        one._desk = desk
+        one._looking = asyncio.create_task(_look(desk))
         await one.control.start(config.port)  # where fronts are found
         await one.control.gathered()
         await one._desk.listen(path)
@@ -75,6 +107,8 @@ class ConductorProcess:
         """To be called when the fronts have stopped: no request is under way."""
         assert self._server is not None
         assert self._desk is not None
+        if self._looking is not None:
+            self._looking.cancel()
         await self._desk.close()
         await self._server.stop(0)
         await self.control.stop()
@@ -89,15 +123,28 @@ class ConductorProcess:
         return Response(body=generate_latest(registry), content_type=METRICS_TYPE)
 
 
+async def _look(desk: Desk) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        desk.look()
+
+
 class FrontProcess:
     """OpenAI's API for some of the clients; made by `start`."""
 
-    def __init__(self, config: GatewayConfig, text: Text, path: str) -> None:
-        self._http = HttpClient()
-        self.conductor = RemoteConductor(path, lambda: families([self._front.metrics]))
+    def __init__(self, config: GatewayConfig, text: Text | None, path: str) -> None:
+        """`text`: of the model that workers of ours serve; None: engines are foreign."""
+        self._http = http = HttpClient()
+        self.conductor = RemoteConductor(path, lambda: families([self._front.metrics.registry]))
         part = -(-config.max_in_flight // config.workers)
         config = msgspec.structs.replace(config, max_in_flight=part)
-        self._front = front_of(config, text, self.conductor, self._http)
+        self._front: GatewayApp | RelayApp
+        if text is not None:
+            self._front = front_of(config, text, self.conductor, http)
+        else:
+            tools = lambda ref: read_text(ref).tools  # noqa: E731
+            fleet = RemoteFleet(self.conductor, http, tools, os.environ)
+            self._front = relay_of(config, self.conductor, fleet, fleet, http)
         routes = self._front.routes()
         del routes["GET", "/metrics"]  # the sums over all are asked for
         self._app = App(
@@ -111,10 +158,11 @@ class FrontProcess:
         self._server: Server | None = None
 
     @classmethod
-    async def start(cls, config: GatewayConfig, path: str) -> FrontProcess:
+    async def start(cls, config: GatewayConfig, path: str, foreign: bool = False) -> FrontProcess:
         """Read the model's text side, wire all parts, listen beside others. Raises ConfigError."""
         require_token_beyond_loopback(config.host, config.token, "workers")
-        one = cls(config, await asyncio.to_thread(read_text, config.model), path)
+        text = None if foreign else await asyncio.to_thread(read_text, config.model)
+        one = cls(config, text, path)
         await one.conductor.start()
         one._server = await serve(one._app, config.host, config.port, shared=True)
         return one
@@ -135,15 +183,18 @@ class FrontProcess:
         await self._http.close()
 
 
-async def run_conductor(config: GatewayConfig, path: str) -> None:
+async def run_conductor(
+    config: GatewayConfig, path: str, specs: Sequence[InstanceSpec] | None
+) -> None:
     """Run the Conductor's process until SIGTERM or SIGINT."""
     if config.registry and config.advertise_host is None:
         check_reachable(config.host)
     host = config.advertise_host or config.host
     here = msgspec.structs.replace(config, host=_LOOPBACK, advertise_host=host)
-    await run_gateway(here, start=lambda config: ConductorProcess.start(config, path))
+    await run_gateway(here, start=lambda config: ConductorProcess.start(config, path, specs))
 
 
-async def run_front(config: GatewayConfig, path: str) -> None:
+async def run_front(config: GatewayConfig, path: str, specs: Sequence[InstanceSpec] | None) -> None:
     """Run one front until SIGTERM or SIGINT."""
-    await run_gateway(config, start=lambda config: FrontProcess.start(config, path))
+    foreign = specs is not None
+    await run_gateway(config, start=lambda config: FrontProcess.start(config, path, foreign))

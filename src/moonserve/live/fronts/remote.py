@@ -38,6 +38,8 @@ class RemoteConductor:
         self._infos: list[InstanceInfo] = []
         self._inboxes: dict[RequestId, Inbox] = {}
         self._url = ""
+        self.on_engines: Callable[[list[wire.Engine]], None] | None = None
+        """Told of the foreign engines, before their instances are."""
         self._keeper: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
 
@@ -77,26 +79,27 @@ class RemoteConductor:
         else:
             self._link.say(wire.opened(request, keys))
 
+    def say(self, *messages: wire.ToConductor) -> None:
+        """To nobody, where nobody is there."""
+        if self._link is not None:
+            self._link.say(*messages)
+
     def tell(self, *facts: Told) -> None:
         """See ports.Conducting."""
-        if self._link is not None:
-            self._link.say(*facts)
+        self.say(*facts)
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """See ports.Conducting."""
-        if self._link is not None:
-            self._link.say(wire.FirstToken(request, cached_tokens))
+        self.say(wire.FirstToken(request, cached_tokens))
 
     def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
         """See ports.Conducting."""
-        if self._link is not None:
-            self._link.say(wire.Kept(tuple(keys), to, source))
+        self.say(wire.Kept(tuple(keys), to, source))
 
     def close(self, request: RequestId, outcome: str, tbt_us: Micros | None = None) -> None:
         """See ports.Conducting."""
         self._inboxes.pop(request, None)
-        if self._link is not None:
-            self._link.say(wire.Closed(request, outcome, tbt_us))
+        self.say(wire.Closed(request, outcome, tbt_us))
 
     async def _keep(self) -> None:
         loop, waits = asyncio.get_running_loop(), False
@@ -125,6 +128,9 @@ class RemoteConductor:
         match message:
             case wire.Welcome(url):
                 self._url = url
+            case wire.Engines(engines):
+                if self.on_engines is not None:
+                    self.on_engines(engines)
             case wire.Instances(infos):
                 self._infos = infos
             case wire.Count(number):

@@ -18,7 +18,17 @@ import msgspec
 from moonserve.core.actions import Abort, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Counted, Request, Slo, Stopping
-from moonserve.core.units import BlockKey, Bytes, Micros, RequestId, SegmentId, Tokens
+from moonserve.core.units import (
+    BlockKey,
+    Bytes,
+    InstanceId,
+    Micros,
+    RequestId,
+    SegmentId,
+    Tokens,
+)
+from moonserve.live.fleet.observed import Part
+from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.fronts.counts import Family
 from moonserve.live.ports import Told
 
@@ -103,6 +113,47 @@ class Counts(msgspec.Struct, frozen=True, tag=True):
     families: list[Family]
 
 
+class CallBegan(msgspec.Struct, frozen=True, tag=True):
+    """A call to a foreign engine; see fleet.observed.Observer. `number`: this front's own."""
+
+    number: int
+    instance: InstanceId
+    part: Part
+    prompt: Tokens
+    predicted: Tokens
+    streams: bool
+
+
+class CallAnswered(msgspec.Struct, frozen=True, tag=True):
+    """See fleet.observed.Call; `count` tokens by now."""
+
+    number: int
+    count: Tokens
+    cached: Tokens | None
+
+
+class CallEnded(msgspec.Struct, frozen=True, tag=True):
+    """The same for its end."""
+
+    number: int
+    count: Tokens
+    cached: Tokens | None
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """A foreign engine: its instances that have joined, and those of them that tell events."""
+
+    spec: InstanceSpec
+    infos: list[InstanceInfo]
+    tells: list[InstanceId]
+
+
+class Engines(msgspec.Struct, frozen=True, tag=True):
+    """All foreign engines, whenever anything of them changes."""
+
+    engines: list[Engine]
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Said first: where the Conductor's process serves HTTP."""
 
@@ -121,8 +172,12 @@ class Count(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-ToConductor: TypeAlias = Told | Opened | FirstToken | Kept | Closed | Counts
-ToFront: TypeAlias = Welcome | Instances | Count | Prefill | Decode | Abort | Refuse | GiveUp
+ToConductor: TypeAlias = (
+    Told | Opened | FirstToken | Kept | Closed | Counts | CallBegan | CallAnswered | CallEnded
+)
+ToFront: TypeAlias = (
+    Welcome | Engines | Instances | Count | Prefill | Decode | Abort | Refuse | GiveUp
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 

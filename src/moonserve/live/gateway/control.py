@@ -86,6 +86,7 @@ class Control:
         """
         self._config = config
         self._http = http
+        self._model = model
         tuning = Tuning(
             policy=config.policy,
             kvcache_balancing_threshold=config.threshold,
@@ -184,8 +185,17 @@ class Control:
             known = self.pool.known.wait
             move = self.pool.move if self._config.follows_master else None
         has_workers = self._config.store != "none"
+        duty = f"conductor/{self._model}" if has_workers else "conductor"
         return Several(
-            registry, self.conductor, self._internal, self._http, token, known, has_workers, move
+            registry,
+            self.conductor,
+            self._internal,
+            self._http,
+            token,
+            known,
+            has_workers,
+            move,
+            duty,
         )
 
     def _tell(self, events: Sequence[BlockEvent]) -> None:

@@ -11,12 +11,14 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from moonserve.live.fleet.api import FleetApi
 from moonserve.live.fleet.events import open_feed
 from moonserve.live.fleet.fleet import Fleet
 from moonserve.live.fleet.found import Found
 from moonserve.live.fleet.keeper import Times
+from moonserve.live.fleet.observed import Observer
 from moonserve.live.fleet.rows import FleetMetrics
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.gateway.config import GatewayConfig
@@ -25,9 +27,10 @@ from moonserve.live.gateway.door import Limits
 from moonserve.live.gateway.process import read_text
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.server import App, Server, serve
-from moonserve.live.ports import Registry
+from moonserve.live.http.server import App, Handler, Server, serve
+from moonserve.live.ports import Conducting, Registry
 from moonserve.live.relay import calls
+from moonserve.live.relay.engines import Engines
 from moonserve.live.relay.front import RelayApp
 
 
@@ -42,21 +45,24 @@ FILE = "the cluster file"
 """The source of engines that are given at the start."""
 
 
-class ForeignGateway:
-    """All parts, wired and listening; made by `start`."""
+def settings_before(config: GatewayConfig, times: Times) -> GatewayConfig:
+    """The configuration as it is with foreign engines: there is no store of ours, and no groups."""
+    changed = {"store": "none", "spread_bytes": 0, "cpp": 1, "dead_after_s": times.longest_s}
+    return msgspec.structs.replace(config, **changed)
+
+
+class ForeignControl:
+    """The control side: Control, and the fleet of foreign engines; see gateway.control.Control."""
 
     def __init__(
-        self, config: GatewayConfig, times: Times, registry: Registry | None = None
+        self, config: GatewayConfig, http: HttpClient, times: Times, registry: Registry | None
     ) -> None:
-        changed = {"store": "none", "spread_bytes": 0, "cpp": 1, "dead_after_s": times.longest_s}
-        self._config = config = msgspec.structs.replace(config, **changed)
-        self._http = HttpClient()
         self._found: Found | None = None
         """Engines from the registry."""
         self._following: asyncio.Task[None] | None = None
         self._control = Control(
-            config,
-            self._http,
+            settings_before(config, times),
+            http,
             "",
             lambda model: self.fleet.text(model),
             registry,
@@ -65,7 +71,7 @@ class ForeignGateway:
         self.conductor = conductor = self._control.conductor
         self.fleet = Fleet(
             conductor,
-            self._http,
+            http,
             lambda ref: read_text(ref).tools,
             os.environ,
             open_feed=open_feed,
@@ -74,11 +80,72 @@ class ForeignGateway:
         if registry is not None:
             self._found = Found(registry, self.fleet)
         self._api = FleetApi(self.fleet, conductor, config.token)
-        door = Limits(max_in_flight=config.max_in_flight)
-        times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
-        self._front = RelayApp(conductor, self.fleet, self.fleet, self._http, door, times_out)
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return self._control.routes() | self._api.routes()
+
+    def prefixes(self) -> dict[tuple[str, str], Handler]:
+        """Path prefixes."""
+        return self._control.prefixes() | self._api.prefixes()
+
+    def collectors(self) -> list[Collector]:
+        """What it counts."""
+        return [*self._control.collectors(), FleetMetrics(self.fleet, self.conductor)]
+
+    def not_ready(self) -> str:
+        """See Control."""
+        return self._control.not_ready()
+
+    async def gathered(self) -> None:
+        """See Control."""
+        await self._control.gathered()
+
+    async def start(self, port: int) -> None:
+        """See Control."""
+        if self._found is not None:
+            self._following = asyncio.create_task(self._found.follow())
+        await self._control.start(port)
+
+    async def stop(self) -> None:
+        """See Control."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        await self.fleet.close()
+        await self._control.stop()
+
+    async def _settled(self) -> None:
+        assert self._found is not None, "only asked where there is a registry"
+        await self._found.settled()
+
+
+def relay_of(
+    config: GatewayConfig,
+    conductor: Conducting,
+    engines: Engines,
+    observer: Observer,
+    http: HttpClient,
+) -> RelayApp:
+    """OpenAI's API over foreign engines."""
+    door = Limits(max_in_flight=config.max_in_flight)
+    times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
+    return RelayApp(conductor, engines, observer, http, door, times_out)
+
+
+class ForeignGateway:
+    """All parts, wired and listening; made by `start`."""
+
+    def __init__(
+        self, config: GatewayConfig, times: Times, registry: Registry | None = None
+    ) -> None:
+        self._config = config
+        self._http = HttpClient()
+        self._control = ForeignControl(config, self._http, times, registry)
+        self.conductor, self.fleet = self._control.conductor, self._control.fleet
+        self._front = relay_of(config, self.conductor, self.fleet, self.fleet, self._http)
         self._front.not_ready = self._control.not_ready
-        for collector in (*self._control.collectors(), FleetMetrics(self.fleet, conductor)):
+        for collector in self._control.collectors():
             self._front.metrics.registry.register(collector)
         self._server: Server | None = None
 
@@ -113,25 +180,15 @@ class ForeignGateway:
         await self._front.idle(drain_s)
         if self._server is not None:
             await self._server.stop(0)
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait({self._following})
-        await self.fleet.close()
         await self._control.stop()
         await self._http.close()
 
-    async def _settled(self) -> None:
-        assert self._found is not None, "only asked where there is a registry"
-        await self._found.settled()
-
     async def _listen(self) -> None:
         app = App(
-            self._front.routes() | self._control.routes() | self._api.routes(),
-            self._front.prefixes() | self._control.prefixes() | self._api.prefixes(),
+            self._front.routes() | self._control.routes(),
+            self._front.prefixes() | self._control.prefixes(),
             max_body_bytes=self._config.max_body_bytes,
             name="gateway",
         )
         self._server = await serve(app, self._config.host, self._config.port)
-        if self._found is not None:
-            self._following = asyncio.create_task(self._found.follow())
         await self._control.start(self._server.port)

@@ -148,6 +148,7 @@ async def run_gateway(
     gateway = await start(config)
     gc.collect()
     gc.freeze()  # what is there by now stays: no collection shall look at it again
+    gc.set_threshold(10_000, 20, 20)  # nor as often at what is under way
     say(f"listening on http://{config.host}:{gateway.port}")
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")

@@ -8,6 +8,7 @@ duties. Mounted by the gateway process. Nothing here decides where a request goe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
@@ -37,7 +38,6 @@ from moonserve.live.store.reports import POOL
 
 log = logging.getLogger(__name__)
 
-DUTY = "conductor"
 _LOOK_S = 0.02
 """What is promised is told as soon as this after it changed,"""
 _AGAIN_S = 0.25
@@ -59,11 +59,6 @@ class Told(msgspec.Struct, frozen=True):
     promises: tuple[Promises, ...]
 
 
-class _Peer(msgspec.Struct):
-    entry: GatewayEntry
-    task: asyncio.Task[None]
-
-
 class Several:
     """See the module. Made before the server listens; then `start`, and `close` at the end."""
 
@@ -77,10 +72,11 @@ class Several:
         known: Callable[[], Awaitable[object]] | None = None,
         has_workers: bool = True,
         move: Callable[[str], None] | None = None,
+        duty: str = "conductor",
     ) -> None:
         """known: returns once the index is filled by who holds the KV; None: it is to be taken over
         from another gateway. has_workers: ours; else engines are foreign. move: told where the
-        store's master is, whenever it comes up elsewhere.
+        store's master is, whenever it comes up elsewhere. duty: that one gateway at a time has.
         """
         self.registry = registry
         self._conductor = conductor
@@ -90,6 +86,7 @@ class Several:
         self._known = known
         self._has_workers = has_workers
         self._move = move
+        self._duty = duty
         self.leads = False
         self.not_ready = "it gathers what others hold"
         """Why this gateway is not ready yet; empty: it is."""
@@ -99,6 +96,9 @@ class Several:
         """Where the index comes from, in words."""
         self._me = GatewayEntry("", 0, "")
         self._peers: dict[GatewayEntry, asyncio.Task[None]] = {}
+        self._promised: tuple[Promises, ...] = ()
+        self._news = asyncio.Event()
+        """Set, and made anew, when what is promised here has changed."""
         self._heard: dict[str, tuple[int, float]] = {}
         """Gateways that told something: epoch, and when."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,13 +117,13 @@ class Several:
         self._me = me
         self._conductor.tell(Leading(False))
         await self.registry.register(GATEWAYS + me.name, msgspec.json.encode(me))
-        for doing in (self._follow_gateways(), self._expire(), self._gather()):
+        for doing in (self._follow_gateways(), self._look(), self._expire(), self._gather()):
             self._begin(doing)
         if self._has_workers:
             self._begin(self._follow_workers())
         if self._move is not None:
             self._begin(follow_master(self.registry, self._move))
-        await self.registry.elect(DUTY, me.name, self._lead)
+        await self.registry.elect(self._duty, me.name, self._lead)
 
     async def close(self) -> None:
         """Leave: others need not wait until it is noticed."""
@@ -205,25 +205,35 @@ class Several:
                 self._peers[entry] = task = asyncio.create_task(self._tell(entry))
                 task.add_done_callback(_ended)
 
+    async def _look(self) -> None:
+        """Notice what is promised here: one look for all who are told."""
+        view = self._conductor.core.view
+        while True:
+            now = view.promises(self._conductor.now_us()) if self._peers else ()
+            is_new = _changed(self._promised, now)
+            self._promised = now
+            if is_new:
+                news, self._news = self._news, asyncio.Event()
+                news.set()
+            await asyncio.sleep(_LOOK_S)
+
     async def _tell(self, peer: GatewayEntry) -> None:
         """Keep another gateway informed of what is promised here."""
-        loop, view = asyncio.get_running_loop(), self._conductor.core.view
-        told: tuple[Promises, ...] | None = None
-        told_s, failing = 0.0, False
+        failing = False
         while True:
-            now = view.promises(self._conductor.now_us())
-            again_s = _AGAIN_S if now else _IDLE_S
-            if told is None or _changed(told, now) or loop.time() >= told_s + again_s:
-                told_s = loop.time()
-                try:
-                    await self._send(peer, now)
-                    told, failing = now, False
-                except MoonserveError as error:
-                    if not failing:
-                        log.warning("gateway %s: %s; still trying", peer.name, error)
-                    told, failing = None, True
-                    await asyncio.sleep(_AGAIN_S)
-            await asyncio.sleep(_LOOK_S)
+            news, now = self._news, self._promised
+            try:
+                await self._send(peer, now)
+                failing = False
+            except MoonserveError as error:
+                if not failing:
+                    log.warning("gateway %s: %s; still trying", peer.name, error)
+                failing = True
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S if now else _IDLE_S):
+                    await news.wait()
 
     async def _send(self, peer: GatewayEntry, promises: tuple[Promises, ...]) -> None:
         headers = {"content-type": "application/msgpack"}

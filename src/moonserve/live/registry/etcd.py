@@ -200,7 +200,7 @@ class EtcdRegistry:
         if self._entries.get(entry.key) is entry.value:
             del self._entries[entry.key]
             self._put.pop(entry.key, None)
-            await self._quietly(self._client.delete(self._full(entry.key)))
+            await self._quietly(self._delete_own(self._full(entry.key), entry.value))
 
     async def stand_down(self, candidate: _Candidate) -> None:
         """For candidates: this one wants the duty no more."""
@@ -208,9 +208,15 @@ class EtcdRegistry:
             del self._candidates[candidate.duty]
             if candidate.leads:
                 candidate.told(False)
-                await self._quietly(self._client.delete(self._full(candidate.key)))
+                key = self._full(candidate.key)
+                await self._quietly(self._delete_own(key, candidate.who.encode()))
 
     # Inside
+
+    async def _delete_own(self, key: bytes, value: bytes) -> None:
+        """Delete what we put there; what another has put there since stays."""
+        of = self._client.transactions
+        await self._client.transaction([of.value(key) == value], [of.delete(key)], [])
 
     async def _keep(self) -> None:
         """Renew the lease and ask for duties, for ever; find out when etcd is away, and back."""

@@ -304,11 +304,11 @@ class Life:
         reply = self._reply
         if self._note is not None:
             self._note.count = reply.events // self._asked.choices
-        if reply.done:
-            self._end()
-        elif reply.failed:
+        if reply.failed:
             self._fail(CallLost("the engine failed in mid-stream"), retry=False)
             self._outcome, self._over = "failed", True
+        elif reply.done:
+            self._end()
 
     def _break_off(self, error: MoonserveError) -> bytes:
         """The stream cannot go on: say so, as its last event."""

@@ -194,9 +194,8 @@ async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) ->
 def _events(config: WorkerConfig, say: Say) -> Publisher:
     """Where what lies in the segments is published. Raises ConfigError: it cannot be."""
     if config.store == "mooncake":
-        raise ConfigError(
-            "the Mooncake store does not tell what it evicts; leave it off", "kv_events"
-        )
+        why = "the Mooncake store does not tell what it evicts; leave it off"
+        raise ConfigError(why, "kv_events")
     from moonserve.live.kvevents.publisher import Publisher  # ZMQ costs the others nothing
 
     endpoint, _, replay = config.kv_events.partition(",")

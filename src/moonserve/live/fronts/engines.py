@@ -1,0 +1,141 @@
+"""Foreign engines as a front sees them: Fleet is in the Conductor's process, and tells of them.
+
+Implements relay's Engines and fleet's Observer. What is to be learned of calls is told back. Tokens
+are made here, by tokenizers that this process reads itself; until one is read the engine is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+
+from moonserve.core.errors import ConfigError, NobodyAlive
+from moonserve.core.facts import InstanceInfo
+from moonserve.core.units import InstanceId, Tokens
+from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.observed import Part
+from moonserve.live.fronts import wire
+from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.gateway.text import TextTools
+from moonserve.live.http.client import HttpClient
+
+log = logging.getLogger(__name__)
+
+
+class RemoteFleet:
+    """See the module. Sets the link's `on_engines`."""
+
+    def __init__(
+        self,
+        conductor: RemoteConductor,
+        http: HttpClient,
+        load_text: Callable[[str], TextTools],
+        environ: Mapping[str, str],
+    ) -> None:
+        """`load_text`: a model's text side by its reference, called in a thread; `environ`: where
+        API keys are."""
+        self._conductor, self._http = conductor, http
+        self._load_text, self._environ = load_text, environ
+        self._engines: dict[str, tuple[wire.Engine, Member]] = {}
+        self._by_id: dict[InstanceId, Member] = {}
+        self._tells: set[InstanceId] = set()
+        self._texts: dict[str, TextTools | None] = {}
+        self._reading: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+        conductor.on_engines = self._told
+
+    def member(self, instance: InstanceId) -> Member:
+        """See relay's Engines."""
+        found = self._by_id.get(instance)
+        if found is None:
+            raise NobodyAlive(f"{instance} is not there any more")
+        return found
+
+    def tells(self, model: str) -> bool:
+        """See relay's Engines."""
+        return any(info.model == model and self.tells_of(info.id) for info in self._infos())
+
+    def tells_of(self, instance: InstanceId) -> bool:
+        """See relay's Engines."""
+        return instance in self._tells
+
+    def text(self, model: str) -> TextTools | None:
+        """See relay's Engines."""
+        for engine, _ in self._engines.values():
+            if any(info.model == model for info in engine.infos):
+                found = self._texts.get(engine.spec.tokenizer)
+                if found is not None:
+                    return found
+        return None
+
+    def began(
+        self,
+        instance: InstanceId,
+        part: Part,
+        prompt: Tokens,
+        predicted: Tokens,
+        streams: bool = True,
+    ) -> Noted:
+        """See fleet's Observer."""
+        number = next(self._numbers)
+        self._conductor.say(wire.CallBegan(number, instance, part, prompt, predicted, streams))
+        return Noted(number, self._conductor)
+
+    def _told(self, engines: list[wire.Engine]) -> None:
+        """All that there are now; one that restarted is another one."""
+        before, self._engines = self._engines, {}
+        for engine in engines:
+            old = before.get(engine.spec.name)
+            member = old[1] if old is not None and _same(old[0], engine) else self._made(engine)
+            member.infos = {info.id: info for info in engine.infos}
+            self._engines[engine.spec.name] = engine, member
+            self._read(engine.spec.tokenizer)
+        members = [member for _, member in self._engines.values()]
+        self._by_id = {instance: it for it in members for instance in it.infos}
+        self._tells = {instance for engine in engines for instance in engine.tells}
+
+    def _made(self, engine: wire.Engine) -> Member:
+        key = self._environ.get(engine.spec.api_key_env, "") if engine.spec.api_key_env else ""
+        return Member(engine.spec, self._http, key)
+
+    def _infos(self) -> list[InstanceInfo]:
+        return [info for engine, _ in self._engines.values() for info in engine.infos]
+
+    def _read(self, ref: str) -> None:
+        if ref and ref not in self._texts:
+            self._texts[ref] = None
+            task = asyncio.create_task(self._load(ref), name=f"tokenizer {ref}")
+            self._reading.add(task)
+            task.add_done_callback(self._reading.discard)
+
+    async def _load(self, ref: str) -> None:
+        try:
+            self._texts[ref] = await asyncio.to_thread(self._load_text, ref)
+        except ConfigError as error:
+            log.warning("tokenizer %s: %s", ref, error)
+
+
+class Noted:
+    """One call that is out; see observed.Call."""
+
+    __slots__ = ("_conductor", "_number", "count")
+
+    def __init__(self, number: int, conductor: RemoteConductor) -> None:
+        self.count: Tokens = 0
+        self._number, self._conductor = number, conductor
+
+    def answered(self, cached: Tokens | None) -> None:
+        """See observed.Call."""
+        self._conductor.say(wire.CallAnswered(self._number, self.count, cached))
+
+    def ended(self, cached: Tokens | None = None) -> None:
+        """See observed.Call."""
+        self._conductor.say(wire.CallEnded(self._number, self.count, cached))
+
+
+def _same(old: wire.Engine, new: wire.Engine) -> bool:
+    """Whether it is the same start of the same engine."""
+    starts = [{info.id: info.epoch for info in engine.infos} for engine in (old, new)]
+    return old.spec == new.spec and starts[0] == starts[1]

@@ -1,0 +1,137 @@
+"""Two fronts and the Conductor's process before foreign engines, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moonserve.core.units import InstanceId
+from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.fronts.process import ConductorProcess, FrontProcess
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.http.client import HttpClient
+from tests.support.fake_vllm import Fabric, FakeVllm, spoken
+
+PROMPT = list(range(1, 100))
+
+
+class Site:
+    """All of it; made by `run`."""
+
+    def __init__(self) -> None:
+        self.http = HttpClient()
+        self.fabric = Fabric()
+        self.engines: dict[str, FakeVllm] = {}
+        self.fronts: list[FrontProcess] = []
+        self.conductor: ConductorProcess
+
+    async def start(self, path: Path, stack: AsyncExitStack) -> None:
+        """A prefill and a decode engine, joined by mooncake, and two fronts."""
+        specs = []
+        for name, role in (("p0", "prefill"), ("d0", "decode")):
+            engine = await FakeVllm(name, "mooncake", self.fabric).start()
+            stack.push_async_callback(engine.stop)
+            self.engines[name] = engine
+            said: dict[str, Any] = {"name": name, "role": role, "connector": "mooncake"}
+            specs.append(
+                InstanceSpec(url=engine.url, bootstrap=engine.bootstrap, events="off", **said)
+            )
+        stack.push_async_callback(self.http.close)
+        config = GatewayConfig(model="", port=0, workers=2)
+        self.conductor = await ConductorProcess.start(config, str(path / "link"), specs)
+        stack.push_async_callback(self.conductor.stop, 0)
+        for _ in range(2):  # each on a port of its own
+            front = await FrontProcess.start(config, str(path / "link"), foreign=True)
+            stack.push_async_callback(front.stop, 0)
+            self.fronts.append(front)
+        for front in self.fronts:
+            while len(front.conductor.instances()) < 2:
+                await asyncio.sleep(0.01)
+
+    async def complete(self, front: int, prompt: list[int], count: int = 4) -> tuple[int, str]:
+        """Status, and text or error."""
+        body = msgspec.json.encode(
+            {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
+        )
+        url = f"http://127.0.0.1:{self.fronts[front].port}/v1/completions"
+        reply = await self.http.request("POST", url, body=body, timeout_s=10)
+        if reply.status != 200:
+            return reply.status, reply.body.decode()
+        return 200, msgspec.json.decode(reply.body)["choices"][0]["text"]
+
+    async def metrics(self, front: int) -> dict[str, float]:
+        """Samples by name with labels."""
+        url = f"http://127.0.0.1:{self.fronts[front].port}/metrics"
+        reply = await self.http.request("GET", url, timeout_s=10)
+        lines = [line for line in reply.body.decode().splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in (it.rpartition(" ") for it in lines)}
+
+    async def settled(self) -> None:
+        """No reservation is left at the one Conductor."""
+        while self.conductor.control.conductor.core.promised().requests:
+            await asyncio.sleep(0.01)
+
+
+def run(use: Callable[[Site], Awaitable[None]], path: Path) -> None:
+    """With a site, inside a deadline."""
+
+    async def main() -> None:
+        async with asyncio.timeout(30), AsyncExitStack() as stack:
+            site = Site()
+            await site.start(path, stack)
+            await use(site)
+
+    asyncio.run(main())
+
+
+def test_both_fronts_hand_kv_from_prefill_to_decode(tmp_path: Path) -> None:
+    """Whichever front a client comes to: the same tokens, one ledger, sums for all."""
+
+    async def use(site: Site) -> None:
+        wanted = "".join(spoken(PROMPT, 4))
+        calls = [site.complete(i % 2, PROMPT) for i in range(40)]
+        assert await asyncio.gather(*calls) == [(200, wanted)] * 40
+        await site.settled()
+        counted = [await site.metrics(front) for front in (0, 1)]
+        name = 'moonserve_requests_total{route="/v1/completions",status="200"}'
+        assert [it[name] for it in counted] == [40, 40]
+        assert counted[0]['moonserve_prompts_read_total{how="ids"}'] == 40
+        assert counted[0]["moonserve_good_requests_total"] == 40
+        assert {call.path for call in site.engines["d0"].calls} == {"/v1/completions"}
+
+    run(use, tmp_path)
+
+
+def test_fronts_hear_that_prefill_restarted(tmp_path: Path) -> None:
+    """Another start has another name for its transfers: a front asks for it again, and goes on."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        assert [await site.complete(front, PROMPT) for front in (0, 1)] == [wanted] * 2
+        await site.engines["p0"].restart()
+        for front in (0, 1):
+            assert await site.complete(front, PROMPT) == wanted
+        await site.settled()
+
+    run(use, tmp_path)
+
+
+def test_calls_teach_the_fleet(tmp_path: Path) -> None:
+    """What calls of any front take is measured where costs are fitted."""
+
+    async def use(site: Site) -> None:
+        for i in range(12):
+            assert (await site.complete(i % 2, [i + 1] * 200))[0] == 200
+        fleet = site.conductor._fleet
+        assert fleet is not None
+        watches = {id: it for _, keeper in fleet.keepers() for id, it in keeper.watches.items()}
+        conductor = site.conductor.control.conductor
+        passes, _ = watches[InstanceId("p0")].take(conductor.now_us())
+        assert passes or conductor.core.view.instances[InstanceId("p0")].cost.known
+
+    run(use, tmp_path)
