@@ -116,7 +116,7 @@ def show(name: str, out: Path, form: str) -> None:
     page.say(
         f"Written by `make paper ARGS={name}` in {kept['took_s']} s at commit "
         f"{kept['commit']} ({kept['machine']}); the raw figures are in [{name}.json]({name}.json)."
-        + "".join(f" {p} was measured again at {at}." for p, at in kept.get("again", {}).items())
+        + "".join(f" {p} was measured at {at}." for p, at in kept.get("again", {}).items())
     )
     page.say(f"![{figure.title}]({name}.{form})")
     figure.show(kept["found"], page)
