@@ -177,7 +177,7 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert record.tbt_us is not None
         errors = world.loop.core.outlook.output_errors
         assert errors.count == 1
-        assert -1 < errors.sum < 0  # decode told the whole length, max_tokens: the mean is below it
+        assert abs(errors.sum) < 0.5  # decode told the whole length: max_tokens
 
     run(test)
 
