@@ -221,13 +221,18 @@ class ConductorMachine(RuleBasedStateMachine):
             self.now_us = wake_us - 1
             self.step()
 
-    @rule(length=st.integers(1, 40) | st.just(100), slo=OBJECTIVES, priority=st.integers(-1, 1))
-    def arrive(self, length: int, slo: Slo, priority: int) -> None:
-        """A request comes."""
+    @rule(
+        length=st.integers(1, 40) | st.just(100),
+        slo=OBJECTIVES,
+        priority=st.integers(-1, 1),
+        whole=st.booleans(),
+    )
+    def arrive(self, length: int, slo: Slo, priority: int, whole: bool = False) -> None:
+        """A request comes; one for a single call is like any other before workers of ours."""
         self.count += 1
         name = RequestId(f"r{self.count}")
         prompt = tuple(range(length))
-        request = Request(name, "m", prompt, slo=slo, priority=priority)
+        request = Request(name, "m", prompt, slo=slo, priority=priority, whole=whole)
         self.open[name] = (request, self.now_us + 1)
         self.attempts[name] = 0
         self.leases[name] = []
@@ -349,6 +354,7 @@ class ForeignMachine(ConductorMachine):
         assert decision.joint == (action.to.id == decision.decode)
         assert action.to.connector == action.decode.connector == decision.connector
         assert decision.joint or action.to.connector == "nixl"
+        assert decision.joint or not self.open[action.request][0].whole
         assert decision.holder is None
         assert not decision.stages
 

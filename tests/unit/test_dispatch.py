@@ -176,7 +176,8 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert record.ttft_us is not None
         assert record.tbt_us is not None
         errors = world.loop.core.outlook.output_errors
-        assert (errors.count, errors.sum) == (1, 0)  # decode told the whole length: max_tokens
+        assert errors.count == 1
+        assert abs(errors.sum) < 0.5  # decode told the whole length: max_tokens
 
     run(test)
 

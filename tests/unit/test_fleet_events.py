@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 import zmq
 import zmq.asyncio
 
+from moonserve.core.facts import BlocksStored, Fact, Left
 from moonserve.core.kvevents import Stored
 from moonserve.core.prefix import chain_keys
-from moonserve.core.units import InstanceId
+from moonserve.core.units import BlockKey, InstanceId, SegmentId
 from moonserve.live.fleet.events import open_feed
+from moonserve.live.fleet.feeds import POOL, Hearing
 from moonserve.live.kvevents.wire import encode_batch
 from tests.support.engines import Engine, rig
 
@@ -94,3 +96,27 @@ def test_events_with_blocks_of_another_size_are_not_used() -> None:
                 assert not len(it.conductor.core.index)
 
     asyncio.run(body())
+
+
+def test_a_shared_block_is_told_once_whoever_tells_it() -> None:
+    """Two engines that tell of one store's block make one claim; their own blocks all pass."""
+
+    class Heard:
+        def __init__(self) -> None:
+            self.facts: list[Fact] = []
+
+        def now_us(self) -> int:
+            return 5
+
+        def tell(self, *facts: Fact) -> None:
+            self.facts += facts
+
+    heard = Heard()
+    hearing = Hearing(heard)
+    keys = tuple(BlockKey(bytes([number]) * 32) for number in range(3))
+    shared = BlocksStored(POOL, keys, None, "dram", 0)
+    own = BlocksStored(SegmentId("a"), keys, None, "device", 7)
+    hearing.tell(shared, own)
+    hearing.tell(shared)
+    hearing.tell(own, Left(A, 7))
+    assert heard.facts == [shared, own, own, Left(A, 7)]

@@ -5,13 +5,9 @@ from __future__ import annotations
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.kvevents import KvBatch
 from moonserve.core.kvstream import Stream
-from moonserve.core.units import SegmentId
-from moonserve.live.fleet.feeds import Feed, FeedCounts, FeedSink
+from moonserve.live.fleet.feeds import POOL, Feed, FeedCounts, FeedSink
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.kvevents.subscriber import EventFeed
-
-POOL = SegmentId("shared-store")
-"""Holds what engines put into a store that they share."""
 
 
 class _Followed:

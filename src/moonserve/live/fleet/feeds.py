@@ -7,8 +7,13 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from moonserve.core.facts import BlockEvent, InstanceInfo
+from moonserve.core.facts import BlockEvent, BlocksRemoved, BlocksStored, Fact, InstanceInfo
+from moonserve.core.reported import Reported
+from moonserve.core.units import Micros, SegmentId
 from moonserve.live.fleet.spec import InstanceSpec
+
+POOL = SegmentId("shared-store")
+"""Holds what engines put into a store that they share."""
 
 
 class FeedCounts(msgspec.Struct, frozen=True):
@@ -51,3 +56,38 @@ class Feed(Protocol):
 
 FeedOpener: TypeAlias = Callable[[InstanceInfo, InstanceSpec, int, FeedSink], Awaitable[Feed]]
 """Follow the events of that rank, as facts about the instance's segment in its epoch."""
+
+
+class Hearer(Protocol):
+    """The Conductor, as far as a keeper needs it."""
+
+    def now_us(self) -> Micros:
+        """Its clock."""
+
+    def tell(self, *facts: Fact) -> None:
+        """Facts for its next step."""
+
+
+class Hearing:
+    """The Conductor as keepers tell it: of a store that engines share, each block is told once.
+
+    Nobody tells what that store evicts, so of many blocks the longest unheard of go.
+    """
+
+    def __init__(self, conductor: Hearer) -> None:
+        self._conductor = conductor
+        self._pool = Reported(POOL)
+        self.now_us = conductor.now_us
+
+    def tell(self, *facts: Fact) -> None:
+        """Facts for its next step."""
+        told: list[Fact] = []
+        for fact in facts:
+            if isinstance(fact, BlocksStored) and fact.segment == POOL:
+                told += self._pool.stored(self.now_us(), fact.keys, fact.parent)
+            elif isinstance(fact, BlocksRemoved) and fact.segment == POOL:
+                told += self._pool.removed(self.now_us(), fact.keys)
+            else:
+                told.append(fact)
+        if told:
+            self._conductor.tell(*told)

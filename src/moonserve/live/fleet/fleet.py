@@ -17,7 +17,7 @@ from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive
 from moonserve.core.observed import Part, Watch
 from moonserve.core.units import InstanceId, Micros, Tokens
 from moonserve.live.conductor import ConductorLoop
-from moonserve.live.fleet.feeds import FeedCounts, FeedOpener
+from moonserve.live.fleet.feeds import FeedCounts, FeedOpener, Hearing
 from moonserve.live.fleet.handshake import Found, beside
 from moonserve.live.fleet.keeper import Keeper, Times
 from moonserve.live.fleet.member import Member
@@ -94,6 +94,7 @@ class Fleet:
         there is none; `environ`: where API keys are; `open_feed` None: events are not followed."""
         self.times = times or Times()
         self._conductor, self._http = conductor, http
+        self._hearing = Hearing(conductor)
         self._load_text, self._environ, self._open_feed = load_text, environ, open_feed
         self._texts: dict[str, TextTools] = {}
         self._kept: dict[str, _Kept] = {}
@@ -141,7 +142,7 @@ class Fleet:
         keeper = Keeper(
             Member(spec, self._http, key),
             self._http,
-            self._conductor,
+            self._hearing,
             lambda: self._conductor.core.view.instances,
             tools,
             self.times,
@@ -203,7 +204,11 @@ class Fleet:
 
     def tells(self, model: str) -> bool:
         """Whether instances of the model tell KV events: keys are then those of its tokens."""
-        return any(keeper.feeds for keeper in self._of(model))
+        for kept in self._kept.values():  # asked for every request
+            keeper = kept.keeper
+            if keeper.feeds and keeper.found is not None and keeper.found.model == model:
+                return True
+        return False
 
     def tells_of(self, instance: InstanceId) -> bool:
         """Whether this instance does."""

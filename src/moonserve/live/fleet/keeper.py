@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,6 @@ from moonserve.core.facts import (
     Beat,
     BlockEvent,
     BlocksCleared,
-    Fact,
     InstanceInfo,
     InstanceLoad,
     Joined,
@@ -29,9 +28,9 @@ from moonserve.core.facts import (
 from moonserve.core.index import Tier
 from moonserve.core.observed import Watch
 from moonserve.core.prefix import Namespace
-from moonserve.core.units import InstanceId, Micros, SegmentId, seconds_to_us
+from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.core.view import InstanceView
-from moonserve.live.fleet.feeds import Feed, FeedOpener
+from moonserve.live.fleet.feeds import Feed, FeedOpener, Hearer
 from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake
 from moonserve.live.fleet.member import Member
 from moonserve.live.fleet.pages import Page, RankPage, read_page
@@ -64,16 +63,6 @@ class Times(msgspec.Struct, frozen=True):
     def longest_s(self) -> float:
         """From a sign of life to the time when an engine is given up, at most."""
         return self.failures * (self.poll_s + self.answer_s) + 1.0
-
-
-class Hearer(Protocol):
-    """The Conductor, as far as a keeper needs it."""
-
-    def now_us(self) -> Micros:
-        """Its clock."""
-
-    def tell(self, *facts: Fact) -> None:
-        """Facts for its next step."""
 
 
 class Keeper:
