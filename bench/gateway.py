@@ -11,7 +11,8 @@ Both may be given as MOONSERVE_PEERS and MOONSERVE_ROUTERS.
 Four engines are behind every target; P/D has two of each role. Work: `short`, a prompt of 120
 characters and 8 tokens in one reply; `stream64`, the same with 64 tokens streamed; `long30k`, a
 prompt of 30,000 characters that shares 20,000 with an eighth of the others. Targets take turns in
-each round; figures are medians over rounds:
+each round; figures are medians over rounds. `paced64` is stream64 on engines that take 20 ms to
+the first token and 5 ms for each other.
 
   cpu       CPU of the target's processes (all threads) per request, microseconds
   p50       latency, less what the engines alone take with as many connections (direct)
@@ -41,7 +42,10 @@ from typing import Any
 
 from common import machine_line
 
-WORK = {"short": ((1, 32, 128), 0), "stream64": ((1, 32, 128), 66), "long30k": ((1, 32), 0)}
+ALL = (1, 32, 128)
+WORK = {"short": (ALL, 0), "stream64": (ALL, 66), "long30k": ((1, 32), 0), "paced64": (ALL, 66)}
+PACE_US = ("5000", "20000")
+"""Of paced engines: between tokens, and until the first."""
 ENGINES = 4
 ROUTES = "/v1/chat/completions"
 READY_S = 60.0
@@ -64,6 +68,7 @@ def bodies(folder: Path) -> dict[str, Path]:
     kinds = {
         "short": (short, {"max_tokens": 8}),
         "stream64": (short, {"max_tokens": 64, "stream": True}),
+        "paced64": (short, {"max_tokens": 64, "stream": True}),
         "long30k": (long, {"max_tokens": 8}),
     }
     made = {}
@@ -162,11 +167,11 @@ class Bench:
         self.stack.callback(_end, process)
         return process.pid
 
-    def engines(self) -> list[str]:
+    def engines(self, pace_us: Sequence[str]) -> list[str]:
         """URLs of the mocks."""
         ports = [free_port() for _ in range(ENGINES)]
         for port in ports:
-            self.start(f"engine{port}", [self.folder / "mock_engine", str(port)])
+            self.start(f"engine{port}", [self.folder / "mock_engine", str(port), *pace_us])
         return [f"http://127.0.0.1:{port}" for port in ports]
 
     def target(self, name: str, command: Sequence[str]) -> tuple[int, int]:
@@ -212,16 +217,19 @@ def serves(port: int) -> bool:
     return True
 
 
-def measure(bench: Bench, args: argparse.Namespace, work: dict[str, Path]) -> None:
-    """Run all, then print a table for each kind of work and number of connections."""
-    urls = bench.engines()
+def measure(
+    bench: Bench, args: argparse.Namespace, kinds: Sequence[str], pace_us: Sequence[str] = ()
+) -> None:
+    """Run these kinds of work, then print a table for each and each number of connections."""
+    work = bodies(bench.folder)
+    urls = bench.engines(pace_us)
     targets: dict[str, tuple[int, int | None]] = {"direct": (int(urls[0].rpartition(":")[2]), None)}
     for name, command in commands(urls, args.routers, args.workers).items():
         if not args.only or name in args.only:
             targets[name] = bench.target(name, command)
     seen: dict[tuple[str, int, str], list[Any]] = {}
     for turn in range(args.rounds):
-        for kind in args.work:
+        for kind in kinds:
             counts, events = WORK[kind]
             for connections in counts[1:2] if args.quick else counts:
                 for name, (port, pid) in targets.items():
@@ -286,9 +294,12 @@ def main() -> None:
         sys.exit("--peers must name the folder that has http/mock_engine.c and http/load.c")
     args.routers = folder_of(args.routers, "the routers are left out", "--routers")
     print(machine_line())
-    with started() as bench:
-        build(peers, bench.folder)
-        measure(bench, args, bodies(bench.folder))
+    for pace_us in ((), PACE_US):
+        kinds = [kind for kind in args.work if (kind == "paced64") == bool(pace_us)]
+        if kinds:
+            with started() as bench:
+                build(peers, bench.folder)
+                measure(bench, args, kinds, pace_us)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,12 @@ def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: F
     assert {same_id(url) for url in urls} == {True}
     again = ask(second, WORDS + " and more")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
+
+    with ThreadPoolExecutor(8) as many:
+        jobs = [many.submit(ask, urls[n % 2], f"{n} {WORDS}") for n in range(24)]
+        assert all(job.result()["choices"] for job in jobs)
+    for url in urls:
+        until(lambda url=url: not any(ledger(url)))
 
     fleet.workers["p0"].kill()
     until(lambda: all(names(url) == ["d0", "p1"] for url in urls), within_s=12.0)

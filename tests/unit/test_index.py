@@ -94,3 +94,28 @@ def test_an_empty_chain_matches_nothing() -> None:
     """No keys, no match."""
     assert (PrefixIndex().match([]).pool, PrefixIndex().match([]).by_holder) == (0, {})
     assert Match(3, {A: 3}).by_holder == {A: 3}
+
+
+def test_an_index_made_of_an_inventory_is_alike() -> None:
+    """inventory: holes, tiers, copies counted and epochs come along, in whatever order."""
+    index, other = PrefixIndex(), PrefixIndex()
+    a, b = SegmentId("a"), SegmentId("b")
+    keys = tuple(range(20))
+    index.stored(a, keys, None, "dram", 3)
+    index.stored(a, keys[5:9], 4, "dram", 3)
+    index.stored(a, keys[:2], None, "disk", 3)
+    index.stored(b, keys[:12], None, "device", 1)
+    index.removed(a, keys[14:16], "dram", 3)
+    for holder in (a, b):
+        for held, parent, tier, epoch in reversed(index.inventory(holder)):
+            other.stored(holder, held, parent, tier, epoch)
+    assert index.inventory(SegmentId("c")) == []
+    assert other.match(keys).by_holder == index.match(keys).by_holder == {a: 14, b: 12}
+    assert other.entries == index.entries
+    assert other.tiers(0, a) == ("dram", "disk")
+    other.removed(a, keys[5:9], "dram", 3)
+    assert other.match(keys).by_holder[a] == 14, "it has another copy"
+    other.removed(a, keys[5:9], "dram", 3)
+    assert other.match(keys).by_holder[a] == 5
+    other.stored(a, keys, None, "dram", 2)
+    assert other.match(keys).by_holder[a] == 5, "told of an older start"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from moonserve.core.conductor import Conductor
-from moonserve.core.errors import NobodyAlive, StoreError
+from moonserve.core.errors import NobodyAlive, RegistryError, StoreError
 from moonserve.core.facts import (
     BlocksStored,
     InstanceInfo,
@@ -209,6 +209,25 @@ def test_a_newcomer_takes_over_what_nobody_else_would_tell_it() -> None:
         other.internal.seen([stored])
         await asyncio.sleep(0.01)
         assert index.inventory(POOL) == [(KEYS, None, "dram", 0)]
+
+    run(test)
+
+
+def test_a_registry_that_is_away_at_the_start_keeps_nobody_from_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot say who has an index: there is none, and that is said."""
+
+    async def away(self: MemoryRegistry, prefix: str) -> dict[str, bytes]:
+        raise RegistryError("etcd is away")
+
+    async def test(site: Site) -> None:
+        one = Gate(site, None)
+        monkeypatch.setattr(MemoryRegistry, "read", away)
+        one.several._begin(one.several._gather())
+        await one.several.gathered.wait()
+        assert one.several.index == "incomplete: etcd is away"
+        assert not one.several.not_ready
 
     run(test)
 

@@ -227,10 +227,6 @@ class PrefixIndex:
             for _ in range(piece.counts[it] // one & _FIELD)
         ]
 
-    def holders(self) -> list[SegmentId]:
-        """Who holds anything."""
-        return list(self._holders)
-
     def match(self, keys: Sequence[Hashable]) -> Match:
         """The longest leading run of the chain `keys`, in the pool and in each holder.
 

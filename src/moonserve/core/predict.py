@@ -52,8 +52,9 @@ class Lengths:
         self._means: list[float] = []
         self._asked = (-1, 0.0)
         """The latest bound of a mean, and that mean."""
-        self._made_of = (-1, -1)
-        """What `_shares` and `_means` were made of: they are asked for far more often."""
+        self._until = (-1, -1)
+        """Outputs seen, its own and the wider's, up to which `_shares` and `_means` will do: they
+        are asked for far more often."""
 
     def add(self, tokens: Tokens) -> None:
         """One output ended at this length."""
@@ -106,8 +107,8 @@ class Lengths:
         """Shares at the edges; where little has come since they were made, those will do."""
         wider = self._wider
         seen = 0 if wider is None else wider._seen
-        own, others = self._made_of
-        if _is_fresh(own, self._seen) and _is_fresh(others, seen):
+        own, others = self._until
+        if self._seen <= own and seen <= others:
             return self._shares
         self._place_cuts()
         if wider is None:
@@ -126,7 +127,7 @@ class Lengths:
         parts = [(a + b) / 2 * (high - low) for a, b, low, high in sides]
         self._means = list(accumulate(parts, initial=1.0))
         self._asked = (-1, 0.0)
-        self._made_of = (self._seen, seen)
+        self._until = (_will_do(self._seen), _will_do(seen))
         return self._shares
 
 
@@ -141,9 +142,9 @@ def _beyond(shares: Sequence[float], tokens: float) -> float:
     return shares[at] + (place - at) * (shares[at + 1] - shares[at])
 
 
-def _is_fresh(then: int, now: int) -> bool:
-    """Whether what was made of so many outputs will do, of so many now."""
-    return now - then <= min(then // 16, _STALE)
+def _will_do(seen: int) -> int:
+    """Up to how many outputs what is made of so many will do."""
+    return seen + min(seen // 16, _STALE)
 
 
 class Stay:

@@ -1,8 +1,8 @@
 """What a new gateway takes over of another's index before it says that it is ready.
 
 For several gateways (`several`). The blocks of holders that nobody else tells a newcomer of: those
-of a foreign pool, which are known from workers' reports, and of engines whose index is made of the
-dispatches of each gateway. What the store's master and engines' own events tell comes from there.
+of a foreign pool, which are known from workers' reports. What the store's master and engines' own
+events tell comes from there.
 """
 
 from __future__ import annotations

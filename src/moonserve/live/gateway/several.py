@@ -17,9 +17,8 @@ import msgspec
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonserve.core.errors import BadRequest, MoonserveError
+from moonserve.core.errors import BadRequest, MoonserveError, RegistryError
 from moonserve.core.facts import BlocksStored, InstanceInfo, Leading, PeerPromised, Promises
-from moonserve.core.units import SegmentId
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.gateway import bootstrap
 from moonserve.live.gateway.internal import Internal
@@ -155,6 +154,9 @@ class Several:
                     self.index = await self._take_over()
         except TimeoutError:
             self.index = f"incomplete: not told within {_BOOT_S:g} s"
+        except RegistryError as error:
+            self.index = f"incomplete: {error}"
+        if self.index.startswith("incomplete"):
             log.warning("serving with what is known: the index is %s", self.index)
         self.not_ready = ""
         self.gathered.set()
@@ -165,17 +167,10 @@ class Several:
         return await bootstrap.first_of(self._http, urls, self._token, self._take)
 
     def _take(self, event: BlocksStored) -> None:
-        if event.segment == POOL:
-            self._internal.seen([event])
-        else:
-            self._conductor.tell(event)
-
-    def _handed_over(self) -> list[SegmentId]:
-        """Whose blocks a newcomer is told of here."""
-        return [it for it in self._conductor.core.index.holders() if it == POOL]
+        self._internal.seen([event])
 
     async def _index(self, request: HttpRequest) -> StreamingResponse:
-        told = bootstrap.tell(self._conductor.core.index, self._handed_over())
+        told = bootstrap.tell(self._conductor.core.index, [POOL])
         return StreamingResponse(told, content_type="application/octet-stream")
 
     # Workers.

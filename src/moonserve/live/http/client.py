@@ -38,11 +38,36 @@ class ClientResponse(msgspec.Struct):
 class _Host:
     """The connections to one host: idle ones (last used is first reused) and free places."""
 
-    __slots__ = ("idle", "places")
+    __slots__ = ("_free", "_waiting", "idle")
 
     def __init__(self, max_connections: int) -> None:
         self.idle: deque[Connection] = deque()
-        self.places = asyncio.Semaphore(max_connections)
+        self._free = max_connections
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self, deadline_s: float) -> None:
+        """Take a place, or wait for one until then. Raises TimeoutError; `leave` follows."""
+        if self._free:
+            self._free -= 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await place
+        except BaseException:
+            if place.done() and not place.cancelled():
+                self.leave()  # it had come just then
+            raise
+
+    def leave(self) -> None:
+        """The place is the first's who waits, if anybody does."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+        self._free += 1
 
 
 class HttpClient:
@@ -167,21 +192,17 @@ class HttpClient:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         data = head_of(method, target, headers, len(body)) + body
-        if host.places.locked():
-            async with asyncio.timeout_at(deadline_s):
-                await host.places.acquire()
-        else:
-            await host.places.acquire()
+        await host.enter(deadline_s)
         try:
             return await self._exchange(host, target, data, deadline_s)
         except BaseException:
-            host.places.release()
+            host.leave()
             raise
 
     def _end(self, host: _Host, connection: Connection) -> None:
         connection.watch_until(math.inf)
         self._give_back(host, connection)
-        host.places.release()
+        host.leave()
 
     async def _exchange(
         self, host: _Host, target: Target, data: bytes, deadline_s: float

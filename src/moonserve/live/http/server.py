@@ -116,7 +116,10 @@ class App:
             )
 
     def _body_limit(self, path: str) -> Bytes:
-        return next(limit for prefix, limit in self._body_limits if path.startswith(prefix))
+        for prefix, limit in self._body_limits:
+            if path.startswith(prefix):
+                return limit
+        raise AssertionError("the empty prefix is every path's")
 
     def _handler(self, method: str, path: str) -> Handler:
         handler = self.routes.get((method, path))

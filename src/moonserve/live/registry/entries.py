@@ -1,11 +1,11 @@
 """What is kept in a registry, under which key, and who is looked for there. JSON, for etcdctl too.
 
 instances/NAME   InstanceInfo: our own workers, each for as long as it lives
-engines/NAME     fleet.spec.InstanceSpec: foreign engines, put there by people or by whoever runs them
+engines/NAME     fleet.spec.InstanceSpec: foreign engines, put there by whoever runs them
 gateways/NAME    GatewayEntry
 store/master     MasterEntry
 leaders/DUTY     the gateway that has a duty
-"""  # noqa: E501 - a table
+"""
 
 from __future__ import annotations
 

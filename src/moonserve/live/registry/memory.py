@@ -20,7 +20,7 @@ class MemoryRegistry:
 
     async def register(self, key: str, value: bytes) -> _Entry:
         """See ports.Registry."""
-        entry = _Entry(self._shared, key, value)
+        entry = _Entry(self._shared, key)
         self._own.append(entry)
         await self.put(key, value)
         self._shared.owners[key] = entry
@@ -88,7 +88,7 @@ class Shared:
 
 
 class _Entry:
-    def __init__(self, shared: Shared, key: str, value: bytes) -> None:
+    def __init__(self, shared: Shared, key: str) -> None:
         self._shared = shared
         self._key = key
 
