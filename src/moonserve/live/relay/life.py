@@ -338,9 +338,14 @@ class Life:
             note.ended(reply.counted.cached)
 
     def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:
-        """The instance has the prompt now; where none tells, the index hears of it from here."""
-        keys = self._reading.keys
-        if not keys or self._caller.engines.tells_of(to.id):
+        """The instance has the prompt now; where none tells, the index hears of it from here. What
+        it did not find of a shared store is not there any more."""
+        keys, size = self._reading.keys, to.namespace.block_size
+        if not keys:
+            return
+        if self._caller.engines.tells_of(to.id):
+            if to.fetches and cached is not None and cached < predicted:
+                self._caller.observer.missed(keys[cached // size : predicted // size])
             return
         if told := self._caller.guesses.served(to, keys, predicted, cached):
             self._conductor.tell(*told)
