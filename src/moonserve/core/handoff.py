@@ -155,7 +155,9 @@ class Handoff:
                 self.phase, self.at = Phase.DECODE, [self.decision.decode]
                 return StartDecode()
             case DecodeEnded() if self.phase is Phase.PREFILL:
-                return Wait()  # of a call that never went out: its number was guessed (/api/release)
+                return (
+                    Wait()
+                )  # of a call that never went out: its number was guessed (/api/release)
             case DecodeEnded():
                 return self._over(None)
             case CallFailed():

@@ -25,8 +25,8 @@ from moonserve.live.relay.bodies import PATHS, Asked
 from moonserve.live.relay.engines import Engines
 from moonserve.live.relay.reading import Reader
 
-_RETRIED = (408, 425, 429)
-"""Of the 4xx, those that say nothing against the request."""
+_RETRIED = (401, 403, 408, 425, 429)
+"""Of the 4xx, those that say nothing against the request; the first two are about our key."""
 _WHOLE_S = 600.0
 _MOST_GUESSED = 4_096
 
