@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, Overloaded
 from moonserve.core.request import Sampling, Slo, Stopping
+from moonserve.core.units import seconds_to_us
 from moonserve.live.gateway.app import GatewayApp, Limits
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
@@ -650,6 +651,30 @@ def test_failures_before_the_first_token_have_their_status(
             assert reply.headers["x-moonserve-reject-reason"] == "prefill_load"
 
     run(use, failure)
+
+
+def test_where_no_retry_helps_none_is_told() -> None:
+    """A 429 with its reason, and without Retry-After."""
+
+    async def use(rig: Rig) -> None:
+        reply = await rig.post(*_chat())
+        assert (reply.status, reply.headers["x-moonserve-reject-reason"]) == (429, "tbt_slo")
+        assert "retry-after" not in reply.headers
+
+    run(use, Overloaded("never", "tbt_slo", None))
+
+
+def test_a_client_waits_since_its_headers_came() -> None:
+    """The cluster is told when that was, whatever the gateway did since."""
+
+    async def use(rig: Rig) -> None:
+        before_us = seconds_to_us(asyncio.get_running_loop().time())
+        assert (await rig.post(*_chat())).status == 200
+        [request] = rig.serving.requests
+        assert request.arrived_us is not None
+        assert before_us <= request.arrived_us <= seconds_to_us(asyncio.get_running_loop().time())
+
+    run(use)
 
 
 @pytest.mark.parametrize("script", [(EngineFailed("broke"),), ()])
