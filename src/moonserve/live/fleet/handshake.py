@@ -66,10 +66,6 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
-class _Version(msgspec.Struct):
-    version: str = ""
-
-
 class _Server(msgspec.Struct):
     """The part of SGLang's /get_server_info that is read."""
 
