@@ -172,7 +172,7 @@ def test_a_front_that_does_not_listen_is_sent_away(
     """What waits for it is bounded."""
 
     async def use(it: Site) -> None:
-        reader, writer = await asyncio.open_unix_connection(it.path)
+        _, writer = await asyncio.open_unix_connection(it.path)
         await until(lambda: it.desk._links)
         monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1 << 20)
         [link] = it.desk._links

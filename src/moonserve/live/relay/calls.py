@@ -124,7 +124,13 @@ class Caller(msgspec.Struct, frozen=True):
         """A call whose reply is read as it comes; nothing is sent before it is entered."""
         url, headers = self._target(to, asked, request)
         return self.http.stream(
-            "POST", url, headers=headers, body=body, timeout_s=first_s, idle_timeout_s=first_s
+            "POST",
+            url,
+            headers=headers,
+            body=body,
+            timeout_s=first_s,
+            idle_timeout_s=first_s,
+            again=body is asked.raw,  # KV is handed over once
         )
 
     async def whole(
@@ -132,7 +138,10 @@ class Caller(msgspec.Struct, frozen=True):
     ) -> Answer:
         """A call and its whole reply. Raises CallLost, Passed, UpstreamError, DeadlineExceeded."""
         url, headers = self._target(to, asked, request)
-        reply = await self.http.request("POST", url, headers=headers, body=body, timeout_s=limit_s)
+        again = body is asked.raw
+        reply = await self.http.request(
+            "POST", url, headers=headers, body=body, timeout_s=limit_s, again=again
+        )
         answer = Answer(reply.status, reply.body, reply.headers.get("content-type", JSON))
         _judge(to, answer)
         return answer
