@@ -147,7 +147,8 @@ class Reader:
         namespace = infos[0].namespace
         ratio = self._ratios.setdefault(asked.model, Ratio(namespace.block_size))
         text = _canonical(asked)
-        length = min(ratio.tokens(len(text)), max(info.max_len for info in infos))
+        most = max(min(it.max_len, it.kv_blocks * it.namespace.block_size) for it in infos)
+        length = max(1, min(ratio.tokens(len(text)), most))
         if not keyed or asked.prompts > 1:
             return Reading(length, (), "unread", len(text))
         keys = text_keys(self._root(asked, namespace), text, ratio.piece)[:_MAX_KEYS]
