@@ -155,8 +155,11 @@ class Handoff:
                 assert self.decision is not None
                 self.phase, self.at = Phase.DECODE, [self.decision.decode]
                 return StartDecode()
+            case DecodeEnded() if self.phase is Phase.PREFILL:
+                return (
+                    Wait()
+                )  # of a call that never went out: its number was guessed (/api/release)
             case DecodeEnded():
-                assert self.phase is Phase.DECODE
                 return self._over(None)
             case CallFailed():
                 return self._failed(fact)

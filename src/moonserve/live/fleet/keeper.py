@@ -289,6 +289,6 @@ class Keeper:
         return [BlocksCleared(segment, tier, epoch) for tier in _TIERS]
 
     async def _close_feeds(self) -> None:
-        feeds, self.feeds = self.feeds, {}
-        for feed in feeds.values():
-            await feed.close()
+        while self.feeds:  # cancelled in here, `close` comes back for the rest
+            await next(reversed(self.feeds.values())).close()
+            self.feeds.popitem()
