@@ -107,7 +107,8 @@ class Handoff:
         """A decode call goes out to `instance`; returns its number."""
         assert self.phase is Phase.DECODE
         assert self.decision is not None
-        self.decision = msgspec.structs.replace(self.decision, decode=instance)
+        if instance != self.decision.decode:
+            self.decision = msgspec.structs.replace(self.decision, decode=instance)
         self.at = [instance]
         self.number += 1
         return self.number
