@@ -385,6 +385,9 @@ def test_what_tightens_an_objective_is_named() -> None:
     held = [a.decision.held for a in actions if isinstance(a, Prefill)]
     assert held[0] == ""
     assert held[-1].endswith("given more than its part")
+    free = cluster("predictive", "p0", "d0", slo=Slo())
+    [placed] = [a for a in free.step(1, [arrived("a", priority=-1)]) if isinstance(a, Prefill)]
+    assert placed.decision.held == "", "without objectives there is none to tighten"
 
 
 def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:

@@ -29,6 +29,15 @@ def test_texts_share_keys_as_far_as_they_agree() -> None:
     assert text_keys(b"x" * 32, b"a" * 100, 32)[0] != one[0]
 
 
+def test_prompts_with_images_do_not_bend_the_ratio() -> None:
+    """A megabyte that was a thousand tokens was no text."""
+    ratio = Ratio(16)
+    for _ in range(100):
+        ratio.learn(1_000_000, 1_000)
+        ratio.learn(100, 1_000)
+    assert (ratio.piece, ratio.tokens(400)) == (64, 100)
+
+
 def test_the_ratio_follows_what_engines_count() -> None:
     """Two bytes a token, seen often enough, halve the piece; little is no reason to change it."""
     ratio = Ratio(16)

@@ -49,6 +49,7 @@ class ScriptedWire:
         """(role, what, after how many decode tokens): taken by the next call of that role."""
         self.calls: list[tuple[str, str]] = []
         self.cancelled = 0
+        self.hanging = 0
         self.prefetches: list[tuple[str, str, int]] = []
         """(instance, lease, how many blocks) of each."""
         self.prefetching = 0
@@ -64,6 +65,7 @@ class ScriptedWire:
 
     async def _fail(self, what: str) -> None:
         if what == "hang":
+            self.hanging += 1
             try:
                 await asyncio.sleep(3_600)
             finally:
@@ -273,7 +275,9 @@ def test_closing_the_stream_cancels_everywhere(role: str) -> None:
         world.wire.faults = [(role, "hang", 2)]
         stream = world.request()
         task = asyncio.ensure_future(collect(stream))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            while not world.wire.hanging:
+                await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -126,6 +126,37 @@ def test_a_mismatch_is_refused_by_name(
     run(body)
 
 
+def test_a_bug_keeps_no_engine_out_for_ever() -> None:
+    """It is given up, said aloud, and asked again; its events are followed then."""
+    opened: list[str] = []
+
+    async def open_feed(*of: Any) -> Any:
+        opened.append(of[0].id)
+        if len(opened) == 1:
+            raise ValueError("of no kind that anybody foresaw")
+        return Feed()
+
+    class Feed:
+        def counts(self) -> FeedCounts:
+            return FeedCounts(connected=True, trusted=True)
+
+        async def close(self) -> None:
+            pass
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with rig(fake, open_feed=open_feed) as it:
+            fields = {"events": "tcp://127.0.0.1:1", "tokenizer": "bytes"}
+            await it.fleet.add("test", InstanceSpec(name="a", url=fake.url, **fields))
+            await it.until(lambda: it.keeper("a").state == "lost")
+            assert "ValueError" in it.fleet.alarms()[0]
+            await it.until(lambda: it.keeper("a").state == "up" and it.keeper("a").feeds)
+            assert opened == ["a", "a"]
+            assert InstanceId("a") in it.views
+
+    run(body)
+
+
 def test_blocks_of_two_sizes_do_not_go_together() -> None:
     """The second engine of a model with another block size is refused, and used once mended."""
 

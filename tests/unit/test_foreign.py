@@ -158,7 +158,12 @@ def test_a_wrong_description_over_http_names_its_field() -> None:
             for spec, status, says in (
                 ({"name": "b", "url": fake.url, "role": "prefill"}, 400, "say connector: nixl"),
                 ({"name": "b", "url": fake.url, "roles": "both"}, 400, "roles"),
-                ({"name": "b", "url": fake.url, "api_key_env": "NOT_SET"}, 400, "NOT_SET is not s"),
+                (
+                    {"name": "b", "url": fake.url, "api_key_env": "MOONSERVE_KEY_B"},
+                    400,
+                    "MOONSERVE_KEY_B is not set",
+                ),
+                ({"name": "b", "url": fake.url, "api_key_env": "HOME"}, 400, "HOME is not for oth"),
                 ({"name": "b"}, 400, "url"),
                 ({"name": "a", "url": fake.url}, 409, "a is described by the cluster file"),
             ):

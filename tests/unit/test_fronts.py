@@ -151,6 +151,39 @@ def test_a_front_that_is_gone_has_left_all_its_requests(tmp_path: Path) -> None:
     run(use, tmp_path)
 
 
+def test_what_cannot_be_said_ends_the_connection(tmp_path: Path) -> None:
+    """Left out, others' messages of that turn would be with it, and those wait for ever."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        inbox = opened(front)
+        front.first_token(R, 1 << 70)
+        assert isinstance(await inbox.get(), GiveUp)
+        front.close(R, "failed")
+        await until(lambda: len(front.instances()) == 2)  # it is back
+        assert isinstance(await opened(front).get(), Prefill)
+
+    run(use, tmp_path)
+
+
+def test_a_front_that_does_not_listen_is_sent_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it is bounded."""
+
+    async def use(it: Site) -> None:
+        _, writer = await asyncio.open_unix_connection(it.path)
+        await until(lambda: it.desk._links)
+        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1 << 20)
+        [link] = it.desk._links
+        while it.desk._links:
+            link.say(wire.Welcome("x" * (1 << 18)))
+            await asyncio.sleep(0)
+        writer.close()
+
+    run(use, tmp_path)
+
+
 def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
     tmp_path: Path,
 ) -> None:

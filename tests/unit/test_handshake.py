@@ -85,3 +85,10 @@ def test_a_hash_block_size_of_its_own_is_that_of_the_keys() -> None:
     )
     found = shake({"/health": b"", "/v1/models": MODELS, "/metrics": page}, max_len=100)
     assert (found.block_size, found.kv_tokens) == (16, 4_000)
+
+
+@pytest.mark.parametrize("said", [b'{"data": [{"id": "\xff"}]}', b"[" * 100_000, b"no"])
+def test_what_is_no_list_of_models_is_a_mismatch(said: bytes) -> None:
+    """Bytes that are no JSON, no text or no end: the keeper must live on."""
+    with pytest.raises(Mismatch, match="gave no list of models"):
+        shake({"/health": b"", "/v1/models": said, "/metrics": b""})

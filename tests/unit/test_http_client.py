@@ -249,6 +249,30 @@ def test_stale_pooled_connection_is_retried_once() -> None:
     run(behave, use)
 
 
+def test_what_must_not_reach_a_peer_twice_is_not_sent_twice() -> None:
+    """Such as where a prefill's KV is: used again, it names blocks of others."""
+    requests: list[int] = []
+
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        requests.append(1)
+        writer.write(OK)
+        await read_request(reader)
+        requests.append(2)
+
+    async def use(client: HttpClient, url: str) -> None:
+        await client.request("POST", url, timeout_s=5)
+        with pytest.raises(UpstreamError, match="closed before a reply"):
+            await client.request("POST", url, timeout_s=5, again=False)
+        await client.request("POST", url, timeout_s=5)
+        with pytest.raises(UpstreamError, match="closed before a reply"):
+            async with client.stream("POST", url, timeout_s=5, idle_timeout_s=5, again=False):
+                pass
+        assert requests == [1, 2, 1, 2]
+
+    run(behave, use)
+
+
 def test_no_retry_once_reply_began() -> None:
     """A pooled connection that breaks after the first reply byte is not retried."""
     requests = 0
@@ -447,12 +471,13 @@ def test_bad_urls_name_the_field(url: str) -> None:
     run(always(OK), use)
 
 
-def test_headers_cannot_smuggle() -> None:
-    """A line break in a header value is refused."""
+@pytest.mark.parametrize("value", ["b\r\nc: d", "key\n", "sk\N{EN DASH}1"])
+def test_headers_cannot_smuggle(value: str) -> None:
+    """A line break in a header value is refused, as is what no header can have."""
 
     async def use(client: HttpClient, url: str) -> None:
-        with pytest.raises(ConfigError):
-            await client.request("GET", url, headers={"a": "b\r\nc: d"}, timeout_s=5)
+        with pytest.raises(ConfigError, match="headers"):
+            await client.request("GET", url, headers={"a": value}, timeout_s=5)
 
     run(always(OK), use)
 

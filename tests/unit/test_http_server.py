@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import socket
@@ -396,6 +397,49 @@ def test_disconnect_reaches_the_handler_while_it_waits(path: str) -> None:
         writer.close()
         async with asyncio.timeout(1):
             await rig.closed.wait()
+
+    run(use)
+
+
+def test_endless_trailers_are_cut() -> None:
+    """What comes behind the last chunk is bounded as a head is."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reader, writer = await raw(server, head + b"3\r\nabc\r\n0\r\n")
+        with contextlib.suppress(ConnectionError):
+            for number in range(200):
+                writer.write(b"t%d: %b\r\n" % (number, b"x" * 1_000))
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            writer.write(b"\r\n")
+            assert await reader.read() == b""
+        writer.close()
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [("Content-Length: 3", b"abc"), ("Transfer-Encoding: chunked", b"3\r\nabc\r\n0\r\n\r\n")],
+)
+@pytest.mark.parametrize("pause_s", [0.0, 0.05])
+def test_a_body_behind_an_upgrade_that_is_not_taken(
+    framing: str, body: bytes, pause_s: float
+) -> None:
+    """It is the request's, not lost, and not read as the next request; the connection goes on."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = f"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n{framing}"
+        reader, writer = await raw(server, head.encode() + b"\r\nUpgrade: h2c\r\n\r\n")
+        await asyncio.sleep(pause_s)
+        writer.write(body + b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        first, second = await replies(reader, 2)
+        assert first.endswith(b"abc")
+        assert second.endswith(b"hello")
+        reader, writer = await raw(server, head.encode() + b"\r\nUpgrade: h2c\r\n\r\n" + body)
+        assert (await replies(reader, 1))[0].endswith(b"abc")
+        writer.close()
 
     run(use)
 

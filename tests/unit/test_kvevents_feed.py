@@ -319,3 +319,43 @@ def test_what_lies_in_a_segment_is_published() -> None:
     assert gone == Removed(first.block_hashes[2:], "CPU")
     assert isinstance(brought, Stored)
     assert brought.token_ids == B[:SIZE]
+
+
+def test_a_feed_that_fails_says_so() -> None:
+    """A sink that raises is a bug: what was told is forgotten, and the feed shows as broken."""
+
+    async def main() -> None:
+        async with engine_at() as engine, following(engine) as (follower, gateway):
+            engine.publish([stored(A[:SIZE], SIZE)])
+            await until(lambda: gateway.batches == 1)
+            gateway.stream = None  # type: ignore[assignment]
+            gateway.reset = lambda why, restarted: gateway.resets.append(  # type: ignore[method-assign]
+                (why, restarted)
+            )
+            engine.publish([stored(B[:SIZE], SIZE)])
+            await until(lambda: bool(gateway.resets))
+            await asyncio.sleep(0.05)
+            assert gateway.resets == [("following it failed", False)]
+            assert not follower.connected
+
+    asyncio.run(main())
+
+
+def test_as_many_feeds_as_a_fleet_has_engines() -> None:
+    """ZMQ's own limit of sockets per process is no limit here."""
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        feeds = [
+            EventFeed("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", Gateway(), context=context)
+            for _ in range(400)
+        ]
+        try:
+            for one in feeds:
+                await one.start()
+        finally:
+            for one in feeds:
+                await one.close()
+            context.term()
+
+    asyncio.run(main())

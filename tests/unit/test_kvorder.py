@@ -115,3 +115,16 @@ def test_what_is_held_is_bounded() -> None:
     assert times(replay(order, 0)) == [100.0]
     assert order.want == 0, "the batch held shows a gap"
     assert times(replay(order, 0, 1, 2)) == [101.0, 102.0]
+
+
+def test_what_came_over_a_connection_that_is_gone_waits_no_longer() -> None:
+    """It may be of a run that is over: the next run's batches do not follow it."""
+    order = Order(replays=True)
+    order.connected()
+    assert order.arrived(0, at(100.0)) == []
+    order.connected()  # the engine restarted, and its own batch 0 is lost
+    assert replay(order) == []
+    assert replay(order) == []
+    assert order.arrived(1, at(111.0)) == []
+    assert times(replay(order, 0, 1, ts=110.0)) == [110.0, 111.0]
+    assert order.complete

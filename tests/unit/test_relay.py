@@ -188,6 +188,20 @@ def test_sglang_halves_meet_in_a_room() -> None:
     run(use, *pools)
 
 
+def test_sglangs_decode_that_is_gone_is_to_blame_not_its_prefill() -> None:
+    """Prefill waits in the room for it: it keeps its place, and another decode is found."""
+    pools: list[Pool] = [("p", "prefill", "sglang"), ("c", "decode", "sglang")]
+
+    async def use(site: Site) -> None:
+        await site.add("d", "decode", "sglang")
+        await site.engines["c"].stop()
+        for number in range(3):
+            assert text(await site.post({**ASK, "prompt": f"{number} {PROMPT}"}))
+        assert {info.id for info in site.conductor.instances()} >= {"p", "d"}
+
+    run(use, *pools)
+
+
 # What fails.
 
 
@@ -198,6 +212,7 @@ def test_what_is_the_gateways_to_say_is_refused() -> None:
         for body, param in (
             ({**ASK, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
             ({**ASK, "bootstrap_room": 3}, "bootstrap_room"),
+            ({**ASK, "vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
             ({"max_tokens": 1}, "prompt"),
             ({**ASK, "max_tokens": "x"}, "max_tokens"),
         ):
@@ -244,6 +259,29 @@ def test_a_5xx_is_retried_elsewhere_at_most_three_times(stream: bool) -> None:
         assert sum(len(engine.calls) for engine in site.engines.values()) == 6
 
     run(use, *pools)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_an_engine_that_does_not_take_our_key_is_no_fault_of_the_client(status: int) -> None:
+    """Another one gets it."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses.append(status)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert site.calls == ["a", "b"]
+
+    run(use, ("a", "both", "none"), ("b", "both", "none"))
+
+
+def test_an_estimated_length_refuses_nobody() -> None:
+    """Images are much text and few tokens: whether a prompt is too long its engine says."""
+
+    async def use(site: Site) -> None:
+        reply = await site.post({**ASK, "prompt": "y" * 1_000_000})
+        assert b"maximum context length is 2048" in reply.body
+        assert len(site.engines["a"].calls) == 1
+
+    run(use, *ONE)
 
 
 def test_a_slow_engine_is_left_only_before_its_first_byte() -> None:

@@ -82,6 +82,12 @@ def test_usage_is_read_where_it_stands(body: bytes, said: usage.Usage) -> None:
         assert patched == body.replace(b'"cached_tokens":12', b'"cached_tokens":5')
 
 
+def test_counts_that_no_engine_can_mean_are_not_read() -> None:
+    """Of thousands of digits."""
+    said = usage.read(b'"usage":{"prompt_tokens":%b,"completion_tokens":3}' % (b"9" * 5_000))
+    assert said.completion == 3
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),

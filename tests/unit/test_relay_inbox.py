@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import pytest
 
-from moonserve.core.actions import Abort, GiveUp, Refuse, Release
+from moonserve.core.actions import Abort, Decode, GiveUp, Refuse, Release
+from moonserve.core.facts import InstanceInfo
 from moonserve.core.units import RequestId
 from moonserve.live.relay.calls import CallLost
 from moonserve.live.relay.inbox import Inbox
@@ -46,6 +48,23 @@ def test_an_abort_ends_the_wait_for_its_call_only() -> None:
         with pytest.raises(CallLost, match="gone"):
             await inbox.engine(asyncio.sleep(4))  # lost is lost, until another call goes out
         inbox.out(3)
+        await inbox.engine(asyncio.sleep(0))
+
+    run(use)
+
+
+def test_an_abort_that_comes_with_its_call_ends_it() -> None:
+    """The Conductor says both in one step: the call must not wait for an engine that is gone."""
+
+    async def use(inbox: Inbox) -> None:
+        decode = Decode(R, 7, cast(InstanceInfo, None))
+        inbox.put_nowait(decode)
+        inbox.put_nowait(Abort(R, 7, "gone"))
+        assert await inbox.get() is decode
+        inbox.out(7)
+        with pytest.raises(CallLost, match="gone"):
+            await inbox.engine(asyncio.sleep(4))
+        inbox.out(8)
         await inbox.engine(asyncio.sleep(0))
 
     run(use)

@@ -216,6 +216,26 @@ def test_every_end_releases_everything(outcome: str) -> None:
     run(use)
 
 
+def test_an_end_told_of_a_decode_that_never_began_is_an_end() -> None:
+    """Decode instances have left, and another prefill was called for: no rule of the Conductor's is
+    broken by it, and other requests go on."""
+
+    async def use(rig: Rig) -> None:
+        for name in ("a", "b"):
+            await rig.good("reserve", {**ASK, "id": name})
+        for decode in ("d0", "d1"):
+            rig.loop.tell(Left(InstanceId(decode), 1, "gone"))
+        told = await rig.good("release", {"id": "a", "outcome": "decode_ended", "tokens": 3})
+        assert told["released"]
+        await asyncio.sleep(0)
+        assert rig.promised().requests == 1
+        rig.loop.tell(Joined(info("d2", "decode")))
+        went_on = await rig.good("release", {"id": "b", "outcome": "prefill_ended"})
+        assert went_on["decode"]["instance"] == "d2"
+
+    run(use)
+
+
 def test_who_never_comes_back_is_released_at_the_deadline() -> None:
     """Whether it was prefilling or decoding by then; the ledger is empty."""
 

@@ -43,7 +43,7 @@ def register(
     engines = engines_of(settings, config, urls)
     if not engines:
         raise ConfigError("name engines, in the file or by --url and so on", "instances")
-    asyncio.run(_put(settings.registry, [it.checked() for it in engines]))
+    asyncio.run(_put(settings.registry, [it.checked().told() for it in engines]))
     click.echo(f"registered: {', '.join(it.name for it in engines)}")
 
 

@@ -36,14 +36,16 @@ def unwanted(
     request: Request, verdict: Verdict, tuning: Tuning, view: ClusterView
 ) -> Refuse | None:
     """What is predicted to miss an objective that refuses."""
-    decision, predicted_us = verdict.decision, verdict.decision.predicted_ttft_us
-    chosen = view.instances[decision.prefill]
+    decision, slo = verdict.decision, verdict.slo
+    if not verdict.misses_ttft or slo.ttft_us is None:
+        return unwanted_in_decode(request, verdict, slo, tuning, view)
+    chosen, predicted_us = view.instances[decision.prefill], decision.predicted_ttft_us
     known = chosen.cost.known
     refuses = (known or chosen.prefills >= KNOWN_FROM) and refuses_ttft(tuning, request.priority)
-    slo, own_us = verdict.slo, own_slo(request, tuning).ttft_us
+    own_us = own_slo(request, tuning).ttft_us
     # Held to less, it leaves room for others: where nobody is before it, to nobody.
     gives_way = decision.candidates[0].queue_us > 0 or own_us is None or predicted_us > own_us
-    if verdict.misses_ttft and refuses and slo.ttft_us is not None and gives_way:
+    if refuses and gives_way:
         why = misses("TTFT", predicted_us, slo.ttft_us) + _tightened(verdict, slo)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
         if not known:
@@ -60,6 +62,8 @@ def unwanted_in_decode(
 
     Not one of a single token: that takes part in no pass.
     """
+    if verdict.breaks_us is None and (slo.tbt_us is None or verdict.tbt_us <= slo.tbt_us):
+        return None
     chosen, own_us = view.instances[verdict.decision.decode], own_slo(request, tuning).tbt_us
     if tuning.mode(request.priority) not in ("early", "predictive") or not chosen.cost.known:
         return None

@@ -18,6 +18,8 @@ from moonserve.core.units import BlockKey, Bytes, Tokens
 
 _BYTES_PER_TOKEN = 4.0
 """Of English text, about; each model's own is learnt."""
+_LEAST_BYTES, _MOST_BYTES = 0.5, 16.0
+"""Of any text; a prompt with images, or of many cut short, says nothing of it."""
 _LEARNT = 16
 """Prompts after which the pieces follow what was learnt."""
 _STRAY = 1.25
@@ -50,7 +52,7 @@ class Ratio:
 
     def learn(self, size: Bytes, tokens: Tokens) -> None:
         """So much text was so many tokens, as an engine counted."""
-        if size <= 0 or tokens <= 0:
+        if not tokens or not _LEAST_BYTES <= size / tokens <= _MOST_BYTES:
             return
         self._seen = min(self._seen + 1, 64)
         self._per_token += (size / tokens - self._per_token) / (1 + self._seen)

@@ -15,6 +15,7 @@ from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refus
 from moonserve.core.coming import Coming
 from moonserve.core.cost import Cost
 from moonserve.core.facts import (
+    ORDER,
     Arrived,
     Beat,
     CallFailed,
@@ -80,8 +81,16 @@ class Conductor:
 
     def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
         """Take the facts of one instant, in rank order, and say what is to be done."""
-        for fact in (facts := sorted(facts, key=lambda f: (f.rank, f.subject))):
-            match fact:
+        for fact in (facts := sorted(facts, key=ORDER)):
+            match fact:  # the most frequent first
+                case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
+                    self._life(fact, now_us)
+                case Arrived(request, keys):
+                    assert request.id not in self._lives, "request ids are unique"
+                    self.outlook.asked(request, now_us)
+                    life = Handoff(request, keys, request.since_us(now_us))
+                    self._lives[request.id] = life
+                    self._place(life, now_us)
                 case OfBlocks() | SpreadUpTo() | Leading():
                     self.hot.heard(fact)
                 case Joined(info):
@@ -95,17 +104,9 @@ class Conductor:
                     for instance in self._presence.silent(now_us):
                         self._lost(instance, "it was not heard of any more")
                     self._unpark(now_us)
-                case Arrived(request, keys):
-                    assert request.id not in self._lives, "request ids are unique"
-                    self.outlook.asked(request, now_us)
-                    life = Handoff(request, keys, request.since_us(now_us))
-                    self._lives[request.id] = life
-                    self._place(life, now_us)
                 case StageEnded(request, instance=instance) if request in self._lives:
                     if self._lives[request].staged(fact):
                         groups.release(self.view.instances, request, [instance], now_us)
-                case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
-                    self._life(fact, now_us)
         held = list(self._held.values())
         for life in held if held and self.outlook.stirs(facts, held, now_us) else ():
             self._decode(life, now_us)
@@ -165,23 +166,23 @@ class Conductor:
             return
         absent = life.absent(fact)
         match life.step(fact):
-            case Wait():
-                pass
-            case Place():
-                self._unreserve(life, now_us)
-                life.unplaced()
+            case End(failure):
+                self.outlook.ended(fact, life.request, self._decoder(life), now_us)
+                self._end(life, failure, now_us)
                 self._forget(absent)
-                self._place(life, now_us)
             case StartDecode() if life.decision is not None and life.decision.joint:
                 self._go_on(life, life.decision, now_us)
             case StartDecode() if self._held:
                 self._held[life.request.id] = life  # behind them, in this step
             case StartDecode():
                 self._decode(life, now_us)
-            case End(failure):
-                self.outlook.ended(fact, life.request, self._decoder(life), now_us)
-                self._end(life, failure, now_us)
+            case Place():
+                self._unreserve(life, now_us)
+                life.unplaced()
                 self._forget(absent)
+                self._place(life, now_us)
+            case Wait():
+                pass
 
     def _place(self, life: Handoff, now_us: Micros) -> None:
         """Bind the request to its instances, now or when one is about to be free."""
@@ -233,7 +234,7 @@ class Conductor:
         self._parked.pop(request.id, None)
         number, shares = life.placed(decision), life.shares
         infos = groups.promise(self.view.instances, request.id, shares, now_us)
-        for share in shares:
+        for share in shares if self._policy.looks_back else ():
             self._memory.assigned(share.instance, now_us, share.work_us)
         first, kept = infos[0], decision.reused_tokens <= decision.candidates[0].local_tokens
         if first.segment is not None and (kept or decision.copies):

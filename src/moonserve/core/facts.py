@@ -8,6 +8,7 @@ which facts of one instant are taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -318,6 +319,8 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
     subject: ClassVar[str] = ""
 
 
+ORDER = attrgetter("rank", "subject")
+"""In which facts of one instant are taken."""
 BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 Fact: TypeAlias = (
     Joined

@@ -126,20 +126,23 @@ def forecast(
     own_us = max(now_us, joining.due_us)
     coming = sorted([*stays.promised.values(), joining], key=_DUE)
     group = -(-len(coming) // _POINTS)
-    at_us, ahead, pass_us, count = now_us, 0.0, stays.step_us(step), 0.0
+    at_us, ahead, pass_us = now_us, 0.0, stays.step_us(step)
     here = _Here(predictor, joining, step, deviations)
     for stay in stays.active.values():
         here.add(stay, passes - stay.began_tokens, now_us - stay.due_us, began=True)
     for first in range(0, len(coming), group):
         arrived = coming[first : first + group]
         then_us = max(now_us, arrived[-1].due_us)
-        ahead += (then_us - at_us) / pass_us
-        at_us = then_us
+        if then_us > at_us:
+            if first:
+                pass_us, _, _ = here.pass_us(ahead, at_us - now_us)
+            ahead += (then_us - at_us) / pass_us
+            at_us = then_us
         for stay in arrived:
             here.add(stay, -ahead, now_us - then_us, began=False)
-        pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
         if then_us >= own_us:
             break
+    pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
     mean_us = pass_us
     if wait_us:
         ahead += wait_us / pass_us

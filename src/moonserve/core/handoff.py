@@ -107,7 +107,8 @@ class Handoff:
         """A decode call goes out to `instance`; returns its number."""
         assert self.phase is Phase.DECODE
         assert self.decision is not None
-        self.decision = msgspec.structs.replace(self.decision, decode=instance)
+        if instance != self.decision.decode:
+            self.decision = msgspec.structs.replace(self.decision, decode=instance)
         self.at = [instance]
         self.number += 1
         return self.number
@@ -154,8 +155,11 @@ class Handoff:
                 assert self.decision is not None
                 self.phase, self.at = Phase.DECODE, [self.decision.decode]
                 return StartDecode()
+            case DecodeEnded() if self.phase is Phase.PREFILL:
+                return (
+                    Wait()
+                )  # of a call that never went out: its number was guessed (/api/release)
             case DecodeEnded():
-                assert self.phase is Phase.DECODE
                 return self._over(None)
             case CallFailed():
                 return self._failed(fact)

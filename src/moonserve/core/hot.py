@@ -247,11 +247,11 @@ class Hot:
         self, request: Request, keys: Sequence[BlockKey], decision: Decision, now_us: Micros
     ) -> list[Spread]:
         """A request was placed: the copy that is wanted now of the prefix it shares, if any."""
-        self._prompts = min(self._prompts + 1, _MEAN_OF)
-        self._mean_tokens += (decision.prompt_tokens - self._mean_tokens) / self._prompts
         views = self._view.prefills(request.model)
         if not self.most_bytes or not views or views[0].info.connector != "embedded":
             return []  # what foreign engines hold cannot be copied from here
+        self._prompts = min(self._prompts + 1, _MEAN_OF)
+        self._mean_tokens += (decision.prompt_tokens - self._mean_tokens) / self._prompts
         size = views[0].info.namespace.block_size
         held = min(decision.pool_tokens // size, len(keys))
         hot, count = self._heat.touch(keys, held, now_us)

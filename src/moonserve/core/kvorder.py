@@ -83,6 +83,7 @@ class Order:
         self._connections += 1
         if not self._replays:
             return self._lost("connection lost, and no replay") if self._connections > 1 else []
+        self._held.clear()  # perhaps of a run that is over; if not, the replay brings them
         if self.want is None:
             self._ask()
         else:

@@ -57,15 +57,12 @@ class Outlook:
         """Whether tenants take turns where requests wait."""
         self._outputs = 0.0
         """Mean output length seen, newer ones counting more."""
+        self.expected_tokens: Tokens = 0
+        """The same: the output to be expected of anybody."""
         self._joined_share, self._seen = 0.0, 0
         """Mean over outputs of the part that the first gap has in a TBT as it is measured."""
         self.tbt_errors, self.output_errors = Errors(), Errors()
         """Predicted against actual: TBT (us) when prefill ends, and output lengths (tokens)."""
-
-    @property
-    def expected_tokens(self) -> Tokens:
-        """The output to be expected of anybody."""
-        return round(self._outputs)
 
     def context(self, length: Tokens) -> Tokens:
         """What a prompt of this length comes to, with the output to be expected."""
@@ -87,6 +84,8 @@ class Outlook:
         refusals told others to come now, they are taken to be before it, each like this one.
         """
         slo, share, whys = self.slo(request), 1.0, list[str]()
+        if slo.ttft_us is None and slo.tbt_us is None:
+            return Held(slo)
         told = self._told_ahead(request, now_us)
         if told and slo.ttft_us is not None:
             view, length = prefills[0], len(request.prompt)
@@ -121,10 +120,9 @@ class Outlook:
         if mode != "predictive":
             return None
 
-        ttft_us, share = self.slo(request).ttft_us, self._tuning.held_share
-        allowed_us = self._tuning.patience_us if ttft_us is None else ttft_us
-
         def ahead(view: InstanceView, ends_us: Micros) -> tuple[Micros, Micros]:
+            ttft_us, share = self.slo(request).ttft_us, self._tuning.held_share
+            allowed_us = self._tuning.patience_us if ttft_us is None else ttft_us
             stay = self._predictor.stay(request, context, ends_us)
             deviations = self._tuning.deviations
             step = view.cost.step_us
@@ -194,6 +192,8 @@ class Outlook:
         and without a place it is not begun: its first token waits, not those after it.
         """
         slo = self.slo(request)
+        if slo.tbt_us is None and view.strictest_us() is None:
+            return view, None
         stay = view.stays.promised.get(request.id)
         if stay is None:
             stay = self._predictor.stay(request, context, now_us)
@@ -251,6 +251,7 @@ class Outlook:
     def _decoded(self, request: Request, stay: Stay | None, tokens: Tokens, now_us: Micros) -> None:
         """Its output is whole; without a stay where that instance restarted meanwhile."""
         self._outputs += (tokens - self._outputs) / 64
+        self.expected_tokens = round(self._outputs)
         share = 1 / max(1, (tokens - 1) // _TAIL) if tokens > 1 else 0.0
         self._seen = min(self._seen + 1, _SEEN)
         self._joined_share += (share - self._joined_share) / (_UNSEEN + self._seen)

@@ -68,6 +68,8 @@ def parting(
     At least the first is. By bisection: what comes before equal keys is equal.
     """
     low, high = 1, min(most, len(keys) - at)
+    if own[start + high - 1] == keys[at + high - 1]:  # mostly
+        return high
     while low < high:
         middle = (low + high + 1) >> 1
         if own[start + middle - 1] == keys[at + middle - 1]:

@@ -353,7 +353,8 @@ def roomy_decode(
     Where nobody has a goal nobody is looked at. Where all miss, it is `first`.
     """
     if goal_us is None and first.strictest_us() is None:
-        return first, first.tbt_us(context), first.tbt_us(context)
+        tbt_us = first.tbt_us(context)
+        return first, tbt_us, tbt_us
     found = look(first, ends_us)
     if _meets(first, found[1], goal_us):
         return first, *found

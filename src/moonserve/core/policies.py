@@ -87,6 +87,8 @@ class Policy(msgspec.Struct, frozen=True):
     """Whether what is fetched is kept where it was fetched to."""
     late: bool = False
     """Requests wait at the Conductor until an instance is about to be free."""
+    looks_back: bool = False
+    """It reads Memory.history."""
 
 
 def random(made: Options, memory: Memory) -> Sequence[float]:
@@ -146,7 +148,7 @@ POLICIES: Mapping[str, Policy] = {
     "sglang_cache_aware": Policy(sglang_cache_aware, "never"),
     "dynamo_overlap": Policy(dynamo_overlap, "never"),
     "llmd_scorers": Policy(llmd_scorers, "never"),
-    "preble_e2": Policy(preble_e2, "never"),
+    "preble_e2": Policy(preble_e2, "never", looks_back=True),
 }
 """late_binding is Algorithm 1's estimate among the instances about to be free, for the request that
 core.waiting picks; what is fetched is not kept twice."""
@@ -225,11 +227,11 @@ def decide(
     share = _tbt_share(ask.waited_us, slo, tuning) if policy.late else 1.0
     goal_us = None if slo.tbt_us is None else round(slo.tbt_us * share)
     decode, meets = choose_decode(context, decodes, goal_us, near, leaves=policy.late)
-    tbt_us = decode.tbt_us(context)
-    likely_us = decode.tbt_us(ask.length)
     late = slo.ttft_us is not None and ask.waited_us + ttft_us > slo.ttft_us
     refused = late and near.cost.known and made.queue_us[row] > 0
-    if look is not None and not refused:
+    if look is None or refused:
+        likely_us, tbt_us = decode.tbt_us(ask.length), decode.tbt_us(context)
+    else:
         decode, likely_us, tbt_us = roomy_decode(
             decode, decodes, context, goal_us, look, now_us + ttft_us
         )

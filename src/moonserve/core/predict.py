@@ -58,7 +58,7 @@ class Lengths:
 
     def add(self, tokens: Tokens) -> None:
         """One output ended at this length."""
-        self._counts[min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))] += 1
+        self._counts[_bin(tokens)] += 1
         self._added()
 
     def add_cut(self, tokens: Tokens) -> None:
@@ -74,7 +74,7 @@ class Lengths:
     def _place_cuts(self) -> None:
         cuts, self._cuts, shares = self._cuts, {}, self._shares
         for tokens, count in cuts.items():
-            first = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
+            first = _bin(tokens)
             left = whole = _beyond(shares, tokens)
             for at in range(first, _BINS - 1):
                 self._counts[at] += count * (left - shares[at + 1]) / whole
@@ -97,7 +97,7 @@ class Lengths:
         """Expected length, where outputs are cut off at `most`."""
         shares = self._table()
         if most != self._asked[0]:
-            at = min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, most))))
+            at = _bin(most)
             width = max(0.0, min(most, _EDGES[_BINS]) - _EDGES[at])
             mean = self._means[at] + width * (shares[at] + self.beyond(most)) / 2
             self._asked = (most, mean)
@@ -129,6 +129,11 @@ class Lengths:
         self._asked = (-1, 0.0)
         self._until = (_will_do(self._seen), _will_do(seen))
         return self._shares
+
+
+def _bin(tokens: Tokens) -> int:
+    """The quarter octave that it lies in."""
+    return min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
 
 
 def _beyond(shares: Sequence[float], tokens: float) -> float:

@@ -52,10 +52,9 @@ class Tenants:
         All, where it was given no more than a like part; else as much as its part of what all asked
         for, and at most _LEFT: what is above is for the others, a request of theirs at least.
         """
-        given, like = (
-            self._given.get(tenant, 0.0),
-            sum(self._given.values()) / (len(self._asked) or 1),
-        )
-        if tenant not in self._asked or given <= _MORE * like:
+        if tenant not in self._asked or len(self._asked) == 1:
+            return 1.0
+        given = self._given.get(tenant, 0.0)
+        if given <= _MORE * (sum(self._given.values()) / len(self._asked)):
             return 1.0
         return min(_LEFT, self._asked[tenant] / sum(self._asked.values()))

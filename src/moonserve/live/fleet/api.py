@@ -67,7 +67,7 @@ class FleetApi:
         changed: dict[str, bool] = {}
         for spec in specs:
             try:
-                changed[spec.name] = await self._fleet.add(SOURCE, spec)
+                changed[spec.name] = await self._fleet.add(SOURCE, spec.told())
             except ConfigError as error:
                 raise WrongDescription(f"{spec.name}: {error}", error.field) from None
         return json_response({"changed": [name for name, new in changed.items() if new]})

@@ -47,7 +47,7 @@ class Found:
         try:
             if spec.name != name:
                 raise ConfigError(f"is {spec.name!r}, its key says {name!r}", "name")
-            await self._fleet.add(SOURCE, spec)
+            await self._fleet.add(SOURCE, spec.told())
         except (ConfigError, BadRequest) as error:
             log.warning("registry: %s%s is not used: %s", ENGINES, name, error)
         else:

@@ -19,6 +19,7 @@ from moonserve.live.fleet.member import Member
 from moonserve.live.fleet.pages import Page, read_page
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.message import UNREADABLE
 
 ASK_S = 5.0
 _CONNECT_S = 1.0
@@ -63,10 +64,6 @@ class _Card(msgspec.Struct):
 
 class _Cards(msgspec.Struct):
     data: list[_Card]
-
-
-class _Version(msgspec.Struct):
-    version: str = ""
 
 
 class _Server(msgspec.Struct):
@@ -151,7 +148,7 @@ async def _card(http: HttpClient, member: Member) -> _Card:
         raise Mismatch(f"GET /v1/models answered {reply.status}; is this an OpenAI server?", "url")
     try:
         cards = msgspec.json.decode(reply.body, type=_Cards).data
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise Mismatch(f"GET /v1/models gave no list of models: {error}", "url") from None
     wanted = member.spec.model
     found = [card for card in cards if (card.id == wanted if wanted else card.parent is None)]
@@ -179,7 +176,7 @@ async def _server(http: HttpClient, member: Member) -> _Server:
     reply = await ask(http, member, "/get_server_info" if sglang else "/version")
     try:
         return msgspec.json.decode(reply.body, type=_Server) if reply.status == 200 else _Server()
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return _Server()
 
 
@@ -291,7 +288,7 @@ async def _tokenized(
     reply = await ask(http, member, "/tokenize", body)
     try:
         found = msgspec.json.decode(reply.body, type=_Tokens) if reply.status == 200 else None
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         found = None
     return None if found is None else found.tokens
 

@@ -104,6 +104,7 @@ class Keeper:
                 found = await handshake(self._http, self.member, self.tools)
                 found = self._check(self.member, found)
                 await self._join(found)
+                await self._watch(found)
             except Mismatch as error:
                 await self._leave("refused", str(error))
                 await asyncio.sleep(self._times.retry_s)
@@ -111,8 +112,11 @@ class Keeper:
                 state: State = "asking" if self.found is None else "lost"
                 await self._leave(state, str(error))
                 await asyncio.sleep(self._times.poll_s)
-            else:
-                await self._watch(found)
+            except Exception as error:
+                # A bug, perhaps by what one engine said: it must not keep the engine out for ever.
+                log.exception("%s: bug while keeping it", self.member.spec.name)
+                await self._leave("lost", f"a bug of the gateway's: {error!r}")
+                await asyncio.sleep(self._times.retry_s)
 
     async def close(self) -> None:
         """Goodbye: nothing new goes there; what it has it still finishes. Its blocks are gone."""
@@ -144,7 +148,7 @@ class Keeper:
         if not same:
             began_ms = int(1_000 * (started_s or time.time()))
             self.epoch = max(self.epoch + 1, began_ms)
-            self._new_process = self.member.changed = False
+            self._new_process, self.member.changed = True, False
         for text in found.warnings if last is None or last.warnings != found.warnings else ():
             log.warning("%s: %s", self.member.spec.name, text)
         log.info("%s: up at %s, model %s", self.member.spec.name, self.member.url, found.model)
@@ -154,6 +158,7 @@ class Keeper:
         self._conductor.tell(*map(Joined, infos.values()))
         if not same:
             await self._begin(found)
+            self._new_process = False  # not before: what fails in there is done again
 
     async def _begin(self, found: Found) -> None:
         """What was known of an earlier process counts no more; follow the new one's events."""
@@ -289,6 +294,6 @@ class Keeper:
         return [BlocksCleared(segment, tier, epoch) for tier in _TIERS]
 
     async def _close_feeds(self) -> None:
-        feeds, self.feeds = self.feeds, {}
-        for feed in feeds.values():
-            await feed.close()
+        while self.feeds:  # cancelled in here, `close` comes back for the rest
+            await next(reversed(self.feeds.values())).close()
+            self.feeds.popitem()

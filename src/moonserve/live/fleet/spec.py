@@ -24,6 +24,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BOOTSTRAP_PORT = {"mooncake": 8998, "sglang": 8998}
 _EVENTS_PORT = 5557
 _MAX_PORT = 65_535
+_KEYS = "MOONSERVE_KEY_"
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +97,16 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.events not in ("auto", "off") and not self.tokenizer:
             remedy = "name the model's files (catalog name, folder or .gguf), or say events: off"
             raise ConfigError(f"is needed to read KV events; {remedy}", "tokenizer")
+        return self
+
+    def told(self) -> InstanceSpec:
+        """Itself, as somebody tells it who is not the gateway's owner. Raises ConfigError where it
+        would have a variable sent to its URL that is not there for that."""
+        if self.api_key_env and not self.api_key_env.startswith(_KEYS):
+            remedy = f"name one that begins with {_KEYS}, or describe it in the cluster file"
+            raise ConfigError(
+                f"{self.api_key_env} is not for others to use; {remedy}", "api_key_env"
+            )
         return self
 
     def ids(self) -> list[InstanceId]:

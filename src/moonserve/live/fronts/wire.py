@@ -247,6 +247,13 @@ class Frames(asyncio.Protocol):
 
     def _flush(self) -> None:
         said, self._said = self._said, []
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        try:
             body = _encode(said)
-            self.transport.write(_SIZE.pack(len(body)) + body)
+        except (OverflowError, TypeError, ValueError) as error:
+            self.break_off(f"this cannot be said: {error}")  # else who waits for it would for ever
+            return
+        self.transport.write(_SIZE.pack(len(body)) + body)
+        if self.transport.get_write_buffer_size() > MAX_FRAME_BYTES:
+            self.break_off("it does not listen")

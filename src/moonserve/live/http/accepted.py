@@ -56,7 +56,11 @@ class Accepted(asyncio.Protocol):
         self._url = b""
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
-        self._in_head = True
+        """Of a head, or of trailers, so far."""
+        self._passed_over = False
+        """Whether the parser takes the body of `_parsed` for another protocol."""
+        self._reads_on = False
+        """Whether the head that comes is not of a new request; see `_read_on`."""
         self._parsed: HttpRequest | None = None
         """The one whose body arrives."""
         self._request: HttpRequest | None = None
@@ -177,17 +181,19 @@ class Accepted(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; the callbacks below collect what was parsed."""
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # a handler may switch, and else answers as if it was not asked to
+        except httptools.HttpParserUpgrade as upgrade:
+            # A handler may switch, and else answers as if it was not asked to.
+            if self._passed_over:
+                self._read_on(data[upgrade.args[0] :])
+            return
         except (httptools.HttpParserError, UnicodeDecodeError):
             self._refuse(b"Invalid HTTP request received.")
             return
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                self._refuse(b"Request head too large.")
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._refuse(b"Request head too large.")
 
     def pause_writing(self) -> None:
         """The client does not take what it is sent."""
@@ -215,7 +221,6 @@ class Accepted(asyncio.Protocol):
         """A request begins."""
         self._url = b""
         self._headers = {}
-        self._in_head = True
 
     def on_url(self, url: bytes) -> None:
         """A piece of its target."""
@@ -229,8 +234,10 @@ class Accepted(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The head is whole: answer it, or after those before it."""
-        self._in_head = False
         self._head_bytes = 0
+        if self._reads_on:
+            self._reads_on = False
+            return
         parser, url, headers = self._parser, self._url, self._headers
         if not url.startswith(b"/"):  # a proxy's absolute form, or OPTIONS *
             parts = httptools.parse_url(url) if url != b"*" else None
@@ -246,6 +253,8 @@ class Accepted(asyncio.Protocol):
         request.http_1_0 = old
         request.keep_alive = not old and parser.should_keep_alive()
         self._parsed = request
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        self._passed_over = has_body and parser.should_upgrade()
         if self._request is None:
             self._start(request)
         else:
@@ -254,16 +263,29 @@ class Accepted(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self._head_bytes = 0
         if self._parsed is not None:
             self._parsed.feed(body)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        if self._parsed is not None:
+        self._head_bytes = 0
+        if self._parsed is not None and not self._passed_over:
             self._parsed.complete()
             self._parsed = None
 
     # Within.
+
+    def _read_on(self, rest: bytes) -> None:
+        """A client asked to switch and sent a body all the same, as Java's does of itself: another
+        parser is told of the body that comes, and `rest` is its beginning."""
+        assert self._parsed is not None, "its head was just read"
+        headers = self._parsed.headers
+        name = "transfer-encoding" if "transfer-encoding" in headers else "content-length"
+        head = f"POST / HTTP/1.1\r\n{name}: {headers[name]}\r\n\r\n".encode("latin-1")
+        self._passed_over, self._reads_on = False, True
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(head + rest)
 
     def _start(self, request: HttpRequest) -> None:
         if self._closing:

@@ -97,15 +97,17 @@ class HttpClient:
         headers: Mapping[str, str] = _NO_HEADERS,
         body: bytes = b"",
         timeout_s: float,
+        again: bool = True,
     ) -> ClientResponse:
         """Send one request and return the whole reply, whatever its status.
 
+        again: it may reach the peer twice, see `_exchange`.
         Raises UpstreamError (no whole reply came) or DeadlineExceeded after `timeout_s`.
         """
         target = parse(url)
         host = self._host(target)
         try:
-            connection = await self._begin(host, method, target, headers, body, timeout_s)
+            connection = await self._begin(host, method, target, headers, body, timeout_s, again)
             try:
                 whole = await connection.read_all(self._max_reply_bytes)
                 return ClientResponse(connection.status, connection.headers, whole)
@@ -123,14 +125,15 @@ class HttpClient:
         body: bytes = b"",
         timeout_s: float,
         idle_timeout_s: float,
+        again: bool = True,
     ) -> ClientStream:
         """Send one request and read its reply as it comes: `async with client.stream(...) as r`.
 
         timeout_s bounds connecting and the reply's headers, idle_timeout_s every wait for the next
-        chunk. Leaving the block before the reply's end closes the connection: the peer sees a
-        disconnect.
+        chunk; again: as for `request`. Leaving the block before the reply's end closes the
+        connection: the peer sees a disconnect.
         """
-        return ClientStream(self, method, url, headers, body, timeout_s, idle_timeout_s)
+        return ClientStream(self, method, url, headers, body, timeout_s, idle_timeout_s, again)
 
     async def upgrade(
         self, url: str, name: str, to: Switched, *, headers: Mapping[str, str], timeout_s: float
@@ -186,6 +189,7 @@ class HttpClient:
         headers: Mapping[str, str],
         body: bytes,
         timeout_s: float,
+        again: bool,
     ) -> Connection:
         """Take a place at the host, send, and return when the reply's headers are here; `_end`
         follows. Raises TimeoutError or DeadlineExceeded; the deadline stays set on the connection.
@@ -194,7 +198,7 @@ class HttpClient:
         data = head_of(method, target, headers, len(body)) + body
         await host.enter(deadline_s)
         try:
-            return await self._exchange(host, target, data, deadline_s)
+            return await self._exchange(host, target, data, deadline_s, again)
         except BaseException:
             host.leave()
             raise
@@ -205,12 +209,12 @@ class HttpClient:
         host.leave()
 
     async def _exchange(
-        self, host: _Host, target: Target, data: bytes, deadline_s: float
+        self, host: _Host, target: Target, data: bytes, deadline_s: float, again: bool
     ) -> Connection:
         """Send on a pooled or fresh connection and wait for the reply's headers.
 
         A pooled connection may have been closed by the peer just now: if it ends before any byte
-        of a reply, the request goes out once more, on a fresh one.
+        of a reply, the request goes out once more, on a fresh one; but not where `again` is False.
         """
         connection = self._pick(host)
         if connection is not None:
@@ -219,7 +223,7 @@ class HttpClient:
                 await connection.send(data)
                 return connection
             except UpstreamError:
-                if connection.reply_began:
+                if connection.reply_began or not again:
                     raise
             except BaseException:
                 connection.abort()
@@ -293,6 +297,7 @@ class ClientStream:
         body: bytes,
         timeout_s: float,
         idle_timeout_s: float,
+        again: bool,
     ) -> None:
         self._client = client
         self._method = method
@@ -301,6 +306,7 @@ class ClientStream:
         self._request_body = body
         self._timeout_s = timeout_s
         self._idle_timeout_s = idle_timeout_s
+        self._again = again
         self._connection: Connection | None = None
         self._host: _Host | None = None
         self.status = 0
@@ -312,7 +318,7 @@ class ClientStream:
         headers, body = self._request_headers, self._request_body
         try:
             self._connection = connection = await self._client._begin(
-                host, self._method, target, headers, body, self._timeout_s
+                host, self._method, target, headers, body, self._timeout_s, self._again
             )
         except (TimeoutError, DeadlineExceeded):
             raise DeadlineExceeded(

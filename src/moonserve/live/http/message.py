@@ -27,6 +27,8 @@ JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _MISSING = re.compile("missing required field `([^`]*)`")
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be."""
 _BOM = b"\xef\xbb\xbf"
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count()
@@ -108,7 +110,7 @@ def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
         data = data.removeprefix(_BOM)
     try:
         return msgspec.json.decode(data, type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         what, _, path = str(error).partition(" - at `$")
         param = path.rstrip("`").lstrip(".")
         if (missing := _MISSING.search(what)) is not None:

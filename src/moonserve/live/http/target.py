@@ -48,7 +48,7 @@ def check_url(url: str, setting: str) -> None:
 
 
 def head_of(method: str, target: Target, headers: Mapping[str, str], length: int) -> bytes:
-    """A request's head; `length` of its body. Raises ConfigError on a line break in a header."""
+    """A request's head; `length` of its body. Raises ConfigError on what headers cannot have."""
     lines = [f"{method} {target.path} HTTP/1.1\r\nhost: {target.netloc}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
     if length or method not in ("GET", "DELETE"):
@@ -56,4 +56,7 @@ def head_of(method: str, target: Target, headers: Mapping[str, str], length: int
     text = "".join(lines)
     if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1:
         raise ConfigError("a header name or value has a line break in it", "headers")
-    return f"{text}\r\n".encode("latin-1")
+    try:
+        return f"{text}\r\n".encode("latin-1")
+    except UnicodeEncodeError:
+        raise ConfigError("a header has a character beyond latin-1 in it", "headers") from None

@@ -16,6 +16,7 @@ from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Request
 from moonserve.core.units import BlockKey, LeaseId, Tokens
 from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.http.message import UNREADABLE
 
 
 class InstanceRefused(MoonserveError):
@@ -190,7 +191,7 @@ def _check(to: InstanceInfo, status: int, body: bytes) -> None:
 def _parse(to: InstanceInfo, data: bytes) -> _Reply:
     try:
         reply = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InstanceRefused(
             f"instance {to.id} sent no valid reply: {error}", retry=True
         ) from None

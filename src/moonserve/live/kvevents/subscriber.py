@@ -30,6 +30,7 @@ _HWM = 10_000  # messages; beyond, batches are dropped, and that is seen as a ga
 _AT_ONCE = 8  # batches between turns of the loop: about a millisecond
 _LARGEST_BYTES = 64 << 20
 _HEARTBEAT_MS = 5_000  # a peer that is silently gone is noticed
+_MAX_SOCKETS = 1 << 15  # a feed has up to four; by default a process gets 1,023
 
 
 class Sink(Protocol):
@@ -74,18 +75,21 @@ class EventFeed:
         self._topic = topic.encode()
         self._sink = sink
         self._context = context or zmq.asyncio.Context.instance()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._replay_s = replay_s
         self._wanted = asyncio.Event()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Connect, in the background from here on. Raises ConfigError: no such kind of address."""
-        sub = self._context.socket(zmq.SUB)
-        monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._sockets = [sub, monitor]
-        sub.subscribe(self._topic)
+        """Connect, in the background from here on. Raises ConfigError: no such kind of address, or
+        no socket is left."""
         try:
+            sub = self._socket(zmq.SUB)
+            self._sockets = [sub]
+            monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._sockets.append(monitor)
+            sub.subscribe(self._topic)
             if self._replay_endpoint is not None:
                 self._dealer(self._replay_endpoint).close()
             _connect(sub, self.endpoint)
@@ -94,6 +98,8 @@ class EventFeed:
             raise
         loops = [self._receive(sub), self._watch(monitor), self._replay_wanted()]
         self._tasks = [asyncio.create_task(loop) for loop in loops]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Let go of all sockets; nothing is told after."""
@@ -107,6 +113,16 @@ class EventFeed:
             socket.close()
         self._sockets.clear()
         self.connected = False
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """By a bug, if not by `close`: what this engine has is not known, and said not to be."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("%s: not followed any more", self.endpoint, exc_info=error)
+        for other in self._tasks:
+            other.cancel()
+        self.connected = False
+        self._sink.reset("following it failed", False)
 
     async def _receive(self, sub: zmq.asyncio.Socket) -> None:
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(sub)
@@ -147,7 +163,12 @@ class EventFeed:
     async def _replay(self, since: int) -> bool:
         """Bring batches from number `since` on; whether the engine said that these were all."""
         assert self._replay_endpoint is not None, "Order asks for none then"
-        dealer = self._dealer(self._replay_endpoint)
+        try:
+            dealer = self._dealer(self._replay_endpoint)
+        except ConfigError as error:
+            log.warning("no replay: %s", error)
+            await asyncio.sleep(self._replay_s)  # as if nobody answered
+            return False
         try:
             await dealer.send_multipart(replay_request(since))
             count = 0
@@ -172,13 +193,20 @@ class EventFeed:
             dealer.close()
 
     def _dealer(self, endpoint: str) -> zmq.asyncio.Socket:
-        dealer = self._context.socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER)
         try:
             _connect(dealer, endpoint)
         except ConfigError:
             dealer.close()
             raise
         return dealer
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        """Raises ConfigError where there are too many."""
+        try:
+            return self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"{self.endpoint}: {error.strerror}", "events") from None
 
     def _malformed(self, error: BadFrame) -> None:
         self.malformed += 1

@@ -23,10 +23,6 @@ _UNTOUCHED = msgspec.Raw(b"")
 _NO_TOOLS = (b"null", b"[]")
 
 
-class _Stream(msgspec.Struct):
-    include_usage: bool | None = None
-
-
 class _Body(msgspec.Struct):
     """The fields that are looked at."""
 
@@ -43,6 +39,8 @@ class _Body(msgspec.Struct):
     echo: bool | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    vllm_xargs: dict[str, msgspec.Raw] | None = None
+    """Goes where kv_transfer_params go, and must not bring any."""
     kv_transfer_params: msgspec.Raw = _UNTOUCHED
     bootstrap_host: msgspec.Raw = _UNTOUCHED
     bootstrap_port: msgspec.Raw = _UNTOUCHED
@@ -64,6 +62,8 @@ class Asked:
         for name in _OURS:
             if getattr(body, name) is not _UNTOUCHED:
                 raise BadRequest(f"{name}: is the gateway's to say; leave it out", name)
+            if name in (body.vllm_xargs or ()):
+                raise BadRequest(f"vllm_xargs: {name} is the gateway's to say", "vllm_xargs")
         prompt = "messages" if form == "chat" else "prompt"
         if getattr(body, prompt) is _UNTOUCHED:
             raise BadRequest(f"{prompt}: missing required field `{prompt}`", prompt)

@@ -25,8 +25,8 @@ from moonserve.live.relay.bodies import PATHS, Asked
 from moonserve.live.relay.engines import Engines
 from moonserve.live.relay.reading import Reader
 
-_RETRIED = (408, 425, 429)
-"""Of the 4xx, those that say nothing against the request."""
+_RETRIED = (401, 403, 408, 425, 429)
+"""Of the 4xx, those that say nothing against the request; the first two are about our key."""
 _WHOLE_S = 600.0
 _MOST_GUESSED = 4_096
 
@@ -124,7 +124,13 @@ class Caller(msgspec.Struct, frozen=True):
         """A call whose reply is read as it comes; nothing is sent before it is entered."""
         url, headers = self._target(to, asked, request)
         return self.http.stream(
-            "POST", url, headers=headers, body=body, timeout_s=first_s, idle_timeout_s=first_s
+            "POST",
+            url,
+            headers=headers,
+            body=body,
+            timeout_s=first_s,
+            idle_timeout_s=first_s,
+            again=body is asked.raw,  # KV is handed over once
         )
 
     async def whole(
@@ -132,7 +138,10 @@ class Caller(msgspec.Struct, frozen=True):
     ) -> Answer:
         """A call and its whole reply. Raises CallLost, Passed, UpstreamError, DeadlineExceeded."""
         url, headers = self._target(to, asked, request)
-        reply = await self.http.request("POST", url, headers=headers, body=body, timeout_s=limit_s)
+        again = body is asked.raw
+        reply = await self.http.request(
+            "POST", url, headers=headers, body=body, timeout_s=limit_s, again=again
+        )
         answer = Answer(reply.status, reply.body, reply.headers.get("content-type", JSON))
         _judge(to, answer)
         return answer

@@ -13,15 +13,16 @@ from typing import Any
 import msgspec
 
 from moonserve.core.actions import Prefill
-from moonserve.core.errors import EngineFailed
+from moonserve.core.errors import EngineFailed, MoonserveError, NobodyAlive
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Request
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
 from moonserve.live.fleet.observed import Call
 from moonserve.live.http.client import ClientStream
+from moonserve.live.http.message import UNREADABLE
 from moonserve.live.instances import mooncake, nixl, sglang
 from moonserve.live.relay.bodies import Asked
-from moonserve.live.relay.calls import Answer, Caller, CallLost
+from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed
 
 
 class _Choice(msgspec.Struct):
@@ -75,8 +76,7 @@ class Handed:
         """
         prefill, limits = self.prefill, caller.limits
         left_us = self._until_us - caller.conductor.now_us()
-        member = caller.engines.member(prefill.id)
-        now = member.infos.get(prefill.id)
+        now = _joined(caller, prefill.id)
         if now is None or now.epoch != prefill.epoch:
             raise CallLost(f"{prefill.id} restarted before decode had its KV", prefill.id)
         if left_us <= 0:
@@ -95,11 +95,11 @@ class Handed:
         """
         if not self.engine_id:
             return None
-        member = caller.engines.member(self.prefill.id)
         try:
+            member = caller.engines.member(self.prefill.id)
             await member.requery()
             same = member.engine_id(self.prefill.dp_rank) == self.engine_id
-        except EngineFailed:
+        except (EngineFailed, NobodyAlive):
             same = False
         return None if same else self.prefill.id
 
@@ -140,6 +140,14 @@ async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefil
             raise AssertionError(f"{to.connector} hands nothing on")
 
 
+def _joined(caller: Caller, instance: InstanceId) -> InstanceInfo | None:
+    """As it is now; None: it is gone."""
+    try:
+        return caller.engines.member(instance).infos.get(instance)
+    except NobodyAlive:
+        return None
+
+
 async def _engine_id(caller: Caller, to: InstanceInfo) -> str:
     member = caller.engines.member(to.id)
     try:
@@ -174,7 +182,7 @@ def _cached(reply: _Reply) -> Tokens | None:
 def _parsed(to: InstanceInfo, answer: Answer) -> _Reply:
     try:
         return _decode(answer.body)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise CallLost(f"{to.id} sent no valid reply: {error}") from None
 
 
@@ -196,10 +204,7 @@ async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill)
     try:
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
-            begun = await second
-            if begun.status != 200:
-                handed.stream = None
-                await caller.rest(action.decode, begun)  # raises
+            await _answers(caller, action.decode, handed)
         await first
         note.answered(None)
     except BaseException:
@@ -209,3 +214,17 @@ async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill)
     finally:
         note.ended()
     return handed
+
+
+async def _answers(caller: Caller, decode: InstanceInfo, handed: Handed) -> None:
+    """Decode answers before its prefill has. Raises Passed, and CallLost that blames it."""
+    assert handed.stream is not None, "it was just called"
+    try:
+        begun = await handed.stream
+        if begun.status != 200:
+            handed.stream = None
+            await caller.rest(decode, begun)  # raises
+    except Passed:
+        raise
+    except MoonserveError as error:
+        raise CallLost(str(error), decode.id) from None

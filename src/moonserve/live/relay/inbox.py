@@ -33,10 +33,12 @@ class Inbox:
         """Of the call that is out; 0 when none is."""
         self.lost: str | None = None
         """Why that call is to be ended."""
+        self._early: dict[int, str] = {}
+        """Why calls are to be ended that are not out yet: both may come at once."""
 
     def out(self, number: int) -> None:
         """A call of this number goes out; 0: it is over."""
-        self.number, self.lost = number, None
+        self.number, self.lost = number, self._early.pop(number, None)
 
     async def get(self) -> Action:
         """The next action, when there is one."""
@@ -53,6 +55,8 @@ class Inbox:
         if isinstance(item, Abort):
             if item.number == self.number:
                 self._break(item.why)
+            elif any(getattr(it, "number", 0) == item.number for it in self._actions):
+                self._early[item.number] = item.why
             return
         self._actions.append(item)
         if self._waiter is not None and not self._waiter.done():

@@ -23,7 +23,7 @@ from moonserve.live.gateway import openai
 from moonserve.live.gateway.prompts import Prompts
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.message import decode_json
+from moonserve.live.http.message import UNREADABLE, decode_json
 from moonserve.live.relay.bodies import Asked
 from moonserve.live.relay.engines import Engines
 
@@ -65,7 +65,7 @@ class Reader:
         if found is None and exact:
             found = await self._tokens(asked, infos)
         if found is None:
-            found = self._text(asked, namespace, keyed=not exact)
+            found = self._text(asked, infos, keyed=not exact)
         self.read[found.how] += 1
         return found
 
@@ -135,15 +135,20 @@ class Reader:
             )
             if reply.status == 200:
                 return msgspec.json.decode(reply.body, type=_Tokenized).tokens
-        except (MoonserveError, msgspec.DecodeError):
+        except (MoonserveError, *UNREADABLE):
             pass
         return None
 
-    def _text(self, asked: Asked, namespace: Namespace, keyed: bool) -> Reading:
-        """By the prompt's text: its length estimated, its keys over pieces of it if `keyed`."""
+    def _text(self, asked: Asked, infos: Sequence[InstanceInfo], keyed: bool) -> Reading:
+        """By the prompt's text: its length estimated, its keys over pieces of it if `keyed`.
+
+        Whether it is too long the engine says: images are much text and few tokens.
+        """
+        namespace = infos[0].namespace
         ratio = self._ratios.setdefault(asked.model, Ratio(namespace.block_size))
         text = _canonical(asked)
-        length = ratio.tokens(len(text))
+        most = max(min(it.max_len, it.kv_blocks * it.namespace.block_size) for it in infos)
+        length = max(1, min(ratio.tokens(len(text)), most))
         if not keyed or asked.prompts > 1:
             return Reading(length, (), "unread", len(text))
         keys = text_keys(self._root(asked, namespace), text, ratio.piece)[:_MAX_KEYS]

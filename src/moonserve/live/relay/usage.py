@@ -14,7 +14,7 @@ import msgspec
 from moonserve.core.units import Tokens
 
 MARK = b'"usage":'
-_FIELD = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)":\s*(\d+)')
+_FIELD = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)":\s*(\d{1,15})')
 _CACHED = re.compile(rb'("cached_tokens":\s*)\d+')
 
 
