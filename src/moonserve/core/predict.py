@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, Protocol, TypeAlias
 
 from moonserve.core.errors import ConfigError
@@ -22,8 +22,10 @@ PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
 _PER_OCTAVE = 4
 _BINS = 20 * _PER_OCTAVE
 _EDGES: Sequence[float] = tuple(2 ** (at / _PER_OCTAVE) for at in range(_BINS + 1))
+_WIDTHS: Sequence[float] = tuple(high - low for low, high in pairwise(_EDGES))
 _PRIOR_TOKENS = 256.0
 """Median-like scale of outputs before any was seen."""
+_PRIOR: Sequence[float] = tuple((1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES)
 _PRIOR_WEIGHT = 8.0
 """How many outputs the prior is worth, and how many of its class the mean over all classes is."""
 _HALVED_AT = 4_096
@@ -111,20 +113,13 @@ class Lengths:
         if self._seen <= own and seen <= others:
             return self._shares
         self._place_cuts()
-        if wider is None:
-            prior = [(1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES]
-        else:
-            prior = wider._table()
-        above, tail = [0.0], 0.0
-        for count in reversed(self._counts):
-            tail += count
-            above.append(tail)
-        above.reverse()
+        prior = _PRIOR if wider is None else wider._table()
+        above = list(accumulate(reversed(self._counts), initial=0.0))
         weight = _PRIOR_WEIGHT + self._total
-        pairs = zip(above, prior, strict=True)
+        pairs = zip(reversed(above), prior, strict=True)
         self._shares = [(count + _PRIOR_WEIGHT * share) / weight for count, share in pairs]
-        sides = zip(self._shares, self._shares[1:], _EDGES, _EDGES[1:], strict=False)
-        parts = [(a + b) / 2 * (high - low) for a, b, low, high in sides]
+        sides = zip(self._shares, self._shares[1:], _WIDTHS, strict=False)
+        parts = [(a + b) / 2 * width for a, b, width in sides]
         self._means = list(accumulate(parts, initial=1.0))
         self._asked = (-1, 0.0)
         self._until = (_will_do(self._seen), _will_do(seen))
