@@ -58,15 +58,17 @@ class Account:
                 request = fact.request
                 where = again if request.id in self._open else self._open
                 where[request.id] = _Open(request, request.since_us(now_us))
-            elif isinstance(fact, PrefillEnded):
-                if (life := self._out(fact.request, fact.number)) is not None:
-                    life.spent_us = life.predicted_us
-                    life.first_us = now_us if life.first_us is None else life.first_us
-                    if fact.final:
-                        self._served(life, now_us, 1)
-            elif isinstance(fact, DecodeEnded):
-                if (life := self._out(fact.request, fact.number)) is not None:
+            elif isinstance(fact, (PrefillEnded, DecodeEnded)):
+                life = self._open.get(fact.request)
+                if life is None or life.number != fact.number:
+                    continue  # of a call that is not the one that is out
+                if isinstance(fact, DecodeEnded):
                     self._served(life, now_us, fact.tokens)
+                    continue
+                life.spent_us = life.predicted_us
+                life.first_us = now_us if life.first_us is None else life.first_us
+                if fact.final:
+                    self._served(life, now_us, 1)
         for action in actions:
             if isinstance(action, Prefill):
                 life = self._open[action.request]
@@ -82,11 +84,6 @@ class Account:
                 del self._open[action.request]
                 if action.request in again:
                     self._open[action.request] = again.pop(action.request)
-
-    def _out(self, name: RequestId, number: int) -> _Open | None:
-        """The request of this call, where that is the one that is out."""
-        life = self._open.get(name)
-        return life if life is not None and life.number == number else None
 
     def _waste(self, life: _Open) -> None:
         """Its last prefill, if that had ended, was for nothing."""
