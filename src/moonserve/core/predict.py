@@ -18,6 +18,8 @@ from moonserve.core.request import Request
 from moonserve.core.units import Micros, RequestId, Tokens
 
 PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
+Chance: TypeAlias = Callable[[float, Micros], float]
+"""Of one output: the probability that it has more tokens, and takes longer, than these."""
 
 _PER_OCTAVE = 4
 _BINS = 20 * _PER_OCTAVE
@@ -183,10 +185,10 @@ class Predictor(Protocol):
         """A decode to come, which takes over from prefill at `due_us`."""
         ...
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
-        """Probability that an output has more tokens, and takes longer, than this.
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
+        """The chances of a decode that has so many tokens by now; they hold until another ends.
 
-        Of one that has some by now, as a share of that for now: see core.forecast.
+        Of one that has some, they are to be taken as a share of that for now: see core.forecast.
         """
         ...
 
@@ -228,9 +230,9 @@ class Uniform:
         """See Predictor."""
         return Stay(context, due_us, expected=self._tokens)
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
         """See Predictor."""
-        return 1.0 if us < self.mean_us else 0.0
+        return lambda tokens, us: 1.0 if us < self.mean_us else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -260,11 +262,14 @@ class Survival:
         most = request.stopping.max_tokens
         return Stay(context, due_us, lengths, most, lengths.mean(most))
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
         """See Predictor."""
-        length = stay.length
+        length, most = stay.length, stay.most
         assert isinstance(length, Lengths), "a stay of this predictor's"
-        return length.beyond(tokens) if tokens < stay.most else 0.0
+        if tokens >= most:
+            return lambda tokens, us: 0.0
+        shares = length._table()
+        return lambda tokens, us: _beyond(shares, tokens) if tokens < most else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -314,10 +319,11 @@ class Oracle:
         length = self._length_of(request.id)
         return Stay(context, due_us, length, expected=length)
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
         """See Predictor."""
-        assert isinstance(stay.length, int), "a stay of this predictor's"
-        return 1.0 if tokens < stay.length else 0.0
+        length = stay.length
+        assert isinstance(length, int), "a stay of this predictor's"
+        return lambda tokens, us: 1.0 if tokens < length else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor: nothing is left to be learned."""
