@@ -123,6 +123,8 @@ class Outlook:
 
         def ahead(view: InstanceView, ends_us: Micros) -> tuple[Micros, Micros]:
             ttft_us, share = self.slo(request).ttft_us, self._tuning.held_share
+            if self.told.is_due(request):
+                share = max(share, self._tuning.due_share)
             allowed_us = self._tuning.patience_us if ttft_us is None else ttft_us
             stay = self._predictor.stay(request, context, ends_us)
             deviations = self._tuning.deviations
