@@ -79,7 +79,8 @@ def show_rejections(found: Any, page: Page) -> None:
         "token from decode but where said: streamed by prefill, the second waits for the pass "
         "under way, and fewer can decode within the same TBT. "
         "Good: requests that meet both. Dropped: refused when their prefill "
-        "had ended. Tokens: input and output of good requests. Bias and p50: TBT predicted at "
+        "had ended. Served too late: admitted, answered, and not good. "
+        "Tokens: input and output of good requests. Bias and p50: TBT predicted at "
         "admission for the moment when prefill ends, less what it was."
     )
     for trace in TRACES:
@@ -87,8 +88,9 @@ def show_rejections(found: Any, page: Page) -> None:
         rows = [row for row in found if row["trace"] == trace]
         page.table(
             [
-                "speed", "admission", "refused", "of these dropped", "wasted prefill, s", "good",
-                "good /s", "good tokens/s", "mean TTFT, s", "TBT bias, ms", "error p50, ms",
+                "speed", "admission", "refused", "of these dropped", "wasted prefill, s",
+                "served too late", "good", "good /s",
+                "good tokens/s", "mean TTFT, s", "TBT bias, ms", "error p50, ms",
             ],
             [
                 [
@@ -97,6 +99,7 @@ def show_rejections(found: Any, page: Page) -> None:
                     f"{row['rejected']:,}",
                     f"{row['dropped_tbt_slo']:,}",
                     f"{row['wasted_prefill_s']:,.0f}",
+                    f"{row['completed'] - row['good']:,}",
                     f"{row['attainment']:.3f}",
                     f"{row['goodput_rps']:.2f}",
                     f"{row['goodput_tokens_per_s']:,.0f}",

@@ -26,7 +26,7 @@ Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
 _Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-_Objective: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+_Objective: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
 _Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES)]
 
 
@@ -81,7 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     decode_kv: Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)] = "end"
     """When workers store the KV of generated tokens: never, at the end, or every so many blocks."""
     max_body_bytes: _Size = 8 << 20
-    threshold: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    threshold: Annotated[float, msgspec.Meta(ge=1, le=1e9)] = 1.0
     """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
     the best one must be before it is fetched rather than computed."""
     policy: str = "kvcache_centric"

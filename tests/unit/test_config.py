@@ -55,7 +55,7 @@ def test_sizes_are_human(text: str, size: int) -> None:
         ("admission: all", r"^admission: must be none, ttft, early or predictive \('all' from"),
         ("predictor: oracle", r"^predictor: must be uniform or survival "),
         ("decode_kv: 0", r"^decode_kv: must be off, end or a number of blocks, 1 or more \(0 from"),
-        ("ttft_slo_ms: 0", r"^ttft_slo_ms: expected `float` > 0"),
+        ("ttft_slo_ms: 0", r"^ttft_slo_ms: expected `float` >= 0.001"),
         ("tbt_slo_ms: soon", r"^tbt_slo_ms: expected `float \| null`, got `str`"),
         ("engine: tensorrt", r"^engine: must be torch or fake \('tensorrt' from"),
         ("store: redis", r"^store: must be embedded or mooncake \('redis' from"),

@@ -18,7 +18,10 @@ from moonserve.core.units import Micros, RequestId, Tokens
 class _Open:
     """One request under way."""
 
-    __slots__ = ("first_us", "number", "predicted_us", "request", "since_us", "spent_us")
+    __slots__ = (
+        "began_us", "first_us", "lag_us", "number", "predicted_us", "request", "since_us",
+        "spent_us",
+    )  # fmt: skip
 
     def __init__(self, request: Request, since_us: Micros) -> None:
         self.request = request
@@ -26,9 +29,12 @@ class _Open:
         self.number = 0
         """Of the call that is out."""
         self.predicted_us: Micros = 0
-        """What the latest prefill call takes."""
+        """Work of the prefill call that is out; 0: none is."""
+        self.began_us: Micros = 0
+        self.lag_us: Micros = 1
+        """When it went out, and how long it was predicted to take, waiting included."""
         self.spent_us: Micros = 0
-        """The same, once it has ended."""
+        """Work of the latest prefill, once it has ended."""
         self.first_us: Micros | None = None
 
 
@@ -43,7 +49,8 @@ class Account:
         self.good_tokens: Tokens = 0
         """Of those, input and output."""
         self.wasted_us: Micros = 0
-        """Prefill, as predicted, of what was dropped or failed later, or had to be done again."""
+        """Prefill, as predicted, of what was dropped or failed later, or had to be done again; of
+        a call that did not end as much as the time that it had."""
         self.shared = 0
         """Prefill calls that a group of instances was given."""
 
@@ -65,30 +72,33 @@ class Account:
                 if isinstance(fact, DecodeEnded):
                     self._served(life, now_us, fact.tokens)
                     continue
-                life.spent_us = life.predicted_us
+                life.spent_us, life.predicted_us = life.predicted_us, 0
                 life.first_us = now_us if life.first_us is None else life.first_us
                 if fact.final:
                     self._served(life, now_us, 1)
         for action in actions:
             if isinstance(action, Prefill):
                 life = self._open[action.request]
-                self._waste(life)
-                life.number = action.number
-                life.predicted_us = sum([share.work_us for share in action.decision.shares])
+                self._waste(life, now_us)
+                life.number, life.began_us = action.number, now_us
+                decision = action.decision
+                life.lag_us = max(1, decision.predicted_ttft_us - decision.waited_us)
+                life.predicted_us = sum([share.work_us for share in decision.shares])
                 self.shared += bool(action.group)
             elif isinstance(action, Decode):
                 self._open[action.request].number = action.number
             elif isinstance(action, (Refuse, GiveUp)):
-                self._waste(self._open[action.request])
+                self._waste(self._open[action.request], now_us)
             elif isinstance(action, Release):
                 del self._open[action.request]
                 if action.request in again:
                     self._open[action.request] = again.pop(action.request)
 
-    def _waste(self, life: _Open) -> None:
-        """Its last prefill, if that had ended, was for nothing."""
-        self.wasted_us += life.spent_us
-        life.spent_us = 0
+    def _waste(self, life: _Open, now_us: Micros) -> None:
+        """Its last prefill was for nothing: all of it, or what was done of it."""
+        part = min(1.0, (now_us - life.began_us) / life.lag_us)
+        self.wasted_us += life.spent_us + round(part * life.predicted_us)
+        life.spent_us = life.predicted_us = 0
 
     def _served(self, life: _Open, now_us: Micros, tokens: Tokens) -> None:
         """Its answer is whole."""

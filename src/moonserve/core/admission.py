@@ -47,6 +47,8 @@ def unwanted(
     gives_way = decision.candidates[0].queue_us > 0 or own_us is None or predicted_us > own_us
     if refuses and gives_way:
         why = misses("TTFT", predicted_us, slo.ttft_us) + _tightened(verdict, slo)
+        if own_us is not None and predicted_us > own_us:  # for anybody
+            why = misses("TTFT", predicted_us, own_us)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
         if not known:
             why += ": its costs are not measured yet"
@@ -70,6 +72,8 @@ def unwanted_in_decode(
     gives_way = chosen.decodes > 0 or own_us is None or verdict.tbt_us > own_us
     if slo.tbt_us is not None and verdict.tbt_us > slo.tbt_us and gives_way:
         why = misses("TBT", verdict.tbt_us, slo.tbt_us) + _tightened(verdict, slo)
+        if own_us is not None and verdict.tbt_us > own_us:
+            why = misses("TBT", verdict.tbt_us, own_us)
     elif verdict.breaks_us is not None and request.stopping.max_tokens > 1:
         why = f"predicted TBT of {verdict.tbt_us / 1e3:.10g} ms would break the objective of "
         why += f"{verdict.breaks_us / 1e3:.10g} ms of a request that decodes on {chosen.info.id}"

@@ -37,6 +37,8 @@ _UNSEEN, _SEEN = 8, 256
 """Outputs that weigh as much as knowing nothing, and as many as are remembered."""
 _COLD_US: Micros = 20_000
 """Apart come those who are refused by costs that nobody measured: soon, and not all at once."""
+_SAID_US: Micros = 1_000
+"""Less is not worth a word in a message."""
 _GROWTH = 1.01
 """Contexts grow while they decode: so much is kept of every TBT objective."""
 
@@ -90,8 +92,10 @@ class Outlook:
         if told and slo.ttft_us is not None:
             view, length = prefills[0], len(request.prompt)
             each_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens) / len(prefills)
-            slo = Slo(max(0, slo.ttft_us - round(told * each_us)), slo.tbt_us)
-            whys.append(f"less {told * each_us / 1e3:.3g} ms for {told:.3g} told to come before it")
+            less_us = min(slo.ttft_us, round(told * each_us))
+            slo = Slo(slo.ttft_us - less_us, slo.tbt_us)
+            if less_us >= _SAID_US:
+                whys.append(f"less {less_us / 1e3:.0f} ms for {told:.1f} told to come before it")
         low = self._tuning.low_share
         if request.priority < 0:
             share = low

@@ -102,12 +102,11 @@ class Setup(msgspec.Struct, frozen=True):
             raise ConfigError(f"at most {MOST_INSTANCES} instances", "prefill, decode or mixed")
         if not 0 < self.tuning.cross_rack <= 1_000:
             raise ConfigError(f"{self.tuning.cross_rack} must be above 0, up to 1000", "cross_rack")
-        for field, given in (
-            ("kvcache_balancing_threshold", self.tuning.kvcache_balancing_threshold),
-            ("tbt_share", self.tuning.tbt_share),
-        ):
-            if not 0 < given < float("inf"):
-                raise ConfigError(f"{given} must be a number above 0", field)
+        threshold, tbt_share = self.tuning.kvcache_balancing_threshold, self.tuning.tbt_share
+        if not 1 <= threshold <= 1e9:
+            raise ConfigError(f"{threshold} must be from 1 to 1e9", "kvcache_balancing_threshold")
+        if not 0 < tbt_share < float("inf"):
+            raise ConfigError(f"{tbt_share} must be a number above 0", "tbt_share")
         if self.eviction not in EVICTIONS:
             raise ConfigError(f"{self.eviction} is none of {', '.join(EVICTIONS)}", "eviction")
         if self.cache_blocks is not None and self.cache_blocks < 0:

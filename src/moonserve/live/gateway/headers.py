@@ -65,5 +65,7 @@ def _ms(headers: Mapping[str, str], name: str) -> Micros | None:
             f"{name}: {text[:40]} is less than 0.001, a microsecond; write it like 500", name
         )
     raise BadRequest(
-        f"{name}: {text[:40]!r} is no number of milliseconds above 0; write it like 500", name
+        f"{name}: {text[:40]!r} is no plain decimal number of milliseconds above 0; "
+        "write it like 500",
+        name,
     )
