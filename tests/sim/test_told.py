@@ -31,7 +31,7 @@ class World:
     """Clients, each with one request at a time, that do as they are told; or do not."""
 
     def __init__(
-        self, clients: int, obey: bool = True, prefill_us: int = 60_000, **tuning: Any
+        self, clients: int, obey: bool = True, prefill_us: int = 60_000, **more: Any
     ) -> None:
         self.rng = random.Random(1)
         self.prefill_us = prefill_us
@@ -39,7 +39,8 @@ class World:
         """Nobody asks any more."""
         slo = Slo(2 * SECOND, STEP + 30 * SEQ)
         cost = Cost((prefill_us, 0, 0, 0, STEP, SEQ, 0), learns=False)
-        self.core = Conductor(Tuning(slo=slo, join_passes=0.0, **tuning), cost_of=lambda _: cost)
+        tuning = Tuning(**{"slo": slo, "join_passes": 0.0, **more})
+        self.core = Conductor(tuning, cost_of=lambda _: cost)
         names = {"p0": "prefill", "d0": "decode", "d1": "decode"}
         joins = [Joined(info(n, r, max_seqs=64)) for n, r in names.items()]  # type: ignore[arg-type]
         self.core.step(0, joins)
@@ -173,6 +174,28 @@ def test_so_it_is_where_prefill_is_what_lacks() -> None:
     """Room is kept in the prefill queue as well as in decode."""
     it = run(90, prefill_us=200_000)
     assert it.let_in[True] > 0.9 * it.let_in.total()
+
+
+def test_so_it_is_where_prefills_and_passes_are_waited_for() -> None:
+    """Ends of outputs are no clockwork: who is due may wait for room in decode a little."""
+    it = run(120, join_passes=1.0, slo=Slo(3 * SECOND, STEP + 30 * SEQ))
+    assert it.let_in[True] > 0.9 * it.let_in.total()
+
+
+def test_so_it_is_in_one_instant_after_a_crowd_that_did_not_come() -> None:
+    """The share that comes is learned of each crowd anew."""
+    it = World(90, obey=False, prefill_us=200_000)
+    it.run(30 * SECOND)
+    assert it.core.outlook.told.share < 0.5
+    it.closed = True
+    it.run(60 * SECOND)
+    it.closed, it.obey = False, True
+    it.tries.clear()
+    for client in range(1_000, 1_200):
+        it.prompts[client] = it.prompt()
+        it.at(61 * SECOND, "ask", client)
+    it.run(90 * SECOND)
+    assert it.let_in[True] > 0.9 * it.let_in.total() > 60
 
 
 def test_no_place_stays_empty_for_those_who_come_or_do_not() -> None:

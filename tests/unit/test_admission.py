@@ -5,6 +5,7 @@ A pass takes 100 us for each member, a new token of a prompt 10 us.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from moonserve.core.facts import (
     Arrived,
     ClientGone,
     DecodeEnded,
+    Fact,
     InstanceInfo,
     Joined,
     PrefillEnded,
@@ -200,6 +202,28 @@ def test_low_priority_goes_first() -> None:
         begin(c, 0, "x")
         found = begun(c.step(1, [arrived("a", priority=priority)]), Prefill)
         assert bool(found) == taken
+
+
+@pytest.mark.parametrize("tenants", [("a",), ("a", "b")])
+def test_low_priority_goes_first_within_a_tenant_too(tenants: tuple[str, ...]) -> None:
+    """Also within one that was given more than its part, since another asks for little."""
+    c = cluster("predictive", "p0", "d0", slo=Slo(10_000))
+    taken, ends = Counter[int](), dict[RequestId, int]()
+    for at in range(400):  # prompts of about 1 ms, four times as many as can be done
+        now_us, priority = at * 250, (5, -5)[at % 2]
+        over = [name for name, us in ends.items() if us <= now_us]
+        facts: list[Fact] = [PrefillEnded(name, 1, final=True) for name in over]
+        ends = {name: us for name, us in ends.items() if us > now_us}
+        tenant = tenants[-1] if at % 5 == 1 else "a"
+        facts.append(arrived(f"r{at}", 97, priority=priority, tenant=tenant))
+        for action in c.step(now_us, facts):
+            match action:
+                case Prefill(request):
+                    ends[request] = max([now_us, *ends.values()]) + 970
+                    taken[priority] += tenant == "a"
+                case _:
+                    pass
+    assert taken[5] > 4 * taken[-5]
 
 
 @pytest.mark.parametrize("slo", [Slo(tbt_us=120), Slo(ttft_us=450)])

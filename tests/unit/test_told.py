@@ -76,6 +76,25 @@ def test_no_room_is_kept_for_those_who_do_not_come() -> None:
     assert it.share > low
 
 
+def test_of_a_new_crowd_all_are_expected_to_come() -> None:
+    """That those before it did not says nothing of it: its times lie no nearer to each other."""
+    it = Told()
+    told(it, 40, S)
+    it.came(request(99), 2 * T)
+    assert it.share < 0.5
+    waits = [it.tell(request(at), 2 * T, S, S) for at in range(20)]
+    assert all(b - a >= S for a, b in pairwise(waits))
+
+
+def test_who_came_in_vain_makes_later_ones_later() -> None:
+    """It takes a place that the calendar would give out else."""
+    it = Told()
+    last_us = told(it, 20)[-1]
+    it.came(request(0, name="again"), T + S)
+    it.tell(request(0, name="again"), T + S, S, 2 * S)
+    assert it.next_us("m", T) == last_us + 2 * S
+
+
 def test_own_objectives_and_made_up_prompts_keep_no_room() -> None:
     """The first may never be met, the others are of a simulation; they are told times apart."""
     it = Told()

@@ -92,20 +92,21 @@ class Outlook:
             each_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens) / len(prefills)
             slo = Slo(max(0, slo.ttft_us - round(told * each_us)), slo.tbt_us)
             whys.append(f"less {told * each_us / 1e3:.3g} ms for {told:.3g} told to come before it")
+        low = self._tuning.low_share
         if request.priority < 0:
-            share = self._tuning.low_share
-        elif not self._turns:
-            share = max(self._tuning.low_share, self._tenants.share(request.tenant))
-        if share != 1.0:
+            share = low
+            whys.append(f"{low:.3g} of its own, since it is of a priority below 0")
+        part = 1.0 if self._turns else max(low, self._tenants.share(request.tenant, now_us))
+        if part != 1.0:  # by both: within a tenant the low go first all the same
+            share *= part
             whose = f"of tenant {request.tenant!r}, given more than its part"
-            if request.priority < 0:
-                whose = "of a priority below 0"
+            whys.append(f"{part:.3g} of its own, since it is {whose}")
+        if share != 1.0:
             ttft_us, tbt_us = slo.ttft_us, slo.tbt_us
             slo = Slo(
                 None if ttft_us is None else round(share * ttft_us),
                 None if tbt_us is None else round(share * tbt_us),
             )
-            whys.append(f"{share:.3g} of its own, since it is {whose}")
         return Held(slo, ", ".join(whys))
 
     def look(self, request: Request, length: Tokens, now_us: Micros, among: int = 1) -> Look | None:
@@ -122,6 +123,8 @@ class Outlook:
 
         def ahead(view: InstanceView, ends_us: Micros) -> tuple[Micros, Micros]:
             ttft_us, share = self.slo(request).ttft_us, self._tuning.held_share
+            if self.told.is_due(request):
+                share = max(share, self._tuning.due_share)
             allowed_us = self._tuning.patience_us if ttft_us is None else ttft_us
             stay = self._predictor.stay(request, context, ends_us)
             deviations = self._tuning.deviations

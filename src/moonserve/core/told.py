@@ -87,6 +87,10 @@ class Told:
         kind = _kind(request)
         return self.share * sum([key[:2] == kind for _, key in near])
 
+    def is_due(self, request: Request) -> bool:
+        """Whether it came last, and at the time that it was told."""
+        return self._back == request.id
+
     def admitted(self, request: Request) -> None:
         """It found a place."""
         if self._back == request.id:
@@ -108,8 +112,12 @@ class Told:
             self._pace = min(_SPARSEST, self._pace * _SPARSER)
             due_us = max(now_us + _SOONEST_US, self._again_us + round(interval_us))
             self._again_us = due_us
+            if request.model in self._last_us:  # it takes the place of one told later
+                self._last_us[request.model] += round(interval_us)
             self._remember(request, due_us)
             return due_us - now_us
+        if self.next_us(request.model, now_us) == 0 and not self._order:
+            self.share = 1.0  # a crowd of which nothing is known yet
         gap_us = self._pace * max(_LEAST_SHARE, self.share) * interval_us
         due_us = max(now_us + first_us, self._last_us.get(request.model, 0) + round(gap_us))
         wait_us = max(_SOONEST_US, due_us - now_us)

@@ -39,6 +39,8 @@ class Tuning(msgspec.Struct, frozen=True):
     held_share: float = 0.05
     """predictive: one may wait for room in decode, its prefill done, for this share of what its
     TTFT objective leaves: so decode is not idle where what was forecast does not come."""
+    due_share: float = 0.5
+    """The same for one that comes at the time that its refusal told it."""
     join_passes: float = 1.0
     """predictive: where prefill streams the first token, the second is later by so many passes than
     those after it: one that joins waits for the pass under way. TBT is predicted with that, by the

@@ -81,8 +81,8 @@ class Setup(msgspec.Struct, frozen=True):
         """Raise ConfigError naming the first field that makes no sense."""
         policy_of(self.tuning.policy)
         for field, most in (
-            ("deviations", 100), ("overtaken", 100), ("held_share", 1), ("low_share", 1),
-            ("join_passes", 100),
+            ("deviations", 100), ("overtaken", 100), ("held_share", 1), ("due_share", 1),
+            ("low_share", 1), ("join_passes", 100),
         ):  # fmt: skip
             if not 0 <= getattr(self.tuning, field) <= most:
                 raise ConfigError(f"must be from 0 to {most}", field)
