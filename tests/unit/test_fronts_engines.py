@@ -53,13 +53,16 @@ class Site:
             while len(front.conductor.instances()) < 2:
                 await asyncio.sleep(0.01)
 
-    async def complete(self, front: int, prompt: list[int], count: int = 4) -> tuple[int, str]:
+    async def complete(
+        self, front: int, prompt: list[int], count: int = 4, id: str | None = None
+    ) -> tuple[int, str]:
         """Status, and text or error."""
+        headers = {"x-request-id": id} if id else {}
         body = msgspec.json.encode(
             {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
         )
         url = f"http://127.0.0.1:{self.fronts[front].port}/v1/completions"
-        reply = await self.http.request("POST", url, body=body, timeout_s=10)
+        reply = await self.http.request("POST", url, headers=headers, body=body, timeout_s=10)
         if reply.status != 200:
             return reply.status, reply.body.decode()
         return 200, msgspec.json.decode(reply.body)["choices"][0]["text"]
@@ -103,6 +106,20 @@ def test_both_fronts_hand_kv_from_prefill_to_decode(tmp_path: Path) -> None:
         assert counted[0]['moonserve_prompts_read_total{how="ids"}'] == 40
         assert counted[0]["moonserve_good_requests_total"] == 40
         assert {call.path for call in site.engines["d0"].calls} == {"/v1/completions"}
+
+    run(use, tmp_path)
+
+
+def test_one_id_at_all_fronts_at_once_is_several_requests(tmp_path: Path) -> None:
+    """Nobody is refused for what another client calls its request; engines get each by its own."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        calls = [site.complete(i % 2, PROMPT, id="mine") for i in range(8)]
+        assert await asyncio.gather(*calls) == [wanted] * 8
+        ids = [call.headers["x-request-id"] for call in site.engines["d0"].calls]
+        assert len(set(ids)) == 8
+        assert all(it.startswith("mine-") for it in ids)
 
     run(use, tmp_path)
 

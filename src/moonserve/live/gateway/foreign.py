@@ -23,8 +23,7 @@ from moonserve.live.fleet.rows import FleetMetrics
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.control import Control, registered
-from moonserve.live.gateway.door import Limits
-from moonserve.live.gateway.process import read_text
+from moonserve.live.gateway.process import limits_of, read_text
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Handler, Server, serve
@@ -128,9 +127,8 @@ def relay_of(
     http: HttpClient,
 ) -> RelayApp:
     """OpenAI's API over foreign engines."""
-    door = Limits(max_in_flight=config.max_in_flight)
     times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
-    return RelayApp(conductor, engines, observer, http, door, times_out)
+    return RelayApp(conductor, engines, observer, http, limits_of(config), times_out)
 
 
 class ForeignGateway:
