@@ -29,10 +29,11 @@ class Found:
         self._registry = registry
         self._fleet = fleet
         self._read = asyncio.Event()
+        self._used: dict[str, InstanceSpec] = {}
 
     async def follow(self) -> None:
         """Keep the fleet's engines from there as they are described there, for ever."""
-        used: dict[str, InstanceSpec] = {}
+        used = self._used
         async for entries in self._registry.watch(ENGINES):
             found = decoded(entries, ENGINES, InstanceSpec)
             for name in [name for name in used if name not in found]:
@@ -40,10 +41,10 @@ class Found:
                 await self._fleet.remove(SOURCE, name)
             for name, spec in found.items():
                 if used.get(name) != spec:
-                    await self._use(name, spec, used)
+                    await self._use(name, spec)
             self._read.set()
 
-    async def _use(self, name: str, spec: InstanceSpec, used: dict[str, InstanceSpec]) -> None:
+    async def _use(self, name: str, spec: InstanceSpec) -> None:
         try:
             if spec.name != name:
                 raise ConfigError(f"is {spec.name!r}, its key says {name!r}", "name")
@@ -51,7 +52,7 @@ class Found:
         except (ConfigError, BadRequest) as error:
             log.warning("registry: %s%s is not used: %s", ENGINES, name, error)
         else:
-            used[name] = spec
+            self._used[name] = spec
 
     async def settled(self) -> None:
         """Return once all have been asked, and those that tell events have told everything."""

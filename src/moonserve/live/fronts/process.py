@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -41,6 +42,7 @@ from moonserve.live.http.server import App, Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry
 from moonserve.live.relay.front import RelayApp
+from moonserve.live.restarting import keep_doing
 from moonserve.live.store.settings import check_reachable
 
 _LOOPBACK = "127.0.0.1"
@@ -91,7 +93,7 @@ class ConductorProcess:
         one._server = await serve(one._app, _LOOPBACK, 0)
         desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}", one._fleet)
         one._desk = desk
-        one._looking = asyncio.create_task(_look(desk))
+        one._looking = keep_doing("looking at engines", partial(_look, desk))
         await one.control.start(config.port)  # where fronts are found
         await one.control.gathered()
         await one._desk.listen(path)

@@ -31,6 +31,7 @@ from moonserve.live.ports import Conducting, Registry
 from moonserve.live.relay import calls
 from moonserve.live.relay.engines import Engines
 from moonserve.live.relay.front import RelayApp
+from moonserve.live.restarting import keep_doing
 
 
 def starting(
@@ -103,7 +104,7 @@ class ForeignControl:
     async def start(self, port: int) -> None:
         """See Control."""
         if self._found is not None:
-            self._following = asyncio.create_task(self._found.follow())
+            self._following = keep_doing("following engines in the registry", self._found.follow)
         await self._control.start(port)
 
     async def stop(self) -> None:
