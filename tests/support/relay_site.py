@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -19,7 +19,7 @@ from moonserve.core.errors import NobodyAlive
 from moonserve.core.facts import Connector, InstanceInfo, Joined, Role
 from moonserve.core.prefix import Namespace
 from moonserve.core.tuning import Tuning
-from moonserve.core.units import InstanceId, SegmentId, Tokens
+from moonserve.core.units import BlockKey, InstanceId, SegmentId, Tokens
 from moonserve.core.view import Promised
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.fleet.member import Member
@@ -62,6 +62,8 @@ class FakeFleet:
     def __init__(self) -> None:
         self.members: dict[InstanceId, Member] = {}
         self.notes: list[NotedCall] = []
+        self.lacking: list[BlockKey] = []
+        """What was missed."""
         self.exact: TextTools | None = None
         """Where set, engines tell events and this is their tokenizer."""
 
@@ -82,6 +84,10 @@ class FakeFleet:
     def text(self, model: str) -> TextTools | None:
         """See Engines."""
         return self.exact
+
+    def missed(self, keys: Sequence[BlockKey]) -> None:
+        """See Observer."""
+        self.lacking += keys
 
     def began(
         self,

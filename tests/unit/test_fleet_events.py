@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 import zmq
 import zmq.asyncio
 
-from moonserve.core.facts import BlocksStored, Fact, Left
+from moonserve.core.facts import BlocksRemoved, BlocksStored, Fact, Left
 from moonserve.core.kvevents import Stored
 from moonserve.core.prefix import chain_keys
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
 from moonserve.live.fleet.events import open_feed
 from moonserve.live.fleet.feeds import POOL, Hearing
+from moonserve.live.fleet.fleet import Fleet
+from moonserve.live.http.client import HttpClient
 from moonserve.live.kvevents.wire import encode_batch
 from tests.support.engines import Engine, rig
 
@@ -120,3 +122,26 @@ def test_a_shared_block_is_told_once_whoever_tells_it() -> None:
     hearing.tell(shared)
     hearing.tell(own, Left(A, 7))
     assert heard.facts == [shared, own, own, Left(A, 7)]
+
+
+def test_what_was_missed_in_a_shared_store_is_told_as_removed_once() -> None:
+    """A fleet's miss goes by the same ledger as its engines' events."""
+
+    class Heard:
+        def __init__(self) -> None:
+            self.facts: list[Fact] = []
+            self.time_us = 0
+
+        def now_us(self) -> int:
+            return self.time_us
+
+        def tell(self, *facts: Fact) -> None:
+            self.facts += facts
+
+    heard, keys = Heard(), tuple(BlockKey(bytes([number]) * 32) for number in range(3))
+    fleet = Fleet(heard, HttpClient(), lambda ref: NotImplemented, {})  # type: ignore[arg-type]
+    fleet._hearing.tell(BlocksStored(POOL, keys, None, "dram", 0))
+    heard.time_us = 60_000_000
+    fleet.missed(keys[1:])
+    fleet.missed(keys[1:])
+    assert heard.facts[1:] == [BlocksRemoved(POOL, keys[1:], "dram", 0)]

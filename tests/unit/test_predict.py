@@ -29,8 +29,9 @@ def request(prompt: int = 1_000, most: int = 100_000, tenant: str = "") -> Reque
 
 def stays(model: Predictor, stay: Stay, tokens: float, us: int, more: float, more_us: int) -> float:
     """The chance that one with so many tokens, after so long, goes on for so many more."""
-    before = model.lasts(stay, tokens, us)
-    return model.lasts(stay, tokens + more, us + more_us) / before if before else 0.0
+    lasts = model.lasts(stay, tokens)
+    before = lasts(tokens, us)
+    return lasts(tokens + more, us + more_us) / before if before else 0.0
 
 
 def test_learned_shares_are_those_seen() -> None:
@@ -179,4 +180,4 @@ def test_errors_are_counted() -> None:
 def test_a_stay_is_of_its_predictor() -> None:
     """A length that is known is no histogram: a bug, not a guess."""
     with pytest.raises(AssertionError):
-        Survival().lasts(Stay(1, 0, 7, 7), 1, 1)
+        Survival().lasts(Stay(1, 0, 7, 7), 1)

@@ -12,8 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.facts import Connector, Fact, PrefillEnded, Role
+from moonserve.core.facts import BlocksStored, Connector, Fact, PrefillEnded, Role
+from moonserve.core.prefix import chain_keys
 from moonserve.core.tuning import Tuning
+from moonserve.core.units import InstanceId
+from moonserve.live.fleet.feeds import POOL
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.relay.calls import Limits
 from tests.support.fake_vllm import spoken
@@ -579,6 +582,23 @@ def test_tbt_and_tokens_are_noted_for_the_fleet() -> None:
         first, second = site.fleet.notes
         assert (first.instance, first.part, first.count, first.said) == ("p", "prefill", 1, [0])
         assert (second.instance, second.part, second.count) == ("d", "decode", 4)
-        assert (first.over, second.over) == (1, 2)
+        assert (first.over, second.over) == (1, 1)
 
     run(use, *NIXL)
+
+
+def test_blocks_that_a_shared_store_has_lost_are_told() -> None:
+    """Who fetches from one and reports less cached than was expected did not find the rest."""
+
+    async def use(site: Site) -> None:
+        site.fleet.exact = ByteText()  # type: ignore[assignment]
+        info = site.fleet.members[InstanceId("a")].infos[InstanceId("a")]
+        site.join(msgspec.structs.replace(info, epoch=2, fetches=True))
+        ids, size = list(range(1, 100)), info.namespace.block_size
+        keys = tuple(chain_keys(info.namespace.root(), ids, size))
+        site.conductor.tell(BlocksStored(POOL, keys, None, "dram", 0))
+        for _ in range(2):  # the engine itself has it the second time
+            await site.post({"prompt": ids, "max_tokens": 1})
+            assert tuple(site.fleet.lacking) == keys
+
+    run(use, *ONE)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from moonserve.core.others import NOBODY, Others
-from moonserve.core.predict import Predictor, Stay
+from moonserve.core.predict import Chance, Predictor, Stay
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 
 _POINTS = 16
@@ -164,34 +164,35 @@ class _Here:
     def __init__(
         self, predictor: Predictor, joining: Stay, step: Sequence[float], deviations: float
     ) -> None:
-        self._lasts = predictor.lasts
+        self._predictor = predictor
         self._joining = joining
         self._step = step
         self._deviations = deviations
-        self._rows: list[tuple[Stay, float, Micros, float, float]] = []
-        """(stay, tokens and time that it has by now, below 0 if it comes later, the chance that it
-        was there until now, its part of a pass)."""
+        self._rows: list[tuple[Chance | None, float, Micros, float, float]] = []
+        """(chances, None of the one that joins; tokens and time that it has by now, below 0 if it
+        comes later; the chance that it was there until now; its part of a pass)."""
 
     def add(self, stay: Stay, tokens: float, us: Micros, *, began: bool) -> None:
         """One more; `began`: it decodes already."""
         _, per_seq, per_context = self._step
-        chance = 1.0
+        lasts, chance = None, 1.0
         if stay is not self._joining:
-            chance = self._lasts(stay, tokens, us) if began else self._lasts(stay, 0.0, 0)
-        self._rows.append((stay, tokens, us, chance, per_seq + per_context * stay.context))
+            has, since_us = (tokens, us) if began else (0.0, 0)
+            lasts = self._predictor.lasts(stay, has)
+            chance = lasts(has, since_us)
+        self._rows.append((lasts, tokens, us, chance, per_seq + per_context * stay.context))
 
     def pass_us(self, ahead: float, more_us: Micros) -> tuple[float, float, float]:
         """A pass, so many tokens from now: mean, so far above, how many take part."""
-        lasts, joining = self._lasts, self._joining
         mean = self._step[0]
         variance = count = 0.0
-        for stay, tokens, us, before, weight in self._rows:
+        for lasts, tokens, us, before, weight in self._rows:
             chance, then = 1.0, tokens + ahead
-            if stay is not joining and (then > 0 or tokens > 0):
-                chance = lasts(stay, then, us + more_us) / before if before else 0.0
+            if lasts is not None and (then > 0 or tokens > 0):
+                chance = lasts(then, us + more_us) / before if before else 0.0
+                variance += chance * (1 - chance) * weight * weight
             mean += chance * weight
             count += chance
-            variance += chance * (1 - chance) * weight * weight
         return max(1.0, mean), mean + self._deviations * math.sqrt(variance), count
 
 

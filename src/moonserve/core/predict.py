@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, Protocol, TypeAlias
 
 from moonserve.core.errors import ConfigError
@@ -18,12 +18,16 @@ from moonserve.core.request import Request
 from moonserve.core.units import Micros, RequestId, Tokens
 
 PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
+Chance: TypeAlias = Callable[[float, Micros], float]
+"""Of one output: the probability that it has more tokens, and takes longer, than these."""
 
 _PER_OCTAVE = 4
 _BINS = 20 * _PER_OCTAVE
 _EDGES: Sequence[float] = tuple(2 ** (at / _PER_OCTAVE) for at in range(_BINS + 1))
+_WIDTHS: Sequence[float] = tuple(high - low for low, high in pairwise(_EDGES))
 _PRIOR_TOKENS = 256.0
 """Median-like scale of outputs before any was seen."""
+_PRIOR: Sequence[float] = tuple((1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES)
 _PRIOR_WEIGHT = 8.0
 """How many outputs the prior is worth, and how many of its class the mean over all classes is."""
 _HALVED_AT = 4_096
@@ -111,20 +115,13 @@ class Lengths:
         if self._seen <= own and seen <= others:
             return self._shares
         self._place_cuts()
-        if wider is None:
-            prior = [(1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES]
-        else:
-            prior = wider._table()
-        above, tail = [0.0], 0.0
-        for count in reversed(self._counts):
-            tail += count
-            above.append(tail)
-        above.reverse()
+        prior = _PRIOR if wider is None else wider._table()
+        above = list(accumulate(reversed(self._counts), initial=0.0))
         weight = _PRIOR_WEIGHT + self._total
-        pairs = zip(above, prior, strict=True)
+        pairs = zip(reversed(above), prior, strict=True)
         self._shares = [(count + _PRIOR_WEIGHT * share) / weight for count, share in pairs]
-        sides = zip(self._shares, self._shares[1:], _EDGES, _EDGES[1:], strict=False)
-        parts = [(a + b) / 2 * (high - low) for a, b, low, high in sides]
+        sides = zip(self._shares, self._shares[1:], _WIDTHS, strict=False)
+        parts = [(a + b) / 2 * width for a, b, width in sides]
         self._means = list(accumulate(parts, initial=1.0))
         self._asked = (-1, 0.0)
         self._until = (_will_do(self._seen), _will_do(seen))
@@ -188,10 +185,10 @@ class Predictor(Protocol):
         """A decode to come, which takes over from prefill at `due_us`."""
         ...
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
-        """Probability that an output has more tokens, and takes longer, than this.
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
+        """The chances of a decode that has so many tokens by now; they hold until another ends.
 
-        Of one that has some by now, as a share of that for now: see core.forecast.
+        Of one that has some, they are to be taken as a share of that for now: see core.forecast.
         """
         ...
 
@@ -233,9 +230,9 @@ class Uniform:
         """See Predictor."""
         return Stay(context, due_us, expected=self._tokens)
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
         """See Predictor."""
-        return 1.0 if us < self.mean_us else 0.0
+        return lambda tokens, us: 1.0 if us < self.mean_us else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -265,11 +262,14 @@ class Survival:
         most = request.stopping.max_tokens
         return Stay(context, due_us, lengths, most, lengths.mean(most))
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
         """See Predictor."""
-        length = stay.length
+        length, most = stay.length, stay.most
         assert isinstance(length, Lengths), "a stay of this predictor's"
-        return length.beyond(tokens) if tokens < stay.most else 0.0
+        if tokens >= most:
+            return lambda tokens, us: 0.0
+        shares = length._table()
+        return lambda tokens, us: _beyond(shares, tokens) if tokens < most else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
@@ -319,10 +319,11 @@ class Oracle:
         length = self._length_of(request.id)
         return Stay(context, due_us, length, expected=length)
 
-    def lasts(self, stay: Stay, tokens: float, us: Micros) -> float:
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
         """See Predictor."""
-        assert isinstance(stay.length, int), "a stay of this predictor's"
-        return 1.0 if tokens < stay.length else 0.0
+        length = stay.length
+        assert isinstance(length, int), "a stay of this predictor's"
+        return lambda tokens, us: 1.0 if tokens < length else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor: nothing is left to be learned."""

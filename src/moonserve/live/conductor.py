@@ -40,8 +40,9 @@ Copy = Callable[[Sequence[BlockKey], SegmentId, SegmentId | None], Awaitable[int
 """Has the store copy blocks to a segment, from that one where it has them. Gives how many of the
 first are there or will be. May raise MoonserveError or OSError."""
 
-_KEPT_RECORDS = 2_000
-"""More than a gateway serves at once."""
+_KEPT_RECORDS = 500
+"""Beside as many as are under way. One is some kilobytes, written once: many more would push what
+every request needs out of the processor's caches."""
 
 
 class Record(msgspec.Struct):
@@ -125,9 +126,9 @@ class ConductorLoop:
         assert request.id not in self._inboxes, "request ids are unique"
         self.records.pop(request.id, None)  # an earlier request of this id
         self.records[request.id] = Record(request.since_us(self.now_us()))
-        while len(self.records) > _KEPT_RECORDS:
-            self.records.popitem(last=False)
         self._inboxes[request.id] = inbox
+        while len(self.records) > _KEPT_RECORDS + len(self._inboxes):
+            self.records.popitem(last=False)
         self.tell(Arrived(request, tuple(keys)))
 
     def close(self, request: RequestId, outcome: str, tbt_us: Micros | None = None) -> None:

@@ -14,10 +14,11 @@ import msgspec
 
 from moonserve.core import observed
 from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive
+from moonserve.core.facts import BlocksRemoved
 from moonserve.core.observed import Part, Watch
-from moonserve.core.units import InstanceId, Micros, Tokens
+from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 from moonserve.live.conductor import ConductorLoop
-from moonserve.live.fleet.feeds import FeedCounts, FeedOpener, Hearing
+from moonserve.live.fleet.feeds import POOL, FeedCounts, FeedOpener, Hearing
 from moonserve.live.fleet.handshake import Found, beside
 from moonserve.live.fleet.keeper import Keeper, Times
 from moonserve.live.fleet.member import Member
@@ -218,6 +219,10 @@ class Fleet:
     def text(self, model: str) -> TextTools | None:
         """The model's tokenizer and template as its engines have them; None: not known here."""
         return next((it.tools for it in self._of(model) if it.tools is not None), None)
+
+    def missed(self, keys: Sequence[BlockKey]) -> None:
+        """See observed.Observer."""
+        self._hearing.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
 
     def began(
         self,

@@ -6,9 +6,10 @@ its reply, `count` raised with every token, and `ended` on every path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
-from moonserve.core.units import InstanceId, Tokens
+from moonserve.core.units import BlockKey, InstanceId, Tokens
 
 Part: TypeAlias = Literal["prefill", "decode", "whole"]
 """Of a request: its prefill alone (one token), the decode after a remote prefill, or both."""
@@ -32,6 +33,9 @@ class Call(Protocol):
 
 class Observer(Protocol):
     """Who takes note; Fleet does."""
+
+    def missed(self, keys: Sequence[BlockKey]) -> None:
+        """Not found in the store that engines share, by one that was taken to find them."""
 
     def began(
         self,

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from moonserve.core.actions import Prefill, Refuse
-from moonserve.core.facts import ClientGone
+from moonserve.core.facts import BlocksRemoved, ClientGone
 from moonserve.core.units import RequestId
 from moonserve.live.conductor import ConductorLoop
+from moonserve.live.fleet.feeds import POOL
 from moonserve.live.fleet.fleet import Fleet
 from moonserve.live.fleet.observed import Call
 from moonserve.live.fronts import wire
@@ -131,6 +132,8 @@ class Desk:
                 call = link.calls.pop(number)
                 call.count = count
                 call.ended(cached)
+            case BlocksRemoved(segment, keys) if segment == POOL and self._fleet is not None:
+                self._fleet.missed(keys)
             case wire.FirstToken() | wire.Closed() | wire.CallAnswered() | wire.CallEnded():
                 pass
             case fact:

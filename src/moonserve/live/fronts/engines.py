@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from moonserve.core.errors import ConfigError, NobodyAlive
-from moonserve.core.facts import InstanceInfo
-from moonserve.core.units import InstanceId, Tokens
+from moonserve.core.facts import BlocksRemoved, InstanceInfo
+from moonserve.core.units import BlockKey, InstanceId, Tokens
+from moonserve.live.fleet.feeds import POOL
 from moonserve.live.fleet.member import Member
 from moonserve.live.fleet.observed import Part
 from moonserve.live.fronts import wire
@@ -69,6 +70,10 @@ class RemoteFleet:
                 if found is not None:
                     return found
         return None
+
+    def missed(self, keys: Sequence[BlockKey]) -> None:
+        """See fleet's Observer."""
+        self._conductor.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
 
     def began(
         self,

@@ -29,7 +29,10 @@ def slo(headers: Mapping[str, str]) -> Slo:
 
 def priority(headers: Mapping[str, str]) -> int:
     """The request's priority, 0 where it says none; the higher goes first. Raises BadRequest."""
-    text = headers.get(PRIORITY, "0").strip()
+    text = headers.get(PRIORITY)
+    if text is None:
+        return 0
+    text = text.strip()
     if _WHOLE.fullmatch(text) and abs(int(text)) <= MAX_PRIORITY:
         return int(text)
     raise BadRequest(
@@ -40,7 +43,10 @@ def priority(headers: Mapping[str, str]) -> int:
 
 def tenant(headers: Mapping[str, str]) -> str:
     """On whose behalf; nobody's where it does not say. Raises BadRequest."""
-    text = headers.get(TENANT, "").strip()
+    text = headers.get(TENANT)
+    if text is None:
+        return ""
+    text = text.strip()
     if _NAME.fullmatch(text):
         return text
     raise BadRequest(

@@ -40,6 +40,7 @@ from moonserve.live.relay.life import Life
 from moonserve.live.relay.reading import Reader
 
 _MODELS = "/v1/models"
+_COMPLETION_TOKENS = Stopping().max_tokens
 
 
 class RelayApp(Collector):
@@ -130,7 +131,7 @@ class RelayApp(Collector):
             infos = self._models.of(asked.model)
             reading = await self._reader.reading(asked, infos)
             longest = infos[0].max_len
-            default = Stopping().max_tokens if form == "completion" else longest
+            default = _COMPLETION_TOKENS if form == "completion" else longest
             request = Request(
                 id=self._door.named(http, caller.conductor.known(RequestId(http.id))),
                 model=asked.model,

@@ -323,23 +323,29 @@ class Life:
         """The last token is here, and what the engine has counted."""
         reply, metrics = self._reply, self._caller.metrics
         self._over, self._lives, self._outcome = True, False, reply.finish or "done"
-        prompt, cached = reply.counted.prompt, reply.cached
+        prompt, cached, tokens = reply.counted.prompt, reply.cached, reply.tokens
         self._caller.reader.learn(self._asked.model, self._reading, prompt)
         metrics.prompt_tokens += prompt or self._reading.length
         metrics.cached_tokens += cached or 0
-        metrics.completion_tokens += reply.tokens
+        metrics.completion_tokens += tokens
         if self._at is not None:
             self._reused(*self._at, cached if self._cached is None else None)
-        self._conductor.tell(DecodeEnded(self._request.id, self._inbox.number, reply.tokens))
+        self._conductor.tell(DecodeEnded(self._request.id, self._inbox.number, tokens))
         self._inbox.out(0)
-        if self._note is not None:
-            self._note.count = min(self._note.count, reply.tokens)
-            self._note.ended(reply.counted.cached)
+        note, self._note = self._note, None
+        if note is not None:
+            note.count = min(note.count, tokens)
+            note.ended(reply.counted.cached)
 
     def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:
-        """The instance has the prompt now; where none tells, the index hears of it from here."""
-        keys = self._reading.keys
-        if not keys or self._caller.engines.tells_of(to.id):
+        """The instance has the prompt now; where none tells, the index hears of it from here. What
+        it did not find of a shared store is not there any more."""
+        keys, size = self._reading.keys, to.namespace.block_size
+        if not keys:
+            return
+        if self._caller.engines.tells_of(to.id):
+            if to.fetches and cached is not None and cached < predicted:
+                self._caller.observer.missed(keys[cached // size : predicted // size])
             return
         if told := self._caller.guesses.served(to, keys, predicted, cached):
             self._conductor.tell(*told)

@@ -13,7 +13,10 @@ from moonserve.live.relay import usage
 
 _ERROR = b'data: {"error"'
 _DONE = b"data: [DONE]"
-_FINISH = re.compile(rb'"finish_reason":\s*"(\w+)"')
+_FINISH = b'"finish_reason":'
+_REASON = re.compile(rb'\s*"(\w+)"')
+_END_BYTES = 32
+"""The last event stands in the last of a stream."""
 _MOST_HELD = 4 << 20
 """An event longer than this goes on in pieces."""
 
@@ -62,12 +65,11 @@ class Passing:
 
     def passed(self, events: bytes) -> bytes:
         """Whole events as the client gets them."""
-        self.events += events.count(b"\n\n")
-        if usage.MARK in events:
+        self.events += events.count(b"\n") // 2
+        if events.rfind(usage.MARK) >= 0:
             events = self.put_right(events)
-        if (found := _FINISH.search(events)) is not None:
-            self.finish = found[1].decode()
-        self.done = self.done or _DONE in events
+        self.finish = _finish(events) or self.finish
+        self.done = self.done or _DONE in events[-_END_BYTES:]
         self.failed = _ERROR in events
         return events
 
@@ -79,6 +81,12 @@ class Passing:
 
     def answered(self, body: bytes) -> bytes:
         """A whole reply as the client gets it."""
-        found = _FINISH.search(body)
-        self.finish = "done" if found is None else found[1].decode()
+        self.finish = _finish(body) or "done"
         return self.put_right(body)
+
+
+def _finish(data: bytes) -> str | None:
+    """Why the choice ended that is told of last; None: it goes on, or none is told of."""
+    at = data.rfind(_FINISH)
+    found = None if at < 0 else _REASON.match(data, at + len(_FINISH))
+    return None if found is None else found[1].decode()
