@@ -18,6 +18,8 @@ from moonserve.core.units import Micros, RequestId, Tokens
 class _Open:
     """One request under way."""
 
+    __slots__ = ("first_us", "number", "predicted_us", "request", "since_us", "spent_us")
+
     def __init__(self, request: Request, since_us: Micros) -> None:
         self.request = request
         self.since_us = since_us
@@ -52,42 +54,36 @@ class Account:
         """One step of the Conductor's: what it was told, and what it wanted."""
         again: dict[RequestId, _Open] = {}  # their id's last request is released in this step
         for fact in facts:
-            match fact:
-                case Arrived(request):
-                    where = again if request.id in self._open else self._open
-                    where[request.id] = _Open(request, request.since_us(now_us))
-                case PrefillEnded(name, number, final) if self._is_out(name, number):
-                    life = self._open[name]
-                    life.spent_us = life.predicted_us
-                    life.first_us = now_us if life.first_us is None else life.first_us
-                    if final:
-                        self._served(life, now_us, 1)
-                case DecodeEnded(name, number, tokens) if self._is_out(name, number):
-                    self._served(self._open[name], now_us, tokens)
-                case _:
-                    pass
+            if isinstance(fact, Arrived):
+                request = fact.request
+                where = again if request.id in self._open else self._open
+                where[request.id] = _Open(request, request.since_us(now_us))
+            elif isinstance(fact, (PrefillEnded, DecodeEnded)):
+                life = self._open.get(fact.request)
+                if life is None or life.number != fact.number:
+                    continue  # of a call that is not the one that is out
+                if isinstance(fact, DecodeEnded):
+                    self._served(life, now_us, fact.tokens)
+                    continue
+                life.spent_us = life.predicted_us
+                life.first_us = now_us if life.first_us is None else life.first_us
+                if fact.final:
+                    self._served(life, now_us, 1)
         for action in actions:
-            match action:
-                case Prefill(name, number, decision=decision, group=group):
-                    life = self._open[name]
-                    self._waste(life)
-                    life.number = number
-                    life.predicted_us = sum([share.work_us for share in decision.shares])
-                    self.shared += bool(group)
-                case Decode(name, number):
-                    self._open[name].number = number
-                case Refuse(name) | GiveUp(name):
-                    self._waste(self._open[name])
-                case Release(name):
-                    del self._open[name]
-                    if name in again:
-                        self._open[name] = again.pop(name)
-                case _:
-                    pass
-
-    def _is_out(self, name: RequestId, number: int) -> bool:
-        """Whether a call is the one that is out."""
-        return name in self._open and self._open[name].number == number
+            if isinstance(action, Prefill):
+                life = self._open[action.request]
+                self._waste(life)
+                life.number = action.number
+                life.predicted_us = sum([share.work_us for share in action.decision.shares])
+                self.shared += bool(action.group)
+            elif isinstance(action, Decode):
+                self._open[action.request].number = action.number
+            elif isinstance(action, (Refuse, GiveUp)):
+                self._waste(self._open[action.request])
+            elif isinstance(action, Release):
+                del self._open[action.request]
+                if action.request in again:
+                    self._open[action.request] = again.pop(action.request)
 
     def _waste(self, life: _Open) -> None:
         """Its last prefill, if that had ended, was for nothing."""

@@ -224,7 +224,7 @@ class InstanceView:
         self.context += context - self._decoding.get(request, 0)
         self._decoding[request] = context
         self._count_decodes()
-        if tbt_goal_us is not None:
+        if tbt_goal_us is not None and self._tbt_goals.get(request) != tbt_goal_us:
             self._tbt_goals[request] = tbt_goal_us
             self._strictest_us = min(self._tbt_goals.values())
 
