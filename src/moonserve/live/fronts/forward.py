@@ -13,7 +13,7 @@ from moonserve.core.errors import NobodyAlive
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.connection import UpstreamError
-from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.message import HttpRequest, Response, error_response
 from moonserve.live.http.switch import Switch, Switched
 
 _TIMEOUT_S = 300.0
@@ -29,7 +29,13 @@ class Forward:
         self._http = http
 
     async def __call__(self, request: HttpRequest) -> Response | Switch:
-        """Its reply; NobodyAlive while the Conductor's process is not there."""
+        """Its reply; 503 while the Conductor's process is not there."""
+        try:
+            return await self._passed_on(request)
+        except NobodyAlive as error:  # said once, by the link: beats and the like are no news
+            return error_response(error)
+
+    async def _passed_on(self, request: HttpRequest) -> Response | Switch:
         body = await request.body()
         request.cancel_on_disconnect()
         url = self._conductor.url + request.target

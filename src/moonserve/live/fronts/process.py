@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -88,8 +89,9 @@ class ConductorProcess:
         if specs is not None:
             config = msgspec.structs.replace(config, store="none")
         one = cls(*await registered(config), specs)
-        if one._fleet is not None:
-            await one._fleet.described(FILE, specs or ())
+        if isinstance(one.control, ForeignControl):
+            await one.control.fleet.described(FILE, specs or ())
+            await one.control.keep(Path(f"{path}.engines"))
         one._server = await serve(one._app, _LOOPBACK, 0)
         desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}", one._fleet)
         one._desk = desk
@@ -149,6 +151,8 @@ class FrontProcess:
             self._front = relay_of(config, self.conductor, fleet, fleet, http)
         routes = self._front.routes()
         del routes["GET", "/metrics"]  # the sums over all are asked for
+        if text is None:
+            del routes["GET", "/health"]  # how the engines are
         self._app = App(
             routes,
             self._front.prefixes(),

@@ -23,6 +23,8 @@ from moonserve.live.ports import Inbox, Told
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.1
+_LONG = 100
+"""Tries after which it takes longer than a start."""
 _GONE = "the Conductor is not there; it is started again"
 
 
@@ -102,17 +104,17 @@ class RemoteConductor:
         self.say(wire.Closed(request, outcome, tbt_us))
 
     async def _keep(self) -> None:
-        loop, waits = asyncio.get_running_loop(), False
+        loop, tries = asyncio.get_running_loop(), 0
         while True:
             self._lost.clear()
             try:
                 await loop.create_unix_connection(lambda: _Link(self), self._path)
             except OSError as error:
-                if not waits:
+                tries += 1
+                if tries == _LONG:
                     log.warning("waiting for the Conductor: %s", error.strerror or error)
-                waits = True
             else:
-                waits = False
+                tries = 0
                 await self._lost.wait()
             await asyncio.sleep(_AGAIN_S)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -100,6 +101,10 @@ class ForeignControl:
     async def gathered(self) -> None:
         """See Control."""
         await self._control.gathered()
+
+    async def keep(self, kept: Path) -> None:
+        """See FleetApi."""
+        await self._api.keep(kept)
 
     async def start(self, port: int) -> None:
         """See Control."""
