@@ -23,6 +23,7 @@ from moonserve.core.facts import BlocksStored, InstanceInfo, Leading, PeerPromis
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.gateway import bootstrap
 from moonserve.live.gateway.internal import Internal
+from moonserve.live.http.auth import guarded
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
@@ -106,10 +107,9 @@ class Several:
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
-        guarded = self._internal.guarded
         return {
-            ("POST", "/internal/promises"): guarded(self._promises),
-            ("GET", bootstrap.PATH): guarded(self._index),
+            ("POST", "/internal/promises"): guarded(self._promises, self._token),
+            ("GET", bootstrap.PATH): guarded(self._index, self._token),
             ("GET", "/api/gateways"): self._gateways,
         }
 
