@@ -250,6 +250,48 @@ def test_while_etcd_is_away_nothing_is_told_and_then_all_is_registered_again(etc
     asyncio.run(test())
 
 
+def test_an_etcd_that_lost_all_takes_nobody_away(etcd: Etcd) -> None:
+    """What was put stays as it was, with an alarm, until it is told again; then it can go."""
+
+    async def test() -> None:
+        it = await EtcdRegistry.open(parse(f"{etcd.url}/lost"), TTL_S)
+        views: list[Mapping[str, bytes]] = []
+
+        async def follow() -> None:
+            async for view in it.watch("e/"):
+                views.append(view)  # noqa: PERF401 - it never ends
+
+        async def until(done: Callable[[], bool]) -> None:
+            async with asyncio.timeout(15):
+                while not done():
+                    await asyncio.sleep(0.02)
+
+        following = asyncio.create_task(follow())
+        try:
+            for name in "abcde":
+                await it.put(f"e/{name}", b"1")
+            await it.remove("e/e")
+            await until(lambda: bool(views) and len(views[-1]) == 4)
+            assert it.alarms() == []
+            await asyncio.to_thread(etcd.lose_all)
+            await until(lambda: it.alarms() == [f"etcd 127.0.0.1:{etcd.port} does not answer"])
+            await asyncio.to_thread(etcd.start)
+            await until(lambda: "e/a, e/b, e/c, e/d stay" in "".join(it.alarms()))
+            await asyncio.sleep(2 * TTL_S + 0.5)  # what may be registered again was by then
+            assert list(views[-1]) == ["e/a", "e/b", "e/c", "e/d"]
+            for name in "bcd":
+                await it.put(f"e/{name}", b"2")
+            await it.put("e/a", b"2")
+            await until(lambda: it.alarms() == [])
+            await it.remove("e/a")
+            await until(lambda: list(views[-1]) == ["e/b", "e/c", "e/d"])
+        finally:
+            following.cancel()
+            await it.close()
+
+    asyncio.run(test())
+
+
 def test_an_etcd_that_hangs_costs_deadlines_and_no_view(etcd: Etcd) -> None:
     """Every call ends in time with RegistryError, a duty is given up; what expired meanwhile is
     registered again before anybody is told that it was gone."""

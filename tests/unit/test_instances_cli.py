@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from moonserve.cli.instances import engines_of, named_by_flags
+from moonserve.cli.register import register
 from moonserve.config import load
 from moonserve.core.errors import ConfigError
 from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.registry import entries
+from moonserve.live.registry.memory import MemoryRegistry, Shared
 
 FILE = """port: 0
 instances:
@@ -144,6 +148,8 @@ def test_flags_name_addresses_only() -> None:
         ({"prefill_url": ("http://a:1",)}, "--decode-url: prefill and decode need each other"),
         ({"connector": "nixl"}, "--connector: is for engines"),
         ({"url": ("a:1",)}, "--url: 'a:1' is no address"),
+        ({"url": ("http://a:1/v1",)}, "--url: 'http://a:1/v1' is too much; leave out /v1"),
+        ({"url": ("http://a:1",), "connector": "nixl"}, "--connector: is for --prefill-url"),
         ({"url": ("http://a:1",), "events": "on"}, "--events: 'on' is no endpoint"),
         ({"url": ("http://a:1", "http://b:1"), "events": "tcp://a:1"}, "--events: of several engi"),
         (
@@ -168,3 +174,30 @@ def test_what_only_workers_of_ours_have_is_refused_beside_engines(tmp_path: Path
     both = flags(prefill_url=("http://a:1",), decode_url=("http://b:1",))
     with pytest.raises(ConfigError, match="an engine in the file is named p0"):
         engines_of(load(file, {}, {}), file, both)
+
+
+def test_register_names_by_address_and_says_what_it_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two addresses are two engines; one of a name replaces the other; no address is twice."""
+    shared = Shared()
+
+    async def open_one(_: str) -> MemoryRegistry:
+        return MemoryRegistry(shared)
+
+    monkeypatch.setattr(entries, "open_registry", open_one)
+
+    def call(*argv: str) -> str:
+        given = ["--registry", "etcd://x", *argv]
+        ran = CliRunner().invoke(register, given)
+        return ran.output or str(ran.exception)
+
+    assert call("--url", "http://10.0.0.5:8000") == "registered: 10.0.0.5-8000\n"
+    assert call("--prefill-url", "http://[::1]:80", "--name", "p") == "registered: p\n"
+    says = "registered: p (replaced the one at http://[::1]:80)\n"
+    assert call("--prefill-url", "http://b:80", "--name", "p") == says
+    assert call("--url", "http://b:80") == (
+        "url: http://b:80 is registered as p; unregister p first, or replace it by --name p"
+    )
+    assert call("--url", "http://c:80", "--url", "http://d:80", "--name", "p").startswith("--name:")
+    assert sorted(shared.entries) == ["engines/10.0.0.5-8000", "engines/p"]

@@ -504,7 +504,9 @@ def test_refusals_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
 # Foreign engines.
 
 
-def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there() -> None:
+def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Added, described anew, and let go as their entries are; what cannot be used is left out."""
 
     async def test() -> None:
@@ -532,6 +534,10 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there() -> N
             await site.until(lambda: site.keeper("e0").member.spec == again)
             await registry.remove(ENGINES + "e0")
             await site.until(lambda: not site.views)
+            assert "e0: removed by the registry" in caplog.text
+            said = [text.partition(" is not used")[0] for text in site.fleet.alarms()]
+            assert said == [*(f"registry: engines/e{n}" for n in (1, 2, 3)), "no engines are known"]
+            assert caplog.text.count("engines/e1 is not used") == 1
             following.cancel()
 
     asyncio.run(test())

@@ -61,8 +61,10 @@ def named_by_flags(
     connector: str | None,
     events: str | None,
     tokenizer: str | None,
+    halves: bool = False,
 ) -> list[InstanceSpec]:
-    """Engines p0, p1, …, d0, …, e0, …; none where no address is given. Raises ConfigError."""
+    """Engines p0, p1, …, d0, …, e0, …; none where no address is given. `halves`: others may be
+    named elsewhere. Raises ConfigError."""
     urls = [
         (f"{kind}{number}", kind, flag, address)
         for (flag, kind, _), given in zip(_FLAGS, (prefill_url, decode_url, url), strict=True)
@@ -77,9 +79,11 @@ def named_by_flags(
             if value is not None:
                 raise ConfigError("is for engines: name them by --prefill-url and so on", flag)
         return []
-    if bool(prefill_url) != bool(decode_url):
+    if bool(prefill_url) != bool(decode_url) and not halves:
         lacking = "--decode-url" if prefill_url else "--prefill-url"
         raise ConfigError("prefill and decode need each other: name one of each at least", lacking)
+    if connector is not None and not prefill_url and not decode_url:
+        raise ConfigError("is for --prefill-url and --decode-url; leave it out", "--connector")
     if events not in (None, "off", "auto") and "*" not in (events or "") and len(urls) > 1:
         raise ConfigError(
             "of several engines is tcp://*:PORT, or auto; name them in a file else", "--events"
@@ -122,6 +126,11 @@ def engines_of(
         if spec.name in [it.name for it in found]:
             raise ConfigError(f"an engine in the file is named {spec.name}; rename it", "instances")
     return [*found, *by_flags]
+
+
+def by_address(url: str) -> str:
+    """A name for the engine there, like 10.0.0.5-8000."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", urlsplit(url).netloc).strip("-")
 
 
 def _own(events: str, address: str) -> str:

@@ -6,13 +6,14 @@ A face over live/registry; nothing else imports it. Heavy imports stay inside th
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from moonserve.cli.instances import engines_of, instances_options, named_by_flags
+from moonserve.cli.instances import by_address, engines_of, instances_options, named_by_flags
 from moonserve.cli.settings import read_settings, settings_options
 from moonserve.core.errors import ConfigError
 
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 @click.command()
 @settings_options("registry")
 @instances_options
+@click.option(
+    "--name", metavar="NAME", help="of the one engine that flags name [default: HOST-PORT]"
+)
 def register(
     config: Path | None,
+    name: str | None,
     prefill_url: tuple[str, ...],
     decode_url: tuple[str, ...],
     url: tuple[str, ...],
@@ -36,15 +41,22 @@ def register(
     """Put engines, such as vLLM, into the registry: those that FILE's `instances` or flags name.
 
     Every gateway with that --registry which serves foreign engines uses them, until they are
-    unregistered. One of the same name is replaced.
+    unregistered. One of the same name is replaced, which is said.
     """
+    import msgspec
+
     settings = read_settings(config, flags)
-    urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer)
+    urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer, halves=True)
+    if name is not None and len(urls) != 1:
+        raise ConfigError("is for one engine: give one address, or a file", "--name")
+    urls = [msgspec.structs.replace(it, name=name or by_address(it.url)) for it in urls]
     engines = engines_of(settings, config, urls)
     if not engines:
         raise ConfigError("name engines, in the file or by --url and so on", "instances")
-    asyncio.run(_put(settings.registry, [it.checked().told() for it in engines]))
-    click.echo(f"registered: {', '.join(it.name for it in engines)}")
+    replaced = asyncio.run(_put(settings.registry, [it.checked().told() for it in engines]))
+    for it in engines:
+        old = replaced.get(it.name)
+        click.echo(f"registered: {it.name}" + (f" (replaced the one at {old})" if old else ""))
 
 
 @click.command()
@@ -57,7 +69,8 @@ def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None)
     click.echo(f"unregistered: {', '.join(names)}")
 
 
-async def _put(url: str, engines: Sequence[InstanceSpec]) -> None:
+async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str]:
+    """The URLs of those replaced, by name. Raises ConfigError."""
     import msgspec
 
     from moonserve.live.registry.entries import ENGINES, open_registry
@@ -65,10 +78,28 @@ async def _put(url: str, engines: Sequence[InstanceSpec]) -> None:
     registry = await open_registry(_given(url))
     assert registry is not None
     try:
+        before = {
+            key.removeprefix(ENGINES): _url(value)
+            for key, value in (await registry.read(ENGINES)).items()
+        }
+        after = before | {it.name: it.url for it in engines}
+        for it in engines:
+            if twins := [name for name in after if after[name] == it.url and name != it.name]:
+                remedy = f"unregister {twins[0]} first, or replace it by --name {twins[0]}"
+                raise ConfigError(f"{it.url} is registered as {twins[0]}; {remedy}", "url")
         for it in engines:
             await registry.put(ENGINES + it.name, msgspec.json.encode(it))
+        return {it.name: before[it.name] for it in engines if it.name in before}
     finally:
         await registry.close()
+
+
+def _url(entry: bytes) -> str:
+    """Of an entry that anybody may have written."""
+    try:
+        return str(json.loads(entry)["url"])
+    except (ValueError, TypeError, KeyError):
+        return "an address that cannot be read"
 
 
 async def _remove(url: str, names: Sequence[str]) -> None:

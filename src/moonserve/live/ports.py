@@ -184,8 +184,11 @@ class Registry(Protocol):
 
         Changes in quick succession are told together. Goes on for ever; while the registry is away
         it tells nothing, and when it is back, it waits with removals until owners had time to
-        register again.
+        register again. What was `put` stays in it when the registry has lost all it knew.
         """
+
+    def alarms(self) -> list[str]:
+        """What is wrong with it now, in words: it is away, it has lost what it knew."""
 
     async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Registration:
         """Stand for a duty. `changed(True)` when it is ours; `changed(False)` when it is no more.

@@ -101,6 +101,8 @@ class Fleet:
         self._kept: dict[str, _Kept] = {}
         self._by_id: dict[InstanceId, Keeper] = {}
         self._changing = asyncio.Lock()
+        self.also: Callable[[], list[str]] = list
+        """Further alarms, of where descriptions come from."""
 
     # Which there are.
 
@@ -165,6 +167,7 @@ class Fleet:
             if kept.source != source:
                 raise Taken(f"{name} is described by {kept.source}; remove it there", "name")
             await self._remove(kept)
+            log.warning("%s: removed by %s; it gets nothing more", name, source)
 
     async def _remove(self, kept: _Kept) -> None:
         spec = kept.keeper.member.spec
@@ -250,7 +253,9 @@ class Fleet:
 
     def alarms(self) -> list[str]:
         """What somebody should look at, in words."""
-        found = []
+        found = self.also()
+        if not self._kept:
+            found.append("no engines are known")
         for _, keeper in self.keepers():
             name = keeper.member.spec.name
             if keeper.state != "up":
@@ -273,6 +278,12 @@ class Fleet:
                     f"{view.info.id}: finds less cached than is claimed: {share} of it counts"
                 )
         found += self._halves()
+        names: dict[str, str] = {}
+        for _, keeper in self.keepers():
+            spec = keeper.member.spec
+            first = names.setdefault(spec.url.rstrip("/"), spec.name)
+            if first != spec.name:
+                found.append(f"{first} and {spec.name} are both {spec.url}: remove one of them")
         if self._index_empty():
             found.append("the index is empty though engines tell events and have served requests")
         return found

@@ -72,9 +72,12 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def checked(self) -> InstanceSpec:
         """Itself. Raises ConfigError naming field and remedy where fields contradict each other."""
         if not _NAME.fullmatch(self.name):
-            remedy = "use 1 to 64 letters, digits, dots, dashes, underscores; first one of the two"
+            remedy = "use 1 to 64 letters, digits, dots, dashes and underscores, "
+            remedy += "beginning with a letter or digit"
             raise ConfigError(f"{self.name!r} is no name; {remedy}", "name")
         _http(self.url, "url")
+        if self.url.rstrip("/").endswith("/v1"):
+            raise ConfigError(f"{self.url!r} is too much; leave out /v1", "url")
         if self.bootstrap:
             _http(self.bootstrap, "bootstrap")
         if self.role != "both" and self.connector == "none":

@@ -4,7 +4,7 @@ instances/NAME   InstanceInfo: our own workers, each for as long as it lives
 engines/NAME     fleet.spec.InstanceSpec: foreign engines, put there by whoever runs them
 gateways/NAME    GatewayEntry
 store/master     MasterEntry
-leaders/DUTY     the gateway that has a duty
+leaders/DUTY     the gateway that has a duty, such as conductor/MODEL
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.registry.address import Address
+from moonserve.live.registry.history import History, Read
 from moonserve.live.restarting import keep_doing
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class EtcdRegistry:
         self._patient_until_s = 0.0
         """Until then what is missing may be about to be registered again."""
         self._keeping: asyncio.Task[None] | None = None
+        self._histories: list[History] = []
 
     @classmethod
     async def open(cls, address: Address, ttl_s: float = 5.0) -> EtcdRegistry:
@@ -117,24 +119,41 @@ class EtcdRegistry:
 
     async def read(self, prefix: str) -> dict[str, bytes]:
         """See ports.Registry."""
-        return await self._read(self._client, prefix)
+        return dict((await self._read(self._client, prefix)).entries)
 
-    async def _read(self, client: Any, prefix: str) -> dict[str, bytes]:
+    def alarms(self) -> list[str]:
+        """See ports.Registry."""
+        said = [f"etcd {self._address} does not answer"] if self._away else []
+        lost = sorted({key for history in self._histories for key in history.lost})
+        if lost:
+            what = (
+                f"etcd {self._address} has lost what it knew: {', '.join(lost)} stay as they were"
+            )
+            said.append(f"{what}; put them there again")
+        return said
+
+    async def _read(self, client: Any, prefix: str) -> Read:
         found = await self._calling(client.get_prefix(self._full(prefix), sort_order="ascend"))
         skip = len(self._address.root)
-        return {kv.key.decode()[skip:]: kv.value for kv in found.kvs}
+        entries = {kv.key.decode()[skip:]: kv.value for kv in found.kvs}
+        leased = [key for key, kv in zip(entries, found.kvs, strict=True) if kv.lease]
+        return Read(found.header.cluster_id, found.header.revision, entries, leased)
 
     async def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
         """See ports.Registry."""
         loop = asyncio.get_running_loop()
         known: dict[str, bytes] | None = None
-        patient_until_s, was_away = 0.0, False
+        patient_until_s, was_away, history = 0.0, False, History()
+        self._histories.append(history)
         while True:
             try:
                 async with self._watching(prefix) as (client, changed):
                     while True:
                         changed.clear()
-                        now = await self._read(client, prefix)
+                        lost, found = history.lost, await self._read(client, prefix)
+                        now = history.read(found)
+                        if history.lost and not lost:
+                            log.warning("%s", self.alarms()[-1])
                         if was_away:
                             was_away, patient_until_s = False, loop.time() + 2 * self.ttl_s
                         left_s = max(patient_until_s, self._patient_until_s) - loop.time()

@@ -43,6 +43,10 @@ class MemoryRegistry:
         entries = sorted(self._shared.entries.items())
         return {key: value for key, value in entries if key.startswith(prefix)}
 
+    def alarms(self) -> list[str]:
+        """See ports.Registry."""
+        return []
+
     async def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
         """See ports.Registry."""
         known: dict[str, bytes] | None = None
