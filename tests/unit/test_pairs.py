@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from moonserve.core import explain
 from moonserve.core.actions import GiveUp, Prefill, Refuse, Release
 from moonserve.core.conductor import Conductor
 from moonserve.core.facts import (
@@ -72,7 +73,7 @@ def test_an_engine_without_connector_does_all_of_it(policy: str) -> None:
 
 def test_a_pair_shares_a_connector() -> None:
     """KV goes by one connector: an engine of another, or of none, is nobody's other half."""
-    it = conductor(("d1", "decode", "mooncake"), ("d2", "decode", "nixl"), ("p", "prefill", "nixl"))
+    it = conductor(("d1", "decode", "sglang"), ("d2", "decode", "nixl"), ("p", "prefill", "nixl"))
     call = prefill(it)
     assert (call.to.id, call.decision.decode, call.decision.joint) == ("p", "d2", False)
     it.step(2, [Left(engine("d2", "decode", "nixl").id, 1)])
@@ -87,9 +88,60 @@ def test_one_that_nobody_decodes_for_is_not_asked() -> None:
         ("d", "decode", "nixl"), ("p1", "prefill", "mooncake"), ("p2", "prefill", "nixl")
     )
     assert prefill(it).to.id == "p2"
-    it = conductor(("d", "decode", "nixl"), ("p1", "prefill", "mooncake"))
+    it = conductor(("d", "decode", "sglang"), ("p1", "prefill", "mooncake"))
     [refusal, _] = it.step(1, [Arrived(Request(R, "m", PROMPT), KEYS)])
     assert isinstance(refusal, Refuse)
+
+
+@pytest.mark.parametrize("policy", ["kvcache_centric", "late_binding", "round_robin"])
+def test_decode_serves_alone_where_no_prefill_instance_is_left(policy: str) -> None:
+    """Then at once, with the reason in the record; a pair again when prefill is back."""
+    it = conductor(("d", "decode", "nixl"), ("d2", "decode", "nixl"), policy=policy)
+    call = prefill(it)
+    assert call.decision.joint
+    assert call.to.id == call.decision.decode
+    assert "no prefill instance that hands KV to it is alive" in explain.why(call.decision)
+    assert it.step(2, [PrefillEnded(R, call.number, final=False)]) == []
+    [again] = it.step(3, [CallFailed(R, call.number, "broke", True, len(PROMPT), KEYS)])
+    assert isinstance(again, Prefill)
+    assert again.decision.joint
+    assert again.to.id != call.to.id
+    it.step(4, [PrefillEnded(R, again.number, final=False)])
+    it.step(4, [DecodeEnded(R, again.number)])
+    assert it.promised() == NOTHING
+    it.step(5, [Joined(engine("p", "prefill", "nixl"))])
+    back = prefill(it)
+    assert (back.to.id, back.decision.joint) == ("p", False)
+
+
+def test_prefill_that_dies_with_the_request_leaves_it_to_decode() -> None:
+    """Nobody waits for it to come back."""
+    it = conductor(("d", "decode", "mooncake"), ("p", "prefill", "mooncake"))
+    call = prefill(it)
+    assert call.to.id == "p"
+    actions = it.step(2, [Left(call.to.id, 1)])
+    actions += it.step(3, [CallFailed(R, call.number, "broke", True, len(PROMPT), KEYS)])
+    [again] = [it for it in actions if isinstance(it, Prefill)]
+    assert (again.to.id, again.decision.joint) == ("d", True)
+
+
+@pytest.mark.parametrize(
+    ("alive", "says"),
+    [
+        ([], "no instance for model m is alive"),
+        ([("p", "prefill", "nixl")], "no decode instance for model m is alive"),
+        ([("d", "decode", "sglang")], "no prefill instance for model m is alive"),
+        (
+            [("p", "prefill", "nixl"), ("d", "decode", "sglang")],
+            "no prefill and decode instance for model m have a connector in common",
+        ),
+    ],
+)
+def test_the_half_that_lacks_is_named(alive: list[tuple[str, Role, Connector]], says: str) -> None:
+    """Whom to start is said of whoever is not there."""
+    [refusal, _] = conductor(*alive).step(1, [Arrived(Request(R, "m", PROMPT), KEYS)])
+    assert isinstance(refusal, Refuse)
+    assert refusal.why == says
 
 
 @pytest.mark.parametrize(("held", "alone"), [(0, False), (5, False), (9, True), (10, True)])

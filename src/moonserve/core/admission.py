@@ -133,16 +133,11 @@ def fits(tokens: Tokens, *roles: Sequence[InstanceView]) -> bool:
     return all(any(view.kv_tokens >= tokens for view in views) for views in roles)
 
 
-def nobody(
-    request: Request,
-    prefills: Sequence[InstanceView],
-    decodes: Sequence[InstanceView],
-    now_us: Micros,
-) -> Refuse:
+def nobody(request: Request, view: ClusterView, now_us: Micros) -> Refuse:
     """No pair of instances takes it: not alive, or full, or too small."""
+    prefills, decodes = view.prefills(request.model), view.decodes(request.model)
     if not prefills or not decodes:
-        role = "decode" if prefills else "prefill"
-        return Refuse(request.id, f"no {role} instance for model {request.model} is alive")
+        return Refuse(request.id, _lacking(request.model, view))
     for role, views in (("prefill", prefills), ("decode", decodes)):
         if not fits(len(request.prompt), views):
             why = f"no {role} instance of model {request.model} has KV memory for "
@@ -152,3 +147,12 @@ def nobody(
     why = f"every {full} instance of model {request.model} is full"
     wait_us = max(MICROS_PER_SECOND, min(view.queue_us(now_us) for view in prefills))
     return Refuse(request.id, why, "instances_full", wait_us)
+
+
+def _lacking(model: str, view: ClusterView) -> str:
+    """Which half of a pair is not there."""
+    roles = [it.info.role for it in view.instances.values() if it.info.model == model]
+    if "prefill" in roles and "decode" in roles:
+        return f"no prefill and decode instance for model {model} have a connector in common"
+    role = "decode " if "prefill" in roles else "prefill " if "decode" in roles else ""
+    return f"no {role}instance for model {model} is alive"

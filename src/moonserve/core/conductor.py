@@ -195,7 +195,7 @@ class Conductor:
         if verdict is None and (life.attempts or life.request.id in self._parked):
             self._parked.setdefault(life.request.id, now_us)
         elif verdict is None:
-            self._refuse(life, admission.nobody(life.request, prefills, decodes, now_us), now_us)
+            self._refuse(life, admission.nobody(life.request, self.view, now_us), now_us)
         else:
             refusal = admission.unwanted(life.request, verdict, self.tuning, self.view)
             if refusal is not None and not life.attempts:
@@ -253,7 +253,7 @@ class Conductor:
             life = self._lives[request]
             self._place(life, now_us)
             if request in self._parked and now_us - since_us > self.tuning.patience_us:
-                why = f"no instance for model {life.request.model} came back in time"
+                why = admission.nobody(life.request, self.view, now_us).why
                 self._end(life, why, now_us)
 
     def _go_on(self, life: Handoff, decision: Decision, now_us: Micros) -> None:

@@ -31,6 +31,8 @@ Role = Literal["prefill", "decode", "both"]
 Connector: TypeAlias = Literal["embedded", "none", "nixl", "mooncake", "sglang"]
 """How KV gets from an instance that prefills to one that decodes. `embedded`: through our store;
 `none`: it does not, such an instance serves whole requests; the others: vLLM's or SGLang's own."""
+SELF_HELP: tuple[Connector, ...] = ("nixl", "mooncake")
+"""Those whose decode engines compute a prompt that nobody has prefilled; SGLang's do not."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):

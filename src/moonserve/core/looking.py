@@ -37,6 +37,6 @@ def look(
         if rng is not None and state is not None:
             rng.setstate(state)
         if verdict is None:
-            return admission.nobody(request, prefills, decodes, now_us)
+            return admission.nobody(request, view, now_us)
         refusal = admission.unwanted(request, verdict, tuning, view)
     return refusal or verdict.decision

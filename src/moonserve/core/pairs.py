@@ -14,6 +14,9 @@ from moonserve.core.placement import Ask, Estimate
 from moonserve.core.units import Tokens
 from moonserve.core.view import InstanceView
 
+NOBODY_GIVES = "no prefill instance that hands KV to it is alive"
+"""Why a decode instance does all of it, in a decision's record."""
+
 
 def is_foreign(view: InstanceView) -> bool:
     """Whether it is an engine that does not know our store."""
@@ -27,13 +30,19 @@ def able(prefills: list[InstanceView], decodes: Sequence[InstanceView]) -> list[
     return [
         view
         for view in prefills
-        if (view.info.id in here if view.info.connector == "none" else view.info.connector in ways)
+        if (view.info.id in here if _whole(view) else view.info.connector in ways)
     ]
+
+
+def _whole(view: InstanceView) -> bool:
+    """Whether it hands its prefills to nobody: one of role decode is among those who may prefill
+    where nobody else is left (ClusterView.prefills)."""
+    return view.info.connector == "none" or view.info.role == "decode"
 
 
 def mates(prefill: InstanceView, decodes: list[InstanceView]) -> list[InstanceView]:
     """Those who can decode what the foreign `prefill` has prefilled."""
-    if prefill.info.connector == "none":
+    if _whole(prefill):
         return [view for view in decodes if view is prefill]
     return speaking(prefill.info.connector, decodes)
 

@@ -205,7 +205,8 @@ class Decision(msgspec.Struct, frozen=True):
     stages: tuple[Stage, ...] = ()
     """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
     alone: str = ""
-    """Why there is no group of them, where one may be (Tuning.cpp)."""
+    """Why there is no group of them, where one may be (Tuning.cpp); why decode does it alone, where
+    it must."""
     held: str = ""
     """Why it was held to less than its own objectives, where it was."""
     connector: Connector = "embedded"

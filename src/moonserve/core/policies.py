@@ -240,6 +240,8 @@ def decide(
     decision = _decision(made, row, len(prefills), decode, likely_us, tuning, held, way, joint)
     if group is not None:
         decision = decision.shared(group)
+    elif not alone and foreign and near.info.role == "decode":
+        decision = msgspec.structs.replace(decision, alone=pairs.NOBODY_GIVES)
     elif why_none:
         decision = msgspec.structs.replace(decision, alone=why_none)
     strictest_us = decode.strictest_us()

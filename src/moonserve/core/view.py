@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonserve.core.cost import Cost
-from moonserve.core.facts import InstanceInfo, InstanceLoad, Promises
+from moonserve.core.facts import SELF_HELP, InstanceInfo, InstanceLoad, Promises
 from moonserve.core.forecast import Stays
 from moonserve.core.others import NOBODY, NOTHING, Others, Told, others, told
 from moonserve.core.predict import Stay
@@ -348,8 +348,7 @@ class ClusterView:
     def prefills(self, model: str) -> list[InstanceView]:
         """Instances that may prefill for `model`, in id order; not to be changed.
 
-        Of foreign ones, those that have somebody to hand their KV to.
-        """
+        Of foreign ones, those whose KV somebody takes; else those who decode by themselves."""
         return self._role(model, "prefill")
 
     def decodes(self, model: str) -> list[InstanceView]:
@@ -381,6 +380,7 @@ class ClusterView:
             if role == "prefill":
                 ways = {"embedded"} | {view.info.connector for view in self.decodes(model)}
                 found = [view for view in found if view.info.connector in ways]
+                found = found or [v for v in self.decodes(model) if v.info.connector in SELF_HELP]
             if found:  # names of models that nobody serves come from clients: not kept
                 self._by_role[model, role] = found
         return found
