@@ -6,6 +6,7 @@ The engines are tests.support.fake_vllm; every test ends with a ledger of zeros.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from moonserve.core.units import InstanceId
 from moonserve.live.fleet.feeds import POOL
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError
+from moonserve.live.relay import life
 from moonserve.live.relay.calls import CallLost, Limits, plain
 from tests.support.fake_vllm import spoken
 from tests.support.relay_site import Site, run
@@ -571,6 +573,47 @@ def test_prompts_are_read_as_well_as_may_be() -> None:
         how = site.relay._reader.read
         assert how == {"ids": 1, "text": 1, "tokens": 1, "engine": 1, "unread": 1}
         assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.relay.metrics.text()
+
+    run(use, *ONE)
+
+
+def test_the_next_engine_makes_tokens_where_one_did_not() -> None:
+    """Who does not answer is asked no second time in a row."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        ask = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 1}
+        site.fleet.exact = ByteText()  # type: ignore[assignment]
+        site.fleet.members[InstanceId("a")].url = "http://127.0.0.1:9"
+        for _ in range(3):
+            parsed(await site.post(ask, chat=True))
+        assert site.relay._reader.read == {"unread": 1, "engine": 2}
+
+    run(use, *pools)
+
+
+def test_what_follows_a_streams_end_is_read_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that goes on without end after its last event ends with its client's stream."""
+    monkeypatch.setattr(life, "_DRAIN_S", 0.2)
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        said = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + said)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b": more\n\n")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    async def use(site: Site) -> None:
+        async with await asyncio.start_server(endless, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            site.fleet.members[InstanceId("a")].url = f"http://127.0.0.1:{port}"
+            async with asyncio.timeout(5):
+                reply = await site.post(ASK | {"stream": True})
+            assert b"data: [DONE]\n\n" in reply.body
 
     run(use, *ONE)
 

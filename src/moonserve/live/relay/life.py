@@ -355,8 +355,9 @@ class Life:
         """Read the end of a reply, so that its connection can be used again."""
         if self._stream is not None and self._outcome != "failed":
             self._stream.idle(_DRAIN_S)
+            until_s = self._loop.time() + _DRAIN_S
             try:
-                while await self._stream.take() is not None:
+                while await self._stream.take() is not None and self._loop.time() < until_s:
                     pass
             except MoonserveError:
                 pass
