@@ -286,6 +286,25 @@ def test_a_wrong_key_everywhere_is_a_502() -> None:
     run(use, ("a", "both", "none"))
 
 
+def test_the_same_engine_is_not_called_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is left alone gets a moment; another one is called without it."""
+    monkeypatch.setattr(life, "_AGAIN_S", 3600.0)
+
+    async def elsewhere(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        assert (await site.post(ASK)).status == 200
+
+    async def nowhere_else(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await site.post(ASK)
+        assert site.calls == ["a"]
+
+    run(elsewhere, ("a", "both", "none"), ("b", "both", "none"))
+    run(nowhere_else, ("a", "both", "none"))
+
+
 def test_addresses_of_engines_stay_here() -> None:
     """What a client reads of a failed call begins behind the address."""
     for address in ("10.0.0.5:8000", "[::1]:80", "a-b.c:1"):

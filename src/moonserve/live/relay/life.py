@@ -18,7 +18,7 @@ from moonserve.core.actions import Decode, GiveUp, Prefill, Refuse
 from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, InstanceInfo, PrefillEnded
 from moonserve.core.request import Request
-from moonserve.core.units import MICROS_PER_SECOND, Tokens, seconds_to_us
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Tokens, seconds_to_us
 from moonserve.live.dispatch import owed
 from moonserve.live.fleet.observed import Call
 from moonserve.live.http.client import ClientStream
@@ -35,6 +35,8 @@ from moonserve.live.relay.reading import Reading
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 0.5
+_AGAIN_S = 0.25
+"""Before an engine that has just failed is called once more."""
 
 
 class Life:
@@ -66,6 +68,8 @@ class Life:
         self._owes_prefilled = False
         """Whether the Conductor is yet to be told of the first token of a call that does it all."""
         self._timer: asyncio.TimerHandle | None = None
+        self._failed: InstanceId | None = None
+        """Who was called last, in vain."""
         self._opened = False
         self._lives = False
         """Whether the Conductor still knows it."""
@@ -112,6 +116,7 @@ class Life:
                 return passed.answer  # no failure: what is left of it ends as when a client goes
             except MoonserveError as error:
                 log.warning("%s: a call to %s failed: %s", self._request.id, action.to.id, error)
+                self._failed = action.to.id
                 self._fail(error, retry=True)
                 continue
             if answer is not None or self._sent:
@@ -120,6 +125,8 @@ class Life:
     async def _prefill(self, action: Prefill) -> Answer | None:
         """Prefill where the Conductor says; all of it, where that is one engine's."""
         decision, to, self._cached = action.decision, action.to, None
+        if to.id == self._failed:  # nobody else is left: what was wrong may pass
+            await self._inbox.engine(asyncio.sleep(_AGAIN_S))
         if decision.joint:
             self._at, self._owes_prefilled = (to, decision.reused_tokens), True
             if not self._asked.stream:  # its first token is not seen: taken to come as predicted
