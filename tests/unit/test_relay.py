@@ -19,8 +19,9 @@ from moonserve.core.tuning import Tuning
 from moonserve.core.units import InstanceId
 from moonserve.live.fleet.feeds import POOL
 from moonserve.live.http.client import ClientResponse
+from moonserve.live.http.connection import UpstreamError
 from moonserve.live.relay import life
-from moonserve.live.relay.calls import Limits
+from moonserve.live.relay.calls import CallLost, Limits, plain
 from tests.support.fake_vllm import spoken
 from tests.support.relay_site import Site, run
 from tests.support.serving import ByteText
@@ -273,6 +274,25 @@ def test_an_engine_that_does_not_take_our_key_is_no_fault_of_the_client(status: 
         assert site.calls == ["a", "b"]
 
     run(use, ("a", "both", "none"), ("b", "both", "none"))
+
+
+def test_a_wrong_key_everywhere_is_a_502() -> None:
+    """Never the client's own 401."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses += [401] * 4
+        assert (await site.post(ASK)).status == 502
+
+    run(use, ("a", "both", "none"))
+
+
+def test_addresses_of_engines_stay_here() -> None:
+    """What a client reads of a failed call begins behind the address."""
+    for address in ("10.0.0.5:8000", "[::1]:80", "a-b.c:1"):
+        assert plain(UpstreamError(f"{address}: cannot connect: x", sent=False)) == (
+            "cannot connect: x"
+        )
+    assert plain(CallLost("a answered 500: no")) == "a answered 500: no"
 
 
 def test_an_estimated_length_refuses_nobody() -> None:

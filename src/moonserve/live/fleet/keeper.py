@@ -31,7 +31,7 @@ from moonserve.core.prefix import Namespace
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.core.view import InstanceView
 from moonserve.live.fleet.feeds import Feed, FeedOpener, Hearer
-from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake
+from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake, models
 from moonserve.live.fleet.member import Member
 from moonserve.live.fleet.pages import Page, RankPage, read_page
 from moonserve.live.gateway.text import TextTools
@@ -223,6 +223,8 @@ class Keeper:
         try:
             timeout_s = self._times.answer_s
             reply = await ask(self._http, self.member, "/health", timeout_s=timeout_s)
+            if reply.status == 200:  # which needs no key: calls do
+                await models(self._http, self.member, timeout_s)
         except MoonserveError as error:
             return str(error)
         return None if reply.status == 200 else f"GET /health answered {reply.status}"

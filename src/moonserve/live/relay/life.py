@@ -26,7 +26,7 @@ from moonserve.live.http.connection import UpstreamError
 from moonserve.live.http.message import JSON, error_reply
 from moonserve.live.relay import handover
 from moonserve.live.relay.bodies import Asked
-from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed
+from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed, plain
 from moonserve.live.relay.handover import Handed
 from moonserve.live.relay.inbox import Inbox
 from moonserve.live.relay.passing import Passing
@@ -111,6 +111,7 @@ class Life:
                 self._outcome = f"engine answered {passed.answer.status}"
                 return passed.answer  # no failure: what is left of it ends as when a client goes
             except MoonserveError as error:
+                log.warning("%s: a call to %s failed: %s", self._request.id, action.to.id, error)
                 self._fail(error, retry=True)
                 continue
             if answer is not None or self._sent:
@@ -247,7 +248,7 @@ class Life:
             CallFailed(
                 request=self._request.id,
                 number=self._inbox.number,
-                why=str(error),
+                why=plain(error),
                 retry=retry,
                 length=self._reading.length,
                 keys=self._reading.keys,
@@ -315,7 +316,7 @@ class Life:
         log.warning("%s: failed in mid-stream: %s", self._request.id, error)
         self._fail(error, retry=False)
         self._outcome, self._over = "failed", True
-        return b"data: %b\n\n" % msgspec.json.encode(error_reply(EngineFailed(str(error))))
+        return b"data: %b\n\n" % msgspec.json.encode(error_reply(EngineFailed(plain(error))))
 
     # Ends.
 
