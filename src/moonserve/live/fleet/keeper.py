@@ -52,8 +52,8 @@ class Times(msgspec.Struct, frozen=True):
 
     poll_s: float = 1.0
     """Between two looks at an engine's health and load."""
-    answer_s: float = 2.0
-    """A later answer is none."""
+    answer_s: float = 5.0
+    """A later answer is none. An engine under load may be slow to say that it is well."""
     failures: int = 3
     """So many looks in a row without an answer: the engine is lost."""
     retry_s: float = 5.0
