@@ -95,7 +95,7 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
             "",
             "instances[0].tokenizer (line 3): is need",
         ),
-        ("dp_size: 2", "dp_size: two", "instances[0].dp_size (line 10): expected"),
+        ("dp_size: 2", "dp_size: two", "instances[0].dp_size (line 10): must be a whole number"),
         ("dp_size: 2", "block_size: 0", "instances[0].block_size (line 10): expected"),
         ("dp_size: 2", "api_key_env: sk-123", "(line 10): is no variable's name; name the environ"),
         (
