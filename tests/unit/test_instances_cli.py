@@ -197,7 +197,10 @@ def test_register_names_by_address_and_says_what_it_replaces(
     says = "registered: p (replaced the one at http://[::1]:80)\n"
     assert call("--prefill-url", "http://b:80", "--name", "p") == says
     assert call("--url", "http://b:80") == (
-        "url: http://b:80 is registered as p; unregister p first, or replace it by --name p"
+        "error: url: http://b:80 is registered as p; "
+        "unregister p first, or replace it by --name p\n"
     )
-    assert call("--url", "http://c:80", "--url", "http://d:80", "--name", "p").startswith("--name:")
+    assert call("--url", "http://c:80", "--url", "http://d:80", "--name", "p").startswith(
+        "error: --name:"
+    )
     assert sorted(shared.entries) == ["engines/10.0.0.5-8000", "engines/p"]
