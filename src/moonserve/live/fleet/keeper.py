@@ -62,7 +62,8 @@ class Times(msgspec.Struct, frozen=True):
     @property
     def longest_s(self) -> float:
         """From a sign of life to the time when an engine is given up, at most."""
-        return self.failures * (self.poll_s + self.answer_s) + 1.0
+        asked = 2  # after its health, whether it takes our key
+        return self.failures * (self.poll_s + asked * self.answer_s) + 1.0
 
 
 class Keeper:
