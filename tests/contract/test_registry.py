@@ -365,6 +365,19 @@ def test_another_member_is_asked_when_one_is_away(etcd: Etcd) -> None:
     asyncio.run(test())
 
 
+def test_a_connection_that_was_just_closed_is_a_registry_that_is_away(etcd: Etcd) -> None:
+    """A call on it, as at the change to another member, is tried again like any that failed."""
+
+    async def test() -> None:
+        one = await EtcdRegistry.open(parse(f"{etcd.url}/closed"), TTL_S)
+        await one._client.channel.close()
+        with pytest.raises(RegistryError):
+            await one.put("x", b"1")
+        await one.close()
+
+    asyncio.run(test())
+
+
 def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """etcd without aetcd: ConfigError names what to install."""
     monkeypatch.setitem(sys.modules, "aetcd", None)

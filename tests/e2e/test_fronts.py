@@ -138,6 +138,23 @@ def test_a_killed_conductor_is_started_again_and_found(up: Up) -> None:
     up.settle()
 
 
+def test_a_conductor_that_hangs_is_given_up_and_found_again(up: Up) -> None:
+    """Stopped, it answers nobody: fronts say 503 by a deadline; when it goes on all is served."""
+    wanted = complete(up, [5] * 40, 8)
+    [hung] = parts(up, "conductor")
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        with pytest.raises(HTTPError, match=r"50[23]"):  # it was under way, and has failed
+            complete(up, [5] * 40, 8)
+        with pytest.raises(HTTPError, match="503"):
+            complete(up, [5] * 40, 8)
+    finally:
+        os.kill(hung, signal.SIGCONT)
+    up.until(lambda: _served(up) == wanted, 60)
+    assert parts(up, "conductor") == [hung]
+    up.settle()
+
+
 def _served(up: Up) -> list[int] | None:
     try:
         return complete(up, [5] * 40, 8)

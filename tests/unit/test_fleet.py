@@ -446,7 +446,10 @@ def test_a_key_is_sent_and_a_missing_one_is_named() -> None:
             await it.fleet.add("test", spec)
             await it.until(lambda: it.keeper("a").state == "refused")
             assert "name the variable with its key in api_key_env" in it.keeper("a").why
-            await it.up(fake, api_key_env="ENGINE_KEY")
+            keeper = await it.up(fake, api_key_env="ENGINE_KEY")
+            fake.key = "another"
+            await it.until(lambda: keeper.state == "refused")
+            assert "correct the key in ENGINE_KEY" in it.fleet.alarms()[0]
 
     run(body)
 

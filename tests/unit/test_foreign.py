@@ -126,6 +126,7 @@ def test_engines_are_described_and_let_go_over_http() -> None:
         async with site(fake, specs=False) as it:
             ready = await it.call("GET", "/ready")
             assert ready.status == 503
+            assert (await it.complete("a")).status == 503  # which models there will be: not known
             spec = {"name": "a", "url": fake.url, "events": "off"}
             refused = await it.call("POST", "/api/instances", spec, token="wrong")
             assert refused.status == 401

@@ -211,6 +211,69 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
     run(use, tmp_path)
 
 
+def test_a_conductor_that_hangs_is_as_one_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under way gives up; new ones are refused, though it can be connected to, until it
+    speaks again."""
+    monkeypatch.setattr(wire, "_BEAT_S", 0.01)
+
+    async def use(it: Site) -> None:
+        path, hangs, alive = str(tmp_path / "hangs"), asyncio.Event(), asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            said = msgspec.msgpack.encode([wire.Welcome("u"), wire.Instances([info("p0", "both")])])
+            if hangs.is_set():
+                await alive.wait()
+            writer.write(struct.pack("<I", len(said)) + said)
+            hangs.set()
+            while alive.is_set():
+                await asyncio.sleep(0.01)
+                writer.write(struct.pack("<I", 1) + b"\x90")
+
+        async with await asyncio.start_unix_server(serve, path):
+            front = RemoteConductor(path, list)
+            await front.start()
+            await until(front.instances)
+            inbox = opened(front)
+            assert isinstance(await inbox.get(), GiveUp)
+            front.close(R, "failed")
+            for _ in range(3):
+                assert isinstance(await opened(front).get(), Refuse)
+                front.close(R, "refused")
+                await asyncio.sleep(0.05)
+            alive.set()
+            await until(front.instances)
+            await asyncio.sleep(0.1)
+            assert front.instances()
+            await front.leave()
+            alive.clear()
+
+    run(use, tmp_path)
+
+
+def test_a_front_that_hangs_has_left_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reserved for it is free after its deadline; another's that speak go on."""
+    monkeypatch.setattr(wire, "_BEAT_S", 0.01)
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        await opened(front).get()
+        _, writer = await asyncio.open_unix_connection(it.path)
+        hung = Request(RequestId("hung"), "m", tuple(range(9)))
+        said = msgspec.msgpack.encode([wire.opened(hung, ())])
+        writer.write(struct.pack("<I", len(said)) + said)
+        await until(lambda: it.requests == 2)
+        await until(lambda: it.requests == 1)
+        assert it.loop.known(R)
+        assert len(it.desk._links) == 1
+        writer.close()
+
+    run(use, tmp_path)
+
+
 @pytest.mark.parametrize(
     "said", [b"\xff\xff\xff\xff", struct.pack("<I", 3) + b"abc", struct.pack("<I", 1) + b"\x01"]
 )

@@ -29,10 +29,11 @@ class Site:
         self.engines: dict[str, FakeVllm] = {}
         self.fronts: list[FrontProcess] = []
         self.conductor: ConductorProcess
+        self.specs: list[InstanceSpec] = []
 
     async def start(self, path: Path, stack: AsyncExitStack) -> None:
         """A prefill and a decode engine, joined by mooncake, and two fronts."""
-        specs = []
+        specs = self.specs
         for name, role in (("p0", "prefill"), ("d0", "decode")):
             engine = await FakeVllm(name, "mooncake", self.fabric).start()
             stack.push_async_callback(engine.stop)
@@ -53,16 +54,26 @@ class Site:
             while len(front.conductor.instances()) < 2:
                 await asyncio.sleep(0.01)
 
-    async def complete(self, front: int, prompt: list[int], count: int = 4) -> tuple[int, str]:
+    async def complete(
+        self, front: int, prompt: list[int], count: int = 4, id: str | None = None
+    ) -> tuple[int, str]:
         """Status, and text or error."""
+        headers = {"x-request-id": id} if id else {}
         body = msgspec.json.encode(
             {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
         )
         url = f"http://127.0.0.1:{self.fronts[front].port}/v1/completions"
-        reply = await self.http.request("POST", url, body=body, timeout_s=10)
+        reply = await self.http.request("POST", url, headers=headers, body=body, timeout_s=10)
         if reply.status != 200:
             return reply.status, reply.body.decode()
         return 200, msgspec.json.decode(reply.body)["choices"][0]["text"]
+
+    async def states(self, front: int) -> dict[str, str]:
+        """Engines by name, as /health says; empty while it does not."""
+        url = f"http://127.0.0.1:{self.fronts[front].port}/health"
+        reply = await self.http.request("GET", url, timeout_s=10)
+        said = msgspec.json.decode(reply.body)
+        return said["instances"] if reply.status == 200 else {}
 
     async def metrics(self, front: int) -> dict[str, float]:
         """Samples by name with labels."""
@@ -103,6 +114,59 @@ def test_both_fronts_hand_kv_from_prefill_to_decode(tmp_path: Path) -> None:
         assert counted[0]['moonserve_prompts_read_total{how="ids"}'] == 40
         assert counted[0]["moonserve_good_requests_total"] == 40
         assert {call.path for call in site.engines["d0"].calls} == {"/v1/completions"}
+
+    run(use, tmp_path)
+
+
+def test_one_id_at_all_fronts_at_once_is_several_requests(tmp_path: Path) -> None:
+    """Nobody is refused for what another client calls its request; engines get each by its own."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        calls = [site.complete(i % 2, PROMPT, id="mine") for i in range(8)]
+        assert await asyncio.gather(*calls) == [wanted] * 8
+        ids = [call.headers["x-request-id"] for call in site.engines["d0"].calls]
+        assert len(set(ids)) == 8
+        assert all(it.startswith("mine-") for it in ids)
+
+    run(use, tmp_path)
+
+
+def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) -> None:
+    """Those described over HTTP are asked again, those let go are not; a front says how they are,
+    and meanwhile that nobody is there: not that the model is none."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        url = f"http://127.0.0.1:{site.fronts[0].port}/api/instances"
+        for name in ("a", "b"):
+            engine = await FakeVllm(name).start()
+            site.engines[name] = engine
+            spec = {"name": name, "url": engine.url, "events": "off"}
+            reply = await site.http.request(
+                "POST", url, body=msgspec.json.encode(spec), timeout_s=10
+            )
+            assert reply.status == 200
+        reply = await site.http.request("DELETE", url + "/b", timeout_s=10)
+        assert reply.status == 200
+        await site.conductor.stop(0)
+        while site.fronts[1].conductor.instances():
+            await asyncio.sleep(0.01)
+        status, said = await site.complete(1, PROMPT)
+        assert (status, "unavailable_error" in said) == (503, True)
+        assert await site.states(1) == {}
+        config = GatewayConfig(model="", port=0, workers=2)
+        again = await ConductorProcess.start(config, str(tmp_path / "link"), site.specs)
+        try:
+            while await site.states(1) != {"a": "up", "d0": "up", "p0": "up"}:
+                await asyncio.sleep(0.01)
+            while len(site.fronts[1].conductor.instances()) < 3:
+                await asyncio.sleep(0.01)
+            assert await site.complete(1, PROMPT) == wanted
+        finally:
+            await again.stop(0)
+            for name in ("a", "b"):
+                await site.engines[name].stop()
 
     run(use, tmp_path)
 

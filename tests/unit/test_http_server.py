@@ -707,3 +707,17 @@ def test_nothing_waits_for_an_acknowledgement() -> None:
         writer.close()
 
     run(use)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        (dict[str, int | None], "must be a whole number"),
+        (dict[str, float], "must be a number"),
+        (dict[str, bool], "must be true or false"),
+    ],
+)
+def test_a_wrong_type_is_said_in_words(shape: type[dict[str, object]], says: str) -> None:
+    """Not in a library's."""
+    with pytest.raises(BadRequest, match=says):
+        decode_json(b'{"a": "x"}', shape)

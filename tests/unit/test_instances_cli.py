@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from moonserve.cli import cli
 from moonserve.cli.instances import engines_of, named_by_flags
-from moonserve.cli.register import register
 from moonserve.config import load
 from moonserve.core.errors import ConfigError
 from moonserve.live.fleet.spec import InstanceSpec
@@ -95,7 +95,7 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
             "",
             "instances[0].tokenizer (line 3): is need",
         ),
-        ("dp_size: 2", "dp_size: two", "instances[0].dp_size (line 10): expected"),
+        ("dp_size: 2", "dp_size: two", "instances[0].dp_size (line 10): must be a whole number"),
         ("dp_size: 2", "block_size: 0", "instances[0].block_size (line 10): expected"),
         ("dp_size: 2", "api_key_env: sk-123", "(line 10): is no variable's name; name the environ"),
         (
@@ -188,8 +188,8 @@ def test_register_names_by_address_and_says_what_it_replaces(
     monkeypatch.setattr(entries, "open_registry", open_one)
 
     def call(*argv: str) -> str:
-        given = ["--registry", "etcd://x", *argv]
-        ran = CliRunner().invoke(register, given)
+        given = ["register", "--registry", "etcd://x", *argv]
+        ran = CliRunner().invoke(cli, given)  # by itself it would keep another -h
         return ran.output or str(ran.exception)
 
     assert call("--url", "http://10.0.0.5:8000") == "registered: 10.0.0.5-8000\n"
@@ -197,7 +197,10 @@ def test_register_names_by_address_and_says_what_it_replaces(
     says = "registered: p (replaced the one at http://[::1]:80)\n"
     assert call("--prefill-url", "http://b:80", "--name", "p") == says
     assert call("--url", "http://b:80") == (
-        "url: http://b:80 is registered as p; unregister p first, or replace it by --name p"
+        "error: url: http://b:80 is registered as p; "
+        "unregister p first, or replace it by --name p\n"
     )
-    assert call("--url", "http://c:80", "--url", "http://d:80", "--name", "p").startswith("--name:")
+    assert call("--url", "http://c:80", "--url", "http://d:80", "--name", "p").startswith(
+        "error: --name:"
+    )
     assert sorted(shared.entries) == ["engines/10.0.0.5-8000", "engines/p"]

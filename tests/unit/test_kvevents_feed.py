@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 
 import pytest
 
@@ -22,9 +23,10 @@ pytest.importorskip("zmq", reason="pyzmq is not installed")
 import zmq
 import zmq.asyncio
 
+from moonserve.live.kvevents import subscriber
 from moonserve.live.kvevents.publisher import Publisher, SegmentEvents
 from moonserve.live.kvevents.subscriber import EventFeed
-from moonserve.live.kvevents.wire import encode_batch
+from moonserve.live.kvevents.wire import encode_batch, replay_answer
 
 SIZE, ME = 4, SegmentId("p0")
 SPACE = Namespace("m", "r", "l", SIZE)
@@ -182,6 +184,35 @@ def test_a_gap_that_nobody_replays_any_more_is_said() -> None:
             await until(lambda: gateway.has(A) == 3)
             assert gateway.has(B) == 0
             assert follower.order.stats.untrusted == 2
+
+    asyncio.run(run())
+
+
+def test_a_replay_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a batch comes: by a deadline it is broken off, and what is known not all."""
+    monkeypatch.setattr(subscriber, "_LONGEST_REPLAY_S", 0.3)
+
+    async def endless(router: zmq.asyncio.Socket) -> None:
+        who, *_ = await router.recv_multipart()
+        for number in count(5):
+            payload = encode_batch(0.0, [stored(A, SIZE)], 0)
+            await router.send_multipart([who, *replay_answer(b"", number, payload)])
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        context = zmq.asyncio.Context()
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        telling = asyncio.create_task(endless(router))
+        async with engine_at(replay=None) as engine:
+            engine.replay_endpoint = f"tcp://127.0.0.1:{port}"
+            async with following(engine) as (follower, gateway):
+                assert gateway.batches > 3
+                assert not follower.order.complete
+        telling.cancel()
+        router.close()
+        context.term()
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ The engines are tests.support.fake_vllm; every test ends with a ledger of zeros.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,9 @@ from moonserve.core.tuning import Tuning
 from moonserve.core.units import InstanceId
 from moonserve.live.fleet.feeds import POOL
 from moonserve.live.http.client import ClientResponse
-from moonserve.live.relay.calls import Limits
+from moonserve.live.http.connection import UpstreamError
+from moonserve.live.relay import life
+from moonserve.live.relay.calls import CallLost, Limits, plain
 from tests.support.fake_vllm import spoken
 from tests.support.relay_site import Site, run
 from tests.support.serving import ByteText
@@ -271,6 +274,44 @@ def test_an_engine_that_does_not_take_our_key_is_no_fault_of_the_client(status: 
         assert site.calls == ["a", "b"]
 
     run(use, ("a", "both", "none"), ("b", "both", "none"))
+
+
+def test_a_wrong_key_everywhere_is_a_502() -> None:
+    """Never the client's own 401."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses += [401] * 4
+        assert (await site.post(ASK)).status == 502
+
+    run(use, ("a", "both", "none"))
+
+
+def test_the_same_engine_is_not_called_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is left alone gets a moment; another one is called without it."""
+    monkeypatch.setattr(life, "_AGAIN_S", 3600.0)
+
+    async def elsewhere(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        assert (await site.post(ASK)).status == 200
+
+    async def nowhere_else(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await site.post(ASK)
+        assert site.calls == ["a"]
+
+    run(elsewhere, ("a", "both", "none"), ("b", "both", "none"))
+    run(nowhere_else, ("a", "both", "none"))
+
+
+def test_addresses_of_engines_stay_here() -> None:
+    """What a client reads of a failed call begins behind the address."""
+    for address in ("10.0.0.5:8000", "[::1]:80", "a-b.c:1"):
+        assert plain(UpstreamError(f"{address}: cannot connect: x", sent=False)) == (
+            "cannot connect: x"
+        )
+    assert plain(CallLost("a answered 500: no")) == "a answered 500: no"
 
 
 def test_an_estimated_length_refuses_nobody() -> None:
@@ -551,6 +592,47 @@ def test_prompts_are_read_as_well_as_may_be() -> None:
         how = site.relay._reader.read
         assert how == {"ids": 1, "text": 1, "tokens": 1, "engine": 1, "unread": 1}
         assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.relay.metrics.text()
+
+    run(use, *ONE)
+
+
+def test_the_next_engine_makes_tokens_where_one_did_not() -> None:
+    """Who does not answer is asked no second time in a row."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        ask = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 1}
+        site.fleet.exact = ByteText()  # type: ignore[assignment]
+        site.fleet.members[InstanceId("a")].url = "http://127.0.0.1:9"
+        for _ in range(3):
+            parsed(await site.post(ask, chat=True))
+        assert site.relay._reader.read == {"unread": 1, "engine": 2}
+
+    run(use, *pools)
+
+
+def test_what_follows_a_streams_end_is_read_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that goes on without end after its last event ends with its client's stream."""
+    monkeypatch.setattr(life, "_DRAIN_S", 0.2)
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        said = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + said)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b": more\n\n")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    async def use(site: Site) -> None:
+        async with await asyncio.start_server(endless, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            site.fleet.members[InstanceId("a")].url = f"http://127.0.0.1:{port}"
+            async with asyncio.timeout(5):
+                reply = await site.post(ASK | {"stream": True})
+            assert b"data: [DONE]\n\n" in reply.body
 
     run(use, *ONE)
 

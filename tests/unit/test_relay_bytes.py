@@ -42,6 +42,19 @@ def test_a_stream_passes_whole_however_it_is_cut(cuts: list[int], cached: int | 
     assert (reply.cached, reply.tokens, reply.counted.prompt) == (said, 8, 150)
 
 
+@given(st.lists(st.integers(0, len(STREAM) + STREAM.count(b"\n")), max_size=12))
+def test_lines_may_end_in_two_bytes(cuts: list[int]) -> None:
+    """The standard has three line ends: events with CRLF go on at once too, however cut."""
+    crlf = STREAM.replace(b"\n", b"\r\n")
+    reply, out = Passing(), b""
+    for begin, end in pairwise(sorted({0, len(crlf), *cuts})):
+        whole = reply.whole(crlf[begin:end])
+        out += reply.passed(whole)
+        assert len(crlf[:end].split(b"\r\n\r\n")) == len(out.split(b"\n\n"))
+    assert out == STREAM
+    assert (reply.done, reply.finish, reply.tokens) == (True, "stop", 8)
+
+
 def test_without_usage_tokens_are_counted_by_events() -> None:
     """Seven and the last, whatever was said of usage in the text."""
     reply = Passing()

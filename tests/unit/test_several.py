@@ -21,6 +21,7 @@ from moonserve.core.facts import (
     Promises,
 )
 from moonserve.core.units import BlockKey, InstanceId, RequestId
+from moonserve.live import restarting
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.fleet.found import Found
 from moonserve.live.fleet.spec import InstanceSpec
@@ -224,10 +225,36 @@ def test_a_registry_that_is_away_at_the_start_keeps_nobody_from_serving(
     async def test(site: Site) -> None:
         one = Gate(site, None)
         monkeypatch.setattr(MemoryRegistry, "read", away)
-        one.several._begin(one.several._gather())
+        gathering = asyncio.create_task(one.several._gather())
         await one.several.gathered.wait()
         assert one.several.index == "incomplete: etcd is away"
         assert not one.several.not_ready
+        await gathering
+
+    run(test)
+
+
+def test_a_bug_in_a_task_of_the_registry_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the log, and the task goes on: gateways that come later are found."""
+    monkeypatch.setattr(restarting, "_AGAIN_S", 0.01)
+
+    async def test(site: Site) -> None:
+        one = await site.gateway("one")
+        follow, failed = several.decoded, list[str]()
+
+        def fails(entries: Any, prefix: str, shape: Any) -> Any:
+            if prefix == GATEWAYS and not failed:
+                failed.append(prefix)
+                raise RuntimeError("a bug")
+            return follow(entries, prefix, shape)
+
+        monkeypatch.setattr(several, "decoded", fails)
+        await site.gateway("two")
+        while not one.several._peers:
+            await asyncio.sleep(0.01)
+        assert "a bug" in caplog.text
 
     run(test)
 

@@ -211,7 +211,7 @@ def nixl(python: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -
             described(one, "prefill", "nixl", folder),
             described(two, "decode", "nixl", folder),
         ]
-        with gateway(instances, logs) as front:
+        with gateway(instances, logs, alone_tokens=256) as front:
             yield Cluster((one,), two, front)
 
 

@@ -157,6 +157,7 @@ def named_in_file(entries: Sequence[Mapping[str, object]], file: Path | None) ->
 
 def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceSpec:
     from moonserve.live.fleet.spec import InstanceSpec
+    from moonserve.live.http.message import in_words
 
     if fields.get("events") is False:  # what YAML makes of off
         fields["events"] = "off"
@@ -174,6 +175,7 @@ def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceS
         missing = re.search(r"required field `(.+)`", text)
         if missing is not None:
             raise ConfigError("is missing: every engine needs one", place(missing[1])) from None
+        text = in_words(text)
         remedy = _CHOICES.get(field, text[:1].lower() + text[1:])
         raise ConfigError(f"{remedy} (not {fields.get(field)!r})", place(field)) from None
     except ConfigError as error:

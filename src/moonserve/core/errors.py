@@ -49,6 +49,12 @@ class Unauthorized(BadRequest):
     status = 401
 
 
+class Conflict(BadRequest):
+    """It contradicts what is there already."""
+
+    status = 409
+
+
 class ModelNotFound(BadRequest):
     """No model of this name is served here."""
 

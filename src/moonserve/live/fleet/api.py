@@ -7,6 +7,11 @@ describes is theirs to change.
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
+import msgspec
+
 from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.fleet.fleet import Fleet, Unknown
@@ -16,6 +21,8 @@ from moonserve.live.gateway.api import instance_row
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
+
+log = logging.getLogger(__name__)
 
 PATH = "/api/instances"
 SOURCE = "HTTP"
@@ -36,6 +43,28 @@ class FleetApi:
 
     def __init__(self, fleet: Fleet, conductor: ConductorLoop, token: str) -> None:
         self._fleet, self._conductor, self._token = fleet, conductor, token
+        self._kept: Path | None = None
+
+    async def keep(self, kept: Path) -> None:
+        """Have what is described in this file, for who comes after us should we die; if one who
+        was before us left it, take up what it says."""
+        self._kept = kept
+        for spec in _read(kept):
+            try:
+                await self._fleet.add(SOURCE, spec.told())
+            except (ConfigError, BadRequest) as error:
+                log.warning("engine %s, described over HTTP, is lost: %s", spec.name, error)
+
+    def _changed(self) -> None:
+        if self._kept is None:
+            return
+        specs = [it.member.spec for source, it in self._fleet.keepers() if source == SOURCE]
+        new = self._kept.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(specs))
+            new.replace(self._kept)
+        except OSError as error:
+            log.warning("engines will not be known after a restart: %s", error)
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -65,11 +94,13 @@ class FleetApi:
         specs = decode_json(body, list[InstanceSpec]) if several else []
         specs = specs if several else [decode_json(body, InstanceSpec)]
         changed: dict[str, bool] = {}
-        for spec in specs:
-            try:
+        try:
+            for spec in specs:
                 changed[spec.name] = await self._fleet.add(SOURCE, spec.told())
-            except ConfigError as error:
-                raise WrongDescription(f"{spec.name}: {error}", error.field) from None
+        except ConfigError as error:
+            raise WrongDescription(f"{spec.name}: {error}", error.field) from None
+        finally:
+            self._changed()
         return json_response({"changed": [name for name, new in changed.items() if new]})
 
     async def _remove(self, request: HttpRequest) -> Response:
@@ -79,6 +110,7 @@ class FleetApi:
             await self._fleet.remove(SOURCE, name)
         except Unknown:
             return json_response({"changed": []})  # as it was to be
+        self._changed()
         return json_response({"changed": [name]})
 
     async def _health(self, request: HttpRequest) -> Response:
@@ -93,3 +125,7 @@ class FleetApi:
             " exchange KV; start them with a gateway of their own (without instances)",
             "instances",
         )
+
+
+def _read(kept: Path) -> list[InstanceSpec]:
+    return msgspec.json.decode(kept.read_bytes(), type=list[InstanceSpec]) if kept.exists() else []

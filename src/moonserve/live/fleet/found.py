@@ -32,6 +32,7 @@ class Found:
         self._registry = registry
         self._fleet = fleet
         self._read = asyncio.Event()
+        self._used: dict[str, bytes] = {}
         self._unused: dict[str, str] = {}
         """By name, why an entry is not used."""
         fleet.also = self.alarms
@@ -42,7 +43,7 @@ class Found:
 
     async def follow(self) -> None:
         """Keep the fleet's engines from there as they are described there, for ever."""
-        used: dict[str, bytes] = {}
+        used = self._used
         async for entries in self._registry.watch(ENGINES):
             found = {key.removeprefix(ENGINES): value for key, value in entries.items()}
             for name in [name for name in used if name not in found]:
@@ -51,23 +52,23 @@ class Found:
             self._unused = {name: why for name, why in self._unused.items() if name in found}
             for name, value in found.items():
                 if used.get(name) != value:
-                    await self._use(name, value, used)
+                    await self._use(name, value)
             self._read.set()
 
-    async def _use(self, name: str, value: bytes, used: dict[str, bytes]) -> None:
+    async def _use(self, name: str, value: bytes) -> None:
         try:
             spec = msgspec.json.decode(value, type=InstanceSpec)
             if spec.name != name:
                 raise ConfigError(f"is {spec.name!r}, its key says {name!r}", "name")
             await self._fleet.add(SOURCE, spec.told())
         except (ConfigError, BadRequest, *UNREADABLE) as error:
-            kept = "; what it was before is" if name in used else ""
+            kept = "; what it was before is" if name in self._used else ""
             why = f"registry: {ENGINES}{name} is not used: {error}{kept}"
             if self._unused.get(name) != why:
                 log.warning("%s", why)
             self._unused[name] = why
         else:
-            used[name] = value
+            self._used[name] = value
             self._unused.pop(name, None)
 
     async def settled(self) -> None:

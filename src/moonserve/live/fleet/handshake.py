@@ -139,11 +139,19 @@ def _of_events(member: Member, events: bool, tools: TextTools | None) -> list[st
     return [] if spec.replay else ["replay is not set: after lost events its blocks are forgotten"]
 
 
-async def _card(http: HttpClient, member: Member) -> _Card:
-    reply = await ask(http, member, "/v1/models")
+async def models(http: HttpClient, member: Member, timeout_s: float = ASK_S) -> ClientResponse:
+    """Its list of models. Raises as `ask`, and Mismatch where it does not take our key."""
+    reply = await ask(http, member, "/v1/models", timeout_s=timeout_s)
     if reply.status in (401, 403):
         remedy = "name the variable with its key in api_key_env"
+        if member.headers:
+            remedy = f"correct the key in {member.spec.api_key_env}, which api_key_env names"
         raise Mismatch(f"it answers {reply.status} to GET /v1/models; {remedy}", "api_key_env")
+    return reply
+
+
+async def _card(http: HttpClient, member: Member) -> _Card:
+    reply = await models(http, member)
     if reply.status != 200:
         raise Mismatch(f"GET /v1/models answered {reply.status}; is this an OpenAI server?", "url")
     try:

@@ -31,7 +31,7 @@ from moonserve.core.prefix import Namespace
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.core.view import InstanceView
 from moonserve.live.fleet.feeds import Feed, FeedOpener, Hearer
-from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake
+from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake, models
 from moonserve.live.fleet.member import Member
 from moonserve.live.fleet.pages import Page, RankPage, read_page
 from moonserve.live.gateway.text import TextTools
@@ -52,8 +52,8 @@ class Times(msgspec.Struct, frozen=True):
 
     poll_s: float = 1.0
     """Between two looks at an engine's health and load."""
-    answer_s: float = 2.0
-    """A later answer is none."""
+    answer_s: float = 5.0
+    """A later answer is none. An engine under load may be slow to say that it is well."""
     failures: int = 3
     """So many looks in a row without an answer: the engine is lost."""
     retry_s: float = 5.0
@@ -62,7 +62,8 @@ class Times(msgspec.Struct, frozen=True):
     @property
     def longest_s(self) -> float:
         """From a sign of life to the time when an engine is given up, at most."""
-        return self.failures * (self.poll_s + self.answer_s) + 1.0
+        asked = 2  # after its health, whether it takes our key
+        return self.failures * (self.poll_s + asked * self.answer_s) + 1.0
 
 
 class Keeper:
@@ -223,6 +224,8 @@ class Keeper:
         try:
             timeout_s = self._times.answer_s
             reply = await ask(self._http, self.member, "/health", timeout_s=timeout_s)
+            if reply.status == 200:  # which needs no key: calls do
+                await models(self._http, self.member, timeout_s)
         except MoonserveError as error:
             return str(error)
         return None if reply.status == 200 else f"GET /health answered {reply.status}"

@@ -1,22 +1,26 @@
 """What a front passes on to the Conductor's process: joins, beats, store calls, the admin API.
 
-Whole replies only, and connections that are to speak another protocol: those are joined, end to
+A long reply passes as it comes. Connections that are to speak another protocol are joined, end to
 end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 
 from moonserve.core.errors import NobodyAlive
+from moonserve.core.units import Bytes
 from moonserve.live.fronts.remote import RemoteConductor
-from moonserve.live.http.client import HttpClient
+from moonserve.live.http.client import ClientStream, HttpClient
 from moonserve.live.http.connection import UpstreamError
-from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, error_response
 from moonserve.live.http.switch import Switch, Switched
 
 _TIMEOUT_S = 300.0
+_WHOLE_BYTES: Bytes = 1 << 20
+"""Shorter replies go on whole."""
 _OURS = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
 _ITS = {*_OURS, "content-type", "date", "x-request-id"}
 
@@ -28,8 +32,14 @@ class Forward:
         self._conductor = conductor
         self._http = http
 
-    async def __call__(self, request: HttpRequest) -> Response | Switch:
-        """Its reply; NobodyAlive while the Conductor's process is not there."""
+    async def __call__(self, request: HttpRequest) -> Response | StreamingResponse | Switch:
+        """Its reply; 503 while the Conductor's process is not there."""
+        try:
+            return await self._passed_on(request)
+        except NobodyAlive as error:  # said once, by the link: beats and the like are no news
+            return error_response(error)
+
+    async def _passed_on(self, request: HttpRequest) -> Response | StreamingResponse | Switch:
         body = await request.body()
         request.cancel_on_disconnect()
         url = self._conductor.url + request.target
@@ -46,14 +56,44 @@ class Forward:
                     request.stop_watching()
                     return Switch(name, _Pipe(there))
             else:
-                reply = await self._http.request(
-                    request.method, url, headers=headers, body=body, timeout_s=_TIMEOUT_S
+                stream = self._http.stream(
+                    request.method,
+                    url,
+                    headers=headers,
+                    body=body,
+                    timeout_s=_TIMEOUT_S,
+                    idle_timeout_s=_TIMEOUT_S,
                 )
+                async with contextlib.AsyncExitStack() as stack:
+                    await stack.enter_async_context(stream)
+                    told, kind = _said(stream.headers)
+                    if int(stream.headers.get("content-length", _WHOLE_BYTES)) < _WHOLE_BYTES:
+                        return Response(stream.status, await stream.read(), told, kind)
+                    chunks = _Chunks(stream, stack.pop_all())
+                    return StreamingResponse(chunks, stream.status, told, kind)
         except UpstreamError as error:
             raise NobodyAlive(f"the Conductor's process did not answer: {error}") from None
-        told = {k: v for k, v in reply.headers.items() if k not in _ITS}
-        kind = reply.headers.get("content-type", "application/octet-stream")
+        told, kind = _said(reply.headers)
         return Response(reply.status, reply.body, told, kind)
+
+
+def _said(headers: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The headers that go on, and the content type."""
+    told = {k: v for k, v in headers.items() if k not in _ITS}
+    return told, headers.get("content-type", "application/octet-stream")
+
+
+class _Chunks:
+    """The rest of a reply; `aclose` leaves it, also before its first piece was asked for."""
+
+    def __init__(self, stream: ClientStream, left: contextlib.AsyncExitStack) -> None:
+        self._stream, self.aclose = stream, left.aclose
+
+    def __aiter__(self) -> _Chunks:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._stream)
 
 
 class _Pipe(Switched):

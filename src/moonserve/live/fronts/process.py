@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -41,6 +43,7 @@ from moonserve.live.http.server import App, Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry
 from moonserve.live.relay.front import RelayApp
+from moonserve.live.restarting import keep_doing
 from moonserve.live.store.settings import check_reachable
 
 _LOOPBACK = "127.0.0.1"
@@ -86,12 +89,13 @@ class ConductorProcess:
         if specs is not None:
             config = msgspec.structs.replace(config, store="none")
         one = cls(*await registered(config), specs)
-        if one._fleet is not None:
-            await one._fleet.described(FILE, specs or ())
+        if isinstance(one.control, ForeignControl):
+            await one.control.fleet.described(FILE, specs or ())
+            await one.control.keep(Path(f"{path}.engines"))
         one._server = await serve(one._app, _LOOPBACK, 0)
         desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}", one._fleet)
         one._desk = desk
-        one._looking = asyncio.create_task(_look(desk))
+        one._looking = keep_doing("looking at engines", partial(_look, desk))
         await one.control.start(config.port)  # where fronts are found
         await one.control.gathered()
         await one._desk.listen(path)
@@ -147,6 +151,8 @@ class FrontProcess:
             self._front = relay_of(config, self.conductor, fleet, fleet, http)
         routes = self._front.routes()
         del routes["GET", "/metrics"]  # the sums over all are asked for
+        if text is None:
+            del routes["GET", "/health"]  # how the engines are
         self._app = App(
             routes,
             self._front.prefixes(),

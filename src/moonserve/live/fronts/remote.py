@@ -1,7 +1,7 @@
 """The Conductor as a front sees it: in another process, at the end of a unix socket.
 
-Implements ports.Conducting. While nobody is there, no instance is known and requests are refused as
-where nobody is alive; what was under way has failed. It connects again by itself.
+Implements ports.Conducting. While nobody is there, or it hangs, no instance is known and requests
+are refused as where nobody is alive; what was under way has failed. It connects again by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from moonserve.live.ports import Inbox, Told
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.1
+_LONG = 100
+"""Tries after which it takes longer than a start."""
 _GONE = "the Conductor is not there; it is started again"
 
 
@@ -102,32 +104,27 @@ class RemoteConductor:
         self.say(wire.Closed(request, outcome, tbt_us))
 
     async def _keep(self) -> None:
-        loop, waits = asyncio.get_running_loop(), False
+        loop, tries = asyncio.get_running_loop(), 0
         while True:
             self._lost.clear()
             try:
                 await loop.create_unix_connection(lambda: _Link(self), self._path)
             except OSError as error:
-                if not waits:
+                tries += 1
+                if tries == _LONG:
                     log.warning("waiting for the Conductor: %s", error.strerror or error)
-                waits = True
-                await asyncio.sleep(_AGAIN_S)
-                continue
-            waits = False
-            await self._lost.wait()
-            log.warning("the Conductor is gone; requests under way have failed")
+            else:
+                tries = 0
+                await self._lost.wait()
+            await asyncio.sleep(_AGAIN_S)
 
     # What the link says.
-
-    def made(self, link: _Link) -> None:
-        """Connected."""
-        self._link = link
 
     def heard(self, message: wire.ToFront, link: _Link) -> None:
         """Act on one message."""
         match message:
-            case wire.Welcome(url):
-                self._url = url
+            case wire.Welcome(url):  # not before: a process that hangs can be connected to
+                self._link, self._url = link, url
             case wire.Engines(engines):
                 if self.on_engines is not None:
                     self.on_engines(engines)
@@ -142,6 +139,8 @@ class RemoteConductor:
 
     def gone(self) -> None:
         """Nobody there knows of what is under way here."""
+        if self._link is not None:
+            log.warning("the Conductor is gone; requests under way have failed")
         self._link, self._infos, self._url = None, [], ""
         for request, inbox in self._inboxes.items():
             inbox.put_nowait(GiveUp(request, _GONE))
@@ -152,10 +151,6 @@ class _Link(wire.Frames):
     def __init__(self, owner: RemoteConductor) -> None:
         super().__init__("the Conductor", wire.ToFront)
         self._owner = owner
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._owner.made(self)
 
     def heard(self, message: wire.ToFront) -> None:
         self._owner.heard(message, self)

@@ -2,7 +2,8 @@
 
 A frame is a size (u32, little-endian) and a msgpack array of messages: all that one turn of the
 sender's loop had to say. Facts and actions travel as they are; the prompt of a request does not, as
-the Conductor reads its length only.
+the Conductor reads its length only. Both ends speak every second, be it a frame of no messages: a
+process that hangs is as good as gone, and nobody waits for it without end.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ log = logging.getLogger(__name__)
 
 _SIZE = struct.Struct("<I")
 MAX_FRAME_BYTES: Bytes = 256 << 20
+_BEAT_S = 1.0
+_MOST_MISSED = 5
+"""Beats after which who has said nothing is gone. Counted, not timed: of a pause of our own, in
+which nobody was heard either, one is counted."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -194,6 +199,8 @@ class Frames(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._said: list[Any] = []
         self._rest = bytearray()
+        self._missed = 0
+        self._beats: asyncio.TimerHandle | None = None
 
     def say(self, *messages: Any) -> None:
         """Send, together with all else of this turn of the loop; to nobody once it is closed."""
@@ -212,9 +219,20 @@ class Frames(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start."""
         self.transport = cast(asyncio.Transport, transport)
+        self._beats = self._loop.call_later(_BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        """Say that we are here, and see whether they are."""
+        self._beats = self._loop.call_later(_BEAT_S, self._beat)
+        self._missed += 1
+        if self._missed > _MOST_MISSED:
+            self.break_off("it hangs")
+        elif not self._said:
+            self._flush()
 
     def data_received(self, data: bytes) -> None:
         """Cut into frames; whoever sends no such is cut off."""
+        self._missed = 0
         self._rest += data
         at, have = 0, len(self._rest)
         while have - at >= _SIZE.size:
@@ -243,6 +261,8 @@ class Frames(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more is said."""
+        if self._beats is not None:
+            self._beats.cancel()
         self.lost()
 
     def _flush(self) -> None:

@@ -85,8 +85,6 @@ class GatewayApp:
         self._created = int(time.time())
         self.not_ready: Callable[[], str] = str
         """Why others should serve, if this gateway knows of anything; empty: no reason."""
-        self.is_one_of_several = False
-        """Whether other gateways of the cluster may be given the same request ids."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -195,12 +193,8 @@ class GatewayApp:
         card = self._card(fields.model)
         prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
-        # Two requests under one id would share leases and ledgers behind the gateway. The reply
-        # says the new one, since decisions are found by it.
-        if self.is_one_of_several or http.id in self._live:
-            http.id = f"{http.id}-{secrets.token_hex(4)}"
         return Request(
-            id=RequestId(http.id),
+            id=self._door.named(http, http.id in self._live),
             model=card.name,
             prompt=tuple(prompt),
             sampling=openai.sampling(fields, secrets.randbits(63)),

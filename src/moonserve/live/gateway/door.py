@@ -6,13 +6,14 @@ For what serves OpenAI's API: `app` for the embedded engine, live/relay for fore
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
-from moonserve.core.units import Bytes
+from moonserve.core.units import Bytes, RequestId
 from moonserve.live.gateway.metrics import Metrics
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import Handler
@@ -33,6 +34,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Longer prompts are tokenised in a thread of their own, so that other streams go on."""
     max_tokenising_bytes: Bytes = 16 << 20
     """Text that may wait for that thread, at about 1 MB/s; more is answered 429."""
+    shares_ids: bool = False
+    """Whether other processes, before the same Conductor or engines, may be given the same ids."""
 
 
 class Door:
@@ -97,6 +100,16 @@ class Door:
             )
         self.metrics.in_flight += 1
         self._in_flight[tenant] += 1
+
+    def named(self, http: HttpRequest, taken: bool) -> RequestId:
+        """The id that a request goes by; `taken`: another one under way has the id it came with.
+
+        Two under one id would share leases and ledgers behind the gateway. The reply says the new
+        one, since decisions are found by it.
+        """
+        if taken or self._limits.shares_ids:
+            http.id = f"{http.id}-{secrets.token_hex(4)}"
+        return RequestId(http.id)
 
     def leave(self, http: HttpRequest, tenant: str) -> None:
         """It is over, however."""

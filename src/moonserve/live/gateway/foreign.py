@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -23,8 +24,7 @@ from moonserve.live.fleet.rows import FleetMetrics
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.control import Control, registered
-from moonserve.live.gateway.door import Limits
-from moonserve.live.gateway.process import read_text
+from moonserve.live.gateway.process import limits_of, read_text
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Handler, Server, serve
@@ -32,6 +32,7 @@ from moonserve.live.ports import Conducting, Registry
 from moonserve.live.relay import calls
 from moonserve.live.relay.engines import Engines
 from moonserve.live.relay.front import RelayApp
+from moonserve.live.restarting import keep_doing
 
 
 def starting(
@@ -101,10 +102,14 @@ class ForeignControl:
         """See Control."""
         await self._control.gathered()
 
+    async def keep(self, kept: Path) -> None:
+        """See FleetApi."""
+        await self._api.keep(kept)
+
     async def start(self, port: int) -> None:
         """See Control."""
         if self._found is not None:
-            self._following = asyncio.create_task(self._found.follow())
+            self._following = keep_doing("following engines in the registry", self._found.follow)
         await self._control.start(port)
 
     async def stop(self) -> None:
@@ -128,9 +133,8 @@ def relay_of(
     http: HttpClient,
 ) -> RelayApp:
     """OpenAI's API over foreign engines."""
-    door = Limits(max_in_flight=config.max_in_flight)
     times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
-    return RelayApp(conductor, engines, observer, http, door, times_out)
+    return RelayApp(conductor, engines, observer, http, limits_of(config), times_out)
 
 
 class ForeignGateway:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, ConfigError, Overloaded
+from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
 from moonserve.core.hashes import SEED, rolling
 from moonserve.core.indexer import Key, Space, Stream, Tiered, mask, salted
 from moonserve.core.kvevents import KvBatch
 from moonserve.core.rolled import Rolled, block_keys, token_keys
 from moonserve.core.units import SegmentId, Tokens
-from moonserve.live.http.auth import check_token
+from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
 
@@ -44,12 +44,6 @@ class NotRegistered(BadRequest):
     """Nobody is registered under this."""
 
     status = 404
-
-
-class Conflict(BadRequest):
-    """It contradicts a registration that is there."""
-
-    status = 409
 
 
 class _Named(msgspec.Struct, kw_only=True):
@@ -94,10 +88,13 @@ class _Named(msgspec.Struct, kw_only=True):
 class Register(_Named, kw_only=True):
     """POST /register."""
 
-    endpoint: _Name
+    endpoint: Annotated[str, msgspec.Meta(max_length=256, pattern="^tcp://")]
+    """ZeroMQ's other addresses are places in this machine, or in this process."""
     instance_id: _Name | int
     block_size: _BlockSize
-    replay_endpoint: _Text | None = None
+    replay_endpoint: Annotated[str, msgspec.Meta(max_length=256, pattern="^(tcp://|$)")] | None = (
+        None
+    )
     type: Literal["vLLM", "SGLang", "Mooncake"] = "vLLM"
     topic: _Text = ""
     dp_rank: _Rank = 0
@@ -211,23 +208,16 @@ class IndexerApi:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/register"): self._guarded(self._register),
-            ("POST", "/unregister"): self._guarded(self._unregister),
-            ("POST", "/query"): self._guarded(self._query),
-            ("POST", "/query_by_hash"): self._guarded(self._query_by_hash),
-            ("GET", "/services"): self._guarded(self._services),
+            ("POST", "/register"): guarded(self._register, self._token),
+            ("POST", "/unregister"): guarded(self._unregister, self._token),
+            ("POST", "/query"): guarded(self._query, self._token),
+            ("POST", "/query_by_hash"): guarded(self._query_by_hash, self._token),
+            ("GET", "/services"): guarded(self._services, self._token),
         }
 
     async def close(self) -> None:
         """Follow nobody any more."""
         await asyncio.gather(*[self._drop(source) for source in list(self._sources.values())])
-
-    def _guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
-        async def checked(request: HttpRequest) -> Response:
-            check_token(request, self._token)
-            return await handler(request)
-
-        return checked
 
     async def _register(self, request: HttpRequest) -> Response:
         asked = decode_json(await request.body(), Register)

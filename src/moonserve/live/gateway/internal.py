@@ -6,7 +6,7 @@ whether an instance may join. The store's operations are live.store.local's.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -25,8 +25,8 @@ from moonserve.core.facts import (
 from moonserve.core.reported import Reported
 from moonserve.core.units import InstanceId
 from moonserve.live.conductor import ConductorLoop
-from moonserve.live.http.auth import check_token
-from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
+from moonserve.live.http.auth import guarded
+from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.reports import POOL
 
@@ -80,22 +80,11 @@ class Internal:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/internal/join"): self.guarded(self._join),
-            ("POST", "/internal/beat"): self.guarded(self._beat),
-            ("POST", "/internal/leave"): self.guarded(self._leave),
-            ("POST", "/internal/blocks"): self.guarded(self._blocks),
+            ("POST", "/internal/join"): guarded(self._join, self._token),
+            ("POST", "/internal/beat"): guarded(self._beat, self._token),
+            ("POST", "/internal/leave"): guarded(self._leave, self._token),
+            ("POST", "/internal/blocks"): guarded(self._blocks, self._token),
         }
-
-    def guarded(
-        self, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
-    ) -> Handler:
-        """The same for who has the cluster's token."""
-
-        async def checked(request: HttpRequest) -> Response | StreamingResponse:
-            check_token(request, self._token)
-            return await handler(request)
-
-        return checked
 
     async def _join(self, request: HttpRequest) -> Response:
         self.admit(_decode(await request.body(), InstanceInfo))

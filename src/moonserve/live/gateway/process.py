@@ -117,10 +117,13 @@ def front_of(
     """OpenAI's API over the instances that the Conductor knows."""
     wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
     cluster = Cluster(conductor, wire, {text.name: text.max_len})
-    limits = Limits(max_in_flight=config.max_in_flight)
-    app = GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits)
-    app.is_one_of_several = bool(config.registry)
-    return app
+    return GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits_of(config))
+
+
+def limits_of(config: GatewayConfig) -> Limits:
+    """What one process of this gateway takes on."""
+    shares_ids = config.workers > 1 or bool(config.registry)
+    return Limits(max_in_flight=config.max_in_flight, shares_ids=shares_ids)
 
 
 def read_text(ref: str) -> Text:

@@ -8,14 +8,14 @@ the reservation's deadline. docs/indexer.md has the API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from moonserve.core.actions import Action, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.errors import (
-    BadRequest,
+    Conflict,
     DeadlineExceeded,
     EngineFailed,
     MoonserveError,
@@ -30,18 +30,12 @@ from moonserve.live.conductor import ConductorLoop, lease_of
 from moonserve.live.dispatch import owed
 from moonserve.live.gateway.asks import Ask, Asks
 from moonserve.live.gateway.text import TextTools
-from moonserve.live.http.auth import check_token
+from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.instances import embedded, mooncake, nixl
 
 MAX_RESERVATIONS = 16_384
-
-
-class Conflict(BadRequest):
-    """It contradicts what is there already."""
-
-    status = 409
 
 
 class Release(msgspec.Struct, kw_only=True):
@@ -98,9 +92,9 @@ class Selection:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/api/select"): self._guarded(self._select),
-            ("POST", "/api/reserve"): self._guarded(self._reserve),
-            ("POST", "/api/release"): self._guarded(self._release),
+            ("POST", "/api/select"): guarded(self._select, self._token),
+            ("POST", "/api/reserve"): guarded(self._reserve, self._token),
+            ("POST", "/api/release"): guarded(self._release, self._token),
         }
 
     @property
@@ -113,13 +107,6 @@ class Selection:
         for held in self._held.values():
             if held.timer is not None:
                 held.timer.cancel()
-
-    def _guarded(self, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Handler:
-        async def checked(http: HttpRequest) -> Response:
-            check_token(http, self._token)
-            return await handler(http)
-
-        return checked
 
     async def _select(self, http: HttpRequest) -> Response:
         ask = decode_json(await http.body(), Ask)

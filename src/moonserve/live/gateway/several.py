@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from moonserve.core.facts import BlocksStored, InstanceInfo, Leading, PeerPromis
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.gateway import bootstrap
 from moonserve.live.gateway.internal import Internal
+from moonserve.live.http.auth import guarded
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
@@ -33,6 +35,7 @@ from moonserve.live.registry.entries import (
     decoded,
     follow_master,
 )
+from moonserve.live.restarting import keep_doing
 from moonserve.live.store.reports import POOL
 
 log = logging.getLogger(__name__)
@@ -104,10 +107,9 @@ class Several:
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
-        guarded = self._internal.guarded
         return {
-            ("POST", "/internal/promises"): guarded(self._promises),
-            ("GET", bootstrap.PATH): guarded(self._index),
+            ("POST", "/internal/promises"): guarded(self._promises, self._token),
+            ("GET", bootstrap.PATH): guarded(self._index, self._token),
             ("GET", "/api/gateways"): self._gateways,
         }
 
@@ -116,12 +118,17 @@ class Several:
         self._me = me
         self._conductor.tell(Leading(False))
         await self.registry.register(GATEWAYS + me.name, msgspec.json.encode(me))
-        for doing in (self._follow_gateways(), self._look(), self._expire(), self._gather()):
-            self._begin(doing)
+        works: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            self._follow_gateways,
+            self._look,
+            self._expire,
+            self._gather,
+        ]
         if self._has_workers:
-            self._begin(self._follow_workers())
+            works.append(self._follow_workers)
         if self._move is not None:
-            self._begin(follow_master(self.registry, self._move))
+            works.append(partial(follow_master, self.registry, self._move))
+        self._tasks = [keep_doing("a task of the registry", work) for work in works]
         await self.registry.elect(self._duty, me.name, self._lead)
 
     async def close(self) -> None:
@@ -129,11 +136,6 @@ class Several:
         for task in (*self._tasks, *self._peers.values()):
             task.cancel()
         await self.registry.close()
-
-    def _begin(self, doing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(doing)
-        task.add_done_callback(_ended)
-        self._tasks.append(task)
 
     def _lead(self, leads: bool) -> None:
         self.leads = leads
@@ -197,8 +199,8 @@ class Several:
                 if all(other.name != entry.name for other in found):
                     self._forget(entry.name)
             for entry in sorted(found - self._peers.keys(), key=lambda it: it.name):
-                self._peers[entry] = task = asyncio.create_task(self._tell(entry))
-                task.add_done_callback(_ended)
+                what = f"telling gateway {entry.name}"
+                self._peers[entry] = keep_doing(what, partial(self._tell, entry))
 
     async def _look(self) -> None:
         """Notice what is promised here: one look for all who are told."""
@@ -307,8 +309,3 @@ def _changed(told: tuple[Promises, ...], now: tuple[Promises, ...]) -> bool:
         != (b.instance, b.epoch, b.prefills, b.decodes, b.context, b.running)
         for a, b in zip(told, now, strict=True)
     )
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a task of the registry failed", exc_info=error)

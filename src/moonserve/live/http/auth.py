@@ -7,9 +7,10 @@ where the other is closed.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Awaitable, Callable
 
 from moonserve.core.errors import ConfigError, Unauthorized
-from moonserve.live.http.message import HttpRequest
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -27,3 +28,15 @@ def check_token(request: HttpRequest, token: str) -> None:
     given = request.headers.get("authorization", "").encode()
     if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
         raise Unauthorized("cluster token missing or wrong", "authorization")
+
+
+def guarded(
+    handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]], token: str
+) -> Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]:
+    """The same for who has the cluster's token."""
+
+    async def checked(request: HttpRequest) -> Response | StreamingResponse:
+        check_token(request, token)
+        return await handler(request)
+
+    return checked

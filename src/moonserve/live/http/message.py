@@ -27,6 +27,12 @@ JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _MISSING = re.compile("missing required field `([^`]*)`")
+_TYPE = re.compile(r"Expected `(int|float|bool)(?: \| null)?`, got `[^`]*`")
+_TYPES = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+}
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be."""
 _BOM = b"\xef\xbb\xbf"
@@ -101,6 +107,11 @@ def json_response(
     return Response(status, msgspec.json.encode(value), headers)
 
 
+def in_words(what: str) -> str:
+    """What msgspec says of a wrong type, as people call it."""
+    return _TYPE.sub(lambda found: _TYPES[found[1]], what)
+
+
 def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
     """JSON as `shape`. BadRequest where it is not: `param` is the path of the field at fault.
 
@@ -116,7 +127,9 @@ def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
         if (missing := _MISSING.search(what)) is not None:
             param = f"{param}.{missing[1]}".lstrip(".")
         code = None if isinstance(error, msgspec.ValidationError) else "invalid_json"
-        raise BadRequest(f"{param or 'request body'}: {what}", param or None, code) from None
+        raise BadRequest(
+            f"{param or 'request body'}: {in_words(what)}", param or None, code
+        ) from None
 
 
 def error_reply(error: MoonserveError) -> ErrorReply:

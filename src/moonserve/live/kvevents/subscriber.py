@@ -30,6 +30,7 @@ _HWM = 10_000  # messages; beyond, batches are dropped, and that is seen as a ga
 _AT_ONCE = 8  # batches between turns of the loop: about a millisecond
 _LARGEST_BYTES = 64 << 20
 _HEARTBEAT_MS = 5_000  # a peer that is silently gone is noticed
+_LONGEST_REPLAY_S = 120.0  # then it counts as broken off: what is known is not all
 _MAX_SOCKETS = 1 << 15  # a feed has up to four; by default a process gets 1,023
 
 
@@ -169,11 +170,13 @@ class EventFeed:
             log.warning("no replay: %s", error)
             await asyncio.sleep(self._replay_s)  # as if nobody answered
             return False
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _LONGEST_REPLAY_S
         try:
             await dealer.send_multipart(replay_request(since))
             count = 0
             while True:
-                async with asyncio.timeout(self._replay_s):
+                async with asyncio.timeout_at(min(until_s, loop.time() + self._replay_s)):
                     frames = await dealer.recv_multipart()
                 try:
                     answer = read_replayed(frames)
@@ -187,7 +190,8 @@ class EventFeed:
                 if count % _AT_ONCE == 0:
                     await asyncio.sleep(0)
         except TimeoutError:
-            log.warning("%s: %s does not answer", self.endpoint, self._replay_endpoint)
+            why = "does not answer" if loop.time() < until_s else "replays without end"
+            log.warning("%s: %s %s", self.endpoint, self._replay_endpoint, why)
             return False
         finally:
             dealer.close()

@@ -18,6 +18,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kvevents import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.live.http.message import UNREADABLE
 
 END_SEQ = (1 << 64) - 1
 """The number that ends a replay: -1 as u64."""
@@ -62,7 +63,6 @@ _array = msgspec.msgpack.Decoder(_ArrayBatch)
 _any = msgspec.msgpack.Decoder(_AnyBatch)
 _encoder = msgspec.msgpack.Encoder()
 _KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_batch(payload: bytes) -> KvBatch:
@@ -70,7 +70,7 @@ def decode_batch(payload: bytes) -> KvBatch:
     for decoder in (_map, _array):
         try:
             it = decoder.decode(payload)
-        except _UNREADABLE:
+        except UNREADABLE:
             continue
         return KvBatch(it.ts, tuple(it.events), it.data_parallel_rank)
     return _decode_slowly(payload)
@@ -81,7 +81,7 @@ def _decode_slowly(payload: bytes) -> KvBatch:
     try:
         it = _any.decode(payload)
         events = [event for event in map(_event, it.events) if event is not None]
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise BadFrame(f"not a batch of KV events: {error}") from None
     unknown = len(it.events) - len(events)
     return KvBatch(it.ts, tuple(events), it.data_parallel_rank, unknown)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.registry.address import Address
 from moonserve.live.registry.history import History, Read
+from moonserve.live.restarting import keep_doing
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,9 +35,12 @@ _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backof
 class EtcdRegistry:
     """See ports.Registry. Made by `open`."""
 
-    def __init__(self, aetcd: Any, address: Address, ttl_s: float) -> None:
+    def __init__(
+        self, aetcd: Any, usage_error: type[Exception], address: Address, ttl_s: float
+    ) -> None:
         self._aetcd = aetcd
-        self._failures = (aetcd.ClientError, OSError)  # the latter has TimeoutError below it
+        # The second has TimeoutError below it, the third is of a connection that was just closed.
+        self._failures = (aetcd.ClientError, OSError, usage_error)
         self._address = address
         self._at = 0
         """Which of the addresses is asked."""
@@ -62,11 +66,12 @@ class EtcdRegistry:
         """Connect. Raises ConfigError where nobody answers in time: the address may be wrong."""
         try:
             import aetcd
+            from grpc.aio import UsageError
         except ImportError:
             raise ConfigError(
                 "etcd needs the package aetcd: pip install 'moonserve[etcd]'", "registry"
             ) from None
-        self = cls(aetcd, address, ttl_s)
+        self = cls(aetcd, UsageError, address, ttl_s)
         try:
             await self._patiently(lambda: self.read(""))
         except RegistryError as error:
@@ -74,7 +79,7 @@ class EtcdRegistry:
             raise ConfigError(
                 f"no etcd answers at {address} within {_OPEN_S:g} s: {error}", "registry"
             ) from None
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = keep_doing("keeping what is registered", self._keep)
         return self
 
     async def _patiently(self, call: Callable[[], Awaitable[object]]) -> None:

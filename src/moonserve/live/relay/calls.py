@@ -6,6 +6,7 @@ an engine learns to stop.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from moonserve.live.relay.reading import Reader
 
 _RETRIED = (401, 403, 408, 425, 429)
 """Of the 4xx, those that say nothing against the request; the first two are about our key."""
+_ADDRESS = re.compile(r"^(?:\[[^\]]+\]|[^\s:]+):\d+: ")
 _WHOLE_S = 600.0
 _MOST_GUESSED = 4_096
 
@@ -164,6 +166,11 @@ class Caller(msgspec.Struct, frozen=True):
         if to.dp_rank is not None:
             headers["x-data-parallel-rank"] = str(to.dp_rank)
         return member.url + PATHS[asked.form], headers
+
+
+def plain(error: MoonserveError) -> str:
+    """What clients may read of it: without the engine's address, which begins it."""
+    return _ADDRESS.sub("", str(error))
 
 
 def _judge(to: InstanceInfo, answer: Answer) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from moonserve.core.errors import ModelNotFound
+from moonserve.core.errors import ModelNotFound, NobodyAlive
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.units import InstanceId
 from moonserve.live.fleet.member import Member
@@ -45,10 +45,13 @@ class Models:
         self._until_s = 0.0
 
     def of(self, model: str) -> Sequence[InstanceInfo]:
-        """Those of this model, one at least. Raises ModelNotFound."""
+        """Those of this model, one at least. Raises ModelNotFound; NobodyAlive where none of any
+        model has joined: which there will be is not known."""
         found = self._look().get(model) or self._look(0.0).get(model)
         if found is None:
-            known = ", ".join(sorted(self._by_model)) or "none yet"
+            if not self._by_model:
+                raise NobodyAlive("no engine has joined; /health says why")
+            known = ", ".join(sorted(self._by_model))
             message = f"model: {model!r} is not served here; known: {known}"
             raise ModelNotFound(message, "model", "model_not_found")
         return found

@@ -7,7 +7,6 @@ beyond its end.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Iterable
 
@@ -133,10 +132,8 @@ class RelayApp(Collector):
             reading = await self._reader.reading(asked, infos)
             longest = infos[0].max_len
             default = _COMPLETION_TOKENS if form == "completion" else longest
-            if caller.conductor.known(RequestId(http.id)):
-                http.id = f"{http.id}-{secrets.token_hex(4)}"
             request = Request(
-                id=RequestId(http.id),
+                id=self._door.named(http, caller.conductor.known(RequestId(http.id))),
                 model=asked.model,
                 prompt=Counted(reading.length),
                 stopping=Stopping(max_tokens=min(max(1, asked.max_tokens or default), longest)),

@@ -18,7 +18,7 @@ from moonserve.core.actions import Decode, GiveUp, Prefill, Refuse
 from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.facts import CallFailed, ClientGone, DecodeEnded, InstanceInfo, PrefillEnded
 from moonserve.core.request import Request
-from moonserve.core.units import MICROS_PER_SECOND, Tokens, seconds_to_us
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Tokens, seconds_to_us
 from moonserve.live.dispatch import owed
 from moonserve.live.fleet.observed import Call
 from moonserve.live.http.client import ClientStream
@@ -26,7 +26,7 @@ from moonserve.live.http.connection import UpstreamError
 from moonserve.live.http.message import JSON, error_reply
 from moonserve.live.relay import handover
 from moonserve.live.relay.bodies import Asked
-from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed
+from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed, plain
 from moonserve.live.relay.handover import Handed
 from moonserve.live.relay.inbox import Inbox
 from moonserve.live.relay.passing import Passing
@@ -35,6 +35,8 @@ from moonserve.live.relay.reading import Reading
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 0.5
+_AGAIN_S = 0.25
+"""Before an engine that has just failed is called once more."""
 
 
 class Life:
@@ -66,6 +68,8 @@ class Life:
         self._owes_prefilled = False
         """Whether the Conductor is yet to be told of the first token of a call that does it all."""
         self._timer: asyncio.TimerHandle | None = None
+        self._failed: InstanceId | None = None
+        """Who was called last, in vain."""
         self._opened = False
         self._lives = False
         """Whether the Conductor still knows it."""
@@ -111,6 +115,8 @@ class Life:
                 self._outcome = f"engine answered {passed.answer.status}"
                 return passed.answer  # no failure: what is left of it ends as when a client goes
             except MoonserveError as error:
+                log.warning("%s: a call to %s failed: %s", self._request.id, action.to.id, error)
+                self._failed = action.to.id
                 self._fail(error, retry=True)
                 continue
             if answer is not None or self._sent:
@@ -119,6 +125,8 @@ class Life:
     async def _prefill(self, action: Prefill) -> Answer | None:
         """Prefill where the Conductor says; all of it, where that is one engine's."""
         decision, to, self._cached = action.decision, action.to, None
+        if to.id == self._failed:  # nobody else is left: what was wrong may pass
+            await self._inbox.engine(asyncio.sleep(_AGAIN_S))
         if decision.joint:
             self._at, self._owes_prefilled = (to, decision.reused_tokens), True
             if not self._asked.stream:  # its first token is not seen: taken to come as predicted
@@ -247,7 +255,7 @@ class Life:
             CallFailed(
                 request=self._request.id,
                 number=self._inbox.number,
-                why=str(error),
+                why=plain(error),
                 retry=retry,
                 length=self._reading.length,
                 keys=self._reading.keys,
@@ -315,7 +323,7 @@ class Life:
         log.warning("%s: failed in mid-stream: %s", self._request.id, error)
         self._fail(error, retry=False)
         self._outcome, self._over = "failed", True
-        return b"data: %b\n\n" % msgspec.json.encode(error_reply(EngineFailed(str(error))))
+        return b"data: %b\n\n" % msgspec.json.encode(error_reply(EngineFailed(plain(error))))
 
     # Ends.
 
@@ -354,8 +362,9 @@ class Life:
         """Read the end of a reply, so that its connection can be used again."""
         if self._stream is not None and self._outcome != "failed":
             self._stream.idle(_DRAIN_S)
+            until_s = self._loop.time() + _DRAIN_S
             try:
-                while await self._stream.take() is not None:
+                while await self._stream.take() is not None and self._loop.time() < until_s:
                     pass
             except MoonserveError:
                 pass

@@ -55,6 +55,8 @@ class Passing:
         """What ends with an event's end; the beginning of the next is kept until its end comes."""
         if self._rest:
             chunk, self._rest = self._rest + chunk, b""
+        if b"\r" in chunk:  # never in JSON: an engine that ends lines so
+            chunk = chunk.replace(b"\r\n", b"\n")
         if chunk.endswith(b"\n\n"):
             return chunk
         end = chunk.rfind(b"\n\n") + 2

@@ -54,6 +54,8 @@ class Reader:
         self._prompts = prompts
         self._roots: dict[str, tuple[Namespace, bytes]] = {}
         self._ratios: dict[str, Ratio] = {}
+        self._turn = 0
+        """Which of a model's engines makes tokens: the next one after each that did not."""
         self.read = Counter[How]()
         """How prompts were read."""
 
@@ -99,7 +101,7 @@ class Reader:
         if tools is not None and asked.prompts == 1 and not asked.tools:
             ids = await self._own(asked, tools, infos[0].max_len)
         if ids is None and asked.prompts == 1:
-            ids, how = await self._theirs(asked, infos[0]), "engine"
+            ids, how = await self._theirs(asked, infos[self._turn % len(infos)]), "engine"
         if not ids:
             return None
         keys = chain_keys(self._root(asked, namespace), ids, namespace.block_size)
@@ -137,6 +139,7 @@ class Reader:
                 return msgspec.json.decode(reply.body, type=_Tokenized).tokens
         except (MoonserveError, *UNREADABLE):
             pass
+        self._turn += 1
         return None
 
     def _text(self, asked: Asked, infos: Sequence[InstanceInfo], keyed: bool) -> Reading:

@@ -87,6 +87,7 @@ class Worker:
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
+        metrics.cache(shape.block_size, shape.num_blocks)
         if isinstance(store, StoreClient):
             metrics.registry.register(LaneMetrics(store.transfer.stats))
         limits = Limits(

@@ -105,6 +105,16 @@ class Metrics:
             "What passes over parts of prompts waited for the KV of earlier parts.",
         )
 
+    def cache(self, block_size: Tokens, blocks: int) -> None:
+        """The size of the KV cache, as gateways for engines ask it."""
+        made = Gauge(
+            "vllm:cache_config_info",
+            "Information of the LLMEngine CacheConfig.",
+            ("engine", "block_size", "num_gpu_blocks"),
+            registry=self.registry,
+        )
+        made.labels(engine="0", block_size=str(block_size), num_gpu_blocks=str(blocks)).set(1)
+
     def watch(
         self,
         running: Callable[[], float],
