@@ -90,15 +90,16 @@ def test_every_kind_of_policy_serves(policy: str) -> None:
             assert one["actual_tbt_ms"] > 0
             assert one["attempts"] == 1
             assert one["candidates"][0]["instance"] == one["prefill"]
-        waited = [one["waited_ms"] for one in told]
-        assert any(waited) == (policy == "late_binding")
+        waited = [one["waited_ms"] for one in told]  # what passes in the gateway included
+        if policy == "late_binding":  # four of six waited for a pass, of 10 ms
+            assert max(waited) > 5
 
     run(test, policy=policy)
 
 
 @pytest.mark.parametrize("policy", ["kvcache_centric", "late_binding"])
 def test_an_impossible_objective_is_refused_and_explained(policy: str) -> None:
-    """429 with its reason and Retry-After, before any work; `explain` says so, and why."""
+    """429 with its reason before any work, no Retry-After; `explain` says so, and why."""
 
     async def test(it: Site) -> None:
         await it.add("p0", "prefill")
@@ -110,7 +111,7 @@ def test_an_impossible_objective_is_refused_and_explained(policy: str) -> None:
             assert reply.status == 429, reply.body
             assert json.loads(reply.body)["error"]["code"] == reason
             assert reply.headers["x-moonserve-reject-reason"] == reason
-            assert int(reply.headers["retry-after"]) >= 1
+            assert "retry-after" not in reply.headers  # an idle cluster would miss it too
             told = await decision(it, f"no-{header}")
             assert (told["outcome"], told["reject_reason"]) == ("refused", reason)
             assert told["attempts"] == 0
