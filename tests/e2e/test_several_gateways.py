@@ -218,7 +218,7 @@ def test_an_engine_registered_once_is_used_by_every_gateway(tmp_path: Path) -> N
             stack.callback(process.close)
             return process
 
-        registered = start("register", "--url", engine.url, "--events", "off")
+        registered = start("register", "--url", engine.url, "--name", "e0", "--events", "off")
         await registered.says("registered: e0")
         gateways = [start("gateway", "--port", "0") for _ in range(2)]
         urls = [await it.says(r"listening on (http\S+)") for it in gateways]

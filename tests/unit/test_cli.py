@@ -61,7 +61,7 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0"),
         ([*WORKER, "--host", "192.0.2.1"], "error: token: bound to 192.0.2.1"),
         (["up", "--policy", "best"], "error: policy: must be one of random, round_robin"),
-        (["gateway", "--ttft-slo-ms", "-1"], "error: ttft_slo_ms: expected `float` > 0"),
+        (["gateway", "--ttft-slo-ms", "-1"], "error: ttft_slo_ms: expected `float` >= 0.001"),
         (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
