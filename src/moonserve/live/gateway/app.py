@@ -15,12 +15,11 @@ import msgspec
 
 from moonserve.core.errors import (
     ModelNotFound,
-    NobodyAlive,
 )
 from moonserve.core.request import Request
 from moonserve.core.units import RequestId, Tokens, seconds_to_us
 from moonserve.live.gateway import headers, openai
-from moonserve.live.gateway.door import SHUTTING_DOWN, Door
+from moonserve.live.gateway.door import Door
 from moonserve.live.gateway.door import Limits as Limits
 from moonserve.live.gateway.generation import (
     EventStream,
@@ -36,7 +35,6 @@ from moonserve.live.http.message import (
     HttpRequest,
     Response,
     StreamingResponse,
-    error_response,
     json_response,
 )
 from moonserve.live.http.server import Handler
@@ -126,14 +124,8 @@ class GatewayApp:
 
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self._serving.models() if card.alive]
-        # Answered, not raised: who polls until we are ready is no warning in the log.
-        if self._door.draining:
-            return error_response(NobodyAlive(SHUTTING_DOWN))
-        if why := self.not_ready():
-            return error_response(NobodyAlive(f"this gateway is not ready: {why}"))
-        if not alive:
-            return error_response(NobodyAlive("no model has both a prefill and a decode instance"))
-        return json_response({"status": "ready", "models": alive})
+        lack = "no model has both a prefill and a decode instance"
+        return self._door.readiness(alive, self.not_ready(), lack)
 
     async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
         return await self._generate(http, "chat")

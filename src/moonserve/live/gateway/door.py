@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.units import Bytes, RequestId
 from moonserve.live.gateway.metrics import Metrics
-from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
+from moonserve.live.http.message import (
+    HttpRequest,
+    Response,
+    StreamingResponse,
+    error_response,
+    json_response,
+)
 from moonserve.live.http.server import Handler
 
 SHUTTING_DOWN = "this gateway is shutting down"
@@ -48,6 +54,20 @@ class Door:
         self._in_flight: Counter[str] = Counter()
         """By tenant."""
         self._left = asyncio.Event()
+
+    def readiness(self, alive: Sequence[str], hindrance: str, lack: str) -> Response:
+        """What /ready answers: `alive`, models that can be served; `hindrance`: why others should
+        serve, empty where they need not; `lack`: what is missing where no model is alive.
+
+        Answered, not raised: who polls until we are ready is no warning in the log.
+        """
+        if self.draining:
+            return error_response(NobodyAlive(SHUTTING_DOWN))
+        if hindrance:
+            return error_response(NobodyAlive(f"this gateway is not ready: {hindrance}"))
+        if not alive:
+            return error_response(NobodyAlive(lack))
+        return json_response({"status": "ready", "models": alive})
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no generation is under way, streams included; False after `timeout_s`."""

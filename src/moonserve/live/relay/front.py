@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonserve.core.errors import NobodyAlive
 from moonserve.core.request import Counted, Request, Stopping
 from moonserve.core.units import RequestId, seconds_to_us
 from moonserve.live.fleet.observed import Observer
 from moonserve.live.gateway import headers
 from moonserve.live.gateway.app import ModelEntry, ModelList
-from moonserve.live.gateway.door import SHUTTING_DOWN, Door
+from moonserve.live.gateway.door import Door
 from moonserve.live.gateway.door import Limits as DoorLimits
 from moonserve.live.gateway.metrics import Metrics
 from moonserve.live.gateway.prompts import Prompts
@@ -28,7 +27,6 @@ from moonserve.live.http.message import (
     HttpRequest,
     Response,
     StreamingResponse,
-    error_response,
     json_response,
 )
 from moonserve.live.http.server import Handler
@@ -178,10 +176,5 @@ class RelayApp(Collector):
 
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self._models.cards() if card.alive]
-        if self._door.draining:
-            return error_response(NobodyAlive(SHUTTING_DOWN))
-        if why := self.not_ready():
-            return error_response(NobodyAlive(f"this gateway is not ready: {why}"))
-        if not alive:
-            return error_response(NobodyAlive("no model has engines that can serve it"))
-        return json_response({"status": "ready", "models": alive})
+        lack = "no model has engines that can serve it"
+        return self._door.readiness(alive, self.not_ready(), lack)
