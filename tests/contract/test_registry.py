@@ -15,7 +15,7 @@ from moonserve.live.ports import Registry
 from moonserve.live.registry import etcd as registry_etcd
 from moonserve.live.registry.address import Address, parse
 from moonserve.live.registry.etcd import EtcdRegistry
-from moonserve.live.registry.memory import MemoryRegistry, Shared
+from tests.support.registry import MemoryRegistry, Shared
 from tests.support.etcd import Etcd
 
 TTL_S = 2.0

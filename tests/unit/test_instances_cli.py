@@ -14,7 +14,7 @@ from moonserve.config import load
 from moonserve.core.errors import ConfigError
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.registry import entries
-from moonserve.live.registry.memory import MemoryRegistry, Shared
+from tests.support.registry import MemoryRegistry, Shared
 
 FILE = """port: 0
 instances:

@@ -32,7 +32,7 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry
-from moonserve.live.registry.memory import MemoryRegistry, Shared
+from tests.support.registry import MemoryRegistry, Shared
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways
 from moonserve.live.worker import join
