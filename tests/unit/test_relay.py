@@ -193,6 +193,40 @@ def test_sglang_halves_meet_in_a_room() -> None:
     run(use, *pools)
 
 
+def test_sglangs_room_says_which_rank_prefills() -> None:
+    """The rank that is called is the one that the room's number means, and decode is told; what was
+    cached is prefill's word, whole and streamed. Of several choices each has a room."""
+
+    async def use(site: Site) -> None:
+        prefill = await site.add("p", "prefill", "sglang", dp_size=3)
+        decode = await site.add("d", "decode", "sglang", dp_size=2)
+        asks = [{**ASK, "prompt": f"{number} {PROMPT}"} for number in range(9)]
+        for ask, reply in zip(asks, await asyncio.gather(*map(site.post, asks)), strict=True):
+            assert text(reply) == "".join(spoken(list(str(ask["prompt"]).encode()), 4))
+        second = {call.body["bootstrap_room"]: call for call in decode.calls}
+        for first in prefill.calls:
+            rank = int(first.headers["x-data-parallel-rank"])
+            assert first.body["bootstrap_room"] % 3 == rank
+            told = second[first.body["bootstrap_room"]]
+            assert told.body == first.body | {"disagg_prefill_dp_rank": rank}
+            assert told.headers["x-data-parallel-rank"] in ("0", "1")
+        assert len({call.headers["x-data-parallel-rank"] for call in prefill.calls}) > 1
+        ask = {**asks[0], "prompt": "9 " + PROMPT}
+        await site.post(ask)
+        again = parsed(await site.post(ask))["usage"]["prompt_tokens_details"]
+        assert again["cached_tokens"] > 64
+        _, events = await streamed(site, {**ask, "stream_options": {"include_usage": True}})
+        assert events[-1]["usage"]["prompt_tokens_details"] == again
+        several = parsed(await site.post({**ask, "prompt": "10 " + PROMPT, "n": 3}))["choices"]
+        assert [it["text"] for it in several] == [
+            "".join(spoken(list(f"10 {PROMPT}".encode()), 4, choice)) for choice in range(3)
+        ]
+        noted = [note.said for note in site.fleet.notes if note.part == "prefill"][:-1]
+        assert noted[-2:] == [[again["cached_tokens"]]] * 2
+
+    run(use)
+
+
 def test_sglangs_decode_that_is_gone_is_to_blame_not_its_prefill() -> None:
     """Prefill waits in the room for it: it keeps its place, and another decode is found."""
     pools: list[Pool] = [("p", "prefill", "sglang"), ("c", "decode", "sglang")]
@@ -217,6 +251,7 @@ def test_what_is_the_gateways_to_say_is_refused() -> None:
         for body, param in (
             ({**ASK, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
             ({**ASK, "bootstrap_room": 3}, "bootstrap_room"),
+            ({**ASK, "disagg_prefill_dp_rank": 0}, "disagg_prefill_dp_rank"),
             ({**ASK, "vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
             ({"max_tokens": 1}, "prompt"),
             ({**ASK, "max_tokens": "x"}, "max_tokens"),
