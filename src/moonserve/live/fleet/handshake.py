@@ -242,7 +242,8 @@ def _kv_tokens(
 
 def _check_ranks(member: Member, page: Page) -> None:
     count, wanted = len(page.ranks), member.spec.dp_size
-    if count > 1 and count != wanted:
+    tells_all = member.spec.engine == "vllm" and count > 0  # SGLang's may tell of one rank only
+    if (tells_all or count > 1) and count != wanted:
         raise Mismatch(
             f"it has {count} data-parallel ranks, not {wanted}: set it to {count}", "dp_size"
         )
