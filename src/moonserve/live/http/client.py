@@ -165,6 +165,11 @@ class HttpClient:
             raise DeadlineExceeded(f"GET {url}: no reply within {timeout_s:g} s") from None
 
     async def close(self) -> None:
+        """`cut`, and let those who are cut see it."""
+        self.cut()
+        await asyncio.sleep(0)
+
+    def cut(self) -> None:
         """Cut every connection; calls under way and later ones raise UpstreamError."""
         self._closed = True
         self._open.stop()
@@ -172,7 +177,6 @@ class HttpClient:
             self._sweeper.cancel()
         for connection in list(self._open):
             connection.abort()
-        await asyncio.sleep(0)
 
     def _host(self, target: Target) -> _Host:
         key = (target.host, target.port)
