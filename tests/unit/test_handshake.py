@@ -50,11 +50,32 @@ def test_sglang_is_asked_where_it_says_what_vllm_says_elsewhere() -> None:
         "version": "0.5",
     }
     page = b'sglang:num_running_reqs{model_name="m"} 0.0\n'
-    pages = {"/health": b"", "/v1/models": MODELS, "/metrics": page, "/get_server_info": info}
-    found = shake(pages, engine="sglang")
-    assert (found.block_size, found.kv_tokens, found.max_len) == (1, 5_000, 4_096)
-    assert (found.version, found.started_s, found.events) == ("0.5", None, False)
-    assert any("start it with --page-size 16" in said for said in found.warnings)
+    pages = {"/health": b"", "/v1/models": MODELS, "/metrics": page}
+    for name in ("/server_info", "/get_server_info"):
+        found = shake(pages | {name: info}, engine="sglang")
+        assert (found.block_size, found.kv_tokens, found.max_len) == (1, 5_000, 4_096)
+        assert (found.version, found.started_s, found.events) == ("0.5", None, False)
+        assert any("start it with --page-size 16" in said for said in found.warnings)
+        assert not any("not checked" in said for said in found.warnings)
+
+
+@pytest.mark.parametrize("said", [None, b"<html>"])
+def test_what_could_not_be_checked_is_named(said: Any) -> None:
+    """An engine that does not say how it is joins as described, and every field that nobody
+    compared is in a warning."""
+    pages = {"/health": b"", "/v1/models": MODELS}
+    pages |= {"/server_info": said} if said else {}
+    described = {"max_len": 100, "block_size": 64, "kv_tokens": 640}
+    found = shake(pages, engine="sglang", **described)
+    assert found.block_size == 64
+    status = 404
+    assert f"no server info of SGLang at /server_info or /get_server_info ({status}): " in (
+        "\n".join(found.warnings)
+    )
+    assert "it does not say its block_size: 64, as described, was not checked" in found.warnings
+    found = shake(pages, **described, dp_size=2, shared_store=True)
+    assert "it does not say its ranks: dp_size 2 was not checked" in found.warnings
+    assert any("does not say its hash algorithm" in it for it in found.warnings)
 
 
 def test_what_an_engine_does_not_say_is_described_or_guessed_aloud() -> None:

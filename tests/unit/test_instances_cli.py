@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from moonserve.cli import cli
+from moonserve.cli.fronts import flags_of
 from moonserve.cli.instances import engines_of, named_by_flags
-from moonserve.config import load
+from moonserve.config import Settings, load
 from moonserve.core.errors import ConfigError
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.registry import entries
@@ -163,6 +165,27 @@ def test_a_wrong_flag_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         flags(**given)
     assert str(caught.value).startswith(says), caught.value
+
+
+def test_the_model_that_is_asked_for_is_what_engines_must_serve(tmp_path: Path) -> None:
+    """--model, or the setting where it is not the default, holds for every engine that says none
+    itself; the default named aloud counts; of nobody it is an error."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(FILE.replace("name: d0", "name: d0\n    model: own"))
+    default = load(None, {}, {})
+
+    def served(model: str | None, settings: Settings, file: Path | None) -> list[str]:
+        by_flags = flags(url=("http://a:1",))
+        return [it.model for it in engines_of(settings, file, by_flags, model) or ()]
+
+    assert served("big", load(file, {}, {"model": "big"}), file) == ["big", "own", "big"]
+    assert served(None, load(None, {"MOONSERVE_MODEL": "big"}, {}), None) == ["big"]
+    assert served(None, default, None) == [""]
+    assert served(default.model, default, None) == [default.model]
+    with pytest.raises(ConfigError, match=r"^model: is for engines that a file or flags name"):
+        engines_of(msgspec.structs.replace(default, instances=()), None, [], "big")
+    words = flags_of({"model": default.model, "url": ("http://a:1",), "config": None}, default)
+    assert words == ["--model", default.model, "--url", "http://a:1"]
 
 
 def test_what_only_workers_of_ours_have_is_refused_beside_engines(tmp_path: Path) -> None:

@@ -60,11 +60,12 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
-    """A command's flags that are no settings, as words; and the file, for what only a file has."""
+    """A command's flags that are no settings, as words; and the file, for what only a file has, and
+    the model, since that it was asked for is no setting."""
     words: list[str] = []
     file = params["config"] or os.environ.get(ENV_PREFIX + "CONFIG")
     for name, given in {**params, "config": file}.items():
-        if given and name not in settings.__struct_fields__:
+        if given and (name not in settings.__struct_fields__ or name == "model"):
             for one in given if isinstance(given, tuple) else (given,):
                 words += ["--" + name.replace("_", "-"), str(one)]
     return words

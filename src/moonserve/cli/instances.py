@@ -110,9 +110,13 @@ def _of_flag(fields: dict[str, Any], flag: str) -> InstanceSpec:
 
 
 def engines_of(
-    settings: Settings, file: Path | None, by_flags: Sequence[InstanceSpec]
+    settings: Settings,
+    file: Path | None,
+    by_flags: Sequence[InstanceSpec],
+    model: str | None = None,
 ) -> list[InstanceSpec] | None:
-    """All engines of a gateway; None where it has workers of ours. Raises ConfigError."""
+    """All engines of a gateway; None where it has workers of ours. `model`: as a flag names it.
+    Raises ConfigError."""
     if settings.instances is None and not by_flags:
         return None
     for name in ("store", "store_url"):
@@ -125,7 +129,14 @@ def engines_of(
     for spec in by_flags:
         if spec.name in [it.name for it in found]:
             raise ConfigError(f"an engine in the file is named {spec.name}; rename it", "instances")
-    return [*found, *by_flags]
+    if model and not settings.instances and not by_flags:
+        remedy = "say it of each engine where that is described"
+        raise ConfigError(f"is for engines that a file or flags name; {remedy}", "model")
+    if model is None and settings.model != Settings().model:
+        model = settings.model
+    # Which model was asked for each must serve, or the handshake says which it does.
+    engines = [*found, *by_flags]
+    return [msgspec.structs.replace(it, model=it.model or model or "") for it in engines]
 
 
 def by_address(url: str) -> str:

@@ -60,7 +60,7 @@ def gateway(
     """
     settings = read_settings(config, flags)
     urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer)
-    engines = engines_of(settings, config, urls)
+    engines = engines_of(settings, config, urls, flags["model"])
     token = read_token()
     from moonserve.live.supervise import die_with_parent, with_beats
 

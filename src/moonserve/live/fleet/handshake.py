@@ -67,7 +67,7 @@ class _Cards(msgspec.Struct):
 
 
 class _Server(msgspec.Struct):
-    """The part of SGLang's /get_server_info that is read."""
+    """The part of SGLang's /server_info that is read."""
 
     page_size: int | None = None
     max_total_num_tokens: int | None = None
@@ -100,14 +100,20 @@ async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -
         raise EngineFailed(f"GET /health answered {health.status}")
     card = await _card(http, member)
     page = await _page(http, member, warnings)
-    server = await _server(http, member)
+    server = await _server(http, member, warnings)
     max_len = _max_len(member, card.max_model_len or server.context_length)
     block_size = _block_size(member, page, server, warnings)
-    _check_ranks(member, page)
+    _check_ranks(member, page, warnings)
     if member.bootstrap:
         await _check_bootstrap(member)
     if tools is not None:
         await _check_text(http, member, card.id, tools, warnings)
+    algorithm = page.cache.get("prefix_caching_hash_algo", "")
+    if spec.shared_store and not algorithm:
+        warnings.append(
+            "it does not say its hash algorithm: whether it shares a store with others"
+            " was not checked"
+        )
     events = await _listens(spec.events_of(0)) if spec.events == "auto" else spec.events != "off"
     if events and page.cache.get("enable_prefix_caching") == "False":
         warnings.append("it keeps no prefixes: start it without --no-enable-prefix-caching")
@@ -118,7 +124,7 @@ async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -
         kv_tokens=_kv_tokens(member, page, server, block_size, warnings),
         version=server.version,
         started_s=page.started_s,
-        hash_algorithm=page.cache.get("prefix_caching_hash_algo", ""),
+        hash_algorithm=algorithm,
         events=events and tools is not None,
         warnings=(*warnings, *_of_events(member, events, tools)),
     )
@@ -178,14 +184,22 @@ async def _page(http: HttpClient, member: Member, warnings: list[str]) -> Page:
     return page
 
 
-async def _server(http: HttpClient, member: Member) -> _Server:
-    """Version, and what SGLang says in one place."""
+async def _server(http: HttpClient, member: Member, warnings: list[str]) -> _Server:
+    """Version, and what SGLang says in one place, whose name was another once."""
     sglang = member.spec.engine == "sglang"
-    reply = await ask(http, member, "/get_server_info" if sglang else "/version")
-    try:
-        return msgspec.json.decode(reply.body, type=_Server) if reply.status == 200 else _Server()
-    except UNREADABLE:
-        return _Server()
+    for path in ("/server_info", "/get_server_info") if sglang else ("/version",):
+        reply = await ask(http, member, path)
+        try:
+            if reply.status == 200:
+                return msgspec.json.decode(reply.body, type=_Server)
+        except UNREADABLE:
+            pass
+    if sglang:
+        warnings.append(
+            f"no server info of SGLang at /server_info or /get_server_info ({reply.status}): "
+            "block_size, kv_tokens and version were not checked"
+        )
+    return _Server()
 
 
 def _max_len(member: Member, said: Tokens | None) -> Tokens:
@@ -217,8 +231,11 @@ def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]
             f"KV blocks of {said or wanted} tokens make the index slow and large: start it with "
             f"{'--page-size' if member.spec.engine == 'sglang' else '--block-size'} {_BLOCK_SIZE}"
         )
-    if not said and not wanted:
-        warnings.append(f"it does not say its block_size: taken to be {_BLOCK_SIZE}; set it")
+    if not said:
+        taken = (
+            f"{wanted}, as described, was not checked" if wanted else f"taken to be {_BLOCK_SIZE}"
+        )
+        warnings.append(f"it does not say its block_size: {taken}" + ("" if wanted else "; set it"))
     return said or wanted or _BLOCK_SIZE
 
 
@@ -240,8 +257,10 @@ def _kv_tokens(
     return server.max_total_num_tokens or _KV_TOKENS
 
 
-def _check_ranks(member: Member, page: Page) -> None:
+def _check_ranks(member: Member, page: Page, warnings: list[str]) -> None:
     count, wanted = len(page.ranks), member.spec.dp_size
+    if not count and wanted > 1:
+        warnings.append(f"it does not say its ranks: dp_size {wanted} was not checked")
     if count > 1 and count != wanted:
         raise Mismatch(
             f"it has {count} data-parallel ranks, not {wanted}: set it to {count}", "dp_size"
