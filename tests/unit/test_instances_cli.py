@@ -69,12 +69,12 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
         (
             "role: decode",
             "role: decoder",
-            "instances[1].role (line 13): must be prefill, de",
+            "instances[1].role (line 13): must be both, decode or prefi",
         ),
         (
             "role: decode",
             "roles: decode",
-            "instances[1].roles (line 13): there is no such ",
+            "instances[1].roles (line 13): there is no such field; did you mean role?",
         ),
         (
             "connector: mooncake\n    events",
@@ -98,7 +98,11 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
             "instances[0].tokenizer (line 3): is need",
         ),
         ("dp_size: 2", "dp_size: two", "instances[0].dp_size (line 10): must be a whole number"),
-        ("dp_size: 2", "block_size: 0", "instances[0].block_size (line 10): expected"),
+        (
+            "dp_size: 2",
+            "block_size: 0",
+            "instances[0].block_size (line 10): must be 1 or more (not 0)",
+        ),
         ("dp_size: 2", "api_key_env: sk-123", "(line 10): is no variable's name; name the environ"),
         (
             "events: off",
@@ -156,7 +160,7 @@ def test_flags_name_addresses_only() -> None:
         ({"url": ("http://a:1", "http://b:1"), "events": "tcp://a:1"}, "--events: of several engi"),
         (
             {"prefill_url": ("http://a:1",), "decode_url": ("http://b:1",), "connector": "nxl"},
-            "--connector: must be nixl, mooncake, sglang or none",
+            "--connector: must be mooncake, nixl, none or sglang",
         ),
     ],
 )

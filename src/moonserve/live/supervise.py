@@ -160,7 +160,7 @@ class Supervisor:
                 process = await asyncio.create_subprocess_exec(
                     *child.argv,
                     env={**child.env, _LIFELINE: "stdin"},
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     process_group=0,

@@ -21,6 +21,11 @@ PATHS: Mapping[Form, str] = {"chat": "/v1/chat/completions", "completion": "/v1/
 _OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _UNTOUCHED = msgspec.Raw(b"")
 _NO_TOOLS = (b"null", b"[]")
+_PROMPTS: Mapping[Form, tuple[str, tuple[bytes, ...], str]] = {
+    "chat": ("messages", (b"[",), "a list of messages"),
+    "completion": ("prompt", (b'"', b"["), "text, or a list of texts or of token ids"),
+}
+"""Its field, how that may begin, and what it must be."""
 
 
 class _Body(msgspec.Struct):
@@ -64,9 +69,11 @@ class Asked:
                 raise BadRequest(f"{name}: is the gateway's to say; leave it out", name)
             if name in (body.vllm_xargs or ()):
                 raise BadRequest(f"vllm_xargs: {name} is the gateway's to say", "vllm_xargs")
-        prompt = "messages" if form == "chat" else "prompt"
+        prompt, begins, what = _PROMPTS[form]
         if getattr(body, prompt) is _UNTOUCHED:
-            raise BadRequest(f"{prompt}: missing required field `{prompt}`", prompt)
+            raise BadRequest(f"{prompt}: is missing", prompt)
+        if bytes(getattr(body, prompt))[:1] not in begins:
+            raise BadRequest(f"{prompt}: must be {what}", prompt)
         asked = body.max_completion_tokens if form == "chat" else None
         self.max_tokens: Tokens | None = body.max_tokens if asked is None else asked
         """None: as many as the engine gives by itself."""
