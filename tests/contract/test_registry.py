@@ -15,8 +15,8 @@ from moonserve.live.ports import Registry
 from moonserve.live.registry import etcd as registry_etcd
 from moonserve.live.registry.address import Address, parse
 from moonserve.live.registry.etcd import EtcdRegistry
-from moonserve.live.registry.memory import MemoryRegistry, Shared
 from tests.support.etcd import Etcd
+from tests.support.registry import MemoryRegistry, Shared
 
 TTL_S = 2.0
 Join = Callable[[], Awaitable[Registry]]
@@ -82,6 +82,55 @@ async def sees(watch: AsyncIterator[Mapping[str, bytes]], wanted: dict[str, byte
         async for now in watch:
             if now == wanted:
                 return
+
+
+@contextlib.asynccontextmanager
+async def members_of(etcd: Etcd, prefix: str, count: int) -> AsyncIterator[list[EtcdRegistry]]:
+    """So many members of one etcd, under keys of their own; closed at the end."""
+    address = parse(f"{etcd.url}/{prefix}")
+    made: list[EtcdRegistry] = []
+    try:
+        while len(made) < count:
+            made.append(await EtcdRegistry.open(address, TTL_S))
+        yield made
+    finally:
+        for one in made:
+            await one.close()
+
+
+class Views:
+    """All that a watch has told so far."""
+
+    def __init__(self) -> None:
+        self.told: list[Mapping[str, bytes]] = []
+
+    @property
+    def now(self) -> Mapping[str, bytes]:
+        """The latest; empty before the first."""
+        return self.told[-1] if self.told else {}
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Wait for it, a little."""
+        async with asyncio.timeout(15):
+            while not done():
+                await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def followed(registry: Registry, prefix: str) -> AsyncIterator[Views]:
+    """Watch, and keep what is told; begins with the first of it."""
+    views = Views()
+
+    async def follow() -> None:
+        async for view in registry.watch(prefix):
+            views.told.append(view)
+
+    following = asyncio.create_task(follow())
+    try:
+        await views.until(lambda: bool(views.told))
+        yield views
+    finally:
+        following.cancel()
 
 
 def test_what_is_registered_is_read_by_others_until_it_is_closed(
@@ -212,82 +261,76 @@ def test_while_etcd_is_away_nothing_is_told_and_then_all_is_registered_again(etc
     """Lost with all it knew: watchers keep their view, a duty ends in time, all comes back."""
 
     async def test() -> None:
-        address = parse(f"{etcd.url}/away")
-        one, other = (
-            await EtcdRegistry.open(address, TTL_S),
-            await EtcdRegistry.open(address, TTL_S),
-        )
-        said: list[bool] = []
-        views: list[Mapping[str, bytes]] = []
-
-        async def follow() -> None:
-            async for view in other.watch(""):
-                views.append(view)  # noqa: PERF401 - it never ends
-
-        try:
+        async with members_of(etcd, "away", 2) as (one, other):
+            said: list[bool] = []
             await one.register("x", b"1")
             await one.elect("d", "one", said.append)
-            following = asyncio.create_task(follow())
-            while not views:
-                await asyncio.sleep(0.02)
-            await asyncio.to_thread(etcd.lose_all)
-            with pytest.raises(RegistryError, match="etcd 127"):
-                await one.register("y", b"2")
-            async with asyncio.timeout(TTL_S + 2):
-                while said != [True, False]:
-                    await asyncio.sleep(0.02)
-            await asyncio.to_thread(etcd.start)
-            async with asyncio.timeout(10):
-                while said != [True, False, True]:
-                    await asyncio.sleep(0.02)
-            assert (await other.read("x")) == {"x": b"1"}
-            following.cancel()
-            assert all("x" in view for view in views), views
-        finally:
-            await one.close()
-            await other.close()
+            async with followed(other, "") as views:
+                await asyncio.to_thread(etcd.lose_all)
+                with pytest.raises(RegistryError, match="etcd 127"):
+                    await one.register("y", b"2")
+                await views.until(lambda: said == [True, False])
+                await asyncio.to_thread(etcd.start)
+                await views.until(lambda: said == [True, False, True])
+                assert (await other.read("x")) == {"x": b"1"}
+            assert all("x" in view for view in views.told), views.told
 
     asyncio.run(test())
 
 
 def test_an_etcd_that_lost_all_takes_nobody_away(etcd: Etcd) -> None:
-    """What was put stays as it was, with an alarm, until it is told again; then it can go."""
+    """What was put stays as it was, with an alarm, until it is there again, as it was or as one has
+    put it since; what was removed stays away. Who comes later finds all of it."""
 
     async def test() -> None:
-        it = await EtcdRegistry.open(parse(f"{etcd.url}/lost"), TTL_S)
-        views: list[Mapping[str, bytes]] = []
-
-        async def follow() -> None:
-            async for view in it.watch("e/"):
-                views.append(view)  # noqa: PERF401 - it never ends
-
-        async def until(done: Callable[[], bool]) -> None:
-            async with asyncio.timeout(15):
-                while not done():
-                    await asyncio.sleep(0.02)
-
-        following = asyncio.create_task(follow())
-        try:
+        async with members_of(etcd, "lost", 1) as (it,):
             for name in "abcde":
                 await it.put(f"e/{name}", b"1")
             await it.remove("e/e")
-            await until(lambda: bool(views) and len(views[-1]) == 4)
-            assert it.alarms() == []
+            async with followed(it, "e/") as views:
+                await views.until(lambda: len(views.now) == 4)
+                assert it.alarms() == []
+                await asyncio.to_thread(etcd.lose_all)
+                await views.until(
+                    lambda: it.alarms() == [f"etcd 127.0.0.1:{etcd.port} does not answer"]
+                )
+                await asyncio.to_thread(etcd.start)
+                await views.until(lambda: "e/a, e/b, e/c, e/d stay" in "".join(it.alarms()))
+                await it.put("e/a", b"2")
+                await views.until(lambda: it.alarms() == [])
+                async with members_of(etcd, "lost", 1) as (late,):
+                    kept = {"e/a": b"2", "e/b": b"1", "e/c": b"1", "e/d": b"1"}
+                    assert await late.read("e/") == kept
+                await views.until(lambda: views.now == kept)
+                await it.remove("e/a")
+                await views.until(lambda: list(views.now) == ["e/b", "e/c", "e/d"])
+            assert all(len(view) >= 3 for view in views.told), "nobody was taken away"
+
+    asyncio.run(test())
+
+
+def test_another_history_is_known_whatever_its_revision(etcd: Etcd) -> None:
+    """An etcd that lost all, and was told more since than it knew, while a gateway was cut off from
+    it: its revision and the identity of its cluster say nothing."""
+
+    async def test() -> None:
+        async with members_of(etcd, "passed", 1) as (it,), followed(it, "e/") as views:
+            await it.put("e/a", b"1")
+            await views.until(lambda: views.now == {"e/a": b"1"})
+            before = await it._read(it._client, "e/")
             await asyncio.to_thread(etcd.lose_all)
-            await until(lambda: it.alarms() == [f"etcd 127.0.0.1:{etcd.port} does not answer"])
+            with etcd.elsewhere():
+                await asyncio.to_thread(etcd.start)
+                async with members_of(etcd, "passed", 1) as (other,):
+                    for number in range(before.revision):
+                        await other.put("e/b", b"%d" % number)
+                    assert (await other._read(other._client, "e/")).revision > before.revision
+                await asyncio.to_thread(etcd.kill)
             await asyncio.to_thread(etcd.start)
-            await until(lambda: "e/a, e/b, e/c, e/d stay" in "".join(it.alarms()))
-            await asyncio.sleep(2 * TTL_S + 0.5)  # what may be registered again was by then
-            assert list(views[-1]) == ["e/a", "e/b", "e/c", "e/d"]
-            for name in "bcd":
-                await it.put(f"e/{name}", b"2")
-            await it.put("e/a", b"2")
-            await until(lambda: it.alarms() == [])
-            await it.remove("e/a")
-            await until(lambda: list(views[-1]) == ["e/b", "e/c", "e/d"])
-        finally:
-            following.cancel()
-            await it.close()
+            await views.until(lambda: "e/b" in views.now)
+            assert views.now["e/a"] == b"1"
+            await views.until(lambda: it.alarms() == [])
+            assert list(await it.read("e/")) == ["e/a", "e/b"]
 
     asyncio.run(test())
 
@@ -297,40 +340,22 @@ def test_an_etcd_that_hangs_costs_deadlines_and_no_view(etcd: Etcd) -> None:
     registered again before anybody is told that it was gone."""
 
     async def test() -> None:
-        address = parse(f"{etcd.url}/hangs")
-        one, other = (
-            await EtcdRegistry.open(address, TTL_S),
-            await EtcdRegistry.open(address, TTL_S),
-        )
-        said: list[bool] = []
-        views: list[Mapping[str, bytes]] = []
-
-        async def follow() -> None:
-            async for view in other.watch("x"):
-                views.append(view)  # noqa: PERF401 - it never ends
-
-        try:
+        async with members_of(etcd, "hangs", 2) as (one, other):
+            said: list[bool] = []
             await one.register("x", b"1")
             await one.elect("d", "one", said.append)
-            following = asyncio.create_task(follow())
-            while not views:
-                await asyncio.sleep(0.02)
-            etcd.freeze()
-            with pytest.raises(RegistryError):
-                async with asyncio.timeout(8):
-                    await one.put("y", b"1")
-            await asyncio.sleep(TTL_S)
-            assert said == [True, False]
-            etcd.thaw()
-            async with asyncio.timeout(10):
-                while said != [True, False, True]:
-                    await asyncio.sleep(0.02)
-            following.cancel()
-            assert views == [{"x": b"1"}]
-        finally:
-            etcd.thaw()
-            await one.close()
-            await other.close()
+            async with followed(other, "x") as views:
+                try:
+                    etcd.freeze()
+                    with pytest.raises(RegistryError):
+                        async with asyncio.timeout(8):
+                            await one.put("y", b"1")
+                    await asyncio.sleep(TTL_S)
+                    assert said == [True, False]
+                finally:
+                    etcd.thaw()
+                await views.until(lambda: said == [True, False, True])
+            assert views.told == [{"x": b"1"}]
 
     asyncio.run(test())
 

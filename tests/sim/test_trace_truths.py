@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from moonserve.cli import cli
 from moonserve.core.evict import EVICTIONS
-from moonserve.sim.stats import hit_curve, stats
+from moonserve.sim.stats import hits, stats
 from moonserve.sim.trace import Trace, read_trace, scale
 from tests.support.traces import public_trace
 
@@ -37,8 +37,8 @@ def test_an_infinite_cache_hits_what_is_there(conversation: Trace) -> None:
     """Without eviction every order hits 105,710 blocks: .3664 of blocks, .3736 of tokens."""
     found = stats(conversation)
     for policy in EVICTIONS:
-        [(_, blocks, tokens)] = hit_curve(conversation, [None], policy)
-        assert (blocks, tokens) == (105_710, found.infinite_hit_tokens)
+        there = hits(conversation, None, policy)
+        assert (there.block_hits, there.token_hits) == (105_710, found.infinite_hit_tokens)
     assert round(found.infinite_hits / found.block_touches, 4) == 0.3664
     assert round(found.infinite_hit_tokens / found.input_tokens, 4) == 0.3736
 
@@ -54,12 +54,12 @@ def test_the_program_prints_the_truths() -> None:
 
 def test_more_room_never_hits_less(conversation: Trace) -> None:
     """LRU keeps its inclusion property: hits only grow with capacity, up to the infinite."""
-    hits = [blocks for _, blocks, _ in hit_curve(conversation, [100, 1_000, 10_000, None])]
-    assert hits == sorted(hits)
+    found = [hits(conversation, room).block_hits for room in (100, 1_000, 10_000, None)]
+    assert found == sorted(found)
 
 
 def test_divided_lengths_keep_every_hit(conversation: Trace) -> None:
     """Lengths divided by 16 hit the same blocks, of 32 tokens."""
     small = scale(conversation, lengths=16)
     assert small.block_size == 32
-    assert hit_curve(small, [10_000])[0][1] == 61_046
+    assert hits(small, 10_000).block_hits == 61_046

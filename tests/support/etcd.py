@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,15 @@ class Etcd:
             self.process.kill()
             self.process.wait(10)
             self.process = None
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """At another port meanwhile, where those who knew it do not find it."""
+        known, self.port = self.port, _free_port()
+        try:
+            yield
+        finally:
+            self.port = known
 
     def freeze(self) -> None:
         """It does not answer any more, though it is there."""

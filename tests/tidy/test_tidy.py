@@ -43,6 +43,10 @@ FORBIDDEN = [
 ]
 
 
+SPECIFIED_BY = ("greedy_reference",)
+"""Plain loops that stand beside the fast ones as their specification."""
+
+
 class File(NamedTuple):
     """One file: its path from the root, its text and, for Python, its tree."""
 
@@ -190,6 +194,28 @@ def _tells(node: ast.ExceptHandler) -> bool:
     return any(isinstance(func, ast.Attribute) and func.attr == "exception" for func in calls)
 
 
+def unused(files: list[File]) -> Iterator[str]:
+    """Nothing in src is there for tests only: functions and classes are used by the product or the
+    bench. What a decorator registers is."""
+    product = [file for file in files if file.path.startswith(("src/", "bench/"))]
+    used: set[str] = set()
+    for file in product:
+        for node in ast.walk(file.tree):
+            match node:
+                case ast.Name(id=name) | ast.Attribute(attr=name):
+                    used.add(name)
+                case ast.alias(name=name, asname=str()):
+                    used.add(name)
+                case ast.Constant(value=str(text)) if text.isidentifier():
+                    used.add(text)  # a forward reference
+    for file in product:
+        for node in file.tree.body if file.path.startswith("src/") else ():
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if node.name not in used and not node.decorator_list and node.name not in SPECIFIED_BY:
+                yield f"{file.path}:{node.lineno}: only tests use {node.name}; move it to them"
+
+
 def names_no_machine(file: File) -> Iterator[str]:
     """No machine's path and no registry's host is named anywhere."""
     for number, line in enumerate(file.text.splitlines(), 1):
@@ -262,6 +288,15 @@ def test_python_files_keep_the_rule(rule: Callable[[File], Iterator[str]]) -> No
     files = [file for file in house() if file.path.endswith(".py")]
     complaints = [f"{file.path}:{complaint}" for file in files for complaint in rule(file)]
     assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_nothing_is_there_for_tests_only() -> None:
+    """Code of src that the product does not use belongs to the tests."""
+    complaints = list(unused([file for file in house() if file.path.endswith(".py")]))
+    assert not complaints, "\n" + "\n".join(complaints)
+    lone = [File(CORE, "def f(): ..."), File("tests/x.py", "from a import f\nf()")]
+    assert len(list(unused(lone))) == 1
+    assert not list(unused([*lone, File(LIVE, "from a import f\nf()")]))
 
 
 def test_no_file_names_a_machine() -> None:

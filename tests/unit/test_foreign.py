@@ -10,13 +10,18 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 
+from moonserve.core.errors import RegistryError
 from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.gateway import control
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.foreign import ForeignGateway
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.registry.entries import ENGINES
 from tests.support.engines import QUICK, Engine
 from tests.support.fake_vllm import Fabric
+from tests.support.registry import MemoryRegistry, Shared
 
 
 class Client:
@@ -63,14 +68,14 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def site(*engines: Engine, specs: bool = True) -> AsyncIterator[Client]:
+async def site(*engines: Engine, specs: bool = True, registry: str = "") -> AsyncIterator[Client]:
     """A gateway before these engines; `specs` False: it is told of none."""
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
             stack.push_async_callback(engine.stop)
         named = [InstanceSpec(name=it.name, url=it.url, events="off") for it in engines]
-        config = GatewayConfig(model="", port=0, token="t0ken")
+        config = GatewayConfig(model="", port=0, token="t0ken", registry=registry)
         gateway = await ForeignGateway.start(config, named if specs else [], QUICK)
         stack.push_async_callback(gateway.stop, 0)
         http = HttpClient()
@@ -144,6 +149,79 @@ def test_engines_are_described_and_let_go_over_http() -> None:
                 reply = await it.call("DELETE", "/api/instances/a")
                 wanted = [name.decode() for name in changed]
                 assert msgspec.json.decode(reply.body) == {"changed": wanted}, reply
+            assert await it.get("/api/instances") == []
+
+    asyncio.run(body())
+
+
+def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """POST puts an engine there as `moonserve register` does, for whoever comes later too; DELETE
+    at any gateway takes it away from all. What cannot be used is refused, and not there."""
+    shared = Shared()
+
+    async def open_one(_: str) -> MemoryRegistry:
+        return MemoryRegistry(shared)
+
+    monkeypatch.setattr(control, "open_registry", open_one)
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with contextlib.AsyncExitStack() as stack:
+            one = await stack.enter_async_context(site(fake, specs=False, registry="etcd://x"))
+            other = await stack.enter_async_context(site(specs=False, registry="etcd://x"))
+            spec = {"name": "a", "url": fake.url, "events": "off"}
+            for changed in (["a"], []):
+                reply = await one.call("POST", "/api/instances", [spec])
+                assert msgspec.json.decode(reply.body) == {"changed": changed}, reply
+                assert [row["id"] for row in await one.get("/api/instances")] == ["a"]
+            entry = msgspec.json.decode(shared.entries[ENGINES + "a"], type=InstanceSpec)
+            assert entry == InstanceSpec(name="a", url=fake.url, events="off")
+            late = await stack.enter_async_context(site(specs=False, registry="etcd://x"))
+            for it in (one, other, late):
+                await it.up("a")
+                (row,) = await it.get("/api/instances")
+                assert row["source"] == "the registry"
+            for wrong, says in (
+                ({"name": "b", "url": fake.url}, "is registered as"),
+                (
+                    {"name": "b", "url": "http://b:1", "role": "prefill"},
+                    "b.connector: role prefill",
+                ),
+                ({"name": "b", "url": "http://b:1", "api_key_env": "MOONSERVE_KEY_B"}, "not set"),
+            ):
+                reply = await other.call("POST", "/api/instances", [spec | {"rack": "r"}, wrong])
+                assert (reply.status, says in reply.body.decode()) == (400, True), reply
+                assert [it for it in shared.entries if it.startswith(ENGINES)] == [ENGINES + "a"]
+                assert msgspec.json.decode(shared.entries[ENGINES + "a"])["rack"] == ""
+            for changed in (["a"], []):
+                reply = await other.call("DELETE", "/api/instances/a")
+                assert msgspec.json.decode(reply.body) == {"changed": changed}, reply
+                assert await other.get("/api/instances") == []
+            await one.up()
+            assert await late.get("/api/instances") == []
+
+    asyncio.run(body())
+
+
+def test_a_registry_that_is_away_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """503, and nothing is used that other gateways would not know."""
+
+    class Away(MemoryRegistry):
+        async def put(self, key: str, value: bytes) -> None:
+            if key.startswith(ENGINES):
+                raise RegistryError("etcd is away")
+            await super().put(key, value)
+
+    async def open_one(_: str) -> Away:
+        return Away()
+
+    monkeypatch.setattr(control, "open_registry", open_one)
+
+    async def body() -> None:
+        async with site(specs=False, registry="etcd://x") as it:
+            spec = {"name": "a", "url": "http://127.0.0.1:1", "events": "off"}
+            reply = await it.call("POST", "/api/instances", spec)
+            assert (reply.status, b"etcd is away" in reply.body) == (503, True), reply
             assert await it.get("/api/instances") == []
 
     asyncio.run(body())

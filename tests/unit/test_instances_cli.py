@@ -16,7 +16,7 @@ from moonserve.config import Settings, load
 from moonserve.core.errors import ConfigError
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.registry import entries
-from moonserve.live.registry.memory import MemoryRegistry, Shared
+from tests.support.registry import MemoryRegistry, Shared
 
 FILE = """port: 0
 instances:
@@ -225,7 +225,7 @@ def test_register_names_by_address_and_says_what_it_replaces(
     assert call("--prefill-url", "http://b:80", "--name", "p") == says
     assert call("--url", "http://b:80") == (
         "error: url: http://b:80 is registered as p; "
-        "unregister p first, or replace it by --name p\n"
+        "remove that first, or describe it anew under that name\n"
     )
     assert call("--url", "http://c:80", "--url", "http://d:80", "--name", "p").startswith(
         "error: --name:"

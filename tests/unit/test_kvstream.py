@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from moonserve.core.enginehash import algorithm_of, block_hash, event_hash, root_hash, store_key
+from moonserve.core.enginehash import algorithm_of, block_hash, event_hash, root_hash
 from moonserve.core.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.index import PrefixIndex
 from moonserve.core.kvevents import Cleared, KvBatch, KvEvent, Removed, Stored
@@ -149,10 +149,9 @@ def test_recomputed_hashes_are_those_of_the_engine(name: str, algorithm: Any) ->
     assert checked > 4
 
 
-def test_a_store_key_is_the_connectors() -> None:
-    """A block's key in the Mooncake store carries the whole hash of its events."""
+def test_an_algorithm_is_known_by_either_form_of_a_hash() -> None:
+    """Whole, and its last eight bytes; another hash is nobody's."""
     whole = block_hash("sha256_cbor", root_hash("sha256_cbor"), A[:SIZE])
-    assert store_key("smol", whole) == (f"smol@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@{whole.hex()}")
     assert algorithm_of(whole, A[:SIZE]) == algorithm_of(event_hash(whole), A[:SIZE])
     assert algorithm_of(event_hash(whole) ^ 1, A[:SIZE]) is None
 

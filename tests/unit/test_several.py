@@ -32,13 +32,13 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry
-from moonserve.live.registry.memory import MemoryRegistry, Shared
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways
 from moonserve.live.worker import join
 from moonserve.live.worker.gateways import Gateways
 from tests.support.cluster import info
 from tests.support.engines import Engine, rig
+from tests.support.registry import MemoryRegistry, Shared
 
 TOKEN = "a-secret"
 KEYS = tuple(BlockKey(bytes([n // 256, n % 256])) for n in range(3_000))

@@ -6,7 +6,6 @@ A face over live/registry; nothing else imports it. Heavy imports stay inside th
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,37 +68,17 @@ def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None)
     click.echo(f"unregistered: {', '.join(names)}")
 
 
-async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str]:
+async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str | None]:
     """The URLs of those replaced, by name. Raises ConfigError."""
-    import msgspec
-
-    from moonserve.live.registry.entries import ENGINES, open_registry
+    from moonserve.live.fleet.found import register
+    from moonserve.live.registry.entries import open_registry
 
     registry = await open_registry(_given(url))
     assert registry is not None
     try:
-        before = {
-            key.removeprefix(ENGINES): _url(value)
-            for key, value in (await registry.read(ENGINES)).items()
-        }
-        after = before | {it.name: it.url for it in engines}
-        for it in engines:
-            if twins := [name for name in after if after[name] == it.url and name != it.name]:
-                remedy = f"unregister {twins[0]} first, or replace it by --name {twins[0]}"
-                raise ConfigError(f"{it.url} is registered as {twins[0]}; {remedy}", "url")
-        for it in engines:
-            await registry.put(ENGINES + it.name, msgspec.json.encode(it))
-        return {it.name: before[it.name] for it in engines if it.name in before}
+        return await register(registry, engines)
     finally:
         await registry.close()
-
-
-def _url(entry: bytes) -> str:
-    """Of an entry that anybody may have written."""
-    try:
-        return str(json.loads(entry)["url"])
-    except (ValueError, TypeError, KeyError):
-        return "an address that cannot be read"
 
 
 async def _remove(url: str, names: Sequence[str]) -> None:

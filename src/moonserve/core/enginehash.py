@@ -71,11 +71,6 @@ def event_hash(hash: bytes) -> int:
     return int.from_bytes(hash[-8:], "big")
 
 
-def store_key(model: str, hash: bytes) -> str:
-    """A block's key in a Mooncake store that vLLM's connector fills, on one rank of each kind."""
-    return f"{model}@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@{hash.hex()}"
-
-
 def algorithm_of(hash: int | bytes, tokens: Sequence[int], seed: str = SEED) -> Algorithm | None:
     """How the hash of a chain's first block, without extra keys, was made; None: otherwise."""
     for algorithm in _WRITTEN:

@@ -184,7 +184,8 @@ class Registry(Protocol):
 
         Changes in quick succession are told together. Goes on for ever; while the registry is away
         it tells nothing, and when it is back, it waits with removals until owners had time to
-        register again. What was `put` stays in it when the registry has lost all it knew.
+        register again. What was `put` stays in it when the registry has lost all it knew, and is
+        put there again.
         """
 
     def alarms(self) -> list[str]:

@@ -82,14 +82,6 @@ def hits(trace: Trace, capacity: int | None, policy: str = "lru") -> Hits:
     return Hits(policy, capacity, block_hits, token_hits)
 
 
-def hit_curve(
-    trace: Trace, capacities: Sequence[int | None], policy: str = "lru"
-) -> list[tuple[int | None, int, Tokens]]:
-    """(capacity, block hits, token hits) for each capacity, each from an empty cache."""
-    served = (hits(trace, capacity, policy) for capacity in capacities)
-    return [(it.capacity, it.block_hits, it.token_hits) for it in served]
-
-
 def _quantiles(ordered: Sequence[int]) -> dict[int, int]:
     """Nearest rank: the smallest value that at least p percent do not exceed."""
     return {p: ordered[-(-len(ordered) * p // 100) - 1] for p in QUANTILES}

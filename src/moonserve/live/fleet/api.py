@@ -1,8 +1,8 @@
 """Engines over HTTP: described, looked at and let go at /api/instances; alarms in /health.
 
 POST takes one description, or a list, with the fields of the cluster file; DELETE names one in its
-path. Both need the cluster token, and may be repeated. What the cluster file or a registry
-describes is theirs to change.
+path. Both need the cluster token, and may be repeated. With a registry both change that, and so
+all gateways. What the cluster file describes is its to change.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.fleet.fleet import Fleet, Unknown
+from moonserve.live.fleet.found import Found
 from moonserve.live.fleet.rows import rows
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.gateway.api import instance_row
@@ -41,13 +42,18 @@ class Embedded(BadRequest):
 class FleetApi:
     """Handlers, to be mounted by the gateway process over those of gateway.api."""
 
-    def __init__(self, fleet: Fleet, conductor: ConductorLoop, token: str) -> None:
-        self._fleet, self._conductor, self._token = fleet, conductor, token
+    def __init__(
+        self, fleet: Fleet, conductor: ConductorLoop, token: str, found: Found | None = None
+    ) -> None:
+        """found: engines of a registry, where there is one."""
+        self._fleet, self._conductor, self._token, self._found = fleet, conductor, token, found
         self._kept: Path | None = None
 
     async def keep(self, kept: Path) -> None:
         """Have what is described in this file, for who comes after us should we die; if one who
-        was before us left it, take up what it says."""
+        was before us left it, take up what it says. A registry keeps them by itself."""
+        if self._found is not None:
+            return
         self._kept = kept
         for spec in _read(kept):
             try:
@@ -93,19 +99,31 @@ class FleetApi:
         several = body.lstrip().startswith(b"[")
         specs = decode_json(body, list[InstanceSpec]) if several else []
         specs = specs if several else [decode_json(body, InstanceSpec)]
-        changed: dict[str, bool] = {}
+        put = self._put if self._found is None else self._found.put
+        try:
+            return json_response({"changed": await put(specs)})
+        except ConfigError as error:
+            raise WrongDescription(str(error), error.field.rpartition(".")[2]) from None
+
+    async def _put(self, specs: list[InstanceSpec]) -> list[str]:
+        """Have them used by this gateway; the names of those that changed. Raises as Fleet.add."""
+        changed = []
         try:
             for spec in specs:
-                changed[spec.name] = await self._fleet.add(SOURCE, spec.told())
-        except ConfigError as error:
-            raise WrongDescription(f"{spec.name}: {error}", error.field) from None
+                try:
+                    if await self._fleet.add(SOURCE, spec.told()):
+                        changed.append(spec.name)
+                except ConfigError as error:
+                    raise spec.fault(error) from None
         finally:
             self._changed()
-        return json_response({"changed": [name for name, new in changed.items() if new]})
+        return changed
 
     async def _remove(self, request: HttpRequest) -> Response:
         check_token(request, self._token)
         name = request.path.removeprefix(PATH + "/")
+        if self._found is not None:
+            return json_response({"changed": [name] if await self._found.remove(name) else []})
         try:
             await self._fleet.remove(SOURCE, name)
         except Unknown:

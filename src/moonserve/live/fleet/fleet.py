@@ -117,8 +117,7 @@ class Fleet:
             try:
                 await self.add(source, spec)
             except ConfigError as error:
-                what = str(error).removeprefix(f"{error.field}: ")
-                raise ConfigError(what, f"{spec.name}.{error.field}") from None
+                raise spec.fault(error) from None
 
     async def add(self, source: str, spec: InstanceSpec) -> bool:
         """One more engine, or a new description of one; whether that changed anything.
@@ -128,18 +127,28 @@ class Fleet:
         async with self._changing:
             return await self._add(source, spec.checked())
 
-    async def _add(self, source: str, spec: InstanceSpec) -> bool:
+    async def check(self, source: str, spec: InstanceSpec) -> None:
+        """Raise what `add` would, and change nothing."""
+        async with self._changing:
+            await self._needs(source, spec.checked())
+
+    async def _needs(self, source: str, spec: InstanceSpec) -> tuple[str, TextTools | None]:
+        """The key and the tokenizer of an engine that may be added. Raises as `add` does."""
         old = self._kept.get(spec.name)
         if old is not None and old.source != source:
             raise Taken(f"{spec.name} is described by {old.source}; choose another name", "name")
-        if old is not None and old.keeper.member.spec == spec:
-            return False
         if old is None and len(self._kept) >= _MOST:
             raise ConfigError(f"{_MOST} engines are the most that one gateway keeps", "instances")
         key = self._environ.get(spec.api_key_env, "") if spec.api_key_env else ""
         if spec.api_key_env and not key:
             raise ConfigError(f"{spec.api_key_env} is not set in the environment", "api_key_env")
-        tools = await self._text(spec.tokenizer) if spec.tokenizer else None
+        return key, await self._text(spec.tokenizer) if spec.tokenizer else None
+
+    async def _add(self, source: str, spec: InstanceSpec) -> bool:
+        old = self._kept.get(spec.name)
+        key, tools = await self._needs(source, spec)
+        if old is not None and old.keeper.member.spec == spec:
+            return False
         if old is not None:
             await self._remove(old)
         keeper = Keeper(
@@ -161,13 +170,18 @@ class Fleet:
     async def remove(self, source: str, name: str) -> None:
         """Nothing new goes there; what it has it still finishes. Raises Unknown, Taken."""
         async with self._changing:
-            kept = self._kept.get(name)
+            kept = self.removable(source, name)
             if kept is None:
                 raise Unknown(f"no engine is named {name}", "name")
-            if kept.source != source:
-                raise Taken(f"{name} is described by {kept.source}; remove it there", "name")
             await self._remove(kept)
             log.warning("%s: removed by %s; it gets nothing more", name, source)
+
+    def removable(self, source: str, name: str) -> _Kept | None:
+        """What `source` describes under that name; None: nobody does. Raises Taken."""
+        kept = self._kept.get(name)
+        if kept is not None and kept.source != source:
+            raise Taken(f"{name} is described by {kept.source}; remove it there", "name")
+        return kept
 
     async def _remove(self, kept: _Kept) -> None:
         spec = kept.keeper.member.spec

@@ -112,6 +112,11 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         return self
 
+    def fault(self, error: ConfigError) -> ConfigError:
+        """The same, said of it among others."""
+        what = str(error).removeprefix(f"{error.field}: ")
+        return ConfigError(what, f"{self.name}.{error.field}")
+
     def ids(self) -> list[InstanceId]:
         """Its instances, one per data-parallel rank, in their order."""
         if self.dp_size == 1:

@@ -80,7 +80,7 @@ class ForeignControl:
         )
         if registry is not None:
             self._found = Found(registry, self.fleet)
-        self._api = FleetApi(self.fleet, conductor, config.token)
+        self._api = FleetApi(self.fleet, conductor, config.token, self._found)
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""

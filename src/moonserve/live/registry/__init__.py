@@ -1,1 +1,1 @@
-"""Who is there: the Registry port in memory and over etcd, and what is kept under which key."""
+"""Who is there: the Registry port over etcd, and what is kept under which key."""

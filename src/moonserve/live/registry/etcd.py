@@ -2,7 +2,8 @@
 
 One lease per process holds all that it registers; one task renews it, and with it duties. Watches
 of etcd only wake: what is there is read anew then, and every ten seconds in any case, so that a
-watch that died silently, or a history that was compacted, loses nothing.
+watch that died silently, or a history that was compacted, loses nothing. What etcd itself has lost
+and no lease held is put there again by those who watched it.
 
 What never happens here: a call without a deadline; a duty kept beyond the lease that holds it.
 """
@@ -15,9 +16,11 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.registry.address import Address
+from moonserve.live.registry.claims import Candidate, Entry
 from moonserve.live.registry.history import History, Read
 from moonserve.live.restarting import keep_doing
 
@@ -42,6 +45,9 @@ class EtcdRegistry:
         # The second has TimeoutError below it, the third is of a connection that was just closed.
         self._failures = (aetcd.ClientError, OSError, usage_error)
         self._address = address
+        self._mark = f"{address.root.rstrip('/')}-history".encode()
+        """Where; beside what is registered, so that who removes all of that removes no history."""
+        self._after: Callable[[bytes], bytes] = aetcd.utils.prefix_range_end
         self._at = 0
         """Which of the addresses is asked."""
         self.ttl_s = ttl_s
@@ -53,7 +59,7 @@ class EtcdRegistry:
         self._entries: dict[str, bytes] = {}
         self._put: dict[str, bytes] = {}
         """What was put under the present lease."""
-        self._candidates: dict[str, _Candidate] = {}
+        self._candidates: dict[str, Candidate] = {}
         self._busy = asyncio.Lock()
         self._away = False
         self._patient_until_s = 0.0
@@ -73,7 +79,7 @@ class EtcdRegistry:
             ) from None
         self = cls(aetcd, UsageError, address, ttl_s)
         try:
-            await self._patiently(lambda: self.read(""))
+            await self._patiently(lambda: self._marked(self._client))
         except RegistryError as error:
             await self.close()
             raise ConfigError(
@@ -96,7 +102,7 @@ class EtcdRegistry:
                 self._next_address()
                 await asyncio.sleep(_PAUSE_S)
 
-    async def register(self, key: str, value: bytes) -> _Entry:
+    async def register(self, key: str, value: bytes) -> Entry:
         """See ports.Registry."""
         before = self._entries.get(key)
         self._entries[key] = value
@@ -107,7 +113,7 @@ class EtcdRegistry:
             if before is not None:
                 self._entries[key] = before
             raise
-        return _Entry(self, key, value)
+        return Entry(self, key, value)
 
     async def put(self, key: str, value: bytes) -> None:
         """See ports.Registry."""
@@ -126,18 +132,36 @@ class EtcdRegistry:
         said = [f"etcd {self._address} does not answer"] if self._away else []
         lost = sorted({key for history in self._histories for key in history.lost})
         if lost:
-            what = (
-                f"etcd {self._address} has lost what it knew: {', '.join(lost)} stay as they were"
-            )
-            said.append(f"{what}; put them there again")
+            what = f"etcd {self._address} has lost what it knew: {', '.join(lost)}"
+            said.append(f"{what} stay as they were, and are put there again in a moment")
         return said
 
     async def _read(self, client: Any, prefix: str) -> Read:
-        found = await self._calling(client.get_prefix(self._full(prefix), sort_order="ascend"))
+        """What is there, and of which history, at one moment."""
+        of, full = client.transactions, self._full(prefix)
+        asked = [of.get(full, self._after(full)), of.get(self._mark)]
+        _, (found, marks) = await self._calling(client.transaction([], asked, []))
         skip = len(self._address.root)
-        entries = {kv.key.decode()[skip:]: kv.value for kv in found.kvs}
-        leased = [key for key, kv in zip(entries, found.kvs, strict=True) if kv.lease]
-        return Read(found.header.cluster_id, found.header.revision, entries, leased)
+        entries = {kv.key.decode()[skip:]: value for value, kv in found}
+        leased = [key for key, (_, kv) in zip(entries, found, strict=True) if kv.lease]
+        revision = max((kv.header.revision for _, kv in (*found, *marks)), default=0)
+        return Read(marks[0][0] if marks else b"", revision, entries, leased)
+
+    async def _marked(self, client: Any) -> None:
+        """Have etcd's history marked, so that another one is known for what it is."""
+        await self._create(client, self._mark, uuid4().hex.encode())
+
+    async def _create(self, client: Any, key: bytes, value: bytes) -> bool:
+        """Put it where there is nothing; whether there was nothing."""
+        of = client.transactions
+        call = client.transaction([of.create(key) == 0], [of.put(key, value)], [])
+        return bool((await self._calling(call))[0])
+
+    async def _restore(self, client: Any, lost: Mapping[str, bytes]) -> None:
+        """What etcd has lost is there again, where nobody has put another there since."""
+        for key, value in sorted(lost.items()):
+            if await self._create(client, self._full(key), value):
+                log.warning("etcd %s had lost %s: put there again", self._address, key)
 
     async def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
         """See ports.Registry."""
@@ -152,6 +176,8 @@ class EtcdRegistry:
                         changed.clear()
                         lost, found = history.lost, await self._read(client, prefix)
                         now = history.read(found)
+                        if not found.mark:
+                            await self._marked(client)
                         if history.lost and not lost:
                             log.warning("%s", self.alarms()[-1])
                         if was_away:
@@ -162,7 +188,10 @@ class EtcdRegistry:
                         if now != known:
                             known = now
                             yield dict(now)
-                        wait_s = min(_READ_AGAIN_S, left_s) if left_s > 0 else _READ_AGAIN_S
+                        if history.lost and left_s <= 0:  # who has a lease was there again before
+                            await self._restore(client, history.lost)
+                        wait_s = _PAUSE_S if self._away else _READ_AGAIN_S
+                        wait_s = min(wait_s, left_s) if left_s > 0 else wait_s
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(wait_s):
                                 await changed.wait()
@@ -193,9 +222,9 @@ class EtcdRegistry:
                 listening.cancel()
             await self._quietly(client.close())
 
-    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> _Candidate:
+    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Candidate:
         """See ports.Registry."""
-        candidate = _Candidate(self, duty, who, changed)
+        candidate = Candidate(self, duty, who, changed)
         self._candidates[duty] = candidate
         try:
             await self._calling(self._register())
@@ -219,14 +248,14 @@ class EtcdRegistry:
             self._lease = None
         await self._quietly(self._client.close())
 
-    async def withdraw(self, entry: _Entry) -> None:
+    async def withdraw(self, entry: Entry) -> None:
         """For entries: this one is to be registered no more, unless it was replaced here."""
         if self._entries.get(entry.key) is entry.value:
             del self._entries[entry.key]
             self._put.pop(entry.key, None)
             await self._quietly(self._delete_own(self._full(entry.key), entry.value))
 
-    async def stand_down(self, candidate: _Candidate) -> None:
+    async def stand_down(self, candidate: Candidate) -> None:
         """For candidates: this one wants the duty no more."""
         if self._candidates.get(candidate.duty) is candidate:
             del self._candidates[candidate.duty]
@@ -307,7 +336,7 @@ class EtcdRegistry:
         for candidate in list(self._candidates.values()):
             await self._stand(candidate)
 
-    async def _stand(self, candidate: _Candidate) -> None:
+    async def _stand(self, candidate: Candidate) -> None:
         """Take the duty if nobody has it."""
         key, of = self._full(candidate.key), self._client.transactions
         put = of.put(key, candidate.who.encode(), lease=self._lease)
@@ -362,34 +391,3 @@ def _look_at(task: asyncio.Task[Any]) -> None:
     """Nobody waits for it any more, and nobody shall be told that it failed."""
     if not task.cancelled():
         task.exception()
-
-
-class _Entry:
-    def __init__(self, registry: EtcdRegistry, key: str, value: bytes) -> None:
-        self._registry = registry
-        self.key = key
-        self.value = value
-
-    async def close(self) -> None:
-        await self._registry.withdraw(self)
-
-
-class _Candidate:
-    def __init__(
-        self, registry: EtcdRegistry, duty: str, who: str, changed: Callable[[bool], None]
-    ) -> None:
-        self._registry = registry
-        self.duty = duty
-        self.key = f"leaders/{duty}"
-        self.who = who
-        self._changed = changed
-        self.leads = False
-
-    def told(self, leads: bool) -> None:
-        """Say so where it changed."""
-        if leads != self.leads:
-            self.leads = leads
-            self._changed(leads)
-
-    async def close(self) -> None:
-        await self._registry.stand_down(self)

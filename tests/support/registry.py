@@ -1,4 +1,4 @@
-"""A registry within one process: for tests, and for whoever is alone.
+"""A registry within one process, for tests that need none that can fail.
 
 Nothing here expires: what was registered goes when it is closed, and so do duties.
 """
