@@ -12,11 +12,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.live.fleet.fleet import Fleet
 from moonserve.live.fleet.keeper import Keeper
 from moonserve.live.fleet.spec import InstanceSpec
-from moonserve.live.http.message import decode_json
+from moonserve.live.http.message import UNREADABLE, decode_json
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import ENGINES
 
