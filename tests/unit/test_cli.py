@@ -55,7 +55,7 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
     ("argv", "message"),
     [
         (["up", "--port", "99999"], "error: port: must be 65535 or less"),
-        (["up", "--engine", "vllm"], "error: engine: must be torch or fake"),
+        (["up", "--engine", "vllm"], "error: engine: must be fake or torch"),
         (["up", "--segment-bytes", "lots"], "error: segment_bytes: 'lots' is not a size"),
         (["up", "--config", "/no/such.yaml"], "error: config: cannot read /no/such.yaml"),
         (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0"),

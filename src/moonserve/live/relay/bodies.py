@@ -8,16 +8,15 @@ client could reach for another's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
+from moonserve.live.gateway.front import CHAT, COMPLETION, Form
 from moonserve.live.http.message import decode_json
 
-Form = Literal["chat", "completion"]
-PATHS: Mapping[Form, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+PATHS: Mapping[Form, str] = {"chat": CHAT, "completion": COMPLETION}
 _OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 _UNTOUCHED = msgspec.Raw(b"")
 _NO_TOOLS = (b"null", b"[]")
