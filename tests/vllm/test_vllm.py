@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,3 +275,26 @@ def test_the_store_keeps_what_the_engine_evicts(store: tuple[Engine, Gateway]) -
     assert cached > 300
     assert front.decision(reply)["reused_tokens"] == cached
     front.until(front.idle)
+
+
+def test_ranks_are_instances_of_their_own(python: Path, folder: Path, tmp_path: Path) -> None:
+    """Two data-parallel ranks behind one URL: each is told apart by its own port of events, what
+    begins like a prompt goes to the rank that has it, and finds there what was predicted."""
+    engine = Engine("e0", folder, python, tmp_path).having("--data-parallel-size", "2")
+    with running(engine):
+        instances = [described(engine, "both", "none", folder, dp_size=2)]
+        with gateway(instances, tmp_path) as front:
+            words = ("otter", "heron", "lynx", "stoat")
+            prefixes = [SENTENCE.format(word) * 12 for word in words]
+            with ThreadPoolExecutor(len(words)) as at_once:
+                firsts = list(at_once.map(front.complete, [it + "First." for it in prefixes]))
+            holders = [front.decision(first)["prefill"] for first in firsts]
+            assert set(holders) == {"e0/dp0", "e0/dp1"}
+            front.until(front.idle)
+            for prefix, holder in zip(prefixes, holders, strict=True):
+                reply = front.complete(prefix + "Second, and more.")
+                assert front.decision(reply)["prefill"] == holder
+                cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached > 100
+                assert front.decision(reply)["reused_tokens"] == cached
+            front.until(front.idle)
