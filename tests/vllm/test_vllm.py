@@ -278,23 +278,30 @@ def test_the_store_keeps_what_the_engine_evicts(store: tuple[Engine, Gateway]) -
 
 
 def test_ranks_are_instances_of_their_own(python: Path, folder: Path, tmp_path: Path) -> None:
-    """Two data-parallel ranks behind one URL: each is told apart by its own port of events, what
-    begins like a prompt goes to the rank that has it, and finds there what was predicted."""
-    engine = Engine("e0", folder, python, tmp_path).having("--data-parallel-size", "2")
-    with running(engine):
-        instances = [described(engine, "both", "none", folder, dp_size=2)]
+    """Two data-parallel ranks behind one URL: what begins like a prompt goes to the prefill rank
+    that has it, which reuses what was predicted; texts are one engine's."""
+    one = Engine("p0", folder, python, tmp_path).by_mooncake("kv_producer")
+    one.having("--data-parallel-size", "2")
+    two = Engine("d0", folder, python, tmp_path).by_mooncake("kv_consumer")
+    with running(one, two):
+        instances = [
+            described(one, "prefill", "mooncake", folder, dp_size=2),
+            described(two, "decode", "mooncake", folder),
+        ]
         with gateway(instances, tmp_path) as front:
             words = ("otter", "heron", "lynx", "stoat")
             prefixes = [SENTENCE.format(word) * 12 for word in words]
             with ThreadPoolExecutor(len(words)) as at_once:
                 firsts = list(at_once.map(front.complete, [it + "First." for it in prefixes]))
-            holders = [front.decision(first)["prefill"] for first in firsts]
-            assert set(holders) == {"e0/dp0", "e0/dp1"}
+            decisions = [front.decision(first) for first in firsts]
+            assert {it["prefill"] for it in decisions} == {"p0/dp0", "p0/dp1"}
             front.until(front.idle)
-            for prefix, holder in zip(prefixes, holders, strict=True):
-                reply = front.complete(prefix + "Second, and more.")
-                assert front.decision(reply)["prefill"] == holder
+            for prefix, first in zip(prefixes, decisions, strict=True):
+                prompt = prefix + "Second, and more."
+                reply = front.complete(prompt)
+                assert front.decision(reply)["prefill"] == first["prefill"]
                 cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
                 assert cached > 100
                 assert front.decision(reply)["reused_tokens"] == cached
+                assert reply["choices"][0]["text"] == alone(two, prompt)
             front.until(front.idle)
