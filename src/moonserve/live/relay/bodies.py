@@ -18,7 +18,13 @@ from moonserve.live.http.message import decode_json
 
 Form = Literal["chat", "completion"]
 PATHS: Mapping[Form, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-_OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+_OURS = (
+    "kv_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "disagg_prefill_dp_rank",
+)
 _UNTOUCHED = msgspec.Raw(b"")
 _NO_TOOLS = (b"null", b"[]")
 
@@ -45,6 +51,7 @@ class _Body(msgspec.Struct):
     bootstrap_host: msgspec.Raw = _UNTOUCHED
     bootstrap_port: msgspec.Raw = _UNTOUCHED
     bootstrap_room: msgspec.Raw = _UNTOUCHED
+    disagg_prefill_dp_rank: msgspec.Raw = _UNTOUCHED
 
 
 class Asked:
