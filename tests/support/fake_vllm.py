@@ -62,11 +62,13 @@ class Fabric:
         self.ready: dict[str, dict[str, tuple[tuple[int, ...], float]]] = {}
         """Engine id -> request or transfer id -> (prompt, when its lease ends)."""
         self.changed = asyncio.Event()
-        self.rooms: dict[int, int] = {}
-        """SGLang: how many have come to each room."""
+        self.rooms: dict[tuple[int, int], int] = {}
+        """SGLang: how many have come to each room of each rank."""
+        self.ranks: dict[int, int] = {}
+        """SGLang: how many ranks a prefill engine has, by the port of its bootstrap server."""
 
-    async def meet(self, room: int) -> None:
-        """Both halves of a request wait for each other."""
+    async def meet(self, room: tuple[int, int]) -> None:
+        """Both halves of a request wait for each other, of one rank of prefill."""
         self.rooms[room] = self.rooms.get(room, 0) + 1
         self.changed.set()
         self.changed = asyncio.Event()
@@ -168,6 +170,7 @@ class FakeVllm:
         query = App({("GET", "/query"): self._query}, name=f"{self.name} bootstrap")
         bootstrap = await serve(query, "127.0.0.1", self.bootstrap_port)
         self.bootstrap_port = bootstrap.port
+        self.fabric.ranks[bootstrap.port] = self.dp_size
         self._servers = [server, bootstrap]
         return self
 
@@ -293,7 +296,7 @@ class _Job:
     ) -> None:
         self.engine, self.body, self.chat = engine, body, chat
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{given or secrets.token_hex(8)}"
-        self.engine_id = engine.engine_ids[rank]
+        self.engine_id, self.rank = engine.engine_ids[rank], rank
         self.prompt = engine._prompt(body)
         self.n = body.get("n") or 1
         asked = body.get("max_completion_tokens") if chat else None
@@ -320,7 +323,13 @@ class _Job:
         engine, params = self.engine, self.params
         self.cached = engine.cached(self.prompt)
         if engine.connector == "sglang":
-            await engine.fabric.meet(self.body["bootstrap_room"])
+            rooms, ports = self.body["bootstrap_room"], self.body["bootstrap_port"]
+            if self.n == 1:
+                rooms, ports = [rooms], [ports]
+            assert len(set(rooms)) == len(ports) == len(self.body["bootstrap_host"]) >= self.n or (
+                self.n == 1
+            )
+            await asyncio.gather(*map(self._meet, rooms, ports))
         if engine.connector == "none" or not params.get("do_remote_prefill"):
             return
         remote, fabric = params.get("remote_engine_id"), engine.fabric
@@ -334,6 +343,19 @@ class _Job:
             self.cached = len(self.prompt)
         if fabric.pull(remote, name) != tuple(self.prompt):
             self.kv = b"somebody else's"
+
+    async def _meet(self, room: int, port: int) -> None:
+        """As SGLang's default has it: the room's number says which rank prefills."""
+        engine = self.engine
+        ranks = engine.fabric.ranks[port]
+        if port == engine.bootstrap_port:
+            if self.rank != room % ranks:
+                raise Refused(500, f"follow_bootstrap_room conflict: dispatched to {self.rank}")
+            await engine.fabric.meet((room, self.rank))
+            return
+        told = self.body.get("disagg_prefill_dp_rank", room % ranks)
+        await engine.fabric.meet((room, told))
+        self.cached = 0
 
     def handed_over(self) -> dict[str, Any] | None:
         """What a reply says of the KV that others may pull; makes it ready."""

@@ -39,8 +39,11 @@ SHORT = Limits(first_byte_s=5.0, handover_s=5.0, token_s=5.0, slow_token_s=0.1)
 class NotedCall:
     """One call as the relay told of it."""
 
-    def __init__(self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens) -> None:
+    def __init__(
+        self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens, streams: bool
+    ) -> None:
         self.instance, self.part, self.prompt, self.predicted = instance, part, prompt, predicted
+        self.streams = streams
         self.count = 0
         self.said: list[Tokens | None] = []
         self.over = 0
@@ -98,7 +101,7 @@ class FakeFleet:
         streams: bool = True,
     ) -> NotedCall:
         """See Observer."""
-        self.notes.append(NotedCall(instance, part, prompt, predicted))
+        self.notes.append(NotedCall(instance, part, prompt, predicted, streams))
         return self.notes[-1]
 
 

@@ -470,7 +470,7 @@ def test_a_page_of_real_vllm_is_read() -> None:
         pytest.skip(f"{path.name} is not in ../shared/fixtures/vllm-0.32")
     page = read_page(path.read_text())
     assert page.started_s == 1.79581777743e9
-    assert page.ranks == {"0": RankPage(gaps=48, gaps_s=8.361423954999964)}
+    assert page.ranks == {"0": RankPage(finished=19, gaps=48, gaps_s=8.361423954999964)}
     assert (page.cache["block_size"], page.cache["kv_cache_size_tokens"]) == ("32", "1280")
 
 

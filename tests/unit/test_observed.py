@@ -147,6 +147,31 @@ def test_a_reply_that_does_not_stream_ends_with_its_decoding() -> None:
     assert watch.take(900_000)[0] == ()
 
 
+def test_nothing_is_learned_of_prompts_beside_a_reply_that_does_not_stream() -> None:
+    """It decodes by now, or prefills still: the time between others' prompts may be no prefill. One
+    token is none to decode: such a reply is as good as a stream's."""
+    for tokens, learned in ((90, 0), (1, 1)):
+        watch = Watch(CHUNK)
+        hidden = Call("whole", 1_000, 0, streams=False)
+        if tokens > 1:
+            watch.began(0, hidden)
+        for second in range(1, 9):
+            call = began(watch, second * 1_000_000, "whole", 1_000, 0)
+            if tokens == 1 and second == 8:
+                watch.began(second * 1_000_000, hidden)
+            watch.answered(second * 1_000_000 + 50_000, call, 0)
+            watch.ended(second * 1_000_000 + 60_000, call, 0)
+        hidden.count = tokens
+        watch.answered(8_100_000, hidden, 0)
+        watch.ended(8_100_000, hidden, 0)
+        samples = [it for it in watch.take(9_000_000)[0] if it.prefill_new]
+        assert {it.elapsed_us for it in samples} <= {50_000, 100_000}, samples
+        assert any(it.prefill_new == 2_000 for it in samples) == bool(learned)
+        call = began(watch, 9_000_000, "whole", 1_000, 0)
+        watch.answered(9_050_000, call, 0)
+        assert len(watch.take(9_100_000)[0]) == 1, "and from then on again"
+
+
 def test_what_was_cached_may_be_said_at_the_end() -> None:
     """A streamed reply says its cached tokens last; the span waits for that."""
     watch = Watch(CHUNK)

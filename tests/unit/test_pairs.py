@@ -17,7 +17,9 @@ from moonserve.core.facts import (
     InstanceInfo,
     Joined,
     Left,
+    PeerPromised,
     PrefillEnded,
+    Promises,
     Role,
 )
 from moonserve.core.prefix import chain_keys
@@ -162,6 +164,32 @@ def test_a_request_for_one_call_goes_to_a_decode_instance() -> None:
     it = conductor(("d", "decode", "nixl"), ("p", "prefill", "nixl"))
     call = prefill(it, whole=True)
     assert (call.to.id, call.decision.joint, call.decision.reused_tokens) == ("d", True, 0)
+
+
+def test_sglangs_decode_never_serves_alone() -> None:
+    """Whatever it holds, and though the request is for one engine: it refuses who brings no room.
+    Prefill meets each of several choices, so a pair serves these too."""
+    pools: list[tuple[str, Role, Connector]] = [
+        ("d", "decode", "sglang"),
+        ("p", "prefill", "sglang"),
+    ]
+    for whole in (False, True):
+        it = conductor(*pools, alone_tokens=2 * BLOCK)
+        it.step(0, [holds("d", 10)])
+        call = prefill(it, whole=whole)
+        assert (call.to.id, call.decision.decode, call.decision.joint) == ("p", "d", False)
+
+
+def test_a_request_for_one_engine_is_handed_to_nobody() -> None:
+    """Where no decode instance takes a prefill now, it waits or is refused: KV has one reader."""
+    it = conductor(("d", "decode", "nixl"), ("p", "prefill", "nixl"))
+    d = engine("d", "decode", "nixl").id
+    theirs = Promises(d, 1, 0, prefills=1_024, decodes=0, context=0, running=0, running_context=0)
+    it.step(0, [PeerPromised("another gateway", (theirs,))])
+    assert prefill(it).to.id == "p", "who may be handed over is"
+    request = Request(RequestId("second"), "m", PROMPT, whole=True)
+    actions = it.step(2, [Arrived(request, KEYS)])
+    assert not any(isinstance(action, Prefill) for action in actions), actions
 
 
 def test_what_others_hold_is_no_source_for_who_cannot_fetch() -> None:

@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from moonserve.core.errors import EngineFailed
 from moonserve.core.facts import BlocksStored, Connector, Fact, PrefillEnded, Role
 from moonserve.core.prefix import chain_keys
 from moonserve.core.tuning import Tuning
 from moonserve.core.units import InstanceId
 from moonserve.live.fleet.feeds import POOL
+from moonserve.live.fleet.pages import Page, RankPage
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError
-from moonserve.live.relay import life
+from moonserve.live.relay import lease, life
 from moonserve.live.relay.calls import CallLost, Limits, plain
 from tests.support.fake_vllm import spoken
 from tests.support.relay_site import Site, run
@@ -191,6 +193,40 @@ def test_sglang_halves_meet_in_a_room() -> None:
     run(use, *pools)
 
 
+def test_sglangs_room_says_which_rank_prefills() -> None:
+    """The rank that is called is the one that the room's number means, and decode is told; what was
+    cached is prefill's word, whole and streamed. Of several choices each has a room."""
+
+    async def use(site: Site) -> None:
+        prefill = await site.add("p", "prefill", "sglang", dp_size=3)
+        decode = await site.add("d", "decode", "sglang", dp_size=2)
+        asks = [{**ASK, "prompt": f"{number} {PROMPT}"} for number in range(9)]
+        for ask, reply in zip(asks, await asyncio.gather(*map(site.post, asks)), strict=True):
+            assert text(reply) == "".join(spoken(list(str(ask["prompt"]).encode()), 4))
+        second = {call.body["bootstrap_room"]: call for call in decode.calls}
+        for first in prefill.calls:
+            rank = int(first.headers["x-data-parallel-rank"])
+            assert first.body["bootstrap_room"] % 3 == rank
+            told = second[first.body["bootstrap_room"]]
+            assert told.body == first.body | {"disagg_prefill_dp_rank": rank}
+            assert told.headers["x-data-parallel-rank"] in ("0", "1")
+        assert len({call.headers["x-data-parallel-rank"] for call in prefill.calls}) > 1
+        ask = {**asks[0], "prompt": "9 " + PROMPT}
+        await site.post(ask)
+        again = parsed(await site.post(ask))["usage"]["prompt_tokens_details"]
+        assert again["cached_tokens"] > 64
+        _, events = await streamed(site, {**ask, "stream_options": {"include_usage": True}})
+        assert events[-1]["usage"]["prompt_tokens_details"] == again
+        several = parsed(await site.post({**ask, "prompt": "10 " + PROMPT, "n": 3}))["choices"]
+        assert [it["text"] for it in several] == [
+            "".join(spoken(list(f"10 {PROMPT}".encode()), 4, choice)) for choice in range(3)
+        ]
+        noted = [note.said for note in site.fleet.notes if note.part == "prefill"][:-1]
+        assert noted[-2:] == [[again["cached_tokens"]]] * 2
+
+    run(use)
+
+
 def test_sglangs_decode_that_is_gone_is_to_blame_not_its_prefill() -> None:
     """Prefill waits in the room for it: it keeps its place, and another decode is found."""
     pools: list[Pool] = [("p", "prefill", "sglang"), ("c", "decode", "sglang")]
@@ -215,6 +251,7 @@ def test_what_is_the_gateways_to_say_is_refused() -> None:
         for body, param in (
             ({**ASK, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
             ({**ASK, "bootstrap_room": 3}, "bootstrap_room"),
+            ({**ASK, "disagg_prefill_dp_rank": 0}, "disagg_prefill_dp_rank"),
             ({**ASK, "vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
             ({"max_tokens": 1}, "prompt"),
             ({**ASK, "max_tokens": "x"}, "max_tokens"),
@@ -464,6 +501,83 @@ def test_nixl_parameters_are_not_used_after_their_lease() -> None:
         assert [len(site.engines[name].calls) for name in "pd"] == [2, 1]
 
     run(use, *NIXL)
+
+
+def slow_decode(site: Site, *pages: tuple[int, int, int] | None) -> None:
+    """The decode engine takes a second for a whole reply. Its counts: who waits, who runs, who has
+    ended, one page after the other; None: it gives none."""
+    engine, left = site.engines["d"], list(pages)
+    engine.delay_s = 1.0
+
+    def page() -> Page:
+        said = left.pop(0) if len(left) > 1 else left[0]
+        if said is None:
+            raise EngineFailed("no page")
+        waiting, running, finished = said
+        return Page(ranks={"0": RankPage(waiting=waiting, running=running, finished=finished)})
+
+    async def load() -> Page:
+        return page()
+
+    site.fleet.members[InstanceId("d")].load = load  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("pages", "prefills"),
+    [
+        ([(1, 3, 9)], 2),  # it waits until the KV's time is over
+        ([(2, 3, 9), None, (3, 3, 10)], 2),  # one of two went in, and the look between failed
+        ([(0, 4, 9)], 1),
+        ([(2, 3, 9), (2, 4, 10)], 1),  # two went in: it waits no more, others do
+        ([None], 1),  # nobody knows
+    ],
+)
+def test_a_whole_reply_is_not_waited_for_beyond_the_time_of_its_kv(
+    pages: list[tuple[int, int, int] | None], prefills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reply that does not stream the engine's counts tell whether it has begun; where it kept
+    the call waiting, the KV may be another's by now, and the prompt is prefilled again."""
+    monkeypatch.setattr(lease, "_LOOK_S", 0.05)
+
+    async def use(site: Site) -> None:
+        slow_decode(site, *pages)
+
+        def again() -> None:
+            site.engines["d"].delay_s = 0.0
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.3, again)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert len(site.engines["p"].calls) == prefills
+        assert site.engines["d"].aborted == prefills - 1
+
+    run(use, *NIXL, limits=Limits(5, 0.4, 5, 0.5))
+
+
+def test_the_time_to_a_first_token_is_noted_where_it_is_known() -> None:
+    """Of streams; of a pair's replies, by prefill's end; of a whole one only if it is its only."""
+
+    async def use(site: Site) -> None:
+        def count() -> int:
+            return sum(ttft._counts)
+
+        ttft = site.relay.metrics.ttft
+        last = site.engines[list(site.engines)[-1]]
+        paired = len(site.engines) > 1
+        await streamed(site, ASK)
+        assert (count(), len(site.fleet.notes[-1].said)) == (1, 1)
+        last.delay_s = 0.3
+        await site.post({**ASK, "prompt": "another " + PROMPT})
+        assert (count(), len(site.fleet.notes[-1].said)) == (1 + paired, 1)
+        before = ttft._sum_s
+        assert not paired or before < 0.3, "prefill's end, not the reply's"
+        await site.post({"prompt": "a third " + PROMPT, "max_tokens": 1})
+        assert count() == 2 + paired
+        assert ttft._sum_s - before >= 0.3
+        assert site.fleet.notes[-1].streams == (not paired)
+
+    for pools in (ONE, NIXL, MOONCAKE):
+        run(use, *pools)
 
 
 def test_decode_dies_in_mid_stream() -> None:

@@ -6,7 +6,8 @@ PassSamples of them, for the fit in core.cost, so that its waiting is not learne
 - Prefill: from the moment the engine had none of ours to do until it has none again, or has done
   six, it prefilled all the time; so long the prompts of that span took together. One span is one
   sample, of all its passes. A request that waits behind others only stretches a span that counts
-  them too. A reply that does not stream ends with its decoding; it must have the span to itself.
+  them too. A reply that does not stream ends with its decoding, so that nobody knows when it
+  prefilled; unless it is of one token, it must have the span to itself.
 - Decode: as long as nobody comes or goes and nobody prefills, all who decode get a token a pass.
 
 A span in which a call failed, or others than us had requests waiting there, is not learned from.
@@ -106,6 +107,8 @@ class Watch:
         self._looked: tuple[Call, ...] = ()
         self._hidden: dict[Call, None] = {}
         """Calls that may decode by now, and do not show it: they do not stream."""
+        self._blind = 0
+        """Calls that may prefill or decode by now, and do not show which: they do not stream."""
         self._span: _Span | None = None
         self._steady_us: Micros = 0
         self._steady = False
@@ -127,6 +130,7 @@ class Watch:
             if not self._prefilling:
                 self._begin(self._moment)
             self._prefilling[call] = None
+            self._blind += _is_blind(call)
             self._steady = False
         elif not call.streams:
             self._settle(now_us)
@@ -154,6 +158,7 @@ class Watch:
         self._settle(now_us)
         if call in self._prefilling:  # without an answer: what it took of the span nobody knows
             del self._prefilling[call]
+            self._blind -= _is_blind(call)
             self._span = None
         self._leave(call)
         self._changed(call)
@@ -196,6 +201,7 @@ class Watch:
             span.unknown += 1
             span.after += max(0, call.count - 1)
             call._span, span.end = span, self._moment
+        self._blind -= _is_blind(call)
         if not self._prefilling:
             self._span = None
             if span is not None:
@@ -215,6 +221,7 @@ class Watch:
 
     def _over(self, span: _Span) -> None:
         span.open = False
+        span.spoiled = span.spoiled or self._blind > 0
         if not (span.unknown or span.spoiled):
             self._learn(span)
 
@@ -299,3 +306,7 @@ class Watch:
                 elapsed_us = round((now_us - self._steady_us) / steps)
                 self._passes.append(PassSample(0, 0, 0, seqs, context, elapsed_us))
         self._steady_us = now_us
+
+
+def _is_blind(call: Call) -> bool:
+    return call.part == "whole" and not call.streams

@@ -23,9 +23,13 @@ def is_foreign(view: InstanceView) -> bool:
     return view.info.connector != "embedded"
 
 
-def able(prefills: list[InstanceView], decodes: Sequence[InstanceView]) -> list[InstanceView]:
+def able(
+    ask: Ask, prefills: list[InstanceView], decodes: Sequence[InstanceView]
+) -> list[InstanceView]:
     """Those of the foreign `prefills` for whom there is somebody to decode."""
     ways = {view.info.connector for view in decodes}
+    if ask.whole:  # KV is handed on to one reader, but for SGLang's, who meets each one
+        ways &= {"sglang"}
     here = {view.info.id for view in decodes}
     return [
         view
@@ -38,6 +42,11 @@ def _whole(view: InstanceView) -> bool:
     """Whether it hands its prefills to nobody: one of role decode is among those who may prefill
     where nobody else is left (ClusterView.prefills)."""
     return view.info.connector == "none" or view.info.role == "decode"
+
+
+def _meets(view: InstanceView) -> bool:
+    """Whether it serves nobody without a prefill instance that it meets."""
+    return view.info.connector == "sglang" and view.info.role == "decode"
 
 
 def mates(prefill: InstanceView, decodes: list[InstanceView]) -> list[InstanceView]:
@@ -61,9 +70,9 @@ def alone(
 
     Where the request wants that, any that decodes; else those of role decode that have all of the
     prompt but for at most `most` tokens: to compute these takes less than another's prefill and a
-    transfer. (Of role both, they are candidates like any other.)
+    transfer. (Of role both, they are candidates like any other.) SGLang's of role decode cannot.
     """
-    decodes = [view for view in decodes if view.takes_prefill]
+    decodes = [view for view in decodes if view.takes_prefill and not _meets(view)]
     if ask.whole:
         return decodes
     context = ask.length + ask.expected_tokens

@@ -206,7 +206,7 @@ def decide(
     foreign, alone = pairs.is_foreign(decodes[0]), False
     if foreign:
         lone = pairs.alone(ask, estimate, preferred(decodes, avoid), tuning.alone_tokens)
-        prefills, alone = lone or pairs.able(prefills, decodes), bool(lone)
+        prefills, alone = lone or pairs.able(ask, prefills, decodes), bool(lone)
         if not prefills:
             return None
     prefills = preferred(prefills, avoid)

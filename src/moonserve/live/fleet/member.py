@@ -14,6 +14,7 @@ import msgspec
 from moonserve.core.errors import EngineFailed, MoonserveError
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.units import InstanceId
+from moonserve.live.fleet.pages import Page, read_page
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 
@@ -42,6 +43,7 @@ class Member:
         """Whether the bootstrap server named other engines than before: it is a new process."""
         self._http = http
         self._engine_ids: dict[int, str] = {}
+        self._loading: asyncio.Task[Page] | None = None
         self._asking: asyncio.Task[dict[int, str]] | None = None
 
     def engine_id(self, dp_rank: int | None) -> str:
@@ -63,6 +65,26 @@ class Member:
         changed = await asyncio.shield(self._asking) != before
         self.changed = self.changed or (changed and bool(before))
         return changed
+
+    async def load(self) -> Page:
+        """Its metrics as they are now; those who ask at once share one call. Raises as HttpClient,
+        and EngineFailed where it gives none."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load())
+            self._loading.add_done_callback(self._loaded)
+        return await asyncio.shield(self._loading)
+
+    def _loaded(self, task: asyncio.Task[Page]) -> None:
+        self._loading = None
+        if not task.cancelled():
+            task.exception()  # whoever still waits is told; nobody may
+
+    async def _load(self) -> Page:
+        url = f"{self.url}/metrics"
+        reply = await self._http.request("GET", url, headers=self.headers, timeout_s=_ASK_S)
+        if reply.status != 200:
+            raise EngineFailed(f"GET {url} answered {reply.status}")
+        return read_page(reply.body.decode("utf-8", "replace"))
 
     def _answered(self, task: asyncio.Task[dict[int, str]]) -> None:
         self._asking = None

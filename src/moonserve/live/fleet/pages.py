@@ -13,6 +13,7 @@ import msgspec
 
 _STARTED = "process_start_time_seconds"
 _CACHE = "vllm:cache_config_info"
+_FINISHED = "vllm:request_success_total"
 _BY_REASON = "vllm:num_requests_waiting_by_reason"
 _FIELDS: Mapping[str, str] = {
     "vllm:num_requests_running": "running",
@@ -27,7 +28,7 @@ _FIELDS: Mapping[str, str] = {
     "sglang:num_queue_reqs": "waiting",
     "sglang:token_usage": "usage",
 }
-_WANTED = (_STARTED, _CACHE, _BY_REASON, *_FIELDS)
+_WANTED = (_STARTED, _CACHE, _BY_REASON, _FINISHED, *_FIELDS)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -41,6 +42,8 @@ class RankPage(msgspec.Struct):
     """So many of them do."""
     usage: float = 0.0
     """Part of its KV cache that running requests take up."""
+    finished: int = 0
+    """Requests that have ended so far, however they did."""
     gaps: int = 0
     """Times between two tokens of a request so far, however many requests."""
     gaps_s: float = 0.0
@@ -75,6 +78,9 @@ def read_page(text: str) -> Page:
             rank = page.ranks.setdefault(
                 labels.get("engine", labels.get("dp_rank", "0")), RankPage()
             )
+            if name == _FINISHED:
+                rank.finished += int(value)
+                continue
             field = _FIELDS.get(name, "deferred")
             setattr(rank, field, value if field in ("usage", "gaps_s") else int(value))
     return page

@@ -17,7 +17,13 @@ from moonserve.live.gateway.front import CHAT, COMPLETION, Form
 from moonserve.live.http.message import decode_json
 
 PATHS: Mapping[Form, str] = {"chat": CHAT, "completion": COMPLETION}
-_OURS = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+_OURS = (
+    "kv_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "disagg_prefill_dp_rank",
+)
 _UNTOUCHED = msgspec.Raw(b"")
 _NO_TOOLS = (b"null", b"[]")
 _PROMPTS: Mapping[Form, tuple[str, tuple[bytes, ...], str]] = {
@@ -49,6 +55,7 @@ class _Body(msgspec.Struct):
     bootstrap_host: msgspec.Raw = _UNTOUCHED
     bootstrap_port: msgspec.Raw = _UNTOUCHED
     bootstrap_room: msgspec.Raw = _UNTOUCHED
+    disagg_prefill_dp_rank: msgspec.Raw = _UNTOUCHED
 
 
 class Asked:

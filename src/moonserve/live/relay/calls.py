@@ -24,7 +24,7 @@ from moonserve.live.http.message import JSON
 from moonserve.live.ports import Conducting
 from moonserve.live.relay.bodies import PATHS, Asked
 from moonserve.live.relay.engines import Engines
-from moonserve.live.relay.reading import Reader
+from moonserve.live.relay.reading import Reader, Reading
 
 _RETRIED = (401, 403, 408, 425, 429)
 """Of the 4xx, those that say nothing against the request; the first two are about our key."""
@@ -157,6 +157,21 @@ class Caller(msgspec.Struct, frozen=True):
             stream.leave()
         _judge(to, answer)
         return answer
+
+    def reused(
+        self, reading: Reading, to: InstanceInfo, predicted: Tokens, cached: Tokens | None
+    ) -> None:
+        """The instance has the prompt now; where none tells, the index hears of it from here. What
+        it did not find of a shared store is not there any more."""
+        keys, size = reading.keys, to.namespace.block_size
+        if not keys:
+            return
+        if self.engines.tells_of(to.id):
+            if to.fetches and cached is not None and cached < predicted:
+                self.observer.missed(keys[cached // size : predicted // size])
+            return
+        if told := self.guesses.served(to, keys, predicted, cached):
+            self.conductor.tell(*told)
 
     def _target(
         self, to: InstanceInfo, asked: Asked, request: Request

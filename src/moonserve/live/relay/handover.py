@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any
 
 import msgspec
 
@@ -21,6 +20,7 @@ from moonserve.live.fleet.observed import Call
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import UNREADABLE
 from moonserve.live.instances import mooncake, nixl, sglang
+from moonserve.live.relay import usage
 from moonserve.live.relay.bodies import Asked
 from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed
 
@@ -51,14 +51,16 @@ class Handed:
     """What one prefill left for one decode: take it once, or `drop` it."""
 
     def __init__(
-        self, prefill: InstanceInfo, params: bytes | None, until_us: Micros, reply: _Reply
+        self,
+        prefill: InstanceInfo,
+        params: bytes | None,
+        until_us: Micros,
+        cached: Tokens | None = None,
     ) -> None:
-        """params: JSON for the decode; None: there is nothing to fetch, it computes all itself."""
+        """params: JSON for the decode; None: there is nothing to fetch, it computes all itself;
+        cached: of the prompt, as prefill says it."""
         self.prefill = prefill
-        self.cached: Tokens | None = None
-        if reply.usage is not None and reply.usage.prompt_tokens_details is not None:
-            cached = reply.usage.prompt_tokens_details.cached_tokens
-            self.cached = None if cached is None else min(cached, reply.usage.prompt_tokens)
+        self.cached = cached
         self.engine_id = ""
         """mooncake: whose transfer it is."""
         self.at: InstanceId | None = None
@@ -122,7 +124,8 @@ async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefil
             reply = await _reply(caller, asked, request, action, nixl.PREFILL)
             said = bytes(reply.kv_transfer_params)
             params = None if said == b"null" else said  # its first token may have been its last
-            return Handed(to, params, caller.conductor.now_us() + nixl.LEASE_US, reply)
+            until_us = caller.conductor.now_us() + nixl.LEASE_US
+            return Handed(to, params, until_us, _cached(reply))
         case "mooncake":
             member, transfer = caller.engines.member(to.id), f"xfer-{caller.new_id()}"
             engine_id = await _engine_id(caller, to)
@@ -131,7 +134,7 @@ async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefil
             kept = [choice.finish_reason for choice in reply.choices] == ["length"]
             said = mooncake.decode_params(member.bootstrap, engine_id, transfer)
             until_us = caller.conductor.now_us() + mooncake.HELD_US
-            handed = Handed(to, said if kept else None, until_us, reply)
+            handed = Handed(to, said if kept else None, until_us, _cached(reply))
             handed.engine_id = engine_id
             return handed
         case "sglang":
@@ -175,8 +178,11 @@ async def _reply(
 
 
 def _cached(reply: _Reply) -> Tokens | None:
+    """Never more than the prompt; None: it does not say."""
     details = reply.usage.prompt_tokens_details if reply.usage is not None else None
-    return details.cached_tokens if details is not None else None
+    if reply.usage is None or details is None or details.cached_tokens is None:
+        return None
+    return min(details.cached_tokens, reply.usage.prompt_tokens)
 
 
 def _parsed(to: InstanceInfo, answer: Answer) -> _Reply:
@@ -190,13 +196,17 @@ async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill)
     """Both halves at once: neither goes on without the other. Prefill's reply is the sign."""
     to, limits, decision = action.to, caller.limits, action.decision
     member = caller.engines.member(to.id)
-    body = asked.with_fields(sglang.fields(member.bootstrap, secrets.randbelow(sglang.ROOMS)))
+    ranks, sequences = member.spec.dp_size, asked.choices * asked.prompts
+    rooms = [sglang.room(secrets.randbits(63), to.dp_rank, ranks) for _ in range(sequences)]
+    both = sglang.fields(member.bootstrap, rooms)
     limit_s = limits.whole_s(limits.first_byte_s + limits.handover_s, asked.max_tokens)
-    stream = caller.stream(action.decode, asked, request, body, limit_s)
+    of_decode = asked.with_fields(both | sglang.decode_fields(to.dp_rank))
+    stream = caller.stream(action.decode, asked, request, of_decode, limit_s)
     second: asyncio.Task[ClientStream] = asyncio.create_task(stream.__aenter__())
     note = caller.observer.began(to.id, "prefill", decision.prompt_tokens, decision.reused_tokens)
-    first: asyncio.Task[Any] = asyncio.create_task(caller.whole(to, asked, request, body, limit_s))
-    handed = Handed(to, None, caller.conductor.now_us() + mooncake.HELD_US, _Reply())
+    whole = caller.whole(to, asked, request, asked.with_fields(both), limit_s)
+    first = asyncio.create_task(whole)
+    handed = Handed(to, None, caller.conductor.now_us() + mooncake.HELD_US)
     handed.at, handed.stream = action.decode.id, second
     handed.note = caller.observer.began(
         action.decode.id, "decode", decision.prompt_tokens, 0, asked.stream
@@ -205,8 +215,8 @@ async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill)
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             await _answers(caller, action.decode, handed)
-        await first
-        note.answered(None)
+        handed.cached = usage.read((await first).body).cached  # as events, where it streams
+        note.answered(handed.cached)
     except BaseException:
         first.cancel()
         handed.drop()

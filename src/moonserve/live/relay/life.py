@@ -29,6 +29,7 @@ from moonserve.live.relay.bodies import Asked
 from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed, plain
 from moonserve.live.relay.handover import Handed
 from moonserve.live.relay.inbox import Inbox
+from moonserve.live.relay.lease import Watch
 from moonserve.live.relay.passing import Passing
 from moonserve.live.relay.reading import Reading
 
@@ -80,6 +81,9 @@ class Life:
         self._first = b""
         self._reply = Passing()
         self._loop = asyncio.get_running_loop()
+        self._arrived_s = arrived_s
+        self._prefilled_s: float | None = None
+        """When another engine had prefilled it, where decode's first token is not seen."""
         self._first_s, self._last_s = 0.0, arrived_s
         """When the last piece came."""
         self.content_type = JSON
@@ -124,7 +128,8 @@ class Life:
 
     async def _prefill(self, action: Prefill) -> Answer | None:
         """Prefill where the Conductor says; all of it, where that is one engine's."""
-        decision, to, self._cached = action.decision, action.to, None
+        decision, to = action.decision, action.to
+        self._cached = self._prefilled_s = None
         if to.id == self._failed:  # nobody else is left: what was wrong may pass
             await self._inbox.engine(asyncio.sleep(_AGAIN_S))
         if decision.joint:
@@ -137,16 +142,17 @@ class Life:
                 "whole",
                 decision.prompt_tokens,
                 decision.reused_tokens,
-                self._asked.stream,
+                self._asked.stream or self._asked.max_tokens == 1,
             )
             return await self._run(to, self._asked.raw, self._caller.limits.first_byte_s)
         self._handed = handed = await self._inbox.engine(
             handover.prefill(self._caller, self._asked, self._request, action)
         )
         self._cached = handed.cached
-        self._reused(to, decision.reused_tokens, handed.cached)
+        self._caller.reused(self._reading, to, decision.reused_tokens, handed.cached)
         self._conductor.tell(PrefillEnded(self._request.id, self._inbox.number, final=False))
         if not self._asked.stream:  # decode's is not seen
+            self._prefilled_s = self._loop.time()
             self._conductor.first_token(self._request.id, handed.cached)
         self._inbox.out(0)
         return None
@@ -189,7 +195,10 @@ class Life:
             return await self._inbox.engine(self._open(stream, to, first_s))
         limit_s = caller.limits.whole_s(first_s, asked.max_tokens)
         whole = caller.whole(to, asked, self._request, body, limit_s)
-        return self._whole(await self._inbox.engine(whole))
+        if body is asked.raw:
+            return self._whole(await self._inbox.engine(whole))
+        with Watch(caller.engines.member(to.id), to, self._request.id, self._inbox, first_s):
+            return self._whole(await self._inbox.engine(whole))
 
     async def _open(self, stream: ClientStream, to: InstanceInfo, first_s: float) -> Answer | None:
         until_s = self._loop.time() + first_s
@@ -221,21 +230,25 @@ class Life:
         """A reply that came at once, with its usage put right."""
         self._reply = Passing(self._cached)
         answer.body = self._reply.answered(answer.body)
-        if self._note is not None:
-            self._note.count = self._reply.tokens // self._asked.choices
-        self._answered()
+        tokens = self._reply.counted.completion
+        if self._note is not None and tokens is not None:
+            self._note.count = tokens // self._asked.choices
+        self._answered(seen=tokens is not None and tokens <= self._asked.choices)
         self._end()
         return answer
 
-    def _answered(self) -> None:
-        """The first token is here."""
+    def _answered(self, seen: bool = True) -> None:
+        """Something is here for the client; seen: its first token, else that came nobody knows
+        when, but for what prefill elsewhere said."""
         self._sent = True
         now_s = self._loop.time()
-        if self._asked.stream:  # else it came when nobody knows
-            self._caller.metrics.ttft.observe(now_s - self._last_s)
+        first_s = now_s if seen else self._prefilled_s
+        if first_s is not None:
+            self._caller.metrics.ttft.observe(first_s - self._arrived_s)
+        if seen:
             self._conductor.first_token(self._request.id, self._reply.cached)
-            if self._note is not None:
-                self._note.answered(self._reply.cached)
+        if self._note is not None and (self._asked.stream or self._reply.counted.completion):
+            self._note.answered(self._reply.cached)
         self._first_s = self._last_s = now_s
         self._tell_prefilled()
 
@@ -337,26 +350,14 @@ class Life:
         metrics.cached_tokens += cached or 0
         metrics.completion_tokens += tokens
         if self._at is not None:
-            self._reused(*self._at, cached if self._cached is None else None)
+            said = cached if self._cached is None else None
+            self._caller.reused(self._reading, *self._at, said)
         self._conductor.tell(DecodeEnded(self._request.id, self._inbox.number, tokens))
         self._inbox.out(0)
         note, self._note = self._note, None
         if note is not None:
             note.count = min(note.count, tokens)
             note.ended(reply.counted.cached)
-
-    def _reused(self, to: InstanceInfo, predicted: Tokens, cached: Tokens | None) -> None:
-        """The instance has the prompt now; where none tells, the index hears of it from here. What
-        it did not find of a shared store is not there any more."""
-        keys, size = self._reading.keys, to.namespace.block_size
-        if not keys:
-            return
-        if self._caller.engines.tells_of(to.id):
-            if to.fetches and cached is not None and cached < predicted:
-                self._caller.observer.missed(keys[cached // size : predicted // size])
-            return
-        if told := self._caller.guesses.served(to, keys, predicted, cached):
-            self._conductor.tell(*told)
 
     async def _drain(self) -> None:
         """Read the end of a reply, so that its connection can be used again."""
