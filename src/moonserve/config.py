@@ -19,6 +19,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Tokens
+from moonserve.invalid import in_words, nearest
 
 ENV_PREFIX = "MOONSERVE_"
 _Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
@@ -205,9 +206,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
 
 
 def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
-    close = difflib.get_close_matches(name, list(known), 1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
-    return ConfigError(f"unknown setting in {source}; {hint}", name)
+    return ConfigError(f"unknown setting in {source}; {nearest(name, sorted(known))}", name)
 
 
 def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
@@ -323,30 +322,18 @@ def _check_master(address: str, origin: Mapping[str, str]) -> None:
 def _named(
     err: msgspec.ValidationError, merged: Mapping[str, object], origin: Mapping[str, str]
 ) -> ConfigError:
-    """Turn msgspec's "Expected … - at `$.port`" into an error that names field, value, source."""
-    text, _, path = str(err).partition(" - at `")
-    field = path.rstrip("`").removeprefix("$.").replace("[...]", "")
+    """Turn what msgspec says into an error that names field, value, source."""
+    path, remedy = in_words(err, Settings)
+    field = path.replace("[...]", "")
     top = field.partition(".")[0]
     source = origin.get(top, "the defaults")
-    if unknown := re.search(r"unknown field `(.+)`", text):
-        known = Logging.__struct_fields__
-        return _unknown(f"{field}.{unknown[1]}", [f"{field}.{k}" for k in known], source)
-    choices = {
-        "engine": "torch or fake",
-        "dtype": "auto, float32 or bfloat16",
-        **dict.fromkeys(
-            ("admission", "admission_low", "admission_high"), "none, ttft, early or predictive"
-        ),
-        "predictor": "uniform or survival (oracle: in simulation only)",
-        "store": "embedded or mooncake",
-        "decode_kv": "off, end or a number of blocks, 1 or more",
-        "instances": "a list of engines, each a map such as {name: e0, url: http://10.0.0.5:8000}",
-    }
-    remedy = choices.get(field, text[:1].lower() + text[1:])
-    if top == "logging" and "enum" in text:
-        remedy = "a level is DEBUG, INFO, WARNING or ERROR"
-    elif field in choices:
-        remedy = "must be " + remedy
+    if remedy.startswith("there is no such field"):
+        return ConfigError(f"unknown setting in {source}; {remedy.partition('; ')[2]}", field)
+    remedy = {
+        "predictor": "must be uniform or survival (oracle: in simulation only)",
+        "decode_kv": "must be off, end or a number of blocks, 1 or more",
+        "instances": "must be a list of engines, each a map such as {name: e0, url: http://10.0.0.5:8000}",
+    }.get(field, remedy)
     value = f"{merged[top]!r} from" if field == top and top in merged else "from"
     return ConfigError(f"{remedy} ({value} {source})", field)
 

@@ -226,9 +226,12 @@ def test_another_chat_template_is_a_warning() -> None:
     run(body)
 
 
-def test_an_engine_restarted_at_the_same_address_is_another_one() -> None:
+def test_an_engine_restarted_at_the_same_address_is_another_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A new process is a new epoch: what the old one held is forgotten, its bootstrap asked again,
-    and its events are followed anew."""
+    and its events are followed anew; the log says so."""
+    caplog.set_level("INFO")
 
     async def body() -> None:
         fake, feeds = Engine("a", "mooncake"), Feeds()
@@ -253,6 +256,8 @@ def test_an_engine_restarted_at_the_same_address_is_another_one() -> None:
             assert not len(it.conductor.core.index)
             assert [epoch for _, epoch, _ in feeds.opened] == [1_001_000, 1_002_000]
             assert feeds.closed == 1
+            said = [it.split(" at http")[0] for it in caplog.messages if " at http" in it]
+            assert said == ["a: up (epoch 1001000)", "a: restarted (epoch 1002000)"]
 
     run(body)
 
@@ -277,8 +282,11 @@ def test_a_restart_is_noticed_by_the_events_and_by_the_bootstrap_too() -> None:
     run(body)
 
 
-def test_a_silent_engine_is_lost_and_comes_back_with_what_it_held() -> None:
+def test_a_silent_engine_is_lost_and_comes_back_with_what_it_held(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Three looks without an answer: it is not used; the same process again keeps its index."""
+    caplog.set_level("INFO")
 
     async def body() -> None:
         fake, feeds = Engine("a"), Feeds()
@@ -293,6 +301,7 @@ def test_a_silent_engine_is_lost_and_comes_back_with_what_it_held() -> None:
             await it.until(lambda: it.views)
             assert len(it.conductor.core.index) == 2
             assert len(feeds.opened) == 1
+            assert any("a: up again (epoch 1001000) at" in said for said in caplog.messages)
 
     run(body)
 

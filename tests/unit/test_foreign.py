@@ -236,7 +236,18 @@ def test_a_wrong_description_over_http_names_its_field() -> None:
         async with site(fake) as it:
             for spec, status, says in (
                 ({"name": "b", "url": fake.url, "role": "prefill"}, 400, "say connector: nixl"),
-                ({"name": "b", "url": fake.url, "roles": "both"}, 400, "roles"),
+                ({"name": "b", "url": fake.url, "roles": "both"}, 400, "did you mean role?"),
+                (
+                    {"name": "b", "url": fake.url, "connector": "nxl"},
+                    400,
+                    "connector: must be mooncake, nixl, none or sglang",
+                ),
+                (
+                    [{"name": "b", "url": fake.url, "engine": "trt"}],
+                    400,
+                    "[0].engine: must be sglang or vllm",
+                ),
+                ({"name": "b", "url": fake.url, "events": "1.2.3.4:5"}, 400, "like tcp://10.0"),
                 (
                     {"name": "b", "url": fake.url, "api_key_env": "MOONSERVE_KEY_B"},
                     400,

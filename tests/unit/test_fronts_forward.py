@@ -37,11 +37,11 @@ def test_a_reply_longer_than_a_front_may_hold_passes_and_what_breaks_off_breaks_
 
     async def test() -> None:
         nonlocal breaks
-        http = HttpClient(max_reply_bytes=1 << 20, max_per_host=1)
         there = await serve(App({("GET", "/l"): long, ("GET", "/s"): short}), "127.0.0.1", 0)
         conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
-        forward = cast(Any, Forward(conductor, http))
-        here = await serve(App({}, fallback=forward), "127.0.0.1", 0)
+        small = lambda: HttpClient(max_reply_bytes=1 << 20, max_per_host=1)  # noqa: E731
+        forward = Forward(conductor, small)
+        here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
         client = HttpClient()
         url = f"http://127.0.0.1:{here.port}"
         for _ in range(3):
@@ -61,7 +61,54 @@ def test_a_reply_longer_than_a_front_may_hold_passes_and_what_breaks_off_breaks_
             await client.request("GET", url + "/l", timeout_s=10)
         reply = await client.request("GET", url + "/s", timeout_s=10)
         assert reply.status == 404
-        for one in (client, http):
+        for one in (client, forward):
+            await one.close()
+        for server in (here, there):
+            await server.stop(0)
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_what_is_under_way_ends_with_the_conductor() -> None:
+    """The link says that it hangs: who waits is answered 503 at once, asked on a fresh connection
+    or a kept one; a reply that had begun breaks off; and who comes when it is back is served."""
+    hangs = asyncio.Event()
+
+    async def half() -> AsyncIterator[bytes]:
+        yield PIECE
+        await asyncio.Event().wait()
+
+    async def streams(request: HttpRequest) -> StreamingResponse:
+        return StreamingResponse(half())
+
+    async def waits(request: HttpRequest) -> Response:
+        if hangs.is_set():
+            await asyncio.Event().wait()
+        return Response()
+
+    async def test() -> None:
+        there = await serve(App({("GET", "/s"): streams, ("GET", "/w"): waits}), "127.0.0.1", 0)
+        conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
+        forward = Forward(conductor)
+        here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
+        client, url = HttpClient(), f"http://127.0.0.1:{here.port}"
+        assert (await client.request("GET", url + "/w", timeout_s=10)).status == 200
+        hangs.set()
+        async with client.stream("GET", url + "/s", timeout_s=10, idle_timeout_s=10) as begun:
+            await anext(begun)
+            get = lambda: client.request("GET", url + "/w", timeout_s=10)  # noqa: E731
+            waiting = [asyncio.create_task(get()) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            conductor.on_gone()
+            for reply in await asyncio.gather(*waiting):
+                assert (reply.status, reply.headers["retry-after"]) == (503, "2")
+                assert b"the Conductor's process does not answer" in reply.body
+            with pytest.raises(UpstreamError):
+                async for _ in begun:
+                    pass
+        hangs.clear()
+        assert (await client.request("GET", url + "/w", timeout_s=10)).status == 200
+        for one in (client, forward):
             await one.close()
         for server in (here, there):
             await server.stop(0)

@@ -431,6 +431,12 @@ BAD: list[tuple[tuple[str, Any], str | None]] = [
     (_text(prompt=[1, 257]), "prompt[1]"),
     (_text(prompt=[[1, 10**30]]), "prompt[0][1]"),
     (_text(prompt=[1, None]), "prompt[1]"),
+    (_text(prompt=None), "prompt"),
+    (_text(prompt={}), "prompt"),
+    (_text(model=None), "model"),
+    (_chat(messages=None), "messages"),
+    (_said(None), "messages[1]"),
+    (_said({"role": None, "content": "x"}), "messages[1].role"),
 ]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import pytest
 
 from moonserve.core.errors import ConfigError, DeadlineExceeded
+from moonserve.live.http import target
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.connection import UpstreamError
 from tests.support.loops import both_loops  # noqa: F401 - autouse
@@ -337,6 +340,50 @@ def test_idle_connections_are_closed() -> None:
             await client.close()
 
     asyncio.run(main())
+
+
+def test_hosts_that_nobody_uses_are_forgotten() -> None:
+    """Those that nobody listens at, or whose connections were kept for long enough; not one that is
+    in use. Workers come and go, each on a port of its own."""
+
+    async def main() -> None:
+        async with asyncio.timeout(10), peer(always(OK, close=False)) as url:
+            client = HttpClient(idle_s=0.05)
+            for port in range(1, 9):
+                with pytest.raises(UpstreamError):
+                    await client.request("GET", f"http://127.0.0.1:{port}", timeout_s=5)
+            with pytest.raises(ConfigError):
+                await client.request("GET", url, headers={"a": "\n"}, timeout_s=5)
+            assert not client._hosts
+            async with client.stream("GET", url, timeout_s=5, idle_timeout_s=5) as reply:
+                await asyncio.sleep(0.15)
+                assert len(client._hosts) == 1
+                await reply.read()
+            assert len(client._hosts) == 1
+            while client._hosts:
+                await asyncio.sleep(0.01)
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_clients_wrote_into_an_address_is_not_kept() -> None:
+    """Nothing long and nothing with a query stays in memory; an engine's own addresses do."""
+    target._kept.cache_clear()
+    long = "http://h:1/api/decisions/" + "x" * 200
+    for url, path in (
+        ("http://h:1/v1/completions", "/v1/completions"),
+        ("http://h:1/v1/models?key=s3cret#part", "/v1/models?key=s3cret"),
+        ("http://h:1?key=s3cret", "/?key=s3cret"),
+        ("http://h:1", "/"),
+        (long, long.removeprefix("http://h:1")),
+    ):
+        for _ in range(2):
+            assert target.parse(url) == target.Target("h", 1, "h:1", path)
+    assert target._kept.cache_info().currsize == 2
+    kept = repr(gc.get_referents(target._kept, target._origin, urlsplit))
+    assert "s3cret" not in kept
+    assert "xxxx" not in kept
 
 
 def test_hundred_at_once_within_the_bound() -> None:

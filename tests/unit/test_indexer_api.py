@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SIZE = 4
 TOKENS = list(range(1, 18))
 TOKEN = "secret"
+BAD = "tcp://bad:1"
 ONE: dict[str, Any] = {
     "endpoint": "tcp://10.0.0.1:5557",
     "replay_endpoint": "tcp://10.0.0.1:5558",
@@ -36,7 +37,7 @@ ASK: dict[str, Any] = {"model": "m", "block_size": SIZE, "token_ids": TOKENS}
 
 
 class ScriptedFeed:
-    """What a test tells is what the sink hears; an address of "bad" is none."""
+    """What a test tells is what the sink hears; BAD is no address."""
 
     def __init__(self, endpoint: str, replay: str | None, topic: str, sink: Sink) -> None:
         self.endpoint = endpoint
@@ -48,7 +49,7 @@ class ScriptedFeed:
 
     async def start(self) -> None:
         """As EventFeed's."""
-        if self.endpoint == "bad":
+        if self.endpoint == BAD:
             raise ConfigError("Invalid argument", "events")
         self.state = "open"
         self.connected = True
@@ -260,6 +261,39 @@ def test_a_store_that_is_registered_counts_for_all() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"type": "TGI"}, "type: must be Mooncake, SGLang or vLLM"),
+        ({"endpoint": "127.0.0.1:1"}, "write it like tcp://10.0.0.5:5557"),
+        ({"replay_endpoint": "127.0.0.1:1"}, "replay_endpoint: '127.0.0.1:1' is no endpoint"),
+        ({"blocksize": 4}, "blocksize: there is no such field; did you mean block_size?"),
+        ({"instance_id": []}, "instance_id: must be text or a whole number"),
+        ({"block_size": None}, "block_size: must be a whole number, not null"),
+        ({"block_size": 0}, "block_size: must be 1 or more"),
+    ],
+)
+def test_what_is_wrong_is_told_what_would_be_right(body: Any, says: str) -> None:
+    """Values that there are, the field that was meant, the scheme of an address."""
+
+    async def use(rig: Rig) -> None:
+        reply = await rig.send("/register", {**ONE, "dp_rank": 5, **body})
+        assert reply.status == 400
+        assert says in json.loads(reply.body)["error"]["message"]
+
+    run(use)
+
+
+def test_what_others_say_beyond_the_standard_is_skipped() -> None:
+    """A field that is nothing like one of the standard's is no slip."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", {**ONE, "dp_rank": 5, "gpu_model": "H200"})
+        await rig.good("/query", {**ASK, "trace": {"span": [1]}})
+
+    run(use)
+
+
+@pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
         ("/register", {}, 400, "endpoint"),
@@ -268,8 +302,11 @@ def test_a_store_that_is_registered_counts_for_all() -> None:
         ("/register", {**ONE, "endpoint": "ipc://x", "dp_rank": 5}, 400, "endpoint"),
         ("/register", {**ONE, "endpoint": "inproc://x", "dp_rank": 5}, 400, "endpoint"),
         ("/register", {**ONE, "replay_endpoint": "ipc://x", "dp_rank": 5}, 400, "replay_endpoint"),
-        ("/register", {**ONE, "endpoint": "bad", "dp_rank": 5}, 400, "endpoint"),
+        ("/register", {**ONE, "endpoint": BAD, "dp_rank": 5}, 400, "endpoint"),
         ("/register", {**ONE, "type": "TGI"}, 400, "type"),
+        ("/register", {**ONE, "tenant": "t"}, 400, "tenant"),
+        ("/query", {**ASK, "tenantid": "t"}, 400, "tenantid"),
+        ("/unregister", {"instance_id": "a", "rank": 1, "dprank": 1}, 400, "dprank"),
         ("/register", {**ONE, "modelname": None}, 400, "modelname"),
         ("/register", {**ONE, "block_size": 0}, 400, "block_size"),
         ("/register", {**ONE, "block_size": "16"}, 400, "block_size"),

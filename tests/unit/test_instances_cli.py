@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from moonserve.cli import cli
+from moonserve.cli.fronts import flags_of
 from moonserve.cli.instances import engines_of, named_by_flags
-from moonserve.config import load
+from moonserve.config import Settings, load
 from moonserve.core.errors import ConfigError
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.registry import entries
@@ -67,12 +69,12 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
         (
             "role: decode",
             "role: decoder",
-            "instances[1].role (line 13): must be prefill, de",
+            "instances[1].role (line 13): must be both, decode or prefi",
         ),
         (
             "role: decode",
             "roles: decode",
-            "instances[1].roles (line 13): there is no such ",
+            "instances[1].roles (line 13): there is no such field; did you mean role?",
         ),
         (
             "connector: mooncake\n    events",
@@ -96,7 +98,11 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
             "instances[0].tokenizer (line 3): is need",
         ),
         ("dp_size: 2", "dp_size: two", "instances[0].dp_size (line 10): must be a whole number"),
-        ("dp_size: 2", "block_size: 0", "instances[0].block_size (line 10): expected"),
+        (
+            "dp_size: 2",
+            "block_size: 0",
+            "instances[0].block_size (line 10): must be 1 or more (not 0)",
+        ),
         ("dp_size: 2", "api_key_env: sk-123", "(line 10): is no variable's name; name the environ"),
         (
             "events: off",
@@ -154,7 +160,7 @@ def test_flags_name_addresses_only() -> None:
         ({"url": ("http://a:1", "http://b:1"), "events": "tcp://a:1"}, "--events: of several engi"),
         (
             {"prefill_url": ("http://a:1",), "decode_url": ("http://b:1",), "connector": "nxl"},
-            "--connector: must be nixl, mooncake, sglang or none",
+            "--connector: must be mooncake, nixl, none or sglang",
         ),
     ],
 )
@@ -163,6 +169,27 @@ def test_a_wrong_flag_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         flags(**given)
     assert str(caught.value).startswith(says), caught.value
+
+
+def test_the_model_that_is_asked_for_is_what_engines_must_serve(tmp_path: Path) -> None:
+    """--model, or the setting where it is not the default, holds for every engine that says none
+    itself; the default named aloud counts; of nobody it is an error."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(FILE.replace("name: d0", "name: d0\n    model: own"))
+    default = load(None, {}, {})
+
+    def served(model: str | None, settings: Settings, file: Path | None) -> list[str]:
+        by_flags = flags(url=("http://a:1",))
+        return [it.model for it in engines_of(settings, file, by_flags, model) or ()]
+
+    assert served("big", load(file, {}, {"model": "big"}), file) == ["big", "own", "big"]
+    assert served(None, load(None, {"MOONSERVE_MODEL": "big"}, {}), None) == ["big"]
+    assert served(None, default, None) == [""]
+    assert served(default.model, default, None) == [default.model]
+    with pytest.raises(ConfigError, match=r"^model: is for engines that a file or flags name"):
+        engines_of(msgspec.structs.replace(default, instances=()), None, [], "big")
+    words = flags_of({"model": default.model, "url": ("http://a:1",), "config": None}, default)
+    assert words == ["--model", default.model, "--url", "http://a:1"]
 
 
 def test_what_only_workers_of_ours_have_is_refused_beside_engines(tmp_path: Path) -> None:

@@ -255,9 +255,18 @@ def test_what_is_the_gateways_to_say_is_refused() -> None:
             ({**ASK, "vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
             ({"max_tokens": 1}, "prompt"),
             ({**ASK, "max_tokens": "x"}, "max_tokens"),
+            ({**ASK, "model": None}, "model"),
+            ({**ASK, "prompt": None}, "prompt"),
+            ({**ASK, "prompt": 5}, "prompt"),
+            ({**ASK, "prompt": {}}, "prompt"),
         ):
             reply = await site.post(body)
             assert (reply.status, msgspec.json.decode(reply.body)["error"]["param"]) == (400, param)
+        for messages in (None, "hi", {}):
+            reply = await site.post({"messages": messages}, chat=True)
+            error = msgspec.json.decode(reply.body)["error"]
+            assert (reply.status, error["param"]) == (400, "messages")
+            assert error["message"] == "messages: must be a list of messages"
         assert (await site.post(b"{")).status == 400
         assert (await site.post({**ASK, "model": "other"})).status == 404
         assert not site.engines["a"].calls

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moonserve.live import supervise
 from moonserve.live.supervise import Child, GaveUp, Restarts, Supervisor
 
 OBEDIENT = "import time; print('up', flush=True); time.sleep(60)"
@@ -116,6 +117,41 @@ def test_dead_child_is_started_again() -> None:
 
     asyncio.run(scene())
     assert any("KILLED BY SIGKILL" in line for _, line in told)
+
+
+def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loop that stands still is a death; one that goes round lives; who never beat is let be."""
+    monkeypatch.setattr(supervise, "_BEAT_S", 0.05)
+    program = (
+        "import asyncio, time\nfrom moonserve.live import supervise\nsupervise._BEAT_S = 0.05\n"
+        "async def main():\n    print('up', flush=True)\n    await asyncio.sleep(0.2)\n    {}\n"
+        "asyncio.run(supervise.with_beats(main()))"
+    )
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        children = [
+            child("hung", program.format("time.sleep(60)"), silence_s=0.5),
+            child("busy", program.format("await asyncio.sleep(60)"), silence_s=0.5),
+            child("other", OBEDIENT, silence_s=0.5),
+        ]
+        boss = Supervisor(children, lambda *line: told.append(line), FAST)
+        running = asyncio.create_task(boss.run())
+        await until(lambda: {("busy", "up"), ("other", "up")} <= set(told))
+        kept = {name: boss.pids[name] for name in ("busy", "other")}
+        await until(lambda: told.count(("hung", "up")) == 2)
+        assert kept.items() <= boss.pids.items()
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    said = [line for name, line in told if name == "hung"]
+    assert said[1:3] == [
+        "hangs: nothing of it for 0.5 s: killed",
+        "WAS KILLED BY SIGKILL; starting it again in 0.01 s",
+    ]
 
 
 def test_gives_up_and_stops_the_others() -> None:

@@ -117,7 +117,12 @@ def gateway(instances: list[Json], folder: Path, alone_tokens: int = 0) -> Itera
             found = re.search(r"listening on (http\S+)", said)
             time.sleep(0.1)
         one = Gateway(found[1], log)
-        one.until(lambda: all(one.instance(it["name"]) for it in instances), READY_S)
+        names = [
+            f"{it['name']}/dp{rank}" if "dp_size" in it else it["name"]
+            for it in instances
+            for rank in range(it.get("dp_size", 1))
+        ]
+        one.until(lambda: all(map(one.instance, names)), READY_S)
         yield one
     finally:
         process.send_signal(signal.SIGTERM)

@@ -1,7 +1,6 @@
 """`moonserve gateway --workers N`: starts the fronts and the Conductor's process, and stops them.
 
-The socket that they meet at is in a folder of its own, which only this user may enter and which is
-gone at the end.
+The socket that they meet at is in a folder of its own, which only this user may enter.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,11 +60,12 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
-    """A command's flags that are no settings, as words; and the file, for what only a file has."""
+    """A command's flags that are no settings, as words; and the file, for what only a file has, and
+    the model, since that it was asked for is no setting."""
     words: list[str] = []
     file = params["config"] or os.environ.get(ENV_PREFIX + "CONFIG")
     for name, given in {**params, "config": file}.items():
-        if given and name not in settings.__struct_fields__:
+        if given and (name not in settings.__struct_fields__ or name == "model"):
             for one in given if isinstance(given, tuple) else (given,):
                 words += ["--" + name.replace("_", "-"), str(one)]
     return words
@@ -93,6 +92,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
 
     Raises ConfigError, GaveUp.
     """
+    from moonserve.live.fronts.folder import meeting_folder
     from moonserve.live.http.auth import require_token_beyond_loopback
     from moonserve.live.supervise import Supervisor
 
@@ -109,11 +109,8 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
                 click.echo(f"{_LISTENING}http://{settings.host}:{port}")
                 sys.stdout.flush()
 
-    with (
-        _reserved(settings.host, settings.port) as port,
-        tempfile.TemporaryDirectory(prefix="moonserve-") as folder,
-    ):
-        boss = Supervisor(children_of(settings, port, os.path.join(folder, "link"), words), tell)
+    with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:
+        boss = Supervisor(children_of(settings, port, str(folder / "link"), words), tell)
         stops: list[asyncio.Task[None]] = []
 
         def on_signal() -> None:

@@ -6,7 +6,6 @@ name addresses only. Every error says which engine, which field, on which line, 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import msgspec
 
 from moonserve.config import ENV_PREFIX, Settings
 from moonserve.core.errors import ConfigError
+from moonserve.invalid import in_words
 
 if TYPE_CHECKING:
     from moonserve.live.fleet.spec import InstanceSpec
@@ -30,11 +30,6 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
     ("--url", "e", "a vLLM server that serves whole requests; repeatable"),
 )
 _ROLES: Mapping[str, str] = {"p": "prefill", "d": "decode", "e": "both"}
-_CHOICES = {
-    "engine": "must be vllm or sglang",
-    "role": "must be prefill, decode or both",
-    "connector": "must be nixl, mooncake, sglang or none",
-}
 
 
 def instances_options(command: _Command) -> _Command:
@@ -110,9 +105,13 @@ def _of_flag(fields: dict[str, Any], flag: str) -> InstanceSpec:
 
 
 def engines_of(
-    settings: Settings, file: Path | None, by_flags: Sequence[InstanceSpec]
+    settings: Settings,
+    file: Path | None,
+    by_flags: Sequence[InstanceSpec],
+    model: str | None = None,
 ) -> list[InstanceSpec] | None:
-    """All engines of a gateway; None where it has workers of ours. Raises ConfigError."""
+    """All engines of a gateway; None where it has workers of ours. `model`: as a flag names it.
+    Raises ConfigError."""
     if settings.instances is None and not by_flags:
         return None
     for name in ("store", "store_url"):
@@ -125,7 +124,14 @@ def engines_of(
     for spec in by_flags:
         if spec.name in [it.name for it in found]:
             raise ConfigError(f"an engine in the file is named {spec.name}; rename it", "instances")
-    return [*found, *by_flags]
+    if model and not settings.instances and not by_flags:
+        remedy = "say it of each engine where that is described"
+        raise ConfigError(f"is for engines that a file or flags name; {remedy}", "model")
+    if model is None and settings.model != Settings().model:
+        model = settings.model
+    # Which model was asked for each must serve, or the handshake says which it does.
+    engines = [*found, *by_flags]
+    return [msgspec.structs.replace(it, model=it.model or model or "") for it in engines]
 
 
 def by_address(url: str) -> str:
@@ -157,27 +163,19 @@ def named_in_file(entries: Sequence[Mapping[str, object]], file: Path | None) ->
 
 def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceSpec:
     from moonserve.live.fleet.spec import InstanceSpec
-    from moonserve.live.http.message import in_words
 
     if fields.get("events") is False:  # what YAML makes of off
         fields["events"] = "off"
-    known = InstanceSpec.__struct_fields__
-    for field in fields:
-        if field not in known:
-            close = difflib.get_close_matches(str(field), known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ConfigError(f"there is no such field; {hint}", place(str(field)))
     try:
         return msgspec.convert(fields, InstanceSpec).checked()
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$.")
-        field = path.rstrip("`")
-        missing = re.search(r"required field `(.+)`", text)
-        if missing is not None:
-            raise ConfigError("is missing: every engine needs one", place(missing[1])) from None
-        text = in_words(text)
-        remedy = _CHOICES.get(field, text[:1].lower() + text[1:])
-        raise ConfigError(f"{remedy} (not {fields.get(field)!r})", place(field)) from None
+        field, what = in_words(error, InstanceSpec)
+        given = (
+            f" (not {fields[field]!r})"
+            if field in InstanceSpec.__struct_fields__ and field in fields
+            else ""
+        )
+        raise ConfigError(what + given, place(field)) from None
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix(f"{error.field}: "), place(error.field)) from None
 

@@ -49,7 +49,7 @@ def register(
     if name is not None and len(urls) != 1:
         raise ConfigError("is for one engine: give one address, or a file", "--name")
     urls = [msgspec.structs.replace(it, name=name or by_address(it.url)) for it in urls]
-    engines = engines_of(settings, config, urls)
+    engines = engines_of(settings, config, urls, model="")
     if not engines:
         raise ConfigError("name engines, in the file or by --url and so on", "instances")
     replaced = asyncio.run(_put(settings.registry, [it.checked().told() for it in engines]))

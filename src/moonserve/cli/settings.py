@@ -58,7 +58,11 @@ _Command = TypeVar("_Command", bound=Callable[..., object])
 # Setting: (metavar, help). Flags carry no default of their own: a flag not given is None, and
 # config.load fills it from the environment, the file or the defaults.
 _HELP: dict[str, tuple[str, str]] = {
-    "model": ("REF", "a name (moonserve model list), a Hugging Face folder, or a .gguf file"),
+    "model": (
+        "REF",
+        "a name (moonserve model list), a Hugging Face folder, or a .gguf file; with engines of "
+        "others, the name that they must serve",
+    ),
     "host": ("ADDRESS", "address to listen on"),
     "port": ("PORT", "the gateway's port; 0 takes a free one"),
     "workers": (

@@ -1,11 +1,14 @@
 """Keep a few processes alive, and leave none behind.
 
-Called by `moonserve up`; the children call `die_with_parent`. Knows nothing of gateways, workers
-or HTTP: a child is a name, an argv and an environment. A child never gets the terminal's Ctrl-C
-(it has a process group of its own): only the supervisor decides when it ends.
+Called by `moonserve up` and `gateway --workers`; the children call `die_with_parent` and
+`with_beats`. Knows nothing of gateways, workers or HTTP: a child is a name, an argv and an
+environment. A child never gets the terminal's Ctrl-C (it has a process group of its own): only the
+supervisor decides when it ends. A child's stdin is a socket whose other end is the supervisor's:
+the child writes a byte each second there, and reads that nobody is there any more.
 
     stop():  rank by rank: SIGTERM -> grace_s -> SIGKILL      kill(): SIGKILL, all, now
     a death nobody asked for: said, then a restart after a back-off; too many end everything
+    a loop that stands still for silence_s: SIGKILL, and then as any death
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -26,6 +31,7 @@ from moonserve.core.errors import MoonserveError
 _LIFELINE = "MOONSERVE_LIFELINE"
 _LINE_LIMIT = 64 << 10
 _ORPHAN_GRACE_S = 5.0
+_BEAT_S = 1.0
 
 
 class GaveUp(MoonserveError):
@@ -43,6 +49,9 @@ class Child(msgspec.Struct, frozen=True):
     """Children of a lower rank are gone before one of a higher rank is asked to stop."""
     grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
+    silence_s: float = 30.0
+    """How long its event loop may stand still before it is killed. One that never beat is not
+    watched: it is no program of ours, or has not come so far."""
 
 
 class Restarts(msgspec.Struct, frozen=True):
@@ -145,27 +154,55 @@ class Supervisor:
 
     async def _run_once(self, child: Child) -> int:
         """Start the child, pass its lines on until it ends, return its exit code."""
-        process = await asyncio.create_subprocess_exec(
-            *child.argv,
-            env={**child.env, _LIFELINE: "stdin"},
-            stdin=asyncio.subprocess.PIPE,  # held open by us alone: end of file = we are gone
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            process_group=0,
-        )
-        self._processes[child.name] = process
-        if self._stopping.is_set():  # stop() may have looked before we were listed
+        ours, theirs = socket.socketpair()  # held open by us alone: end of file = we are gone
+        with ours:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *child.argv,
+                    env={**child.env, _LIFELINE: "stdin"},
+                    stdin=theirs.fileno(),
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    process_group=0,
+                )
+            self._processes[child.name] = process
+            if self._stopping.is_set():  # stop() may have looked before we were listed
+                process.kill()
+            assert process.stdout is not None
+            lines = asyncio.create_task(self._pump(child.name, process.stdout))
+            beats = asyncio.create_task(self._watch(child, process, ours))
+            try:
+                code = await process.wait()
+                # A grandchild may hold the pipe open: its lines are not worth waiting for.
+                await asyncio.wait([lines], timeout=1.0)
+            finally:
+                lines.cancel()
+                beats.cancel()
+                del self._processes[child.name]
+            return code
+
+    async def _watch(
+        self, child: Child, process: asyncio.subprocess.Process, beats: socket.socket
+    ) -> None:
+        """Kill it when it beat, and then no more.
+
+        Looks are counted, not the clock: of a pause of our own, as of the whole machine's, one is.
+        """
+        beats.setblocking(False)
+        began, missed = False, 0
+        while missed * _BEAT_S < child.silence_s:
+            await asyncio.sleep(_BEAT_S)
+            try:
+                if not beats.recv(4096):
+                    return  # it closed its end
+                began, missed = True, 0
+            except BlockingIOError:
+                missed += began
+            except ConnectionError:
+                return
+        self._tell(child.name, f"hangs: nothing of it for {child.silence_s:g} s: killed")
+        with contextlib.suppress(ProcessLookupError):
             process.kill()
-        assert process.stdout is not None
-        lines = asyncio.create_task(self._pump(child.name, process.stdout))
-        try:
-            code = await process.wait()
-            # A grandchild may hold the pipe open: its lines are not worth waiting for.
-            await asyncio.wait([lines], timeout=1.0)
-        finally:
-            lines.cancel()
-            del self._processes[child.name]
-        return code
 
     async def _pump(self, name: str, stream: asyncio.StreamReader) -> None:
         rest = b""
@@ -200,8 +237,29 @@ def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _wait_for_orphanhood() -> None:
-    while os.read(0, 1):
-        pass
+    with contextlib.suppress(ConnectionError):  # gone with beats of ours unread
+        while os.read(0, 1):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_ORPHAN_GRACE_S)
     os._exit(1)
+
+
+async def with_beats(main: Coroutine[Any, Any, None]) -> None:
+    """Do it; in a child, tell the supervisor each second that the event loop goes round."""
+    beating = None
+    if os.environ.get(_LIFELINE) == "stdin":
+        beating = asyncio.create_task(_beat(), name="beats")
+    try:
+        await main
+    finally:
+        if beating is not None:
+            beating.cancel()
+
+
+async def _beat() -> None:
+    with socket.socket(fileno=os.dup(0)) as parent:
+        while True:
+            with contextlib.suppress(OSError):  # it stopped, or is gone; the lifeline sees to that
+                parent.send(b".", socket.MSG_DONTWAIT)  # nothing here may change how fd 0 blocks
+            await asyncio.sleep(_BEAT_S)

@@ -18,7 +18,7 @@ from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.live.fleet.fleet import Fleet
 from moonserve.live.fleet.keeper import Keeper
 from moonserve.live.fleet.spec import InstanceSpec
-from moonserve.live.http.message import UNREADABLE
+from moonserve.live.http.message import UNREADABLE, decode_json
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import ENGINES
 
@@ -101,11 +101,11 @@ class Found:
 
     async def _use(self, name: str, value: bytes) -> None:
         try:
-            spec = msgspec.json.decode(value, type=InstanceSpec)
+            spec = decode_json(value, InstanceSpec)
             if spec.name != name:
                 raise ConfigError(f"is {spec.name!r}, its key says {name!r}", "name")
             await self._fleet.add(SOURCE, spec.told())
-        except (ConfigError, BadRequest, *UNREADABLE) as error:
+        except (ConfigError, BadRequest) as error:
             kept = "; what it was before is" if name in self._used else ""
             why = f"registry: {ENGINES}{name} is not used: {error}{kept}"
             if self._unused.get(name) != why:

@@ -13,10 +13,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
+from moonserve.core.errors import BadRequest, EngineFailed
 from moonserve.core.units import Tokens
-from moonserve.live.fleet.member import Member
+from moonserve.live.fleet import sglang
+from moonserve.live.fleet.member import Member, Mismatch
 from moonserve.live.fleet.pages import Page, read_page
+from moonserve.live.fleet.sglang import ServerInfo
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.message import UNREADABLE
@@ -29,14 +31,6 @@ _KV_TOKENS: Tokens = 1 << 20
 _BLOCK_SIZE: Tokens = 16
 _SMALL: Tokens = 8
 """Blocks of fewer tokens, as SGLang has unless told otherwise, cost a key for every one or few."""
-
-
-class Mismatch(MoonserveError):
-    """The engine is not what it was described to be, or does not go with the others."""
-
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -66,15 +60,6 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
-class _Server(msgspec.Struct):
-    """The part of SGLang's /get_server_info that is read."""
-
-    page_size: int | None = None
-    max_total_num_tokens: int | None = None
-    context_length: int | None = None
-    version: str = ""
-
-
 class _Tokens(msgspec.Struct):
     tokens: list[int] = []
 
@@ -100,14 +85,22 @@ async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -
         raise EngineFailed(f"GET /health answered {health.status}")
     card = await _card(http, member)
     page = await _page(http, member, warnings)
-    server = await _server(http, member)
+    server = await _server(http, member, warnings)
     max_len = _max_len(member, card.max_model_len or server.context_length)
     block_size = _block_size(member, page, server, warnings)
-    _check_ranks(member, page)
+    _check_ranks(member, page, server, warnings)
+    if spec.engine == "sglang":
+        sglang.check(member, server, warnings)
     if member.bootstrap:
         await _check_bootstrap(member)
     if tools is not None:
         await _check_text(http, member, card.id, tools, warnings)
+    algorithm = page.cache.get("prefix_caching_hash_algo", "")
+    if spec.shared_store and not algorithm:
+        warnings.append(
+            "it does not say its hash algorithm: whether it shares a store with others"
+            " was not checked"
+        )
     events = await _listens(spec.events_of(0)) if spec.events == "auto" else spec.events != "off"
     if events and page.cache.get("enable_prefix_caching") == "False":
         warnings.append("it keeps no prefixes: start it without --no-enable-prefix-caching")
@@ -118,7 +111,7 @@ async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -
         kv_tokens=_kv_tokens(member, page, server, block_size, warnings),
         version=server.version,
         started_s=page.started_s,
-        hash_algorithm=page.cache.get("prefix_caching_hash_algo", ""),
+        hash_algorithm=algorithm,
         events=events and tools is not None,
         warnings=(*warnings, *_of_events(member, events, tools)),
     )
@@ -174,18 +167,27 @@ async def _page(http: HttpClient, member: Member, warnings: list[str]) -> Page:
     reply = await ask(http, member, "/metrics")
     page = read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
     if not page.ranks:
-        warnings.append("/metrics tells no load: work that others send there is not seen")
+        remedy = ": start it with --enable-metrics" if member.spec.engine == "sglang" else ""
+        warnings.append(f"/metrics tells no load: work that others send there is not seen{remedy}")
     return page
 
 
-async def _server(http: HttpClient, member: Member) -> _Server:
-    """Version, and what SGLang says in one place."""
-    sglang = member.spec.engine == "sglang"
-    reply = await ask(http, member, "/get_server_info" if sglang else "/version")
-    try:
-        return msgspec.json.decode(reply.body, type=_Server) if reply.status == 200 else _Server()
-    except UNREADABLE:
-        return _Server()
+async def _server(http: HttpClient, member: Member, warnings: list[str]) -> ServerInfo:
+    """Version, and what SGLang says in one place, whose name was another once."""
+    of_sglang = member.spec.engine == "sglang"
+    for path in ("/server_info", "/get_server_info") if of_sglang else ("/version",):
+        reply = await ask(http, member, path)
+        try:
+            if reply.status == 200:
+                return msgspec.json.decode(reply.body, type=ServerInfo)
+        except UNREADABLE:
+            pass
+    if of_sglang:
+        warnings.append(
+            f"no server info of SGLang at /server_info or /get_server_info ({reply.status}): "
+            "block_size, kv_tokens and version were not checked"
+        )
+    return ServerInfo()
 
 
 def _max_len(member: Member, said: Tokens | None) -> Tokens:
@@ -201,7 +203,7 @@ def _max_len(member: Member, said: Tokens | None) -> Tokens:
     return wanted or said or 0
 
 
-def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]) -> Tokens:
+def _block_size(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> Tokens:
     wanted = member.spec.block_size
     labels = [page.cache.get(name, "") for name in ("hash_block_size", "block_size")]
     said = next((int(label) for label in labels if label.isdecimal()), server.page_size)
@@ -217,13 +219,16 @@ def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]
             f"KV blocks of {said or wanted} tokens make the index slow and large: start it with "
             f"{'--page-size' if member.spec.engine == 'sglang' else '--block-size'} {_BLOCK_SIZE}"
         )
-    if not said and not wanted:
-        warnings.append(f"it does not say its block_size: taken to be {_BLOCK_SIZE}; set it")
+    if not said:
+        taken = (
+            f"{wanted}, as described, was not checked" if wanted else f"taken to be {_BLOCK_SIZE}"
+        )
+        warnings.append(f"it does not say its block_size: {taken}" + ("" if wanted else "; set it"))
     return said or wanted or _BLOCK_SIZE
 
 
 def _kv_tokens(
-    member: Member, page: Page, server: _Server, block_size: Tokens, warnings: list[str]
+    member: Member, page: Page, server: ServerInfo, block_size: Tokens, warnings: list[str]
 ) -> Tokens:
     if member.spec.kv_tokens:
         return member.spec.kv_tokens
@@ -240,10 +245,13 @@ def _kv_tokens(
     return server.max_total_num_tokens or _KV_TOKENS
 
 
-def _check_ranks(member: Member, page: Page) -> None:
+def _check_ranks(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> None:
     count, wanted = len(page.ranks), member.spec.dp_size
-    tells_all = member.spec.engine == "vllm" and count > 0  # SGLang's may tell of one rank only
-    if (tells_all or count > 1) and count != wanted:
+    if member.spec.engine == "sglang":  # whose page may tell of one rank only
+        count = server.dp_size or (count if count > 1 else 0)
+    if not count and wanted > 1:
+        warnings.append(f"it does not say its ranks: dp_size {wanted} was not checked")
+    if count and count != wanted:
         raise Mismatch(
             f"it has {count} data-parallel ranks, not {wanted}: set it to {count}", "dp_size"
         )

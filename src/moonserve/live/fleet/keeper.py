@@ -31,8 +31,8 @@ from moonserve.core.prefix import Namespace
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.core.view import InstanceView
 from moonserve.live.fleet.feeds import Feed, FeedOpener, Hearer
-from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake, models
-from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.handshake import Found, ask, handshake, models
+from moonserve.live.fleet.member import Member, Mismatch
 from moonserve.live.fleet.pages import Page, RankPage, read_page
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient
@@ -146,13 +146,18 @@ class Keeper:
             and last.started_s == started_s
             and bool(self.member.infos)
         )
+        how = "up again" if last is not None else "up"
         if not same:
+            if last is not None and self.member.infos:
+                how = "restarted"
             began_ms = int(1_000 * (started_s or time.time()))
             self.epoch = max(self.epoch + 1, began_ms)
             self._new_process, self.member.changed = True, False
         for text in found.warnings if last is None or last.warnings != found.warnings else ():
             log.warning("%s: %s", self.member.spec.name, text)
-        log.info("%s: up at %s, model %s", self.member.spec.name, self.member.url, found.model)
+        level = logging.WARNING if how == "restarted" else logging.INFO
+        said = (self.member.spec.name, how, self.epoch, self.member.url, found.model)
+        log.log(level, "%s: %s (epoch %d) at %s, model %s", *said)
         self.found, self.state, self.why = found, "up", ""
         infos = {it.id: it for it in map(self._info, range(self.member.spec.dp_size))}
         self.member.infos = infos

@@ -92,9 +92,9 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             remedy = "name the environment variable that holds the key, never the key itself"
             raise ConfigError(f"is no variable's name; {remedy}", "api_key_env")
         if self.events not in ("auto", "off"):
-            _tcp(self.events, "events", self.dp_size)
+            check_tcp(self.events, "events", self.dp_size)
         if self.replay:
-            _tcp(self.replay, "replay", self.dp_size)
+            check_tcp(self.replay, "replay", self.dp_size)
             if self.events == "off":
                 raise ConfigError("leave it out with events: off", "replay")
         if self.events not in ("auto", "off") and not self.tokenizer:
@@ -156,7 +156,9 @@ def _http(text: str, field: str) -> None:
         raise ConfigError(f"{text!r} is no address; write it like http://10.0.0.5:8000", field)
 
 
-def _tcp(text: str, field: str, ranks: int) -> None:
+def check_tcp(text: str, field: str, ranks: int = 1) -> None:
+    """Where so many ranks may publish or replay. Raises ConfigError naming field and remedy: ZMQ's
+    other addresses are places in this machine, or in this process."""
     parts, port = _parts(text)
     if parts is None or parts.scheme != "tcp" or not parts.hostname or not port:
         or_else = ", off or auto" if field == "events" else ""

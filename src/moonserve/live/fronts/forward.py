@@ -1,7 +1,7 @@
 """What a front passes on to the Conductor's process: joins, beats, store calls, the admin API.
 
 A long reply passes as it comes. Connections that are to speak another protocol are joined, end to
-end.
+end. All of it ends when the Conductor is gone or hangs, which its link tells in seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.switch import Switch, Switched
 
 _TIMEOUT_S = 300.0
+"""The longest, of a Conductor that is there."""
 _WHOLE_BYTES: Bytes = 1 << 20
 """Shorter replies go on whole."""
 _OURS = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
@@ -26,11 +27,25 @@ _ITS = {*_OURS, "content-type", "date", "x-request-id"}
 
 
 class Forward:
-    """The handler of all that a front does not serve itself."""
+    """The handler of all that a front does not serve itself. Sets the conductor's `on_gone`."""
 
-    def __init__(self, conductor: RemoteConductor, http: HttpClient) -> None:
+    def __init__(
+        self, conductor: RemoteConductor, client: Callable[[], HttpClient] = HttpClient
+    ) -> None:
+        """`client` makes one, for nothing but this."""
         self._conductor = conductor
-        self._http = http
+        self._client = client
+        self._http = client()
+        conductor.on_gone = self._cut
+
+    async def close(self) -> None:
+        """Cut what is under way."""
+        await self._http.close()
+
+    def _cut(self) -> None:
+        """What is under way will not be answered; asking again must not be tried either."""
+        self._http.cut()
+        self._http = self._client()
 
     async def __call__(self, request: HttpRequest) -> Response | StreamingResponse | Switch:
         """Its reply; 503 while the Conductor's process is not there."""
@@ -72,7 +87,7 @@ class Forward:
                     chunks = _Chunks(stream, stack.pop_all())
                     return StreamingResponse(chunks, stream.status, told, kind)
         except UpstreamError as error:
-            raise NobodyAlive(f"the Conductor's process did not answer: {error}") from None
+            raise NobodyAlive(f"the Conductor's process does not answer: {error}") from None
         told, kind = _said(reply.headers)
         return Response(reply.status, reply.body, told, kind)
 

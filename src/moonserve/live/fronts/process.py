@@ -153,12 +153,13 @@ class FrontProcess:
         del routes["GET", "/metrics"]  # the sums over all are asked for
         if text is None:
             del routes["GET", "/health"]  # how the engines are
+        self._forward = Forward(self.conductor)
         self._app = App(
             routes,
             self._front.prefixes(),
             max_body_bytes=config.max_body_bytes,
             body_limits={"/internal/": INTERNAL_BODY_BYTES},
-            fallback=Forward(self.conductor, self._http),
+            fallback=self._forward,
             name="front",
         )
         self._server: Server | None = None
@@ -186,6 +187,7 @@ class FrontProcess:
         await self._front.idle(drain_s)
         await self._server.stop(0)
         await self.conductor.leave()
+        await self._forward.close()
         await self._http.close()
 
 

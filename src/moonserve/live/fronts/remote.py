@@ -42,6 +42,8 @@ class RemoteConductor:
         self._url = ""
         self.on_engines: Callable[[list[wire.Engine]], None] | None = None
         """Told of the foreign engines, before their instances are."""
+        self.on_gone: Callable[[], None] | None = None
+        """Told that nobody is there any more, or answers."""
         self._keeper: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
 
@@ -141,6 +143,8 @@ class RemoteConductor:
         """Nobody there knows of what is under way here."""
         if self._link is not None:
             log.warning("the Conductor is gone; requests under way have failed")
+            if self.on_gone is not None:
+                self.on_gone()
         self._link, self._infos, self._url = None, [], ""
         for request, inbox in self._inboxes.items():
             inbox.put_nowait(GiveUp(request, _GONE))

@@ -28,7 +28,7 @@ _Tenant: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@/-]{0,
 _Ms: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
 
 
-class Ask(msgspec.Struct, kw_only=True):
+class Ask(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What is to be placed: its prompt as text, as token ids, or as block keys and a length."""
 
     model: str

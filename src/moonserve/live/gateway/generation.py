@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Literal
 
 import msgspec
 
 from moonserve.core.errors import EngineFailed, MoonserveError
 from moonserve.core.request import Request
 from moonserve.core.units import Tokens
+from moonserve.live.gateway.front import Form
 from moonserve.live.gateway.metrics import Metrics
 from moonserve.live.gateway.text import TokenText
 from moonserve.live.http.message import error_reply
@@ -24,7 +24,6 @@ from moonserve.live.text.detok import StopMatcher
 
 log = logging.getLogger(__name__)
 
-Form = Literal["chat", "completion"]
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
 

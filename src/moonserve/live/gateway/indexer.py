@@ -21,8 +21,9 @@ from moonserve.core.indexer import Key, Space, Stream, Tiered, mask, salted
 from moonserve.core.kvevents import KvBatch
 from moonserve.core.rolled import Rolled, block_keys, token_keys
 from moonserve.core.units import SegmentId, Tokens
+from moonserve.live.fleet.spec import check_tcp
 from moonserve.live.http.auth import guarded
-from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
+from moonserve.live.http.message import HttpRequest, Response, decode_open, json_response
 from moonserve.live.http.server import Handler
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class NotRegistered(BadRequest):
     status = 404
 
 
-class _Named(msgspec.Struct, kw_only=True):
+class _Named(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A model, by whichever of its names on the wire, and what else tells spaces apart."""
 
     model: _Name | None = None
@@ -88,13 +89,10 @@ class _Named(msgspec.Struct, kw_only=True):
 class Register(_Named, kw_only=True):
     """POST /register."""
 
-    endpoint: Annotated[str, msgspec.Meta(max_length=256, pattern="^tcp://")]
-    """ZeroMQ's other addresses are places in this machine, or in this process."""
+    endpoint: _Text
     instance_id: _Name | int
     block_size: _BlockSize
-    replay_endpoint: Annotated[str, msgspec.Meta(max_length=256, pattern="^(tcp://|$)")] | None = (
-        None
-    )
+    replay_endpoint: _Text | None = None
     type: Literal["vLLM", "SGLang", "Mooncake"] = "vLLM"
     topic: _Text = ""
     dp_rank: _Rank = 0
@@ -220,7 +218,10 @@ class IndexerApi:
         await asyncio.gather(*[self._drop(source) for source in list(self._sources.values())])
 
     async def _register(self, request: HttpRequest) -> Response:
-        asked = decode_json(await request.body(), Register)
+        asked = decode_open(await request.body(), Register)
+        _check_address(asked.endpoint, "endpoint")
+        if asked.replay_endpoint:
+            _check_address(asked.replay_endpoint, "replay_endpoint")
         name = str(asked.instance_id)
         space = Space(asked.named("modelname"), asked.tenant, asked.block_size)
         told = Registered(
@@ -263,7 +264,7 @@ class IndexerApi:
             raise BadRequest(f"endpoint: {error}", "endpoint") from None
 
     async def _unregister(self, request: HttpRequest) -> Response:
-        asked = decode_json(await request.body(), Unregister)
+        asked = decode_open(await request.body(), Unregister)
         name, rank = str(asked.instance_id), asked.dp_rank
         model = asked.model or asked.model_name or asked.modelname
         gone = [
@@ -292,7 +293,7 @@ class IndexerApi:
             del self._spaces[source.space]
 
     async def _query(self, request: HttpRequest) -> Response:
-        asked = decode_json(await request.body(), Query)
+        asked = decode_open(await request.body(), Query)
         space, tiered = self._space(asked)
         if asked.token_ids is None:
             raise BadRequest("token_ids: is missing", "token_ids")
@@ -303,7 +304,7 @@ class IndexerApi:
         return self._answer(asked, space, keys)
 
     async def _query_by_hash(self, request: HttpRequest) -> Response:
-        asked = decode_json(await request.body(), Query)
+        asked = decode_open(await request.body(), Query)
         space, tiered = self._space(asked)
         rolled = asked.seq_hashes if asked.seq_hashes is not None else asked.block_hash
         field = "seq_hashes" if rolled is not None else "block_hashes"
@@ -372,6 +373,13 @@ class IndexerApi:
             return NotRegistered(f"tenant_id: {what}", "tenant_id")
         what = f"nobody with model {model!r} is registered with {asked.block_size}"
         return NotRegistered(f"block_size: {what}", "block_size")
+
+
+def _check_address(text: str, field: str) -> None:
+    try:
+        check_tcp(text, field)
+    except ConfigError as error:
+        raise BadRequest(str(error), field) from None
 
 
 def _check_same(key: _Key, told: Registered, before: Registered) -> None:

@@ -38,7 +38,7 @@ from moonserve.live.instances import embedded, mooncake, nixl
 MAX_RESERVATIONS = 16_384
 
 
-class Release(msgspec.Struct, kw_only=True):
+class Release(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What became of a reserved request."""
 
     id: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from types import TracebackType
 from typing import Any
@@ -19,6 +18,7 @@ import msgspec
 from moonserve.core.errors import DeadlineExceeded
 from moonserve.core.units import Bytes
 from moonserve.live.http.connection import Connection, UpstreamError, Watch
+from moonserve.live.http.host import Host
 from moonserve.live.http.switch import Switched
 from moonserve.live.http.target import Target, head_of, parse
 from moonserve.live.http.target import check_url as check_url
@@ -33,41 +33,6 @@ class ClientResponse(msgspec.Struct):
     status: int
     headers: Mapping[str, str]
     body: bytes
-
-
-class _Host:
-    """The connections to one host: idle ones (last used is first reused) and free places."""
-
-    __slots__ = ("_free", "_waiting", "idle")
-
-    def __init__(self, max_connections: int) -> None:
-        self.idle: deque[Connection] = deque()
-        self._free = max_connections
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def enter(self, deadline_s: float) -> None:
-        """Take a place, or wait for one until then. Raises TimeoutError; `leave` follows."""
-        if self._free:
-            self._free -= 1
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                await place
-        except BaseException:
-            if place.done() and not place.cancelled():
-                self.leave()  # it had come just then
-            raise
-
-    def leave(self) -> None:
-        """The place is the first's who waits, if anybody does."""
-        while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(None)
-                return
-        self._free += 1
 
 
 class HttpClient:
@@ -85,7 +50,7 @@ class HttpClient:
         self._idle_s = idle_s
         self._max_reply_bytes = max_reply_bytes
         self._closed = False
-        self._hosts: dict[tuple[str, int], _Host] = {}
+        self._hosts: dict[tuple[str, int], Host] = {}
         self._open = Watch()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -165,6 +130,11 @@ class HttpClient:
             raise DeadlineExceeded(f"GET {url}: no reply within {timeout_s:g} s") from None
 
     async def close(self) -> None:
+        """`cut`, and let those who are cut see it."""
+        self.cut()
+        await asyncio.sleep(0)
+
+    def cut(self) -> None:
         """Cut every connection; calls under way and later ones raise UpstreamError."""
         self._closed = True
         self._open.stop()
@@ -172,18 +142,23 @@ class HttpClient:
             self._sweeper.cancel()
         for connection in list(self._open):
             connection.abort()
-        await asyncio.sleep(0)
 
-    def _host(self, target: Target) -> _Host:
+    def _host(self, target: Target) -> Host:
         key = (target.host, target.port)
         host = self._hosts.get(key)
         if host is None:
-            host = self._hosts[key] = _Host(self._max_per_host)
+            host = self._hosts[key] = Host(key, self._max_per_host)
         return host
+
+    def _left(self, host: Host) -> None:
+        """A place is free again. A host that nobody uses is forgotten, as there may be many."""
+        host.leave()
+        if host.unused:
+            del self._hosts[host.key]
 
     async def _begin(
         self,
-        host: _Host,
+        host: Host,
         method: str,
         target: Target,
         headers: Mapping[str, str],
@@ -195,21 +170,21 @@ class HttpClient:
         follows. Raises TimeoutError or DeadlineExceeded; the deadline stays set on the connection.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        data = head_of(method, target, headers, len(body)) + body
         await host.enter(deadline_s)
         try:
+            data = head_of(method, target, headers, len(body)) + body
             return await self._exchange(host, target, data, deadline_s, again)
         except BaseException:
-            host.leave()
+            self._left(host)
             raise
 
-    def _end(self, host: _Host, connection: Connection) -> None:
+    def _end(self, host: Host, connection: Connection) -> None:
         connection.watch_until(math.inf)
         self._give_back(host, connection)
-        host.leave()
+        self._left(host)
 
     async def _exchange(
-        self, host: _Host, target: Target, data: bytes, deadline_s: float, again: bool
+        self, host: Host, target: Target, data: bytes, deadline_s: float, again: bool
     ) -> Connection:
         """Send on a pooled or fresh connection and wait for the reply's headers.
 
@@ -251,14 +226,14 @@ class HttpClient:
             raise UpstreamError(f"{target.netloc}: cannot connect: {why}", sent=False) from None
         return connection
 
-    def _pick(self, host: _Host) -> Connection | None:
+    def _pick(self, host: Host) -> Connection | None:
         while host.idle:
             connection = host.idle.pop()
             if connection.reusable():
                 return connection
         return None
 
-    def _give_back(self, host: _Host, connection: Connection) -> None:
+    def _give_back(self, host: Host, connection: Connection) -> None:
         """Keep a connection whose reply was read to its end; close any other."""
         if not connection.reusable():
             connection.abort()
@@ -273,9 +248,11 @@ class HttpClient:
         """Close connections idle for too long; comes again while any are left."""
         loop = asyncio.get_running_loop()
         expired_s = loop.time() - self._idle_s
-        for host in self._hosts.values():
+        for host in list(self._hosts.values()):
             while host.idle and host.idle[0].idle_since_s <= expired_s:
                 host.idle.popleft().abort()
+            if host.unused:
+                del self._hosts[host.key]
         left = any(host.idle for host in self._hosts.values())
         self._sweeper = loop.call_later(self._idle_s, self._sweep) if left else None
 
@@ -308,7 +285,7 @@ class ClientStream:
         self._idle_timeout_s = idle_timeout_s
         self._again = again
         self._connection: Connection | None = None
-        self._host: _Host | None = None
+        self._host: Host | None = None
         self.status = 0
         self.headers: Mapping[str, str] = _NO_HEADERS
 

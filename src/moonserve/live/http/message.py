@@ -7,6 +7,7 @@ opens a socket.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import itertools
 import math
 import re
@@ -20,21 +21,17 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, BodyTooLarge, MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.units import Bytes
+from moonserve.invalid import in_words, nearest
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
-_MISSING = re.compile("missing required field `([^`]*)`")
-_TYPE = re.compile(r"Expected `(int|float|bool)(?: \| null)?`, got `[^`]*`")
-_TYPES = {
-    "int": "must be a whole number",
-    "float": "must be a number",
-    "bool": "must be true or false",
-}
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what they should be."""
+_RESEMBLES = 0.8
 _BOM = b"\xef\xbb\xbf"
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count()
@@ -107,11 +104,6 @@ def json_response(
     return Response(status, msgspec.json.encode(value), headers)
 
 
-def in_words(what: str) -> str:
-    """What msgspec says of a wrong type, as people call it."""
-    return _TYPE.sub(lambda found: _TYPES[found[1]], what)
-
-
 def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
     """JSON as `shape`. BadRequest where it is not: `param` is the path of the field at fault.
 
@@ -121,15 +113,29 @@ def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
         data = data.removeprefix(_BOM)
     try:
         return msgspec.json.decode(data, type=shape)
+    except msgspec.ValidationError as error:
+        param, what = in_words(error, shape)
+        raise BadRequest(f"{param or 'request body'}: {what}", param or None) from None
     except UNREADABLE as error:
-        what, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".")
-        if (missing := _MISSING.search(what)) is not None:
-            param = f"{param}.{missing[1]}".lstrip(".")
-        code = None if isinstance(error, msgspec.ValidationError) else "invalid_json"
-        raise BadRequest(
-            f"{param or 'request body'}: {in_words(what)}", param or None, code
-        ) from None
+        raise BadRequest(f"request body: {error}", None, "invalid_json") from None
+
+
+def decode_open(data: bytes, shape: type[S]) -> S:
+    """As decode_json, a struct that forbids unknown fields; but those are skipped, as others say
+    more, unless they resemble one that it has: that is a slip."""
+    try:
+        return decode_json(data, shape)
+    except BadRequest:
+        given, known = decode_json(data, dict[str, msgspec.Raw]), shape.__struct_fields__
+        more = [name for name in given if name not in known]
+        if not more:
+            raise
+        for name in more:
+            if difflib.get_close_matches(name, known, 1, _RESEMBLES):
+                what = f"there is no such field; {nearest(name, known)}"
+                raise BadRequest(f"{name}: {what}", name) from None
+        less = {name: raw for name, raw in given.items() if name in known}
+        return decode_json(msgspec.json.encode(less), shape)
 
 
 def error_reply(error: MoonserveError) -> ErrorReply:

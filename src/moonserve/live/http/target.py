@@ -10,6 +10,8 @@ import msgspec
 
 from moonserve.core.errors import ConfigError
 
+_SHORT = 128
+
 
 class Target(msgspec.Struct, frozen=True):
     """Where a URL leads."""
@@ -20,9 +22,30 @@ class Target(msgspec.Struct, frozen=True):
     path: str
 
 
-@lru_cache(maxsize=4096)
 def parse(url: str) -> Target:
     """Raises ConfigError: the client cannot use this address."""
+    return _kept(url) if len(url) <= _SHORT and "?" not in url else _parse(url)
+
+
+def _parse(url: str) -> Target:
+    end = len(url)
+    for mark in "/?#":
+        at = url.find(mark, len("http://"), end)
+        end = at if at >= 0 else end
+    host, port, netloc = _origin(url[:end])
+    path = url[end:].partition("#")[0]
+    path = path if path[:1] == "/" else "/" + path
+    if not (path.isascii() and path.isprintable()) or " " in path:
+        raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
+    return Target(host, port, netloc, path)
+
+
+_kept = lru_cache(maxsize=1024)(_parse)
+"""Of what is asked for again and again. Not what clients made: that is long, or has a query."""
+
+
+@lru_cache(maxsize=1024)
+def _origin(url: str) -> tuple[str, int, str]:
     try:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
@@ -31,12 +54,9 @@ def parse(url: str) -> Target:
         parts.hostname.encode("idna")  # as it is looked up; a UnicodeError is a ValueError
     except ValueError as error:
         raise ConfigError(f"{url!r}: {error}", "url") from None
-    path = parts.path or "/"
-    if parts.query:
-        path += f"?{parts.query}"
-    if not (path + parts.netloc).isascii() or any(c <= " " for c in path + parts.netloc):
+    if not parts.netloc.isascii() or not parts.netloc.isprintable() or " " in parts.netloc:
         raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
-    return Target(parts.hostname, port, parts.netloc, path)
+    return parts.hostname, port, parts.netloc
 
 
 def check_url(url: str, setting: str) -> None:

@@ -8,16 +8,15 @@ client could reach for another's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
+from moonserve.live.gateway.front import CHAT, COMPLETION, Form
 from moonserve.live.http.message import decode_json
 
-Form = Literal["chat", "completion"]
-PATHS: Mapping[Form, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+PATHS: Mapping[Form, str] = {"chat": CHAT, "completion": COMPLETION}
 _OURS = (
     "kv_transfer_params",
     "bootstrap_host",
@@ -27,6 +26,11 @@ _OURS = (
 )
 _UNTOUCHED = msgspec.Raw(b"")
 _NO_TOOLS = (b"null", b"[]")
+_PROMPTS: Mapping[Form, tuple[str, tuple[bytes, ...], str]] = {
+    "chat": ("messages", (b"[",), "a list of messages"),
+    "completion": ("prompt", (b'"', b"["), "text, or a list of texts or of token ids"),
+}
+"""Its field, how that may begin, and what it must be."""
 
 
 class _Body(msgspec.Struct):
@@ -71,9 +75,11 @@ class Asked:
                 raise BadRequest(f"{name}: is the gateway's to say; leave it out", name)
             if name in (body.vllm_xargs or ()):
                 raise BadRequest(f"vllm_xargs: {name} is the gateway's to say", "vllm_xargs")
-        prompt = "messages" if form == "chat" else "prompt"
+        prompt, begins, what = _PROMPTS[form]
         if getattr(body, prompt) is _UNTOUCHED:
-            raise BadRequest(f"{prompt}: missing required field `{prompt}`", prompt)
+            raise BadRequest(f"{prompt}: is missing", prompt)
+        if bytes(getattr(body, prompt))[:1] not in begins:
+            raise BadRequest(f"{prompt}: must be {what}", prompt)
         asked = body.max_completion_tokens if form == "chat" else None
         self.max_tokens: Tokens | None = body.max_tokens if asked is None else asked
         """None: as many as the engine gives by itself."""

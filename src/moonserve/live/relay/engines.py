@@ -58,10 +58,11 @@ class Models:
 
     def cards(self) -> list[ModelCard]:
         """One per model, in order of name."""
-        return [
-            ModelCard(name, min(info.max_len for info in infos), _serve(infos))
-            for name, infos in sorted(self._look(0.0).items())
-        ]
+        return [_card(name, infos) for name, infos in sorted(self._look(0.0).items())]
+
+    def card(self, model: str) -> ModelCard:
+        """Of that model. Raises as `of`."""
+        return _card(model, self.of(model))
 
     def _look(self, fresh_s: float = _FRESH_S) -> dict[str, list[InstanceInfo]]:
         now_s = asyncio.get_running_loop().time()
@@ -70,6 +71,10 @@ class Models:
             for info in self._conductor.instances():
                 self._by_model.setdefault(info.model, []).append(info)
         return self._by_model
+
+
+def _card(model: str, infos: Sequence[InstanceInfo]) -> ModelCard:
+    return ModelCard(model, min(info.max_len for info in infos), _serve(infos))
 
 
 def _serve(infos: Sequence[InstanceInfo]) -> bool:

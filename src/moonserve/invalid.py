@@ -1,0 +1,96 @@
+"""What msgspec finds wrong with data from outside, said so that people can mend it.
+
+For settings, cluster files and HTTP bodies. Looks at the type that was wanted, since msgspec tells
+neither the values nor the fields that there are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+_MISSING = re.compile("missing required field `([^`]*)`")
+_UNKNOWN = re.compile("unknown field `([^`]*)`")
+_BOUND = re.compile(r"Expected `(?:int|float)` ([<>]=) (\S+)")
+_KIND = re.compile("Invalid enum value|Expected `[^`]*`, got `([^`]*)`")
+_STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
+_WORDS: tuple[tuple[type[inspect.Type] | tuple[type[inspect.Type], ...], str], ...] = (
+    (inspect.IntType, "a whole number"),
+    (inspect.FloatType, "a number"),
+    (inspect.BoolType, "true or false"),
+    (inspect.StrType, "text"),
+    ((inspect.CollectionType, inspect.TupleType), "a list"),
+    ((inspect.StructType, inspect.DictType), "an object"),
+)
+
+
+def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:
+    """(path of the field at fault, "" for all; what it must be) of data that is no `shape`."""
+    what, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if (missing := _MISSING.search(what)) is not None:
+        return f"{path}.{missing[1]}".lstrip("."), "is missing"
+    if (unknown := _UNKNOWN.search(what)) is not None:
+        known = [name for kind in _at(shape, path) for name in _fields(kind)]
+        hint = f"there is no such field; {nearest(unknown[1], known)}"
+        return f"{path}.{unknown[1]}".lstrip("."), hint
+    if (bound := _BOUND.search(what)) is not None:
+        return path, f"must be {bound[2]} or {'more' if bound[1] == '>=' else 'less'}"
+    if (found := _KIND.match(what)) is not None and (wanted := _choices(_at(shape, path))):
+        *others, last = wanted
+        text = f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
+        return path, text + (", not null" if found[1] == "null" else "")
+    return path, what[:1].lower() + what[1:]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to write instead of a name that is none of these."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+
+
+def _at(shape: Any, path: str) -> list[inspect.Type]:
+    """The types that what is at the path may have."""
+    kinds = list(_each(inspect.type_info(shape)))
+    for step in _STEP.finditer(path):
+        kinds = [it for kind in kinds for below in _below(kind, step[1]) for it in _each(below)]
+    return kinds
+
+
+def _each(kind: inspect.Type) -> Iterator[inspect.Type]:
+    if isinstance(kind, inspect.UnionType):
+        yield from kind.types
+    elif isinstance(kind, inspect.Metadata):
+        yield from _each(kind.type)
+    else:
+        yield kind
+
+
+def _below(kind: inspect.Type, field: str | None) -> Iterator[inspect.Type]:
+    """Of a field, or of whatever is in it."""
+    match kind:
+        case inspect.StructType(fields=fields) if field is not None:
+            yield from (it.type for it in fields if it.encode_name == field)
+        case inspect.DictType(value_type=inner) | inspect.CollectionType(item_type=inner):
+            yield inner
+        case inspect.TupleType(item_types=inners):
+            yield from inners
+
+
+def _fields(kind: inspect.Type) -> list[str]:
+    return [it.encode_name for it in kind.fields] if isinstance(kind, inspect.StructType) else []
+
+
+def _choices(kinds: Sequence[inspect.Type]) -> list[str]:
+    found: list[str] = []
+    for kind in kinds:
+        if isinstance(kind, inspect.LiteralType):
+            found += [str(value) for value in kind.values]
+        found += [text for classes, text in _WORDS if isinstance(kind, classes)]
+    return found

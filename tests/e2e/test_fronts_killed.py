@@ -1,0 +1,83 @@
+"""A `--workers 2` whose supervisor is killed: real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from tests.support.up import children_of, gone
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
+
+
+class Gateway:
+    """One that knows no engines yet, and so needs no model."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = folder / "cluster.yaml"
+        settings.write_text("instances: []\nport: 0\nworkers: 2\n")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moonserve", "gateway", "--config", str(settings)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().removeprefix("listening on ").strip()
+        self.parts = children_of(self.process.pid)
+
+    def end(self) -> None:
+        """Kill all of it."""
+        for pid in [*self.parts, *children_of(self.process.pid)]:
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], Gateway]]:
+    """Starts gateways, all with one temporary folder; ends them."""
+    gateways: list[Gateway] = []
+
+    def one() -> Gateway:
+        gateways.append(Gateway(tmp_path))
+        return gateways[-1]
+
+    yield one
+    for gateway in gateways:
+        gateway.end()
+
+
+def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Poll until it holds."""
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_a_killed_supervisor_leaves_nothing(start: Callable[[], Gateway], tmp_path: Path) -> None:
+    """Its processes end by themselves; the next start removes its socket, and touches nothing of
+    who runs beside it."""
+    victim, other = start(), start()
+    assert len(victim.parts) == 3
+    places = set(tmp_path.glob("moonserve-*"))
+    assert len(places) == 2
+    victim.process.kill()
+    until(lambda: all(map(gone, victim.parts)))
+    start()
+    now = set(tmp_path.glob("moonserve-*"))
+    assert len(now & places) == 1
+    assert len(now) == 2
+    with urlopen(other.url + "/health", timeout=10) as reply:
+        assert reply.status == 200
