@@ -56,14 +56,14 @@ def gateway(
     settings = read_settings(config, flags)
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
     token = read_token()
-    from moonserve.live.supervise import die_with_parent, with_beats
+    from moonserve.live.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
     if settings.workers > 1 and part is None:
         from moonserve.cli.fronts import flags_of, serve_fronts
 
         words = flags_of(click.get_current_context().params, settings)
-        asyncio.run(with_beats(serve_fronts(settings, token, words)))
+        asyncio.run(serve_fronts(settings, token, words))
         return
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
@@ -194,11 +194,9 @@ def _us(ms: float | None) -> Micros | None:
 
 def run_role(main: Coroutine[Any, Any, None]) -> None:
     """Run a role on uvloop, or on asyncio's own loop where there is none (Windows)."""
-    from moonserve.live.supervise import with_beats
-
     try:
         import uvloop
     except ImportError:
-        asyncio.run(with_beats(main))
+        asyncio.run(main)
     else:
-        uvloop.run(with_beats(main))
+        uvloop.run(main)
