@@ -177,12 +177,9 @@ def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceS
         return msgspec.convert(fields, InstanceSpec).checked()
     except msgspec.ValidationError as error:
         field, what = in_words(error, InstanceSpec)
-        given = (
-            f" (not {fields[field]!r})"
-            if field in InstanceSpec.__struct_fields__ and field in fields
-            else ""
-        )
-        raise ConfigError(what + given, place(field)) from None
+        if field in fields and hasattr(InstanceSpec, field):
+            what += f" (not {fields[field]!r})"
+        raise ConfigError(what, place(field)) from None
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix(f"{error.field}: "), place(error.field)) from None
 
