@@ -122,6 +122,8 @@ class FakeVllm:
         """Answers to the next generations; 200 does nothing."""
         self.delay_s = 0.0
         """Before the first byte."""
+        self.prompt_token_s = 0.0
+        """Of prefill, for each token that is not cached."""
         self.cut_after: int | None = None
         """A stream's connection is cut after so many tokens."""
         self.error_after: int | None = None
@@ -136,7 +138,8 @@ class FakeVllm:
         self.starts = 0
         self._servers: list[Server] = []
         self._text = ByteText()
-        self._cache: set[bytes] = set()
+        self._caches: list[set[bytes]] = []
+        """Of each rank."""
         self.engine_ids: list[str] = []
 
     @property
@@ -152,7 +155,7 @@ class FakeVllm:
     async def start(self) -> FakeVllm:
         """Listen, on the ports it had before; engine ids are new, nothing is cached or ready."""
         self.starts += 1
-        self._cache.clear()
+        self._caches = [set() for _ in range(self.dp_size)]
         self.engine_ids = [f"{self.name}-{self.starts}-dp{rank}" for rank in range(self.dp_size)]
         for engine in self.engine_ids:
             self.fabric.ready[engine] = {}
@@ -277,15 +280,19 @@ class FakeVllm:
         prompt = body["prompt"]
         return self._text.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
 
-    def cached(self, prompt: Sequence[int]) -> int:
-        """Tokens of the prompt that are here; all of it is here from now on."""
-        count, whole = 0, True
+    def cached(self, prompt: Sequence[int], rank: int = 0) -> int:
+        """Tokens of the prompt that this rank has; it has all of it from now on."""
+        count, whole, cache = 0, True, self._caches[rank]
         for at in range(self.block_size, len(prompt) + 1, self.block_size):
             key = sha256(str(list(prompt[:at])).encode()).digest()
-            whole = whole and key in self._cache and at < len(prompt)
+            whole = whole and key in cache and at < len(prompt)
             count += self.block_size * whole
-            self._cache.add(key)
+            cache.add(key)
+        self.computed(prompt, rank)
         return count
+
+    def computed(self, prompt: Sequence[int], rank: int) -> None:
+        """A rank has this prompt."""
 
 
 class _Job:
@@ -321,7 +328,8 @@ class _Job:
     async def transfer(self) -> None:
         """Pull KV that is elsewhere, as told; what nobody has, or had for another, is wrong."""
         engine, params = self.engine, self.params
-        self.cached = engine.cached(self.prompt)
+        self.cached = engine.cached(self.prompt, self.rank)
+        await asyncio.sleep(engine.prompt_token_s * (len(self.prompt) - self.cached))
         if engine.connector == "sglang":
             rooms, ports = self.body["bootstrap_room"], self.body["bootstrap_port"]
             if self.n == 1:

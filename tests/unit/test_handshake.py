@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from moonserve.live.fleet.handshake import Found, Mismatch, handshake
-from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.handshake import Found, handshake
+from moonserve.live.fleet.member import Member, Mismatch
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
@@ -57,6 +58,36 @@ def test_sglang_is_asked_where_it_says_what_vllm_says_elsewhere() -> None:
         assert (found.version, found.started_s, found.events) == ("0.5", None, False)
         assert any("start it with --page-size 16" in said for said in found.warnings)
         assert not any("not checked" in said for said in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("said", "described", "says"),
+    [
+        ({"disaggregation_mode": "decode"}, {}, "role: it runs with --disaggregation-mode decode"),
+        ({"disaggregation_mode": "null"}, {"role": "prefill"}, "null, not prefill: set it to both"),
+        ({"dp_size": 4}, {}, "dp_size: it has 4 data-parallel ranks, not 1"),
+        (
+            {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9_000},
+            {"role": "prefill"},
+            "bootstrap: its bootstrap server is at port 9000: set it to http://127.0.0.1:9000",
+        ),
+    ],
+)
+def test_an_sglang_of_another_kind_is_refused(
+    said: dict[str, Any], described: dict[str, Any], says: str
+) -> None:
+    """It says which half it is, of how many ranks, and where it meets; else calls would fail."""
+    info = {"page_size": 16, "context_length": 4_096, **said}
+    pages = {"/health": b"", "/v1/models": MODELS, "/metrics": b"", "/server_info": info}
+    if "role" in described:
+        described = described | {"connector": "sglang"}
+    with pytest.raises(Mismatch, match=re.escape(says)):
+        shake(pages, engine="sglang", **described)
+    fits = {"role": "prefill", "connector": "sglang", "bootstrap": "http://10.0.0.9:1"}
+    fine = info | {"disaggregation_mode": "prefill", "dp_size": 1, "enable_cache_report": False}
+    found = shake(pages | {"/server_info": fine}, engine="sglang", **fits)
+    assert any("start it with --enable-cache-report" in it for it in found.warnings)
+    assert any("start it with --enable-metrics" in it for it in found.warnings)
 
 
 @pytest.mark.parametrize("said", [None, b"<html>"])

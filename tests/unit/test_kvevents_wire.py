@@ -39,6 +39,19 @@ EVENTS = [
 ]
 
 
+SALTED = {
+    "type": "BlockStored",
+    "block_hashes": [1],
+    "parent_block_hash": None,
+    "token_ids": [1],
+    "block_size": 1,
+    "lora_id": None,
+    "medium": "GPU",
+    "cache_salt": "s",
+}
+"""SGLang's map form."""
+
+
 def test_the_map_form_both_ways() -> None:
     """vLLM's map form is read, and written again byte for byte."""
     batch = decode_batch(MAP)
@@ -108,6 +121,20 @@ def test_a_replay_with_and_without_topic(topic: bool) -> None:
         (["BlockRemoved", [1], "GPU"], Removed([1], "GPU")),
         (["AllBlocksCleared"], Cleared()),
         ({"type": "AllBlocksCleared", "future": {"x": [1]}}, Cleared()),
+        (
+            ["BlockStored", [-5], -6, [1], 1, None, "CPU_PINNED", {"cache_salt": "s"}],
+            Stored([-5], -6, [1], 1, None, "CPU_PINNED"),
+        ),
+        (
+            ["BlockStored", [1, -2], None, [1, 2], 1, None, "GPU", {"cache_salt": "s"}],
+            Stored([1, -2], None, [1, 2], 1, None, "GPU", None, [["s"]]),
+        ),
+        (
+            ["BlockStored", [1], None, [1], 1, None, "GPU", ["kv"]],
+            Stored([1], None, [1], 1, None, "GPU"),
+        ),
+        (SALTED, Stored([1], None, [1], 1, None, "GPU", None, [["s"]])),
+        (SALTED | {"extra_keys": [["s"]]}, Stored([1], None, [1], 1, None, "GPU", None, [["s"]])),
         ({"type": "BlockRemoved", "block_hashes": [2**64 - 1], "new": 1}, Removed([2**64 - 1])),
     ],
 )

@@ -33,6 +33,9 @@ _SILENT = 8
 """Calls after which it is said that an engine does not tell what was cached."""
 
 
+_TELLS = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"}
+
+
 class Taken(BadRequest):
     """Another source has described an engine of this name."""
 
@@ -280,7 +283,7 @@ class Fleet:
                 if watch.unsaid >= _SILENT and not watch.said:
                     found.append(
                         f"{instance}: replies do not say what was cached, so nothing confirms what "
-                        "it is taken to hold: start it with --enable-prompt-tokens-details"
+                        f"it is taken to hold: start it with {_TELLS[keeper.member.spec.engine]}"
                     )
             for instance, feed in keeper.feeds.items():
                 found += [f"{instance}: {text}" for text in _of_feed(feed.counts())]

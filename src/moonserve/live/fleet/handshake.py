@@ -13,10 +13,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
+from moonserve.core.errors import BadRequest, EngineFailed
 from moonserve.core.units import Tokens
-from moonserve.live.fleet.member import Member
+from moonserve.live.fleet import sglang
+from moonserve.live.fleet.member import Member, Mismatch
 from moonserve.live.fleet.pages import Page, read_page
+from moonserve.live.fleet.sglang import ServerInfo
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.message import UNREADABLE
@@ -29,14 +31,6 @@ _KV_TOKENS: Tokens = 1 << 20
 _BLOCK_SIZE: Tokens = 16
 _SMALL: Tokens = 8
 """Blocks of fewer tokens, as SGLang has unless told otherwise, cost a key for every one or few."""
-
-
-class Mismatch(MoonserveError):
-    """The engine is not what it was described to be, or does not go with the others."""
-
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -64,15 +58,6 @@ class _Card(msgspec.Struct):
 
 class _Cards(msgspec.Struct):
     data: list[_Card]
-
-
-class _Server(msgspec.Struct):
-    """The part of SGLang's /server_info that is read."""
-
-    page_size: int | None = None
-    max_total_num_tokens: int | None = None
-    context_length: int | None = None
-    version: str = ""
 
 
 class _Tokens(msgspec.Struct):
@@ -103,7 +88,9 @@ async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -
     server = await _server(http, member, warnings)
     max_len = _max_len(member, card.max_model_len or server.context_length)
     block_size = _block_size(member, page, server, warnings)
-    _check_ranks(member, page, warnings)
+    _check_ranks(member, page, server, warnings)
+    if spec.engine == "sglang":
+        sglang.check(member, server, warnings)
     if member.bootstrap:
         await _check_bootstrap(member)
     if tools is not None:
@@ -180,26 +167,27 @@ async def _page(http: HttpClient, member: Member, warnings: list[str]) -> Page:
     reply = await ask(http, member, "/metrics")
     page = read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
     if not page.ranks:
-        warnings.append("/metrics tells no load: work that others send there is not seen")
+        remedy = ": start it with --enable-metrics" if member.spec.engine == "sglang" else ""
+        warnings.append(f"/metrics tells no load: work that others send there is not seen{remedy}")
     return page
 
 
-async def _server(http: HttpClient, member: Member, warnings: list[str]) -> _Server:
+async def _server(http: HttpClient, member: Member, warnings: list[str]) -> ServerInfo:
     """Version, and what SGLang says in one place, whose name was another once."""
-    sglang = member.spec.engine == "sglang"
-    for path in ("/server_info", "/get_server_info") if sglang else ("/version",):
+    of_sglang = member.spec.engine == "sglang"
+    for path in ("/server_info", "/get_server_info") if of_sglang else ("/version",):
         reply = await ask(http, member, path)
         try:
             if reply.status == 200:
-                return msgspec.json.decode(reply.body, type=_Server)
+                return msgspec.json.decode(reply.body, type=ServerInfo)
         except UNREADABLE:
             pass
-    if sglang:
+    if of_sglang:
         warnings.append(
             f"no server info of SGLang at /server_info or /get_server_info ({reply.status}): "
             "block_size, kv_tokens and version were not checked"
         )
-    return _Server()
+    return ServerInfo()
 
 
 def _max_len(member: Member, said: Tokens | None) -> Tokens:
@@ -215,7 +203,7 @@ def _max_len(member: Member, said: Tokens | None) -> Tokens:
     return wanted or said or 0
 
 
-def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]) -> Tokens:
+def _block_size(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> Tokens:
     wanted = member.spec.block_size
     labels = [page.cache.get(name, "") for name in ("hash_block_size", "block_size")]
     said = next((int(label) for label in labels if label.isdecimal()), server.page_size)
@@ -240,7 +228,7 @@ def _block_size(member: Member, page: Page, server: _Server, warnings: list[str]
 
 
 def _kv_tokens(
-    member: Member, page: Page, server: _Server, block_size: Tokens, warnings: list[str]
+    member: Member, page: Page, server: ServerInfo, block_size: Tokens, warnings: list[str]
 ) -> Tokens:
     if member.spec.kv_tokens:
         return member.spec.kv_tokens
@@ -257,11 +245,13 @@ def _kv_tokens(
     return server.max_total_num_tokens or _KV_TOKENS
 
 
-def _check_ranks(member: Member, page: Page, warnings: list[str]) -> None:
+def _check_ranks(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> None:
     count, wanted = len(page.ranks), member.spec.dp_size
+    if member.spec.engine == "sglang":  # whose page may tell of one rank only
+        count = server.dp_size or (count if count > 1 else 0)
     if not count and wanted > 1:
         warnings.append(f"it does not say its ranks: dp_size {wanted} was not checked")
-    if count > 1 and count != wanted:
+    if count and count != wanted:
         raise Mismatch(
             f"it has {count} data-parallel ranks, not {wanted}: set it to {count}", "dp_size"
         )

@@ -31,8 +31,8 @@ from moonserve.core.prefix import Namespace
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.core.view import InstanceView
 from moonserve.live.fleet.feeds import Feed, FeedOpener, Hearer
-from moonserve.live.fleet.handshake import Found, Mismatch, ask, handshake, models
-from moonserve.live.fleet.member import Member
+from moonserve.live.fleet.handshake import Found, ask, handshake, models
+from moonserve.live.fleet.member import Member, Mismatch
 from moonserve.live.fleet.pages import Page, RankPage, read_page
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient

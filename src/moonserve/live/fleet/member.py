@@ -21,6 +21,14 @@ from moonserve.live.http.client import HttpClient
 _ASK_S = 5.0
 
 
+class Mismatch(MoonserveError):
+    """The engine is not what it was described to be, or does not go with the others."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
 class _Rank(msgspec.Struct):
     """What the bootstrap server says of one data-parallel rank."""
 

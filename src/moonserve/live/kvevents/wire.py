@@ -1,10 +1,12 @@
 """Frames of KV events, in all versions of vLLM and in SGLang's form of them.
 
 A batch is [topic, sequence number u64 big-endian, msgpack [seconds, [event…], data-parallel rank]].
-An event is a map with a `type` (vLLM since 0.24) or an array that begins with it (vLLM up to 0.20,
-SGLang); fields may be missing at the end, or be more than known. A replay is asked for with
-[empty, first number] and answered with [empty, topic, number, payload]… or, by vLLM up to 0.24,
-without the topic, and ends with the number -1. Used by subscriber and publisher, and by the bench.
+An event is a map with a `type` (vLLM since 0.24, SGLang's newest) or an array that begins with it
+(vLLM up to 0.20, SGLang); fields may be missing at the end, or be more than known. SGLang names a
+salt in a field of its own, where vLLM has it among what else a block's hash covers. A replay is
+asked for with [empty, first number] and answered with [empty, topic, number, payload]… or, by vLLM
+up to 0.24 and SGLang, without the topic, and ends with the number -1. Used by subscriber and
+publisher, and by the bench.
 
 What never happens here: an exception other than BadFrame for what others sent.
 """
@@ -63,11 +65,15 @@ _array = msgspec.msgpack.Decoder(_ArrayBatch)
 _any = msgspec.msgpack.Decoder(_AnyBatch)
 _encoder = msgspec.msgpack.Encoder()
 _KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+_SALT = "cache_salt"
+_SHARED = 7
+"""So many items of an array of SGLang's are as vLLM's, the type included."""
 
 
 def decode_batch(payload: bytes) -> KvBatch:
     """Read one batch. Raises BadFrame; events of unknown types are left out and counted."""
-    for decoder in (_map, _array):
+    salted = _SALT.encode() in payload
+    for decoder in () if salted else (_map, _array):
         try:
             it = decoder.decode(payload)
         except UNREADABLE:
@@ -91,13 +97,26 @@ def _event(raw: Any) -> KvEvent | None:
     """One event; None: of a type that nobody knows. Raises msgspec.ValidationError."""
     if isinstance(raw, dict):
         if raw.get("type") in _KNOWN:
-            return msgspec.convert(raw, Stored | Removed | Cleared)
+            return _salted(msgspec.convert(raw, Stored | Removed | Cleared), raw.get(_SALT))
     elif isinstance(raw, list) and raw:
         if raw[0] in _KNOWN:
-            return msgspec.convert(raw, _StoredArray | _RemovedArray | _ClearedArray)
+            more = raw[_SHARED] if len(raw) > _SHARED and raw[0] == "BlockStored" else None
+            if isinstance(more, dict | list):  # SGLang's
+                raw = raw[:_SHARED]
+            event = msgspec.convert(raw, _StoredArray | _RemovedArray | _ClearedArray)
+            return _salted(event, more.get(_SALT) if isinstance(more, dict) else None)
     else:
         raise msgspec.ValidationError("an event is a map or an array")
     return None
+
+
+def _salted(event: KvEvent, salt: object) -> KvEvent:
+    """With a salt as vLLM tells it: of the first block of a chain."""
+    if not isinstance(event, Stored) or not isinstance(salt, str) or not salt:
+        return event
+    if event.parent_block_hash is not None or any(event.extra_keys or ()):
+        return event
+    return msgspec.structs.replace(event, extra_keys=[[salt]])
 
 
 def encode_batch(ts: float, events: Sequence[KvEvent], dp_rank: int) -> bytes:
