@@ -325,7 +325,7 @@ def _named(
     """Turn what msgspec says into an error that names field, value, source."""
     path, remedy = in_words(err, Settings)
     field = path.replace("[...]", "")
-    top = field.partition(".")[0]
+    top = re.split(r"[.\[]", field)[0]
     source = origin.get(top, "the defaults")
     if remedy.startswith("there is no such field"):
         return ConfigError(f"unknown setting in {source}; {remedy.partition('; ')[2]}", field)

@@ -31,8 +31,12 @@ _WORDS: tuple[tuple[type[inspect.Type] | tuple[type[inspect.Type], ...], str], .
 
 def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:
     """(path of the field at fault, "" for all; what it must be) of data that is no `shape`."""
-    what, _, path = str(error).partition(" - at `$")
+    what, of_keys, path = str(error).partition(" - at `key` in `$")
+    if not of_keys:
+        what, _, path = what.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
+    if of_keys:
+        return path, "its keys must be text"
     if (missing := _MISSING.search(what)) is not None:
         return f"{path}.{missing[1]}".lstrip("."), "is missing"
     if (unknown := _UNKNOWN.search(what)) is not None:

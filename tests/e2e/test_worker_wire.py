@@ -34,6 +34,7 @@ from moonserve.live.worker.main import Worker
 from tests.support.kvstore import DictStore
 
 BLOCK = 4
+LEASE = "kv_transfer_params.lease"
 ZEROS = {
     "running": 0,
     "waiting": 0,
@@ -583,6 +584,7 @@ def test_other_paths() -> None:
         ({}, 400, "prompt"),
         ({"prompt": "text"}, 400, "prompt"),
         ({"prompt": [1, True]}, 400, "prompt"),
+        ({"prompt": None}, 400, "prompt"),
         ({"prompt": [1, -1]}, 400, "prompt"),
         ({"prompt": [1, 49152]}, 400, "prompt"),
         ({"prompt": [[1], [2]]}, 400, "prompt"),
@@ -595,7 +597,7 @@ def test_other_paths() -> None:
         ({"prompt": [1], "n": 2}, 400, "n"),
         ({"prompt": [1], "stop": "a"}, 400, "stop"),
         ({"prompt": [1], "model": "other"}, 404, "model"),
-        ({"prompt": [1], "kv_transfer_params": {"lease": "x" * 257}}, 400, "kv_transfer_params"),
+        ({"prompt": [1], "kv_transfer_params": {"lease": "x" * 257}}, 400, LEASE),
         ({"prompt": [1], "kv_transfer_params": {"do_remote_decode": True}}, 400, "max_tokens"),
         (
             {

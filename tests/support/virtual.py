@@ -23,11 +23,12 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.conductor import ConductorLoop
 from moonserve.live.dispatch import Cluster
 from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.http.message import decode_json
 from moonserve.live.instances.wire import Decoded, Prefilled
 from moonserve.live.worker.job import Limits
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner
-from moonserve.live.worker.wire import make_job, parse_body
+from moonserve.live.worker.wire import CompletionBody, make_job
 from moonserve.sim.network import Network
 from moonserve.sim.segments import Segments
 from moonserve.sim.setup import MODEL, Setup
@@ -207,7 +208,7 @@ class LocalWire:
     def _job(self, to: InstanceInfo, request: Request, body: bytes) -> Any:
         self._count += 1
         return make_job(
-            parse_body(body),
+            decode_json(body, CompletionBody),
             request=RequestId(f"{request.id}-{self._count}"),
             lease=LeaseId(f"{request.id}/x"),
             model=to.model,

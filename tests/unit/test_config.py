@@ -52,6 +52,7 @@ def test_sizes_are_human(text: str, size: int) -> None:
             r"^policy: did you mean kvcache_centric\? must be one of",
         ),
         ("policy: best", r"^policy: must be one of random, .* \('best' from .*moonserve.yaml\)"),
+        ("instances: [3]", r"^instances\[0\]: must be an object \(from .*moonserve.yaml\)"),
         ("admission: all", r"^admission: must be early, none, predictive or ttft \('all' from"),
         ("predictor: oracle", r"^predictor: must be uniform or survival "),
         ("decode_kv: 0", r"^decode_kv: must be off, end or a number of blocks, 1 or more \(0 from"),

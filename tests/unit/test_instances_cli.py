@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from moonserve.cli import cli
 from moonserve.cli.fronts import flags_of
-from moonserve.cli.instances import engines_of, named_by_flags
+from moonserve.cli.instances import Named, engines_of, named_by_flags
 from moonserve.config import Settings, load
 from moonserve.core.errors import ConfigError
 from moonserve.live.fleet.spec import InstanceSpec
@@ -122,11 +122,7 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, sa
 
 def flags(**given: Any) -> list[InstanceSpec]:
     """named_by_flags with what is not given empty."""
-    empty: dict[str, Any] = {
-        **dict.fromkeys(("prefill_url", "decode_url", "url"), ()),
-        **dict.fromkeys(("connector", "events", "tokenizer"), None),
-    }
-    return named_by_flags(**{**empty, **given})
+    return named_by_flags(Named(**given))
 
 
 def test_flags_name_addresses_only() -> None:

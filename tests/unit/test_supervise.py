@@ -126,8 +126,9 @@ def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
     monkeypatch.setattr(supervise, "_BEAT_S", 0.05)
     program = (
         "import asyncio, time\nfrom moonserve.live import supervise\nsupervise._BEAT_S = 0.05\n"
-        "async def main():\n    print('up', flush=True)\n    await asyncio.sleep(0.2)\n    {}\n"
-        "asyncio.run(supervise.with_beats(main()))"
+        "async def main():\n"
+        "    supervise.beat(); print('up', flush=True); await asyncio.sleep(0.2); {}\n"
+        "asyncio.run(main())"
     )
     told: list[tuple[str, str]] = []
 

@@ -94,8 +94,9 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
     """
     from moonserve.live.fronts.folder import meeting_folder
     from moonserve.live.http.auth import require_token_beyond_loopback
-    from moonserve.live.supervise import Supervisor
+    from moonserve.live.supervise import Supervisor, beat
 
+    beat()
     require_token_beyond_loopback(settings.host, token, "workers")
 
     ready: set[str] = set()

@@ -6,11 +6,12 @@ name addresses only. Every error says which engine, which field, on which line, 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -23,7 +24,6 @@ from moonserve.invalid import in_words
 if TYPE_CHECKING:
     from moonserve.live.fleet.spec import InstanceSpec
 
-_Command = TypeVar("_Command", bound=Callable[..., object])
 _FLAGS: tuple[tuple[str, str, str], ...] = (
     ("--prefill-url", "p", "a vLLM server that prefills only; repeatable"),
     ("--decode-url", "d", "a vLLM server that decodes only; repeatable"),
@@ -32,8 +32,25 @@ _FLAGS: tuple[tuple[str, str, str], ...] = (
 _ROLES: Mapping[str, str] = {"p": "prefill", "d": "decode", "e": "both"}
 
 
-def instances_options(command: _Command) -> _Command:
-    """Give a command the flags that name engines."""
+class Named(msgspec.Struct, frozen=True):
+    """What the flags of a command say of engines."""
+
+    prefill_url: tuple[str, ...] = ()
+    decode_url: tuple[str, ...] = ()
+    url: tuple[str, ...] = ()
+    connector: str | None = None
+    events: str | None = None
+    tokenizer: str | None = None
+
+
+def instances_options(wanted: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags that name engines; it is called with what they say as `named`."""
+
+    @functools.wraps(wanted)
+    def command(**params: Any) -> None:
+        own = {name: params.pop(name) for name in Named.__struct_fields__}
+        wanted(named=Named(**own), **params)
+
     for flag, text, default in (
         (
             "--tokenizer",
@@ -49,30 +66,20 @@ def instances_options(command: _Command) -> _Command:
     return command
 
 
-def named_by_flags(
-    prefill_url: Sequence[str],
-    decode_url: Sequence[str],
-    url: Sequence[str],
-    connector: str | None,
-    events: str | None,
-    tokenizer: str | None,
-    halves: bool = False,
-) -> list[InstanceSpec]:
+def named_by_flags(named: Named, halves: bool = False) -> list[InstanceSpec]:
     """Engines p0, p1, …, d0, …, e0, …; none where no address is given. `halves`: others may be
     named elsewhere. Raises ConfigError."""
+    prefill_url, decode_url, url, connector, events, tokenizer = msgspec.structs.astuple(named)
     urls = [
         (f"{kind}{number}", kind, flag, address)
         for (flag, kind, _), given in zip(_FLAGS, (prefill_url, decode_url, url), strict=True)
         for number, address in enumerate(given)
     ]
     if not urls:
-        for flag, value in (
-            ("--connector", connector),
-            ("--events", events),
-            ("--tokenizer", tokenizer),
-        ):
-            if value is not None:
-                raise ConfigError("is for engines: name them by --prefill-url and so on", flag)
+        for field in ("connector", "events", "tokenizer"):
+            if getattr(named, field) is not None:
+                remedy = "is for engines: name them by --prefill-url and so on"
+                raise ConfigError(remedy, f"--{field}")
         return []
     if bool(prefill_url) != bool(decode_url) and not halves:
         lacking = "--decode-url" if prefill_url else "--prefill-url"
@@ -170,12 +177,9 @@ def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceS
         return msgspec.convert(fields, InstanceSpec).checked()
     except msgspec.ValidationError as error:
         field, what = in_words(error, InstanceSpec)
-        given = (
-            f" (not {fields[field]!r})"
-            if field in InstanceSpec.__struct_fields__ and field in fields
-            else ""
-        )
-        raise ConfigError(what + given, place(field)) from None
+        if field in fields and hasattr(InstanceSpec, field):
+            what += f" (not {fields[field]!r})"
+        raise ConfigError(what, place(field)) from None
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix(f"{error.field}: "), place(error.field)) from None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moonserve.cli.instances import by_address, engines_of, instances_options, named_by_flags
+from moonserve.cli.instances import Named, by_address, engines_of, instances_options, named_by_flags
 from moonserve.cli.settings import read_settings, settings_options
 from moonserve.core.errors import ConfigError
 
@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 def register(
     config: Path | None,
     name: str | None,
-    prefill_url: tuple[str, ...],
-    decode_url: tuple[str, ...],
-    url: tuple[str, ...],
-    connector: str | None,
-    events: str | None,
-    tokenizer: str | None,
+    named: Named,
     **flags: str | None,
 ) -> None:
     """Put engines, such as vLLM, into the registry: those that FILE's `instances` or flags name.
@@ -45,7 +40,7 @@ def register(
     import msgspec
 
     settings = read_settings(config, flags)
-    urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer, halves=True)
+    urls = named_by_flags(named, halves=True)
     if name is not None and len(urls) != 1:
         raise ConfigError("is for one engine: give one address, or a file", "--name")
     urls = [msgspec.structs.replace(it, name=name or by_address(it.url)) for it in urls]

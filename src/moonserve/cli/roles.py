@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from moonserve.cli.instances import engines_of, instances_options, named_by_flags
+from moonserve.cli.instances import Named, engines_of, instances_options, named_by_flags
 from moonserve.cli.settings import (
     advertise_host_option,
     cards_option,
@@ -43,12 +43,7 @@ if TYPE_CHECKING:
 def gateway(
     config: Path | None,
     advertise_host: str | None,
-    prefill_url: tuple[str, ...],
-    decode_url: tuple[str, ...],
-    url: tuple[str, ...],
-    connector: str | None,
-    events: str | None,
-    tokenizer: str | None,
+    named: Named,
     part: str | None,
     link: str | None,
     **flags: str | None,
@@ -59,17 +54,16 @@ def gateway(
     `instances` in FILE names (docs/engines.md), or else --prefill-url and so on.
     """
     settings = read_settings(config, flags)
-    urls = named_by_flags(prefill_url, decode_url, url, connector, events, tokenizer)
-    engines = engines_of(settings, config, urls, flags["model"])
+    engines = engines_of(settings, config, named_by_flags(named), flags["model"])
     token = read_token()
-    from moonserve.live.supervise import die_with_parent, with_beats
+    from moonserve.live.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
     if settings.workers > 1 and part is None:
         from moonserve.cli.fronts import flags_of, serve_fronts
 
         words = flags_of(click.get_current_context().params, settings)
-        asyncio.run(with_beats(serve_fronts(settings, token, words)))
+        asyncio.run(serve_fronts(settings, token, words))
         return
     from moonserve.live.gateway.config import GatewayConfig
     from moonserve.live.gateway.process import run_gateway
@@ -200,11 +194,9 @@ def _us(ms: float | None) -> Micros | None:
 
 def run_role(main: Coroutine[Any, Any, None]) -> None:
     """Run a role on uvloop, or on asyncio's own loop where there is none (Windows)."""
-    from moonserve.live.supervise import with_beats
-
     try:
         import uvloop
     except ImportError:
-        asyncio.run(with_beats(main))
+        asyncio.run(main)
     else:
-        uvloop.run(with_beats(main))
+        uvloop.run(main)

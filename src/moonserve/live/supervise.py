@@ -1,7 +1,7 @@
 """Keep a few processes alive, and leave none behind.
 
 Called by `moonserve up` and `gateway --workers`; the children call `die_with_parent` and
-`with_beats`. Knows nothing of gateways, workers or HTTP: a child is a name, an argv and an
+`beat`. Knows nothing of gateways, workers or HTTP: a child is a name, an argv and an
 environment. A child never gets the terminal's Ctrl-C (it has a process group of its own): only the
 supervisor decides when it ends. A child's stdin is a socket whose other end is the supervisor's:
 the child writes a byte each second there, and reads that nobody is there any more.
@@ -21,8 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -245,21 +244,16 @@ def _wait_for_orphanhood() -> None:
     os._exit(1)
 
 
-async def with_beats(main: Coroutine[Any, Any, None]) -> None:
-    """Do it; in a child, tell the supervisor each second that the event loop goes round."""
-    beating = None
+def beat() -> None:
+    """In a child: tell the supervisor each second from now on that the event loop goes round.
+
+    To be called once what may block for long, as reading a model may, has been done.
+    """
     if os.environ.get(_LIFELINE) == "stdin":
-        beating = asyncio.create_task(_beat(), name="beats")
-    try:
-        await main
-    finally:
-        if beating is not None:
-            beating.cancel()
+        _beat(socket.socket(fileno=os.dup(0)), asyncio.get_running_loop())
 
 
-async def _beat() -> None:
-    with socket.socket(fileno=os.dup(0)) as parent:
-        while True:
-            with contextlib.suppress(OSError):  # it stopped, or is gone; the lifeline sees to that
-                parent.send(b".", socket.MSG_DONTWAIT)  # nothing here may change how fd 0 blocks
-            await asyncio.sleep(_BEAT_S)
+def _beat(parent: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(OSError):  # it stopped, or is gone; the lifeline sees to that
+        parent.send(b".", socket.MSG_DONTWAIT)  # nothing here may change how fd 0 blocks
+    loop.call_later(_BEAT_S, _beat, parent, loop)

@@ -185,7 +185,7 @@ async def _server(http: HttpClient, member: Member, warnings: list[str]) -> Serv
     if of_sglang:
         warnings.append(
             f"no server info of SGLang at /server_info or /get_server_info ({reply.status}): "
-            "block_size, kv_tokens and version were not checked"
+            "block_size, kv_tokens, role and bootstrap were not checked"
         )
     return ServerInfo()
 

@@ -27,6 +27,7 @@ from moonserve.live.instances.wire import WireClient
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Conducting, Registry
+from moonserve.live.supervise import beat
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
 
@@ -153,6 +154,7 @@ async def run_gateway(
     gc.freeze()  # what is there by now stays: no collection shall look at it again
     gc.set_threshold(10_000, 20, 20)  # nor as often at what is under way
     say(f"listening on http://{config.host}:{gateway.port}")
+    beat()
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")
     await gateway.stop(config.drain_s)

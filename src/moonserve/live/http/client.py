@@ -224,6 +224,8 @@ class HttpClient:
         except OSError as error:
             why = error.strerror or str(error)
             raise UpstreamError(f"{target.netloc}: cannot connect: {why}", sent=False) from None
+        if self._closed:  # meanwhile
+            connection.abort()
         return connection
 
     def _pick(self, host: Host) -> Connection | None:

@@ -25,6 +25,7 @@ from moonserve.live.http.message import (
     HttpRequest,
     Response,
     StreamingResponse,
+    decode_json,
     error_reply,
     error_response,
     json_response,
@@ -39,12 +40,12 @@ from moonserve.live.worker.serving import Runner
 from moonserve.live.worker.wire import (
     CONNECTOR,
     ChainBody,
+    CompletionBody,
     Delta,
     PrefetchBody,
     Shaper,
     event,
     make_job,
-    parse_body,
     parse_packed,
 )
 from moonserve.live.worker.words import Words
@@ -92,7 +93,7 @@ class WorkerApp:
 
     async def _completions(self, request: HttpRequest) -> Reply:
         check_token(request, self._token)
-        body = parse_body(await request.body())
+        body = decode_json(await request.body(), CompletionBody)
         job = make_job(
             body,
             request=RequestId(f"{request.id}-{next(self._count)}"),

@@ -39,6 +39,7 @@ from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.remote import HttpRpc, mounted
 from moonserve.live.store.settings import check_reachable, url_of
+from moonserve.live.supervise import beat
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp, chain_client
@@ -174,6 +175,7 @@ async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, f
                 if events is not None and isinstance(store, StoreClient):
                     publish_blocks(worker, store, events)
                 say(f"listening on {worker.info.url}")
+                beat()
                 try:
                     await _belong(worker, gateways, stop, say)
                 finally:

@@ -6,7 +6,6 @@ the client left open. Shapes follow captures of vLLM 0.32.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -90,17 +89,6 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | str | None
     cached_tokens: Tokens
-
-
-def parse_body(raw: bytes) -> CompletionBody:
-    """Decode a body. Raises BadRequest that names the field."""
-    try:
-        return msgspec.json.decode(raw, type=CompletionBody)
-    except msgspec.ValidationError as error:
-        field = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
-        raise BadRequest(str(error), field[1] if field else None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"body is not JSON: {error}") from None
 
 
 def parse_packed(raw: bytes, shape: type[_Body]) -> _Body:
