@@ -47,6 +47,10 @@ SPECIFIED_BY = ("greedy_reference",)
 """Plain loops that stand beside the fast ones as their specification."""
 
 
+CONTRACTED = ("src/moonserve/live/transfer/mooncake.py",)
+"""Implementations of a port that no setting chooses, kept for their contract tests."""
+
+
 class File(NamedTuple):
     """One file: its path from the root, its text and, for Python, its tree."""
 
@@ -216,6 +220,18 @@ def unused(files: list[File]) -> Iterator[str]:
                 yield f"{file.path}:{node.lineno}: only tests use {node.name}; move it to them"
 
 
+def unreached(files: list[File]) -> Iterator[str]:
+    """Nor is a module, but for the command line's, which are loaded by name."""
+    product = [file for file in files if file.path.startswith(("src/", "bench/"))]
+    loaded = {module for file in product for _, module in imports(file.tree)}
+    for path in [file.path for file in product]:
+        module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+        if path.startswith("src/moonserve/cli/") or module.endswith("__") or path in CONTRACTED:
+            continue
+        if path.startswith("src/") and not any(within(name, {module}) for name in loaded):
+            yield f"{path}:1: only tests load it; move it to them, or have it used"
+
+
 def names_no_machine(file: File) -> Iterator[str]:
     """No machine's path and no registry's host is named anywhere."""
     for number, line in enumerate(file.text.splitlines(), 1):
@@ -292,11 +308,14 @@ def test_python_files_keep_the_rule(rule: Callable[[File], Iterator[str]]) -> No
 
 def test_nothing_is_there_for_tests_only() -> None:
     """Code of src that the product does not use belongs to the tests."""
-    complaints = list(unused([file for file in house() if file.path.endswith(".py")]))
+    files = [file for file in house() if file.path.endswith(".py")]
+    complaints = [*unused(files), *unreached(files)]
     assert not complaints, "\n" + "\n".join(complaints)
     lone = [File(CORE, "def f(): ..."), File("tests/x.py", "from a import f\nf()")]
     assert len(list(unused(lone))) == 1
     assert not list(unused([*lone, File(LIVE, "from a import f\nf()")]))
+    assert len(list(unreached([*lone, File(LIVE, "import moonserve.core.y")]))) == 2
+    assert len(list(unreached([*lone, File(LIVE, "from moonserve.core.x import f")]))) == 1
 
 
 def test_no_file_names_a_machine() -> None:
