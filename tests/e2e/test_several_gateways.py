@@ -96,6 +96,15 @@ def until(true: Callable[[], object], of: Process | None = None, within_s: float
         time.sleep(0.05)
 
 
+def tell(url: str, method: str, path: str, body: Any = None) -> Any:
+    """The JSON of a call by who runs the cluster."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+    asked = urllib.request.Request(url + path, data, headers, method=method)
+    with urllib.request.urlopen(asked, timeout=10) as reply:
+        return json.loads(reply.read())
+
+
 def get(url: str, path: str) -> Any:
     """The JSON of a GET; None where it is refused."""
     try:
@@ -204,8 +213,8 @@ def test_gateways_share_workers_index_and_ledger_and_outlive_each_other(fleet: F
 
 
 def test_an_engine_registered_once_is_used_by_every_gateway(tmp_path: Path) -> None:
-    """moonserve register: gateways before foreign engines find it, and lose it again; a gateway
-    that was told nothing else is ready with it."""
+    """moonserve register, or POST to one gateway: all of them find it, and lose it again; a gateway
+    that was told nothing else is ready with it; one that comes after etcd lost all finds it too."""
 
     async def main(etcd: Etcd, stack: contextlib.ExitStack) -> None:
         engine = Engine()
@@ -234,6 +243,21 @@ def test_an_engine_registered_once_is_used_by_every_gateway(tmp_path: Path) -> N
             for url in urls:
                 await asyncio.to_thread(until, lambda url=url: not names(url))
             await start("unregister", "e0").says("no engine of that name was registered: e0")
+            spec = {"name": "e1", "url": engine.url, "events": "off"}
+            said = await asyncio.to_thread(tell, urls[0], "POST", "/api/instances", spec)
+            assert said == {"changed": ["e1"]}
+            for url in urls:
+                await asyncio.to_thread(until, lambda url=url: names(url) == ["e1"])
+            await asyncio.to_thread(etcd.lose_all)
+            await asyncio.to_thread(etcd.start)
+            late = start("gateway", "--port", "0")
+            gateways.append(late)
+            urls.append(await late.says(r"listening on (http\S+)"))
+            await asyncio.to_thread(until, lambda: names(urls[-1]) == ["e1"])
+            said = await asyncio.to_thread(tell, urls[1], "DELETE", "/api/instances/e1")
+            assert said == {"changed": ["e1"]}
+            for url in urls:
+                await asyncio.to_thread(until, lambda url=url: not names(url))
         except BaseException:
             print("\n".join("".join(it.lines) for it in gateways))
             raise

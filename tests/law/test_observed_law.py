@@ -57,4 +57,4 @@ def test_samples_are_of_work_that_was_done(steps: list[tuple[str, int, int, Part
     assert all(min(it.decode_context, it.decode_seqs) >= 0 for it in passes)
     assert len(hits) <= asked
     assert not {**watch._prefilling, **watch._decoding, **watch._hidden}
-    assert watch._context == 0
+    assert (watch._context, watch._blind) == (0, 0)

@@ -31,6 +31,7 @@ _CALL_S = 2.0
 _OPEN_S = 5.0
 _READ_AGAIN_S = 10.0
 _PAUSE_S = 0.5
+_REMOVED_S = 60
 _GATHER_S = 0.02  # changes come in bursts
 _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backoff_ms": 1_000}
 
@@ -45,9 +46,10 @@ class EtcdRegistry:
         # The second has TimeoutError below it, the third is of a connection that was just closed.
         self._failures = (aetcd.ClientError, OSError, usage_error)
         self._address = address
-        self._mark = f"{address.root.rstrip('/')}-history".encode()
-        """Where; beside what is registered, so that who removes all of that removes no history."""
-        self._after: Callable[[bytes], bytes] = aetcd.utils.prefix_range_end
+        beside = address.root.rstrip("/")  # so that who removes all that is registered leaves these
+        self._mark = f"{beside}-history".encode()
+        self._removed = f"{beside}-removed/".encode()
+        """Before the key of what was removed lately: nobody shall think that it was lost."""
         self._at = 0
         """Which of the addresses is asked."""
         self.ttl_s = ttl_s
@@ -121,7 +123,11 @@ class EtcdRegistry:
 
     async def remove(self, key: str) -> bool:
         """See ports.Registry."""
-        return await self._calling(self._client.delete(self._full(key))) is not None
+        lease = await self._calling(self._client.lease(_REMOVED_S))
+        of, full = self._client.transactions, self._full(key)
+        gone = of.put(self._removed + key.encode(), b"", lease=lease.id)
+        call = self._client.transaction([], [of.get(full), of.delete(full), gone], [])
+        return bool((await self._calling(call))[1][0])
 
     async def read(self, prefix: str) -> dict[str, bytes]:
         """See ports.Registry."""
@@ -139,7 +145,7 @@ class EtcdRegistry:
     async def _read(self, client: Any, prefix: str) -> Read:
         """What is there, and of which history, at one moment."""
         of, full = client.transactions, self._full(prefix)
-        asked = [of.get(full, self._after(full)), of.get(self._mark)]
+        asked = [of.get(full, self._aetcd.utils.prefix_range_end(full)), of.get(self._mark)]
         _, (found, marks) = await self._calling(client.transaction([], asked, []))
         skip = len(self._address.root)
         entries = {kv.key.decode()[skip:]: value for value, kv in found}
@@ -151,16 +157,16 @@ class EtcdRegistry:
         """Have etcd's history marked, so that another one is known for what it is."""
         await self._create(client, self._mark, uuid4().hex.encode())
 
-    async def _create(self, client: Any, key: bytes, value: bytes) -> bool:
-        """Put it where there is nothing; whether there was nothing."""
+    async def _create(self, client: Any, key: bytes, value: bytes, *absent: bytes) -> bool:
+        """Put it where there is nothing, nor at these others; whether there was nothing."""
         of = client.transactions
-        call = client.transaction([of.create(key) == 0], [of.put(key, value)], [])
-        return bool((await self._calling(call))[0])
+        nothing = [of.create(it) == 0 for it in (key, *absent)]
+        return bool((await self._calling(client.transaction(nothing, [of.put(key, value)], [])))[0])
 
     async def _restore(self, client: Any, lost: Mapping[str, bytes]) -> None:
-        """What etcd has lost is there again, where nobody has put another there since."""
+        """What etcd has lost is there again, unless it was put or removed by somebody since."""
         for key, value in sorted(lost.items()):
-            if await self._create(client, self._full(key), value):
+            if await self._create(client, self._full(key), value, self._removed + key.encode()):
                 log.warning("etcd %s had lost %s: put there again", self._address, key)
 
     async def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
@@ -190,6 +196,8 @@ class EtcdRegistry:
                             yield dict(now)
                         if history.lost and left_s <= 0:  # who has a lease was there again before
                             await self._restore(client, history.lost)
+                            history.lost = {}
+                            continue
                         wait_s = _PAUSE_S if self._away else _READ_AGAIN_S
                         wait_s = min(wait_s, left_s) if left_s > 0 else wait_s
                         with contextlib.suppress(TimeoutError):
@@ -264,8 +272,7 @@ class EtcdRegistry:
                 key = self._full(candidate.key)
                 await self._quietly(self._delete_own(key, candidate.who.encode()))
 
-    # Inside
-
+    # Inside.
     async def _delete_own(self, key: bytes, value: bytes) -> None:
         """Delete what we put there; what another has put there since stays."""
         of = self._client.transactions
