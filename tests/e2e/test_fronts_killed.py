@@ -66,6 +66,19 @@ def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
         time.sleep(0.05)
 
 
+def test_who_is_read_by_nobody_any_more_still_stops_in_order(
+    start: Callable[[], Gateway], tmp_path: Path
+) -> None:
+    """As when its own supervisor was killed, and took the reader of its lines along."""
+    gateway = start()
+    assert gateway.process.stdout is not None
+    gateway.process.stdout.close()
+    gateway.process.terminate()
+    until(lambda: gateway.process.poll() is not None)
+    assert all(map(gone, gateway.parts))
+    assert not list(tmp_path.glob("moonserve-*"))
+
+
 def test_a_killed_supervisor_leaves_nothing(start: Callable[[], Gateway], tmp_path: Path) -> None:
     """Its processes end by themselves; the next start removes its socket, and touches nothing of
     who runs beside it."""
