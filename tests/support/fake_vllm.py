@@ -130,6 +130,8 @@ class FakeVllm:
         """A stream tells an error after so many tokens, and ends."""
         self.hold: asyncio.Event | None = None
         """No generation goes on before this is set."""
+        self.renews = True
+        """Whether NIXL's lease is renewed by decode, as in newer vLLM, by what parameters say."""
         self.lost_handovers = 0
         """So many of the next hand-overs are lost on this side."""
         self.script: deque[dict[str, Any]] = deque()
@@ -381,6 +383,7 @@ class _Job:
             return None
         name = f"{self.id}-{'' if self.chat else '0-'}{secrets.token_hex(4)}"
         engine.fabric.put(self.engine_id, name, self.prompt, LEASE_S)
+        renewed = {"remote_blocks_expiry_time": None} if engine.renews else {}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -391,7 +394,7 @@ class _Job:
             "remote_port": 5600,
             "tp_size": 1,
             "remote_num_tokens": len(self.prompt),
-            "remote_blocks_expiry_time": None,
+            **renewed,
             "remote_prefill_cached_tokens": self.cached,
         }
 

@@ -204,13 +204,21 @@ def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.Monkey
 
 
 def test_a_registry_that_is_away_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """503, and nothing is used that other gateways would not know."""
+    """503, and nothing is used that other gateways would not know; nor is gone what will be put
+    there again, as the registry had lost it."""
+    away = True
 
     class Away(MemoryRegistry):
         async def put(self, key: str, value: bytes) -> None:
-            if key.startswith(ENGINES):
+            if key.startswith(ENGINES) and self.alarms():
                 raise RegistryError("etcd is away")
             await super().put(key, value)
+
+        async def remove(self, key: str) -> bool:
+            return False  # it has lost it
+
+        def alarms(self) -> list[str]:
+            return ["etcd is away"] * away
 
     async def open_one(_: str) -> Away:
         return Away()
@@ -218,11 +226,18 @@ def test_a_registry_that_is_away_is_told_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(control, "open_registry", open_one)
 
     async def body() -> None:
+        nonlocal away
         async with site(specs=False, registry="etcd://x") as it:
             spec = {"name": "a", "url": "http://127.0.0.1:1", "events": "off"}
             reply = await it.call("POST", "/api/instances", spec)
             assert (reply.status, b"etcd is away" in reply.body) == (503, True), reply
             assert await it.get("/api/instances") == []
+            away = False
+            assert (await it.call("POST", "/api/instances", spec)).status == 200
+            away = True
+            reply = await it.call("DELETE", "/api/instances/a")
+            assert (reply.status, b"is put there again" in reply.body) == (503, True), reply
+            assert [row["id"] for row in await it.get("/api/instances")] == ["a"]
 
     asyncio.run(body())
 

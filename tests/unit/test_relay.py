@@ -22,6 +22,7 @@ from moonserve.live.fleet.feeds import POOL
 from moonserve.live.fleet.pages import Page, RankPage
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError
+from moonserve.live.instances import nixl
 from moonserve.live.relay import lease, life
 from moonserve.live.relay.calls import CallLost, Limits, plain
 from tests.support.fake_vllm import spoken
@@ -552,6 +553,26 @@ def test_a_whole_reply_is_not_waited_for_beyond_the_time_of_its_kv(
         assert site.engines["d"].aborted == prefills - 1
 
     run(use, *NIXL, limits=Limits(5, 0.4, 5, 0.5))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("renews", "prefills"), [(True, 1), (False, 2)])
+def test_a_lease_that_decode_renews_does_not_end_while_it_waits(
+    renews: bool, prefills: int, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer vLLM holds the KV from when decode's engine has the request; else the first token must
+    come within the lease."""
+    monkeypatch.setattr(lease, "_LOOK_S", 0.05)
+    monkeypatch.setattr(nixl, "LEASE_US", 300_000)
+
+    async def use(site: Site) -> None:
+        slow_decode(site, (1, 3, 9))
+        site.engines["p"].renews = renews
+        asyncio.get_running_loop().call_later(0.2, setattr, site.engines["d"], "delay_s", 0.0)
+        assert (await site.post({**ASK, "stream": stream})).status == 200
+        assert len(site.engines["p"].calls) == prefills
+
+    run(use, *NIXL)
 
 
 def test_the_time_to_a_first_token_is_noted_where_it_is_known() -> None:

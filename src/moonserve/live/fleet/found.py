@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.errors import BadRequest, ConfigError, RegistryError
 from moonserve.live.fleet.fleet import Fleet
 from moonserve.live.fleet.keeper import Keeper
 from moonserve.live.fleet.spec import InstanceSpec
@@ -134,6 +134,8 @@ class Found:
         """Have no gateway use it any more; whether it was there. Raises Taken, RegistryError."""
         self._fleet.removable(SOURCE, name)
         found = await self._registry.remove(ENGINES + name)
+        if not found and name in self._used and self._registry.alarms():
+            raise RegistryError(f"{name} was lost there and is put there again: try in a moment")
         await self._until(lambda: name not in self._used)
         return found
 

@@ -17,3 +17,10 @@ PREFILL = (
 LEASE_US: Micros = 25_000_000
 """How long prefill's parameters may be used: vLLM holds the blocks for 30 s, of which decode needs
 some to come to them."""
+_RENEWED = b'"remote_blocks_expiry_time"'
+
+
+def renewed(params: bytes) -> bool:
+    """Whether decode's engine holds the blocks by itself from when it has the request, however long
+    that waits there: vLLM does so since before its parameters had this field."""
+    return _RENEWED in params

@@ -61,6 +61,8 @@ class Handed:
         cached: of the prompt, as prefill says it."""
         self.prefill = prefill
         self.cached = cached
+        self.renewed = False
+        """nixl: whether the KV is held while decode's engine has the request."""
         self.engine_id = ""
         """mooncake: whose transfer it is."""
         self.at: InstanceId | None = None
@@ -88,6 +90,8 @@ class Handed:
         if self._params is None:
             return asked.raw, limits.first_byte_s
         body = asked.with_fields({"kv_transfer_params": self._params})
+        if self.renewed:
+            return body, limits.handover_s
         return body, min(limits.handover_s, left_us / MICROS_PER_SECOND)
 
     async def blamed(self, caller: Caller) -> InstanceId | None:
@@ -125,7 +129,9 @@ async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefil
             said = bytes(reply.kv_transfer_params)
             params = None if said == b"null" else said  # its first token may have been its last
             until_us = caller.conductor.now_us() + nixl.LEASE_US
-            return Handed(to, params, until_us, _cached(reply))
+            handed = Handed(to, params, until_us, _cached(reply))
+            handed.renewed = nixl.renewed(said)
+            return handed
         case "mooncake":
             member, transfer = caller.engines.member(to.id), f"xfer-{caller.new_id()}"
             engine_id = await _engine_id(caller, to)

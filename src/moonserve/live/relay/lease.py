@@ -1,10 +1,11 @@
 """A watch over KV that waits on a prefill engine while its decode says nothing.
 
 A reply that does not stream shows nothing before its end. If the decode engine kept the call in its
-queue beyond the time for which the KV is held, it fetched what was somebody else's by then: vLLM's
-NIXL connector answers 200 with wrong text. So from half of that time on the engine's counts are
-read, until they say that the call has begun; where they say at the end that it may be waiting
-still, it is broken off, and prefilled again. By Life, for calls that are out for so long only.
+queue beyond the time for which the KV is held, it fetched what was somebody else's by then: a vLLM
+whose NIXL connector does not renew leases answers 200 with wrong text. So from half of that time
+on the engine's counts are read, until they say that the call has begun; where they say at the end
+that it may be waiting still, it is broken off, and prefilled again. By Life, for calls that are out
+for so long only.
 """
 
 from __future__ import annotations
