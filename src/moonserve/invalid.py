@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ _UNKNOWN = re.compile("unknown field `([^`]*)`")
 _BOUND = re.compile(r"Expected `(?:int|float)` ([<>]=) (\S+)")
 _KIND = re.compile("Invalid enum value|Expected `[^`]*`, got `([^`]*)`")
 _STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
+_type_info = lru_cache(maxsize=64)(inspect.type_info)  # it takes long; who errs may err often
 _WORDS: tuple[tuple[type[inspect.Type] | tuple[type[inspect.Type], ...], str], ...] = (
     (inspect.IntType, "a whole number"),
     (inspect.FloatType, "a number"),
@@ -61,7 +63,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _at(shape: Any, path: str) -> list[inspect.Type]:
     """The types that what is at the path may have."""
-    kinds = list(_each(inspect.type_info(shape)))
+    kinds = list(_each(_type_info(shape)))
     for step in _STEP.finditer(path):
         kinds = [it for kind in kinds for below in _below(kind, step[1]) for it in _each(below)]
     return kinds

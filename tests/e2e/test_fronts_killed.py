@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,15 +22,18 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 class Gateway:
     """One that knows no engines yet, and so needs no model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, workers: int = 2, stdin: socket.socket | None = None, **env: str
+    ) -> None:
         settings = folder / "cluster.yaml"
-        settings.write_text("instances: []\nport: 0\nworkers: 2\n")
+        settings.write_text(f"instances: []\nport: 0\nworkers: {workers}\n")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moonserve", "gateway", "--config", str(settings)],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, "TMPDIR": str(folder), **env},
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().removeprefix("listening on ").strip()
@@ -64,6 +68,34 @@ def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_gateway_tells_its_supervisor_that_it_goes_round(tmp_path: Path, workers: int) -> None:
+    """Once it listens; also one that supervises processes of its own."""
+    supervisors, stdin = socket.socketpair()
+    gateway = Gateway(tmp_path, workers, stdin=stdin, MOONSERVE_LIFELINE="stdin")
+    stdin.close()
+    supervisors.settimeout(10)
+    try:
+        assert supervisors.recv(1)
+        supervisors.close()  # which is what the end of ours looks like
+        until(lambda: gateway.process.poll() is not None)
+    finally:
+        gateway.end()
+
+
+def test_who_is_read_by_nobody_any_more_still_stops_in_order(
+    start: Callable[[], Gateway], tmp_path: Path
+) -> None:
+    """As when its own supervisor was killed, and took the reader of its lines along."""
+    gateway = start()
+    assert gateway.process.stdout is not None
+    gateway.process.stdout.close()
+    gateway.process.terminate()
+    until(lambda: gateway.process.poll() is not None)
+    assert all(map(gone, gateway.parts))
+    assert not list(tmp_path.glob("moonserve-*"))
 
 
 def test_a_killed_supervisor_leaves_nothing(start: Callable[[], Gateway], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import socket
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -263,20 +264,26 @@ def test_the_whole_process() -> None:
 
 
 def test_a_hung_engine_ends_the_process() -> None:
-    """A thread that hangs in a pass cannot keep the process; its memory is unlinked before."""
+    """A thread that hangs in a pass cannot keep the process; its memory is unlinked before. Its
+    supervisor is told each second that its loop is well."""
 
     async def main() -> None:
         gateway, http = Gateway(), HttpClient()
         url = await gateway.start()
         root = Path(__file__).parents[2]
+        supervisors, stdin = socket.socketpair()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.support.hung", url, TOKEN, cwd=root,
-            stdout=asyncio.subprocess.PIPE,
+            stdin=stdin.fileno(), stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "MOONSERVE_LIFELINE": "stdin"},
         )  # fmt: skip
+        stdin.close()
         try:
             info = msgspec.convert(await gateway.hears("join"), InstanceInfo)
             name = gateway.master.master.addresses()[SegmentId("h0")].region
             assert _is_there(name)
+            supervisors.settimeout(10)
+            assert supervisors.recv(1)
             reply = await http.request(
                 "POST",
                 f"{info.url}/v1/completions",
@@ -287,6 +294,7 @@ def test_a_hung_engine_ends_the_process() -> None:
             assert reply.status == 502
             said, _ = await asyncio.wait_for(process.communicate(), 20)
         finally:
+            supervisors.close()
             if process.returncode is None:
                 process.kill()
         assert process.returncode == 1

@@ -94,7 +94,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
     """
     from moonserve.live.fronts.folder import meeting_folder
     from moonserve.live.http.auth import require_token_beyond_loopback
-    from moonserve.live.supervise import Supervisor, beat
+    from moonserve.live.supervise import Supervisor, beat, say
 
     beat()
     require_token_beyond_loopback(settings.host, token, "workers")
@@ -107,8 +107,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
         if line.startswith(_LISTENING) and name not in ready:
             ready.add(name)
             if len(ready) == settings.workers + 1:
-                click.echo(f"{_LISTENING}http://{settings.host}:{port}")
-                sys.stdout.flush()
+                say(f"{_LISTENING}http://{settings.host}:{port}")
 
     with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:
         boss = Supervisor(children_of(settings, port, str(folder / "link"), words), tell)
@@ -118,12 +117,11 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
             if stops:
                 boss.kill()
             else:
-                click.echo("draining: new requests are refused, running ones may finish")
-                sys.stdout.flush()
+                say("draining: new requests are refused, running ones may finish")
                 stops.append(asyncio.ensure_future(boss.stop()))
 
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
         await boss.run()
         await asyncio.gather(*stops)
-    click.echo("stopped")
+    say("stopped")

@@ -244,6 +244,12 @@ def _wait_for_orphanhood() -> None:
     os._exit(1)
 
 
+def say(line: str) -> None:
+    """Print it for whoever started us; nobody may read that any more, and then there is to stop."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
 def beat() -> None:
     """In a child: tell the supervisor each second from now on that the event loop goes round.
 

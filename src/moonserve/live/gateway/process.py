@@ -27,7 +27,7 @@ from moonserve.live.instances.wire import WireClient
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Conducting, Registry
-from moonserve.live.supervise import beat
+from moonserve.live.supervise import beat, say
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
 
@@ -135,13 +135,9 @@ def read_text(ref: str) -> Text:
     return Text(found.name, load_config(found.path).max_len, tools)
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
 async def run_gateway(
     config: GatewayConfig,
-    say: Callable[[str], None] = _print,
+    say: Callable[[str], None] = say,
     start: Callable[[GatewayConfig], Awaitable[Running]] = Gateway.start,
 ) -> None:
     """Run one gateway until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""

@@ -37,6 +37,7 @@ from moonserve.live.store.local import EventLog, LocalPool
 from moonserve.live.store.remote import HttpRpc, mounted, within
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.settings import check_reachable, url_of
+from moonserve.live.supervise import say
 from moonserve.live.transfer.metrics import LaneMetrics
 
 log = logging.getLogger(__name__)
@@ -78,11 +79,7 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where health and metrics are told; 0 takes any, None: nowhere."""
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-async def run_master(config: MasterConfig, say: Say = _say) -> None:
+async def run_master(config: MasterConfig, say: Say = say) -> None:
     """Run a master. Raises ConfigError where it cannot listen."""
     require_token_beyond_loopback(config.host, config.token, "members of the pool")
     stop = _stop_event()
@@ -133,7 +130,7 @@ def _counted(master: Master) -> str:
     return f"{stats.objects} objects on {len(stats.segments)} segments"
 
 
-async def run_segment(config: SegmentConfig, say: Say = _say) -> None:
+async def run_segment(config: SegmentConfig, say: Say = say) -> None:
     """Run a segment. Raises MoonserveError where it cannot become a member."""
     mine = config.settings
     if mine.advertise_host is None:

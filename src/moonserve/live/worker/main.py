@@ -39,7 +39,7 @@ from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.remote import HttpRpc, mounted
 from moonserve.live.store.settings import check_reachable, url_of
-from moonserve.live.supervise import beat
+from moonserve.live.supervise import beat, say
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp, chain_client
@@ -139,7 +139,7 @@ class Worker:
         await self._http.close()
 
 
-async def run_worker(config: WorkerConfig, say: Say = lambda line: print(line, flush=True)) -> None:
+async def run_worker(config: WorkerConfig, say: Say = say) -> None:
     """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on."""
     _check_host(config)
     stop = asyncio.Event()
