@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from moonserve.config import (
     apply_logging,
     load,
     parse_bytes,
+    unheeded,
 )
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from moonserve.core.pool import Card
     from moonserve.core.profiles import Profile
 
+log = logging.getLogger(__name__)
 TOKEN = ENV_PREFIX + "TOKEN"
 """The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
 advertise_host_option = click.option(
@@ -150,6 +153,9 @@ def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings
     """Merge file, environment and flags, and set up logging. Raises ConfigError."""
     settings = load(config, os.environ, flags)
     apply_logging(settings.logging)
+    if ENV_PREFIX + "LIFELINE" not in os.environ:  # else who started us has said it
+        for text in unheeded(os.environ):
+            log.warning("%s", text)
     return settings
 
 
