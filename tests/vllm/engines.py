@@ -22,6 +22,8 @@ from typing import Any
 BLOCK = 32
 """The smallest block of vLLM's on a CPU."""
 MODEL = "smollm2-135m-instruct"
+RANKS = 2
+"""The most that an engine has here; each takes ports of its own."""
 START_S = 240.0
 """40 to 100 CPU seconds for one engine; several start at once."""
 HERE = Path(__file__).parent
@@ -29,11 +31,19 @@ HERE = Path(__file__).parent
 Json = dict[str, Any]
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(ranks: int = 1) -> int:
+    """A TCP port that nobody listens on, nor on those after it that other `ranks` take."""
+    while True:
+        with contextlib.ExitStack() as probes:
+            first = 0
+            try:
+                for rank in range(ranks):
+                    probe = probes.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", first + rank if rank else 0))
+                    first = first or int(probe.getsockname()[1])
+            except OSError:
+                continue
+            return first
 
 
 def get(url: str, timeout_s: float = 5.0) -> Json:
@@ -56,8 +66,8 @@ class Engine:
     def __init__(self, name: str, folder: Path, python: Path, logs: Path) -> None:
         self.name = name
         self.port = free_port()
-        self.events_port, self.replay_port = free_port(), free_port()
-        self.bootstrap_port, self.side_port = free_port(), free_port()
+        ports = [free_port(RANKS) for _ in range(4)]
+        self.events_port, self.replay_port, self.bootstrap_port, self.side_port = ports
         self._folder, self._python, self._logs = folder, python, logs
         self._process: subprocess.Popen[bytes] | None = None
         self._transfer: Json | None = None
