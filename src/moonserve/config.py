@@ -83,6 +83,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whose KV store; mooncake: the real one, by its wheel."""
     mooncake_master: str = ""
     """host:port of its master; empty: `up` starts one."""
+    transport: Literal["tcp", "mooncake"] = "tcp"
+    """How bytes of the embedded store travel; mooncake: its Transfer Engine, by its wheel."""
+    shared_memory: Literal["auto", "never"] = "auto"
+    """Whether they go by memory on one host."""
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    mooncake_device: str = ""
+    """Of Mooncake's Transfer Engine; the device for rdma, empty: all that are found."""
     max_seqs: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
     """Requests in one pass of a worker."""
     kv_memory_bytes: _Size = 1 << 30
@@ -311,7 +318,13 @@ def _check_registry(url: str, origin: Mapping[str, str]) -> None:
 
 def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:
     """What Mooncake would not heed is refused rather than ignored."""
+    if settings.mooncake_protocol != "rdma" and settings.mooncake_device:
+        why = "is of rdma; say so with mooncake_protocol, or leave it out"
+        raise ConfigError(f"{why} (from {origin['mooncake_device']})", "mooncake_device")
     if settings.store != "mooncake":
+        if settings.mooncake_protocol != "tcp" and settings.transport != "mooncake":
+            why = "is of Mooncake's engine: needs transport mooncake, or store mooncake"
+            raise ConfigError(f"{why} (from {origin['mooncake_protocol']})", "mooncake_protocol")
         return
     ours = "only the embedded store has"
     instead = {
@@ -320,6 +333,8 @@ def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:
         " one and name it with mooncake_master",
         "disk_bytes": f"{ours} a share on disk; leave it out with store mooncake",
         "node": f"{ours} nodes that copies avoid; leave it out with store mooncake",
+        "transport": f"{ours} transports; Mooncake's pool has its own: leave it out",
+        "shared_memory": f"{ours} a choice; leave it out with store mooncake",
         "store_url": "is for the embedded store; name Mooncake's master with mooncake_master",
     }
     for name, remedy in instead.items():

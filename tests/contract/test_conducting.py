@@ -130,6 +130,23 @@ def test_a_request_from_its_arrival_to_its_end(run: Callable[[Use], None]) -> No
     run(use)
 
 
+def test_what_was_cached_may_be_said_at_the_end(run: Callable[[Use], None]) -> None:
+    """An engine's stream says it in its last event: it is in the record then."""
+
+    async def use(rig: Rig) -> None:
+        rig.join(info("e", "both"))
+        await rig.until(rig.port.instances)
+        await (await rig.open()).get()
+        rig.port.first_token(R, None)
+        rig.port.tell(ClientGone(R))
+        rig.port.close(R, "stop", None, 4)
+        record = rig.loop.records[R]
+        await rig.until(lambda: record.outcome == "stop")
+        assert record.cached_tokens == 4
+
+    run(use)
+
+
 def test_what_is_said_of_a_request_that_fails(run: Callable[[Use], None]) -> None:
     """Refuse where nobody is; Abort and a second Prefill when one is lost; GiveUp at the end."""
 

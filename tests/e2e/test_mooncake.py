@@ -1,30 +1,38 @@
-"""A cluster on the real Mooncake Store: its master's life, and deaths. Fake engine."""
+"""A cluster on the real Mooncake Store: its master's life, and deaths; and one on our store whose
+bytes go by Mooncake's Transfer Engine. Fake engine.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
 import subprocess
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from moonserve.live.store import mooncake_master
 from tests.support.up import PROGRAM, Up, children_of, gone
 
 pytestmark = [pytest.mark.model, pytest.mark.mooncake]  # model: for its tokenizer
-FLAGS = ("--engine", "fake", "--segment-bytes", "64MiB", "--store", "mooncake")
+FAKE = ("--engine", "fake", "--segment-bytes", "64MiB")
+FLAGS = (*FAKE, "--store", "mooncake")
+BY_ENGINE = (*FAKE, "--transport", "mooncake", "--shared-memory", "never")
 PROMPT = list(range(1000, 1600))
 CACHED = 576  # whole blocks of 32
 
 
 @contextmanager
-def cluster(*flags: str) -> Iterator[Up]:
+def cluster(*flags: str, base: tuple[str, ...] = FLAGS) -> Iterator[Up]:
     """One that is ended, whatever happens."""
-    up = Up(*FLAGS, *flags)
+    up = Up(*base, *flags)
     try:
         yield up
     finally:
@@ -103,12 +111,50 @@ def test_a_master_that_is_there_already_is_used() -> None:
             master.kill()
 
 
-def test_without_the_wheel_up_says_what_to_install() -> None:
+def carried(up: Up, worker: str) -> Counter[str]:
+    """The bytes that a worker read and wrote by Mooncake's engine, by segment."""
+    (url,) = [it["url"] for it in up.get("/api/instances") if it["id"] == worker]
+    with urllib.request.urlopen(url + "/metrics", timeout=10) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+    counts: Counter[str] = Counter()
+    for sample in (it for family in families for it in family.samples):
+        name, transport = sample.name, sample.labels.get("transport")
+        if name == "moonserve_transfer_bytes_total" and transport == "mooncake" and sample.value:
+            counts[sample.labels["peer"].partition(":")[2]] += int(sample.value)
+    return counts
+
+
+def test_bytes_of_our_store_go_by_mooncakes_engine() -> None:
+    """With --transport mooncake decode's reads are counted under it; a killed owner costs its KV
+    alone, and is reached again by it when it is back.
+    """
+    with cluster("--prefill", "2", "--policy", "random", base=BY_ENGINE) as up:
+        tokens, cached = complete(up, PROMPT)
+        assert cached == 0
+        fresh = itertools.count(2000)
+
+        def brought(segment: str) -> int:
+            """What came to decode from there, after one prompt more."""
+            complete(up, [next(fresh)] * len(PROMPT))
+            return carried(up, "d0")[segment]
+
+        up.until(lambda: brought("p0"))
+        up.until(lambda: complete(up, PROMPT) == (tokens, CACHED))
+        before = carried(up, "d0")["p0"]
+        os.kill(up.children()["p0"], signal.SIGKILL)
+        assert complete(up, PROMPT)[0] == tokens
+        up.until(lambda: complete(up, PROMPT) == (tokens, CACHED))
+        up.until(lambda: brought("p0") > before)  # the dead bring nothing
+        up.settle()
+
+
+@pytest.mark.parametrize("flags", [FLAGS, BY_ENGINE], ids=["store", "transport"])
+def test_without_the_wheel_up_says_what_to_install(flags: tuple[str, ...]) -> None:
     """One line, exit code 2, and no process was started."""
     code = (
         "import importlib.util as u, runpy, sys; u.find_spec = (lambda f: lambda name, *a:"
         " None if name == 'mooncake' else f(name, *a))(u.find_spec);"
-        f" sys.argv = ['moonserve', 'up', '--port', '0', *{FLAGS!r}];"
+        f" sys.argv = ['moonserve', 'up', '--port', '0', *{flags!r}];"
         " runpy.run_module('moonserve', run_name='__main__')"
     )
     ended = subprocess.run(

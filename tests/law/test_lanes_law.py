@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.lanes import Lanes, LaneTerms, Run
+from moonserve.core.lanes import SPARE, Lanes, LaneTerms, Run
 
-DISTANCES = [0, 0, 1, 2]
+DISTANCES = [0, 0, 1, SPARE]
 TERMS = LaneTerms(
     tries=3,
     failures=2,

@@ -47,10 +47,6 @@ SPECIFIED_BY = ("greedy_reference",)
 """Plain loops that stand beside the fast ones as their specification."""
 
 
-CONTRACTED = ("src/moonserve/live/transfer/mooncake.py",)
-"""Implementations of a port that no setting chooses, kept for their contract tests."""
-
-
 class File(NamedTuple):
     """One file: its path from the root, its text and, for Python, its tree."""
 
@@ -226,7 +222,7 @@ def unreached(files: list[File]) -> Iterator[str]:
     loaded = {module for file in product for _, module in imports(file.tree)}
     for path in [file.path for file in product]:
         module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
-        if path.startswith("src/moonserve/cli/") or module.endswith("__") or path in CONTRACTED:
+        if path.startswith("src/moonserve/cli/") or module.endswith("__"):
             continue
         if path.startswith("src/") and not any(within(name, {module}) for name in loaded):
             yield f"{path}:1: only tests load it; move it to them, or have it used"

@@ -789,8 +789,8 @@ def test_draining_refuses_new_generations_and_ends_running_ones_whole(stream: bo
             refused = await rig.post(path, HI if path == CHAT else ONCE)
             assert (refused.status, refused.headers["retry-after"]) == (503, "2")
             assert "shutting down" in json.loads(refused.body)["error"]["message"]
-        statuses = [(await rig.get(p)).status for p in ("/v1/models", "/health", "/metrics")]
-        assert statuses == [200, 200, 200]
+        statuses = [(await rig.get(p)).status for p in ("/v1/models", "/metrics")]
+        assert statuses == [200, 200]
         assert (await rig.get("/ready")).status == 503
         assert not await rig.gateway.idle(0.01)
         assert not running.done()
@@ -827,7 +827,7 @@ def test_long_prompts_are_tokenised_off_the_loop() -> None:
     run(use)
 
 
-def test_models_health_ready() -> None:
+def test_models_ready() -> None:
     """Models are listed with their context; ready follows whether any model is alive."""
 
     async def use(rig: Rig) -> None:
@@ -838,11 +838,9 @@ def test_models_health_ready() -> None:
             ("org/big", 1_000_000),
         ]
         assert json.loads((await rig.get("/v1/models/org/big")).body)["id"] == "org/big"
-        assert (await rig.get("/health")).status == 200
         assert (await rig.get("/ready")).status == 200
         rig.serving.cards = rig.serving.cards[1:]
         assert (await rig.get("/ready")).status == 503
-        assert (await rig.get("/health")).status == 200
 
     run(use)
 

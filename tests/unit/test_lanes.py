@@ -1,6 +1,6 @@
 """Lanes, case by case; tests/law/test_lanes_law.py has the laws."""
 
-from moonserve.core.lanes import Lanes, LaneTerms, Run
+from moonserve.core.lanes import SPARE, Lanes, LaneTerms, Run
 
 FAR_OFF = 1 << 60
 
@@ -19,6 +19,24 @@ def test_the_nearest_idle_lane_is_taken_first() -> None:
     runs = lanes.assign(0)
     assert [(run.lane, run.slices) for run in runs] == [(1, (0,)), (2, (1,)), (0, (2,))]
     assert answer(lanes, runs[1], 1) == [Run(2, 7, (3,))]
+
+
+def test_a_spare_lane_carries_what_failed_or_what_has_no_other_way() -> None:
+    """Nothing fresh goes by a spare while a nearer lane is healthy, idle or busy; all does else."""
+    terms = LaneTerms(failures=1, probation_us=100, spread_bytes=4)
+    lanes = Lanes([0, SPARE], terms)
+    lanes.submit(1, [1] * 8, FAR_OFF)
+    (first,) = lanes.assign(0)
+    assert first == Run(0, 1, tuple(range(8)))
+    lanes.submit(2, [1], FAR_OFF)
+    assert lanes.assign(0) == []
+    assert answer(lanes, first, 1, "lane") == [Run(1, 1, tuple(range(8)))]
+    assert answer(lanes, Run(1, 1, tuple(range(8))), 2) == [Run(1, 2, (0,))]
+    assert answer(lanes, Run(1, 2, (0,)), 3) == []
+    lanes.submit(3, [1], FAR_OFF)
+    assert answer(lanes, lanes.assign(200)[0], 201) == []
+    assert lanes.lend(1, 1) == 0
+    assert lanes.lend(1, 1) is None
 
 
 def test_a_run_is_bounded_by_bytes_and_by_slices() -> None:

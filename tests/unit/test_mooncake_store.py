@@ -18,6 +18,7 @@ from moonserve.core.units import LeaseId
 from moonserve.live.store import mooncake, mooncake_master
 from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 from moonserve.live.store.reports import POOL
+from moonserve.live.transfer.mooncake import MooncakeTransport
 from tests.support.pools import LEASE, blocks, key, read_all
 
 SETTINGS = MooncakeSettings(
@@ -219,6 +220,8 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r"^store: .*pip install 'moonserve\[mooncake\]'"):
             mooncake_master.require()
+        with pytest.raises(ConfigError, match=r"^transport: .*pip install 'moonserve\[mooncake\]'"):
+            MooncakeTransport()
     with monkeypatch.context() as patch:
         spec = SimpleNamespace(submodule_search_locations=["here"])
         patch.setattr(importlib.util, "find_spec", lambda name: spec)
@@ -245,3 +248,10 @@ def test_what_cannot_work_is_a_clear_error(change: dict[str, Any], error: str) -
 
     with pytest.raises(ConfigError, match=error):
         asyncio.run(MooncakeStore.open(settings, tell))
+
+
+@pytest.mark.mooncake
+def test_a_card_that_is_not_there_is_not_made_up_for_by_tcp() -> None:
+    """Mooncake itself would use TCP, and say nothing."""
+    with pytest.raises(ConfigError, match=r"^mooncake_protocol: there is no RDMA device no-such "):
+        MooncakeTransport(protocol="rdma", device="no-such")

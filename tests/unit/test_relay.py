@@ -17,7 +17,7 @@ from moonserve.core.errors import EngineFailed
 from moonserve.core.facts import BlocksStored, Connector, Fact, PrefillEnded, Role
 from moonserve.core.prefix import chain_keys
 from moonserve.core.tuning import Tuning
-from moonserve.core.units import InstanceId
+from moonserve.core.units import InstanceId, RequestId
 from moonserve.live.fleet.feeds import POOL
 from moonserve.live.fleet.pages import Page, RankPage
 from moonserve.live.http.client import ClientResponse
@@ -73,6 +73,25 @@ def test_what_one_engine_says_is_what_a_pair_says(pools: list[Pool]) -> None:
         assert events[-1]["usage"]["completion_tokens"] == 4
 
     run(use, *pools)
+
+
+def test_the_record_says_what_an_engine_alone_has_reused() -> None:
+    """As usage does, at the end: whole, of several choices, and streamed."""
+
+    async def use(site: Site) -> None:
+        await site.post({**ASK, "prompt": PROMPT[:100] + "!" * 300})
+        bodies: list[dict[str, Any]] = [{}, {"n": 2}]
+        for number, more in enumerate(bodies):
+            again = {**ASK, "prompt": PROMPT[:100] + str(number) * 300, **more}
+            reply = parsed(await site.post(again, x_request_id=f"r-{number}"))
+            cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == site.conductor.records[RequestId(f"r-{number}")].cached_tokens == 96
+        other = {**ASK, "prompt": PROMPT[:100] + "?" * 300}
+        await streamed(site, {**other, "stream_options": {"include_usage": True}})
+        await site.settled()
+        assert next(reversed(site.conductor.records.values())).cached_tokens == 96
+
+    run(use, *ONE)
 
 
 def test_mooncakes_decode_does_not_claim_the_whole_prompt_as_cached() -> None:

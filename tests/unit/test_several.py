@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from moonserve.core.conductor import Conductor
 from moonserve.core.errors import NobodyAlive, RegistryError, StoreError
@@ -26,6 +27,8 @@ from moonserve.live.conductor import ConductorLoop
 from moonserve.live.fleet.found import Found
 from moonserve.live.fleet.spec import InstanceSpec
 from moonserve.live.gateway import bootstrap, several
+from moonserve.live.gateway.config import GatewayConfig
+from moonserve.live.gateway.control import Control
 from moonserve.live.gateway.internal import Internal
 from moonserve.live.gateway.several import Several, Told
 from moonserve.live.http.client import HttpClient
@@ -331,6 +334,33 @@ def test_entries_that_cannot_be_used_are_named_and_the_others_are_used(
 
 
 # The worker's side.
+
+
+def test_that_the_registry_is_away_is_an_alarm_of_a_gateway_with_workers() -> None:
+    """As of one before engines: /health says it and stays 200, /metrics counts it."""
+
+    class Away(MemoryRegistry):
+        def alarms(self) -> list[str]:
+            return ["etcd etcd://e does not answer"]
+
+    async def test(site: Site) -> None:
+        config = GatewayConfig(model="m", token=TOKEN)
+        control = Control(config, site.http, "m", registry=Away(site.shared))
+        server = await serve(App(control.routes()), "127.0.0.1", 0)
+        try:
+            url = f"http://127.0.0.1:{server.port}/health"
+            reply = await site.http.request("GET", url, timeout_s=2)
+            said = {"status": "ok", "alarms": ["etcd etcd://e does not answer"]}
+            assert (reply.status, msgspec.json.decode(reply.body)) == (200, said)
+            counted = CollectorRegistry()
+            for collector in control.collectors():
+                counted.register(collector)
+            assert counted.get_sample_value("moonserve_alarms") == 1
+        finally:
+            await server.stop(0)
+            await control.stop()
+
+    run(test)
 
 
 class Listener:

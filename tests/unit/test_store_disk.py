@@ -23,6 +23,8 @@ from moonserve.live.store.client import StoreClient
 from moonserve.live.store.disk import open_disk
 from moonserve.live.store.objects import Objects
 from moonserve.live.store.settings import StoreSettings
+from moonserve.live.transfer.client import Transfer
+from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer
 from tests.support.pools import ROOM, Pool, blocks, key, read_all
 
@@ -216,6 +218,28 @@ def test_a_member_that_cannot_own_its_disk_leaves_nothing_of_its_memory(
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", made[0].port))
     assert kept(tmp_path) == []
+
+
+def test_a_member_whose_memory_mooncake_does_not_take_leaves_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error is its own, and region and listener are gone."""
+    refused: list[Region] = []
+
+    def refuse(transfer: Transfer, region: Region) -> None:
+        refused.append(region)
+        raise ConfigError("not so much", "transport")
+
+    async def nobody(op: str, body: bytes, end_s: float) -> bytes:
+        raise AssertionError
+
+    monkeypatch.setattr(Transfer, "offer", refuse)
+    before = set(threading.enumerate())
+    settings = StoreSettings(segment=SegmentId("a"), epoch=1, capacity_bytes=CAPACITY, token=b"")
+    with pytest.raises(ConfigError, match="not so much"):
+        asyncio.run(StoreClient.open(nobody, settings))
+    assert not refused[0].path.exists()
+    assert set(threading.enumerate()) <= before
 
 
 def _full(*args: object, **more: object) -> None:

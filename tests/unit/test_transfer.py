@@ -325,6 +325,33 @@ def test_a_host_that_is_no_name_is_a_lost_peer(host: str) -> None:
     transfer.close()
 
 
+def test_a_peer_is_reached_by_tcp_where_mooncake_is_not_offered_or_fails(memory: Region) -> None:
+    """With Mooncake's engine on both sides all goes by it, and by TCP once that breaks off; a peer
+    that offers none is reached by TCP alone.
+    """
+    server, engine = TransferServer(memory, TOKEN), TransferServer(memory, TOKEN)
+    plain = server.address("127.0.0.1")
+    both = msgspec.structs.replace(plain, mooncake=engine.address("127.0.0.1"), location="n:both")
+    settings = EngineSettings(slice_bytes=4096, terms=LaneTerms(spread_bytes=4096))
+
+    def reading(address: Address) -> set[str]:
+        stand_in: Any = TcpTransport(TOKEN)  # the contract of transports has the real one
+        transfer = Transfer(TOKEN, shared_memory=False, settings=settings, mooncake=stand_in)
+        got = bytearray(SIZE)
+        for _ in range(3):
+            assert transfer.read(address, [Slice(0, memoryview(got))], soon()) == [True]
+            assert got == memory.view
+        stats = transfer.stats()
+        transfer.close()
+        return {it.path.transport for it in stats if it.counters.bytes}
+
+    assert reading(both) == {"mooncake"}
+    assert reading(plain) == {"tcp"}
+    engine.close()
+    assert reading(both) == {"tcp"}
+    server.close()
+
+
 def spread(memory: Region, *own: Card) -> dict[str, int]:
     """Read all of a segment at two cards, from these of our own: the bytes by host."""
     server = TransferServer(memory, TOKEN, also=["127.0.0.2"])

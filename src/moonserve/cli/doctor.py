@@ -114,15 +114,17 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _mooncake() -> Iterator[Finding]:
-    """Whether --store mooncake would work; nothing else needs it."""
+    """Whether Mooncake would work, as store or as transport; nothing else needs it."""
     from moonserve.live.store.mooncake_master import require
 
     try:
         require()
     except MoonserveError as error:
-        yield Finding("mooncake", "warn", "--store mooncake would not work", str(error))
+        yield Finding(
+            "mooncake", "warn", "--store and --transport mooncake would not work", str(error)
+        )
     else:
-        yield Finding("mooncake", "ok", "--store mooncake would work")
+        yield Finding("mooncake", "ok", "--store and --transport mooncake would work")
 
 
 def _models() -> Iterator[Finding]:

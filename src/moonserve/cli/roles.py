@@ -128,7 +128,8 @@ def gateway(
 @settings_options(
     "model", "host", "rack", "engine", "profile", "dtype", "block_size", "segment_bytes",
     "disk_bytes", "disk_dir", "replicas", "node", "registry", "store_url", "store",
-    "mooncake_master", "max_seqs", "kv_memory_bytes", "decode_kv",
+    "mooncake_master", "transport", "shared_memory", "mooncake_protocol", "mooncake_device",
+    "max_seqs", "kv_memory_bytes", "decode_kv",
 )  # fmt: skip
 def worker(
     config: Path | None,
@@ -181,6 +182,10 @@ def worker(
                 store_url=settings.store_url,
                 store=settings.store,
                 mooncake_master=settings.mooncake_master,
+                shared_memory=settings.shared_memory == "auto",
+                transport=settings.transport,
+                mooncake_protocol=settings.mooncake_protocol,
+                mooncake_device=settings.mooncake_device,
                 max_seqs=settings.max_seqs,
                 kv_memory_bytes=settings.kv_memory_bytes,
                 decode_kv=settings.decode_kv,

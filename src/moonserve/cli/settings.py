@@ -88,6 +88,13 @@ _HELP: dict[str, tuple[str, str]] = {
     "eviction": ("NAME", "what the KV store evicts first; a wrong name is answered with all"),
     "store": ("NAME", "whose KV store: embedded, or mooncake (needs its wheel)"),
     "mooncake_master": ("ADDRESS", "host:port of Mooncake's master; none: up starts one"),
+    "transport": (
+        "NAME",
+        "how bytes of the KV store travel: tcp, or mooncake: its Transfer Engine (needs its wheel)",
+    ),
+    "shared_memory": ("WHEN", "auto: on one host, before all others; never: for measuring"),
+    "mooncake_protocol": ("NAME", "tcp or rdma, of Mooncake's Transfer Engine"),
+    "mooncake_device": ("NAME", "its RDMA device; none: all that are found"),
     "max_seqs": ("N", "requests in one pass of a worker"),
     "kv_memory_bytes": ("SIZE", "each torch worker's pool for the KV of running requests"),
     "decode_kv": ("WHEN", "store the KV of answers: off, end, or every so many blocks"),

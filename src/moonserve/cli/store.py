@@ -143,6 +143,10 @@ def serve(
     "segment_bytes",
     "disk_bytes",
     "disk_dir",
+    "transport",
+    "shared_memory",
+    "mooncake_protocol",
+    "mooncake_device",
     "drain_s",
 )
 def segment(
@@ -178,6 +182,10 @@ def segment(
         port=listen,
         advertise_host=advertise_host,
         cards=cards,
+        shared_memory=settings.shared_memory == "auto",
+        transport=settings.transport,
+        mooncake_protocol=settings.mooncake_protocol,
+        mooncake_device=settings.mooncake_device,
     )
     made = SegmentConfig(
         settings=mine,

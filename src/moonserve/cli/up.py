@@ -55,6 +55,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "eviction",
     "store",
     "mooncake_master",
+    "transport",
+    "shared_memory",
+    "mooncake_protocol",
+    "mooncake_device",
     "max_seqs",
     "kv_memory_bytes",
     "decode_kv",
@@ -88,6 +92,10 @@ def up(config: Path | None, **flags: str | None) -> None:
         raise ConfigError(why, "registry")
     if settings.profile:
         read_profile(settings.profile)  # a wrong one is found now, not by the workers
+    if settings.transport == "mooncake":
+        from moonserve.live.store import mooncake_master
+
+        mooncake_master.require("transport")
     port = _free_port(settings.host, settings.port)
     _fetch_model(settings.model)
     asyncio.run(_serve(settings, port))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,8 @@ from moonserve.core.units import Bytes, Micros
 
 Fault: TypeAlias = Literal["lane", "late"]
 """Why a run broke off: its lane's fault, or the deadline passed or the group was dropped."""
+SPARE: Final = 100
+"""A lane this far carries what failed elsewhere; the rest only while no nearer one is healthy."""
 Loss: TypeAlias = Literal["failed", "late", "refused", "no lane"]
 """Why a slice ended without its bytes: tries used up; too late or dropped; the peer refused it; no
 lane is healthy or due for a trial."""
@@ -112,7 +114,9 @@ class Lanes:
     """All lanes to one segment, and the slices that wait for them."""
 
     def __init__(self, distances: Sequence[int], terms: LaneTerms) -> None:
-        """One lane per distance; smaller is nearer (the same card or rack). Lane ids count up."""
+        """One lane per distance; smaller is nearer (the same card or rack), from SPARE on it is a
+        spare. Lane ids count up.
+        """
         assert distances
         self._terms = terms
         self._lanes = [_Lane(id, distance) for id, distance in enumerate(distances)]
@@ -240,7 +244,7 @@ class Lanes:
         for lane in self._nearest:
             if lane.until_us is not None:
                 return None
-            if free is None and not lane.run and not lane.lent:
+            if free is None and not lane.run and not lane.lent and not self._rests(lane):
                 free = lane
         if free is None:
             return None
@@ -295,11 +299,11 @@ class Lanes:
             self._retries = [slice for slice in self._retries if id(slice) not in taken]
             lane.counters.retries += len(run)
             return tuple(run)
-        if not self._turns:
+        if not self._turns or self._rests(lane):
             return ()
         id_ = self._turns.popleft()
         group = self._groups[id_]
-        healthy = sum(it.until_us is None for it in self._lanes)
+        healthy = sum(it.until_us is None and not self._rests(it) for it in self._lanes)
         share = max(self._terms.spread_bytes, -(-group.bytes // max(healthy, 1)))
         while group.fresh and len(run) < most:
             if run and size + group.fresh[0].size > min(share, self._terms.run_bytes):
@@ -309,6 +313,12 @@ class Lanes:
         if group.fresh:
             self._turns.append(id_)
         return tuple(run)
+
+    def _rests(self, lane: _Lane) -> bool:
+        """Whether a spare lane is not needed: another is healthy, be it busy."""
+        return lane.distance >= SPARE and any(
+            it.until_us is None and it.distance < SPARE for it in self._lanes
+        )
 
     def _may(self, slice: _Slice, lane: _Lane) -> bool:
         """Not where it failed before, while a healthy lane is left where it did not."""

@@ -42,6 +42,8 @@ class Address(msgspec.Struct, frozen=True, omit_defaults=True):
     location: str = ""
     """`node:segment`, as its owner names it."""
     rack: str = ""
+    mooncake: Address | None = None
+    """Where Mooncake's engine serves the same bytes: its handshake, and as `region` the memory."""
 
 
 class Mount(msgspec.Struct, frozen=True):

@@ -131,16 +131,24 @@ class ConductorLoop:
             self.records.popitem(last=False)
         self.tell(Arrived(request, tuple(keys)))
 
-    def close(self, request: RequestId, outcome: str, tbt_us: Micros | None = None) -> None:
+    def close(
+        self,
+        request: RequestId,
+        outcome: str,
+        tbt_us: Micros | None = None,
+        cached_tokens: Tokens | None = None,
+    ) -> None:
         """The request's task has ended; whatever the Conductor still says of it is dropped.
 
-        tbt_us: the mean of its gaps, if it had any.
+        tbt_us: the mean of its gaps, if it had any; cached_tokens: see ports.Conducting.
         """
         self._inboxes.pop(request, None)
         record = self.records.get(request)
         if record is not None:
             record.outcome = outcome
             record.tbt_us = tbt_us
+            if cached_tokens is not None:
+                record.cached_tokens = cached_tokens
 
     def stop(self) -> None:
         """No timer goes off any more; to be told nothing after."""

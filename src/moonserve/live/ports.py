@@ -277,6 +277,13 @@ class Conducting(Protocol):
     def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
         """An instance has loaded these from others: its own segment is to have them as well."""
 
-    def close(self, request: RequestId, outcome: str, tbt_us: Micros | None = None) -> None:
+    def close(
+        self,
+        request: RequestId,
+        outcome: str,
+        tbt_us: Micros | None = None,
+        cached_tokens: Tokens | None = None,
+    ) -> None:
         """The request's task has ended; what is still said of it is dropped. An open life ends by
-        ClientGone, told before. tbt_us: the mean of its gaps, if it had any."""
+        ClientGone, told before. tbt_us: the mean of its gaps, if it had any; cached_tokens: where
+        that was said after the first token."""

@@ -91,11 +91,6 @@ class FleetMetrics(Collector):
             for instance, counts in feeds.items():
                 family.add_metric((instance,), float(getattr(counts, field)))
             yield family
-        yield GaugeMetricFamily(
-            "moonserve_alarms",
-            "Things that somebody should look at; /health says which.",
-            value=float(len(self._fleet.alarms())),
-        )
 
     def _of_views(self, views: list[InstanceView]) -> Iterable[Metric]:
         yield _gauge(

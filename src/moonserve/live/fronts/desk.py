@@ -116,9 +116,9 @@ class Desk:
                 conductor.first_token(name, cached)
             case wire.Kept(keys, to, source):
                 conductor.keep(keys, to, source)
-            case wire.Closed(name, outcome, tbt_us) if name in link.lives:
+            case wire.Closed(name, outcome, tbt_us, cached) if name in link.lives:
                 link.lives.discard(name)
-                conductor.close(name, outcome, tbt_us)
+                conductor.close(name, outcome, tbt_us, cached)
             case wire.Counts():
                 link.take(message)
             case wire.CallBegan(number, instance, part, prompt, predicted, streams):

@@ -152,8 +152,6 @@ class FrontProcess:
         self._front.undecided = self.conductor.missing
         routes = self._front.routes()
         del routes["GET", "/metrics"]  # the sums over all are asked for
-        if text is None:
-            del routes["GET", "/health"]  # how the engines are
         self._forward = Forward(self.conductor)
         self._app = App(
             routes,

@@ -108,10 +108,16 @@ class RemoteConductor:
         """See ports.Conducting."""
         self.say(wire.Kept(tuple(keys), to, source))
 
-    def close(self, request: RequestId, outcome: str, tbt_us: Micros | None = None) -> None:
+    def close(
+        self,
+        request: RequestId,
+        outcome: str,
+        tbt_us: Micros | None = None,
+        cached_tokens: Tokens | None = None,
+    ) -> None:
         """See ports.Conducting."""
         self._inboxes.pop(request, None)
-        self.say(wire.Closed(request, outcome, tbt_us))
+        self.say(wire.Closed(request, outcome, tbt_us, cached_tokens))
 
     async def _keep(self) -> None:
         loop, tries = asyncio.get_running_loop(), 0

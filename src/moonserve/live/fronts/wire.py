@@ -109,6 +109,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
     outcome: str
     tbt_us: Micros | None
+    cached_tokens: Tokens | None
 
 
 class Counts(msgspec.Struct, frozen=True, tag=True):

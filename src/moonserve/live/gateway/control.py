@@ -26,11 +26,12 @@ from moonserve.live.gateway.api import Api
 from moonserve.live.gateway.config import GatewayConfig
 from moonserve.live.gateway.indexer import IndexerApi
 from moonserve.live.gateway.internal import Internal
-from moonserve.live.gateway.metrics import Copies, Predictions, Served
+from moonserve.live.gateway.metrics import Alarms, Copies, Predictions, Served
 from moonserve.live.gateway.select import Selection
 from moonserve.live.gateway.several import Several, Standing
 from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
@@ -107,6 +108,8 @@ class Control:
         self._internal = Internal(self.conductor, config.token, [model])
         self._api = Api(self.conductor, self.pool)
         self.several = None if registry is None else self._among(registry, settled)
+        self.alarms: Callable[[], list[str]] = list if registry is None else registry.alarms
+        """What somebody should look at, in words."""
         self._selection = Selection(self.conductor, tools, config.token)
         self._indexer = IndexerApi(config.token)
         self._ticker: asyncio.Task[None] | None = None
@@ -115,6 +118,7 @@ class Control:
         """Exact paths."""
         own = self._internal.routes() | self._api.routes() | self.pool.routes()
         others = {} if self.several is None else self.several.routes()
+        own["GET", "/health"] = self._health
         return own | self._selection.routes() | self._indexer.routes() | others
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
@@ -125,7 +129,8 @@ class Control:
         """What it counts, for a registry of metrics."""
         loop = self.conductor
         others = [] if self.several is None else [Standing(self.several)]
-        return [Predictions(loop.core.outlook), Served(loop.account), Copies(loop), *others]
+        alarms = Alarms(lambda: self.alarms())
+        return [Predictions(loop.core.outlook), Served(loop.account), Copies(loop), alarms, *others]
 
     async def start(self, port: int) -> None:
         """Time passes from now on, and others find us at that port. Raises RegistryError."""
@@ -154,6 +159,10 @@ class Control:
         await self._indexer.close()
         await self.pool.close()
         self.conductor.stop()
+
+    async def _health(self, request: HttpRequest) -> Response:
+        """200: this process is well; what else is wrong is said beside that."""
+        return json_response({"status": "ok", "alarms": self.alarms()})
 
     async def _tick(self) -> None:
         while True:

@@ -78,6 +78,7 @@ class ForeignControl:
             open_feed=open_feed,
             times=times,
         )
+        self._control.alarms = self.fleet.alarms
         if registry is not None:
             self._found = Found(registry, self.fleet)
         self._api = FleetApi(self.fleet, conductor, config.token, self._found)

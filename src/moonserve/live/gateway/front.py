@@ -1,4 +1,4 @@
-"""OpenAI's API as both kinds of gateway serve it: its routes, the models, health, and the drain.
+"""OpenAI's API as both kinds of gateway serve it: its routes, the models, readiness, and the drain.
 
 `app` serves generations by workers of ours, live/relay by foreign engines; the gateway process
 mounts what it is given. What a generation is nobody knows here.
@@ -76,7 +76,6 @@ class Front:
             ("POST", CHAT): counted(CHAT, self._chat),
             ("POST", COMPLETION): counted(COMPLETION, self._completion),
             ("GET", _MODELS): counted(_MODELS, self._list_models),
-            ("GET", "/health"): self._health,
             ("GET", "/ready"): self._ready,
             ("GET", "/metrics"): self._door.metrics_text,
         }
@@ -114,9 +113,6 @@ class Front:
 
     async def _one_model(self, request: HttpRequest) -> Response:
         return json_response(self._entry(self.card(request.path.removeprefix(_MODELS + "/"))))
-
-    async def _health(self, request: HttpRequest) -> Response:
-        return json_response({"status": "ok"})
 
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self.cards() if card.alive]

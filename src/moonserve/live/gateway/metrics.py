@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import (
@@ -134,6 +134,18 @@ class Copies(Collector):
             ("spread_bytes_under_way", "What is still to come of them.", hot.bytes_under_way),
         ):
             yield GaugeMetricFamily(f"moonserve_{name}", text, value=count)
+
+
+class Alarms(Collector):
+    """How much is wrong."""
+
+    def __init__(self, alarms: Callable[[], list[str]]) -> None:
+        self._alarms = alarms
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry."""
+        text = "Things that somebody should look at; /health says which."
+        yield GaugeMetricFamily("moonserve_alarms", text, value=float(len(self._alarms())))
 
 
 class Metrics(Collector):

@@ -390,7 +390,7 @@ class Life:
                 self._conductor.tell(ClientGone(self._request.id))
             gaps, spent_s = self._reply.tokens - 1, self._last_s - self._first_s
             tbt_us = seconds_to_us(spent_s / gaps) if gaps > 0 and spent_s else None
-            self._conductor.close(self._request.id, self._outcome, tbt_us)
+            self._conductor.close(self._request.id, self._outcome, tbt_us, self._reply.cached)
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()

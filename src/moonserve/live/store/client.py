@@ -34,6 +34,7 @@ from moonserve.live.store.link import Rpc as Rpc
 from moonserve.live.store.owner import Owner
 from moonserve.live.store.settings import StoreSettings as StoreSettings
 from moonserve.live.transfer.client import Transfer
+from moonserve.live.transfer.mooncake import MooncakeTransport, transport_of_process
 from moonserve.live.transfer.region import Region
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,10 @@ class StoreClient:
         self.settings = settings
         self.link = Link(rpc, settings.call_s)
         self.transfer = Transfer(
-            settings.token, shared_memory=settings.shared_memory, cards=settings.cards
+            settings.token,
+            shared_memory=settings.shared_memory,
+            cards=settings.cards,
+            mooncake=_mooncake(settings),
         )
         self._threads = ThreadPoolExecutor(settings.threads, "kv-copy")
         self._copier = Copier(self.link, self.transfer, self._threads, settings)
@@ -365,3 +369,11 @@ class StoreClient:
             if (mine := self._mine.get(at)) and (held := diary.held(id)):
                 mine.wrote(held)
         return {id for (id, _), it in zip(ends, ended.versions, strict=True) if it is not None}
+
+
+def _mooncake(settings: StoreSettings) -> MooncakeTransport | None:
+    """Raises ConfigError where it is wanted and cannot be."""
+    if settings.transport != "mooncake":
+        return None
+    host = settings.advertise_host or settings.host
+    return transport_of_process(host, settings.mooncake_protocol, settings.mooncake_device)

@@ -29,6 +29,7 @@ from moonserve.core.units import LEAST_MOONCAKE_BYTES, BlockKey, Bytes, LeaseId,
 from moonserve.live.store.mooncake_calls import Lane, Lanes, called
 from moonserve.live.store.mooncake_master import require
 from moonserve.live.store.reports import POOL, Reports, Tell
+from moonserve.live.store.settings import MooncakeProtocol
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,9 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Memory lent to the pool; 0: none."""
     host: str = "127.0.0.1"
     """Where the other workers reach this one."""
+    protocol: MooncakeProtocol = "tcp"
+    device: str = ""
+    """For rdma; empty: all that are found."""
     lanes: int = 4
     """Calls at one time."""
     call_s: float = 5.0
@@ -90,7 +94,7 @@ class MooncakeStore:
         store = module.MooncakeDistributedStore()
         code = await called(
             settings.call_s, store.setup, settings.host, "P2PHANDSHAKE", settings.segment_bytes, 0,
-            "tcp", "", settings.master,
+            settings.protocol, settings.device, settings.master,
         )  # fmt: skip
         if code:
             raise StoreError(f"no Mooncake master at {settings.master} (setup gave {code})")

@@ -22,14 +22,17 @@ take. Longer fills the pool with what nobody needs any more."""
 _PR_SET_PDEATHSIG = 1
 
 
-def require() -> Path:
-    """The folder of the installed package. Raises ConfigError with the remedy if it cannot work."""
+def require(field: str = "store") -> Path:
+    """The folder of the installed package. Raises ConfigError with the remedy if it cannot work.
+
+    `field`: the setting that wants it.
+    """
     spec = importlib.util.find_spec("mooncake")
     folder = Path((spec.submodule_search_locations or [""])[0]) if spec is not None else Path()
     if spec is None or not (folder / "mooncake_master").is_file():
         raise ConfigError(
             "mooncake needs Mooncake's wheel; install it with: pip install 'moonserve[mooncake]'",
-            "store",
+            field,
         )
     try:
         ctypes.CDLL("libibverbs.so.1")
@@ -37,7 +40,7 @@ def require() -> Path:
         raise ConfigError(
             "mooncake needs libibverbs.so.1, without RDMA too; on Debian and Ubuntu:"
             " apt-get install libibverbs1",
-            "store",
+            field,
         ) from None
     return folder
 

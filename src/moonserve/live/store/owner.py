@@ -105,21 +105,21 @@ class Owner:
                 raise ConfigError(why, "listen") from None
             field = "card" if error.filename in also else "host"
             raise ConfigError(f"cannot listen on {at}: {error.strerror}", field) from None
+        try:  # a disk's pages are no memory that a network card could be told of
+            mooncake = transfer.offer(region) if tier == "dram" else None
+        except ConfigError:
+            self.close()
+            raise
         node = settings.node or settings.segment
         address = msgspec.structs.replace(
             self.server.address(settings.advertise_host or settings.host),
             cards=settings.cards,
             location=f"{node}:{settings.segment}",
             rack=settings.rack,
+            mooncake=mooncake,
         )
         self.mounting = Mount(
-            settings.segment,
-            settings.epoch,
-            len(region.view),
-            address,
-            node,
-            tier,
-            settings.rack,
+            settings.segment, settings.epoch, len(region.view), address, node, tier, settings.rack
         )
         transfer.adopt(region)
         self._one_mount = asyncio.Lock()
@@ -228,6 +228,7 @@ class Owner:
         self.server.close()
         if self._journal is not None:
             self._journal.close()
+        self._transfer.withdraw(self.region)
         self.region.close()
 
     # Beats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -13,6 +13,11 @@ from moonserve.core.units import Bytes, SegmentId
 
 WILDCARD: Final = ("0.0.0.0", "::")
 """Hosts that stand for all addresses of a machine."""
+
+
+TransportName: TypeAlias = Literal["tcp", "mooncake"]
+"""How bytes travel between hosts; tcp is there beside mooncake, for who does not have that."""
+MooncakeProtocol: TypeAlias = Literal["tcp", "rdma"]
 
 
 def check_reachable(host: str) -> None:
@@ -58,6 +63,10 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All addresses that peers reach it at, where there are several; they are listened on too,
     unless `host` is a wildcard."""
     shared_memory: bool = True
+    transport: TransportName = "tcp"
+    mooncake_protocol: MooncakeProtocol = "tcp"
+    mooncake_device: str = ""
+    """For rdma; empty: all that are found."""
     threads: int = 4
     call_s: float = 5.0
     """The longest a call to the master may take, a recovery of it included."""

@@ -7,9 +7,11 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from moonserve.core.lanes import SPARE
 from moonserve.core.pool import Address, Card
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport
+from moonserve.live.transfer.mooncake import MooncakeTransport
 from moonserve.live.transfer.peer import EngineSettings, LaneStats
 from moonserve.live.transfer.ports import Path, Transport
 from moonserve.live.transfer.ports import Slice as Slice
@@ -18,7 +20,8 @@ from moonserve.live.transfer.tcp import TcpTransport
 
 
 class Transfer:
-    """Reads and writes slices of segments: by shared memory on the owner's host, else by TCP.
+    """Reads and writes slices of segments: by shared memory on the owner's host, else by Mooncake's
+    engine where both sides have it, else by TCP.
 
     Blocking; called from threads (several at once), never from an event loop, except for what
     `is_near` says is a plain memory copy. It never raises for a lost peer: the answer says which
@@ -32,18 +35,22 @@ class Transfer:
         shared_memory: bool = True,
         settings: EngineSettings | None = None,
         cards: Sequence[Card] = (),
+        mooncake: MooncakeTransport | None = None,
     ) -> None:
-        """`shared_memory` False: TCP only, for tests and for measuring. `cards`: our own; a peer's
-        card on the rail of one of them is reached from that one, and used first.
+        """`shared_memory` False: never as memory, for tests and for measuring. `cards`: our own; a
+        peer's card on the rail of one of them is reached from that one, and used first.
         """
         self._rails = {it.rail: it.host for it in cards if it.rail}
         self._local = LocalTransport()
+        self._mooncake = mooncake
         self._ways = ("local", "shm", "tcp") if shared_memory else ("tcp",)
         transports: dict[str, Transport] = {
             "local": self._local,
             "shm": ShmTransport(),
             "tcp": TcpTransport(token),
         }
+        if mooncake is not None:
+            transports["mooncake"] = mooncake
         self.engine = TransferEngine(transports, settings)
         self._known_as: dict[bytes, tuple[Address, str]] = {}
         self._naming = threading.Lock()
@@ -51,6 +58,15 @@ class Transfer:
     def adopt(self, region: Region) -> None:
         """Reach a region of our own as if attached; its owner closes it."""
         self._local.adopt(region)
+
+    def offer(self, region: Region) -> Address | None:
+        """Serve a region of our own by Mooncake's engine too; None: we have none. ConfigError."""
+        return None if self._mooncake is None else self._mooncake.serve(region)
+
+    def withdraw(self, region: Region) -> None:
+        """End that, before the region is closed."""
+        if self._mooncake is not None:
+            self._mooncake.withdraw(region)
 
     def is_near(self, address: Address) -> bool:
         """Whether the segment's memory is mapped already: reading it is a copy and cannot wait."""
@@ -101,15 +117,19 @@ class Transfer:
 
     def _paths(self, address: Address) -> list[Path]:
         paths = []
+        spare = 0
+        if self._mooncake is not None and address.mooncake is not None:
+            paths.append(Path("mooncake", address.mooncake))
+            spare = SPARE
         for way in self._ways:
             if way != "tcp" or not address.cards:
-                paths.append(Path(way, address))
+                paths.append(Path(way, address, spare))
                 continue
             for card in address.cards:
                 reached = msgspec.structs.replace(address, host=card.host)
                 source = self._rails.get(card.rail, "")
                 far = bool(self._rails) and not source
-                paths.append(Path(way, reached, int(far), source))
+                paths.append(Path(way, reached, spare + int(far), source))
         return paths
 
 

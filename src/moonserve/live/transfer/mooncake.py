@@ -1,7 +1,8 @@
 """The transport that is Mooncake's own TransferEngine, from its wheel: TCP, or RDMA where it is.
 
-One per process. An owner serves a region by it; peers reach it by the path's Address: host and port
-of Mooncake's handshake, and as `region` where the memory begins there and how long it is.
+For the store's client, by `--transport mooncake`; one per process. An owner serves a region by it;
+peers reach it by the path's Address: host and port of Mooncake's handshake, and as `region` where
+the memory begins there and how long it is.
 
 Mooncake's calls cannot be cut off, and write late if they are late. So each link has memory of its
 own, registered once, that they work on; bytes are copied between it and the caller's. Memory of a
@@ -10,6 +11,8 @@ call that hangs is left to it.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import threading
 import time
@@ -28,6 +31,8 @@ from moonserve.live.transfer.region import HEADER_BYTES, Region
 _LINK_BYTES = 4 << 20
 _SPINS = 50  # looks before the first rest: a small transfer is over by then
 _REST_S = 50e-6
+_MEET_S = 1.5
+"""The longest wait for a handshake; it goes on, and a later run may find it over."""
 _STALL_S = 3.0
 """With no call over for as long, the peer is given up."""
 
@@ -42,32 +47,62 @@ class _Part(NamedTuple):
     size: Bytes
 
 
+@functools.cache
+def transport_of_process(host: str, protocol: str, device: str) -> MooncakeTransport:
+    """The one transport, however often this process tries to join. See MooncakeTransport."""
+    return MooncakeTransport(host, protocol, device)
+
+
 class MooncakeTransport:
     """Segments served by another MooncakeTransport."""
 
     def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp", device: str = "") -> None:
-        """`host`: where peers reach this process. Raises ConfigError with the remedy."""
-        require()
+        """`host`: where peers reach this process; `device`: for RDMA, empty: all that are found.
+
+        Raises ConfigError with the remedy.
+        """
+        require("transport")
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        from mooncake.engine import TransferEngine  # a library of its own threads: only if wanted
+        try:  # a library with threads of its own: only if wanted
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            why = f"Mooncake's library does not load here: {error}"
+            raise ConfigError(why, "transport") from None
 
         self.engine: Any = TransferEngine()
         if self.engine.initialize(host, "P2PHANDSHAKE", protocol, device):
             raise ConfigError(f"Mooncake's {protocol} does not start on {host}", "transport")
+        if protocol == "rdma" and not self._has_rdma():
+            named = f" {device}" if device else ""
+            why = f"there is no RDMA device{named} here, and Mooncake would use TCP; say tcp"
+            raise ConfigError(why, "mooncake_protocol")
         self._host = host
+        self._served: dict[bytes, int] = {}
         self._lock = threading.Lock()
         self._left: list[tuple[list[int], np.ndarray[Any, Any]]] = []
         """Memory that a call may still write to."""
 
+    def _has_rdma(self) -> bool:
+        topology = json.loads(self.engine.get_local_topology())
+        return any(any(devices) for devices in topology.values())
+
     def serve(self, region: Region) -> Address:
-        """Let peers read and write a region of ours; how they address it."""
+        """Let peers read and write a region of ours; how they address it. Raises ConfigError."""
         base = _address(region.view) - HEADER_BYTES
         size = HEADER_BYTES + len(region.view)
         if self.engine.register_memory(base, size):
-            raise TransferFailed("Mooncake does not register the region's memory")
+            why = f"Mooncake does not take {size} bytes of memory; RDMA wants a higher `ulimit -l`"
+            raise ConfigError(why, "transport")
+        self._served[region.identity] = base
         at = f"{base:x}:{len(region.view):x}"
         return Address(self._host, self.engine.get_rpc_port(), at, region.identity)
+
+    def withdraw(self, region: Region) -> None:
+        """Serve a region no more, before it is unmapped; nothing if it was not served."""
+        base = self._served.pop(region.identity, None)
+        if base is not None:
+            self.engine.unregister_memory(base)
 
     def open(self, path: Path) -> MooncakeLink:
         """See Transport.open."""
@@ -155,7 +190,7 @@ class MooncakeLink:
             self._meeting = threading.Thread(target=self._verify, name="kv-meet", daemon=True)
             self._meeting.start()
         if not self._cut:  # else its waking may have been before the clearing
-            self._wake.wait(max(0.0, min(deadline_s - time.monotonic(), _STALL_S)))
+            self._wake.wait(max(0.0, min(deadline_s - time.monotonic(), _MEET_S)))
         if self._verified and not self._cut:
             return
         if time.monotonic() >= deadline_s:

@@ -10,6 +10,7 @@ import msgspec
 from moonserve.core.facts import Role
 from moonserve.core.pool import Card
 from moonserve.core.units import Bytes, Tokens
+from moonserve.live.store.settings import MooncakeProtocol, TransportName
 from moonserve.live.worker.job import DecodeKV
 
 
@@ -57,6 +58,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     store: Literal["embedded", "mooncake"] = "embedded"
     mooncake_master: str = ""
     """host:port; for mooncake."""
+    transport: TransportName = "tcp"
+    shared_memory: bool = True
+    mooncake_protocol: MooncakeProtocol = "tcp"
+    mooncake_device: str = ""
+    """These four as of StoreSettings."""
     max_seqs: int = 16
     """Requests in one pass."""
     chunk_tokens: Tokens = 512

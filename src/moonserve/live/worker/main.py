@@ -35,6 +35,7 @@ from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
 from moonserve.live.registry.entries import open_registry
+from moonserve.live.store import mooncake_master
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.remote import HttpRpc, mounted
@@ -231,10 +232,14 @@ def _end_process(say: Say) -> None:
 
 
 def _check_host(config: WorkerConfig) -> None:
-    """Refuse to compute for anyone, and to be known by an address that leads nowhere."""
+    """Refuse to compute for anyone, to be known by an address that leads nowhere, and to load a
+    model before it is known that bytes can travel.
+    """
     require_token_beyond_loopback(config.host, config.token, "callers")
     if config.advertise_host is None:
         check_reachable(config.host)
+    if config.transport == "mooncake":
+        mooncake_master.require("transport")
 
 
 async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: Say) -> None:
@@ -287,6 +292,8 @@ async def _open_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
         master=config.mooncake_master,
         segment_bytes=config.segment_bytes,
         host=config.advertise_host or config.host,
+        protocol=config.mooncake_protocol,
+        device=config.mooncake_device,
     )
     return await MooncakeStore.open(settings, gateways.blocks)
 
@@ -308,6 +315,10 @@ async def _open_store(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore
             host=config.host,
             advertise_host=config.advertise_host,
             cards=config.cards,
+            shared_memory=config.shared_memory,
+            transport=config.transport,
+            mooncake_protocol=config.mooncake_protocol,
+            mooncake_device=config.mooncake_device,
         ),
     )
     client.start_beats()
