@@ -22,14 +22,6 @@ from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Tokens
 from moonserve.invalid import in_words, nearest
 
 ENV_PREFIX = "MOONSERVE_"
-KEY_PREFIX = ENV_PREFIX + "KEY_"
-"""Of variables with the API keys of engines."""
-_OTHERS = (
-    "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "CACHE", "LIFELINE", "TRACES", "SEED",
-    "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON",
-)  # fmt: skip
-"""Variables that are no settings: secrets, places, and what tests and benchmarks read."""
-_OF_KUBERNETES = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_")
 _Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
 Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -218,21 +210,6 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
         elif difflib.get_close_matches(name, names, 1, 0.9):
             raise _unknown(name, names, "the environment")
     return {**out, **({"logging": nested} if nested else {})}
-
-
-def unheeded(env: Mapping[str, str]) -> list[str]:
-    """What to say of MOONSERVE_… variables that nobody reads: a mistyped one must not pass in
-    silence. Those that Kubernetes makes for a service named moonserve are not ours."""
-    settings = {ENV_PREFIX + field.upper() for field in FIELDS}
-    known = sorted(settings | {ENV_PREFIX + name for name in _OTHERS})
-    return [
-        f"environment: {name} is no setting and is ignored; {nearest(name, known, 0.0)}"
-        for name in sorted(env)
-        if name.startswith(ENV_PREFIX)
-        and name not in known
-        and not name.startswith(KEY_PREFIX)
-        and not _OF_KUBERNETES.search(name)
-    ]
 
 
 def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moonserve.config import Logging, Settings, apply_logging, load, parse_bytes, unheeded
+from moonserve.cli.settings import unheeded
+from moonserve.config import Logging, Settings, apply_logging, load, parse_bytes
 from moonserve.core.errors import ConfigError
 
 

@@ -25,7 +25,7 @@ _BOOTSTRAP_PORT = {"mooncake": 8998, "sglang": 8998}
 _EVENTS_PORT = 5557
 _HTTP_PORT = 80
 _MAX_PORT = 65_535
-_KEYS = "MOONSERVE_KEY_"  # config.KEY_PREFIX
+_KEYS = "MOONSERVE_KEY_"
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
