@@ -226,9 +226,13 @@ class ConductorMachine(RuleBasedStateMachine):
         slo=OBJECTIVES,
         priority=st.integers(-1, 1),
         whole=st.booleans(),
+        leaves=st.booleans(),
     )
-    def arrive(self, length: int, slo: Slo, priority: int, whole: bool = False) -> None:
-        """A request comes; one for a single call is like any other before workers of ours."""
+    def arrive(
+        self, length: int, slo: Slo, priority: int, whole: bool = False, leaves: bool = False
+    ) -> None:
+        """A request comes; one for a single call is like any other before workers of ours. Its
+        client may leave at the same instant."""
         self.count += 1
         name = RequestId(f"r{self.count}")
         prompt = tuple(range(length))
@@ -238,7 +242,8 @@ class ConductorMachine(RuleBasedStateMachine):
         self.leases[name] = []
         self.idle.add(name)  # unless the next actions say otherwise
         keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
-        self.step(Arrived(request, keys))
+        self.step(Arrived(request, keys), *[ClientGone(name)] * leaves)
+        assert not leaves or name not in self.open, "nobody is there to be served"
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data())

@@ -44,6 +44,19 @@ def arrived(name: str = "r") -> Arrived:
     return Arrived(Request(RequestId(name), "m", PROMPT), KEYS)
 
 
+def test_who_leaves_in_the_step_of_its_arrival() -> None:
+    """A client that is gone before its request was placed leaves nothing promised: facts that came
+    one after the other may be taken in one step."""
+    conductor = cluster("p0", "d0")
+    assert conductor.step(1, [arrived(), ClientGone(R)]) == [Release(R, ())]
+    assert conductor.promised() == NOTHING
+    [prefill] = conductor.step(2, [arrived()])
+    facts = [ClientGone(R), arrived(), ClientGone(R)]  # its id was used again at once
+    assert conductor.step(3, facts) == [Release(R, (prefill.number,)), Release(R, ())]
+    assert conductor.promised() == NOTHING
+    assert conductor.step(4, [ClientGone(R)]) == []
+
+
 def test_a_life_without_trouble() -> None:
     """Prefill, decode, release; the ledger holds the promise meanwhile and nothing after."""
     conductor = cluster("p0", "d0")

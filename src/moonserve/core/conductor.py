@@ -81,10 +81,16 @@ class Conductor:
 
     def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
         """Take the facts of one instant, in rank order, and say what is to be done."""
+        left = list[RequestId]()
         for fact in (facts := sorted(facts, key=ORDER)):
             match fact:  # the most frequent first
+                case ClientGone(name) if name not in self._lives:
+                    left.append(name)  # perhaps before it was placed: arrivals come later
                 case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
                     self._life(fact, now_us)
+                case Arrived(request) if request.id in left:
+                    left.remove(request.id)
+                    self._actions.append(Release(request.id, ()))
                 case Arrived(request, keys):
                     assert request.id not in self._lives, "request ids are unique"
                     self.outlook.asked(request, now_us)
@@ -161,8 +167,7 @@ class Conductor:
     # Lives.
 
     def _life(self, fact: LifeFact, now_us: Micros) -> None:
-        life = self._lives.get(fact.request)
-        if life is None:
+        if (life := self._lives.get(fact.request)) is None:
             return
         absent = life.absent(fact)
         match life.step(fact):
@@ -253,8 +258,7 @@ class Conductor:
             life = self._lives[request]
             self._place(life, now_us)
             if request in self._parked and now_us - since_us > self.tuning.patience_us:
-                why = admission.nobody(life.request, self.view, now_us).why
-                self._end(life, why, now_us)
+                self._end(life, admission.nobody(life.request, self.view, now_us).why, now_us)
 
     def _go_on(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
         """The call that has prefilled decodes on; no other goes out."""
@@ -264,23 +268,22 @@ class Conductor:
             view.begin_decode(life.request.id, now_us)
 
     def _decode(self, life: Handoff, now_us: Micros) -> None:
-        request, decision = life.request, life.decision
+        request, decision, outlook = life.request, life.decision, self.outlook
+        context = outlook.context(life.length)
         assert decision is not None
         self._end_prefill(life, now_us)
         view, way = self.view.instances.get(decision.decode), decision.connector
         if view is None:
             alive = pairs.speaking(way, self.view.decodes(request.model))
             if not alive and life.exhausted:
-                why = f"no decode instance for model {request.model} is alive"
-                self._end(life, why, now_us)
+                self._end(life, f"no decode instance for model {request.model} is alive", now_us)
                 return
             if not alive:
                 life.unplaced()
                 self._place(life, now_us)
                 return
-            goal_us, context = self.outlook.slo(request).tbt_us, self.outlook.context(life.length)
+            goal_us = outlook.slo(request).tbt_us
             view, _ = choose_decode(context, preferred(alive, life.failed), goal_us)
-        outlook, context = self.outlook, self.outlook.context(life.length)
         if self._held.pop(request.id, None) is None:
             outlook.tbt_errors.add(decision.predicted_tbt_us, view.tbt_now_us(context))
         if life.attempts == 1:  # else its client may have tokens
@@ -322,13 +325,11 @@ class Conductor:
     def _unreserve(self, life: Handoff, now_us: Micros) -> None:
         self._end_prefill(life, now_us)
         self._held.pop(life.request.id, None)
-        view = self._decoder(life)
-        if view is not None:
+        if (view := self._decoder(life)) is not None:
             view.end_decode(life.request.id, now_us)
 
     def _decoder(self, life: Handoff) -> InstanceView | None:
-        decision = life.decision
-        return None if decision is None else self.view.instances.get(decision.decode)
+        return None if life.decision is None else self.view.instances.get(life.decision.decode)
 
     # Late binding.
 
@@ -343,9 +344,8 @@ class Conductor:
                 return
         slo, pool = self.outlook.slo(life.request), self.index.match(life.keys).pool
         takes_us = work_us(prefills, life.length, pool, slo, self.tuning)
-        resumed = life.attempts > 0
-        came_us = now_us if resumed else life.arrived_us
-        room.add(Waiter.of(life.request, slo, came_us, takes_us, resumed))
+        came_us = now_us if life.attempts else life.arrived_us
+        room.add(Waiter.of(life.request, slo, came_us, takes_us, life.attempts > 0))
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""
