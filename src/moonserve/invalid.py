@@ -51,31 +51,48 @@ def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:
         *others, last = wanted
         text = f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
         return path, text + (", not null" if found[1] == "null" else "")
+    if "matching regex" in what and (meant := _meant(shape, path)):
+        return path, f"must be {meant}"
     return path, what[:1].lower() + what[1:]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What to write instead of a name that is none of these."""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """What to write instead of a name that is none of these; `cutoff`: how like one must be."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1, cutoff)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def _at(shape: Any, path: str) -> list[inspect.Type]:
     """The types that what is at the path may have."""
-    kinds = list(_each(_type_info(shape)))
+    return [it for kind in _said(shape, path) for it in _each(kind)]
+
+
+def _meant(shape: Any, path: str) -> str:
+    """What the type's description says of the text at the path, whose pattern is for machines."""
+    kinds = [it for kind in _said(shape, path) for it in _either(kind)]
+    said = [it.extra_json_schema for it in kinds if isinstance(it, inspect.Metadata)]
+    return next((it["description"] for it in said if it and "description" in it), "")
+
+
+def _said(shape: Any, path: str) -> list[inspect.Type]:
+    """The types at the path as they are written."""
+    kinds = [_type_info(shape)]
     for step in _STEP.finditer(path):
-        kinds = [it for kind in kinds for below in _below(kind, step[1]) for it in _each(below)]
+        kinds = [below for kind in kinds for it in _each(kind) for below in _below(it, step[1])]
     return kinds
 
 
+def _either(kind: inspect.Type) -> Iterable[inspect.Type]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
 def _each(kind: inspect.Type) -> Iterator[inspect.Type]:
-    if isinstance(kind, inspect.UnionType):
-        yield from kind.types
-    elif isinstance(kind, inspect.Metadata):
-        yield from _each(kind.type)
-    else:
-        yield kind
+    for it in _either(kind):
+        if isinstance(it, inspect.Metadata):
+            yield from _each(it.type)
+        else:
+            yield it
 
 
 def _below(kind: inspect.Type, field: str | None) -> Iterator[inspect.Type]:

@@ -48,11 +48,11 @@ class Call(msgspec.Struct):
 class Refused(Exception):
     """An error reply in vLLM's shape."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
         kind = {400: "BadRequestError", 404: "NotFoundError"}.get(status, "InternalServerError")
         error = {"message": message, "type": kind, "param": None, "code": status}
-        self.response = json_response({"error": error}, status)
+        self.response = json_response({"error": error}, status, headers or {})
 
 
 class Fabric:
@@ -120,6 +120,8 @@ class FakeVllm:
         """Generations whose client left."""
         self.statuses: deque[int] = deque()
         """Answers to the next generations; 200 does nothing."""
+        self.headers: dict[str, str] = {}
+        """Of such an answer."""
         self.delay_s = 0.0
         """Before the first byte."""
         self.prompt_token_s = 0.0
@@ -245,7 +247,7 @@ class FakeVllm:
         streamed = False
         try:
             if status != 200:
-                raise Refused(status, "told to")
+                raise Refused(status, "told to", self.headers)
             rank = self._rank(request)
             job = _Job(self, body, chat, request.headers.get("x-request-id"), rank)
             if self.hold is not None:

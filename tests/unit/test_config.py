@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moonserve.cli.settings import unheeded
 from moonserve.config import Logging, Settings, apply_logging, load, parse_bytes
 from moonserve.core.errors import ConfigError
 
@@ -109,6 +110,29 @@ def test_environment_typos_are_errors_but_strangers_are_not() -> None:
     with pytest.raises(ConfigError, match=r"MOONSERVE_PREFIL: .*did you mean MOONSERVE_PREFILL"):
         load(None, {"MOONSERVE_PREFIL": "2"}, {})
     load(None, {"MOONSERVE_SERVICE_HOST": "10.0.0.1", "MOONSERVE_TOKEN": "x"}, {})
+
+
+def test_variables_that_nobody_reads_are_named() -> None:
+    """One that is no setting is told with what resembles it; secrets and places are known."""
+    env = dict.fromkeys(
+        (
+            "MOONSERVE_WORKER_COUNT",
+            "MOONSERVE_TOKEN",
+            "MOONSERVE_KEY_A",
+            "MOONSERVE_LIFELINE",
+            "MOONSERVE_TRACES",
+            "MOONSERVE_VLLM_PYTHON",
+            "MOONSERVE_LOGGING__LEVEL",
+            "MOONSERVE_SERVICE_PORT_HTTP",
+            "MOONSERVE_PORT_80_TCP_ADDR",
+            "MOONSERVE_PORT",
+            "HOME",
+        ),
+        "1",
+    )
+    [said] = unheeded(env)
+    assert said.startswith("environment: MOONSERVE_WORKER_COUNT is no setting and is ignored; did")
+    assert "MOONSERVE_WORKERS" in said
 
 
 def test_environment_values_are_checked() -> None:

@@ -422,9 +422,10 @@ def test_sources_do_not_touch_each_others_engines() -> None:
     whole truth."""
 
     async def body() -> None:
-        fake = Engine("a")
-        async with rig(fake) as it:
-            a, b = (InstanceSpec(name=name, url=fake.url, events="off") for name in "ab")
+        fake, other = Engine("a"), Engine("b")
+        async with rig(fake, other) as it:
+            a = InstanceSpec(name="a", url=fake.url, events="off")
+            b = InstanceSpec(name="b", url=other.url, events="off")
             await it.fleet.described("file", [a, b])
             assert not await it.fleet.add("file", a)
             with pytest.raises(Taken, match="a is described by file"):
@@ -438,6 +439,52 @@ def test_sources_do_not_touch_each_others_engines() -> None:
             await it.until(lambda: [*it.views] == ["b"])
             with pytest.raises(NobodyAlive):
                 it.fleet.member(InstanceId("a"))
+
+    run(body)
+
+
+def test_one_engine_does_not_count_twice() -> None:
+    """A URL, however it is written, has one name, of whichever source: both are named."""
+
+    async def body() -> None:
+        async with rig() as it:
+            await it.fleet.add("file", InstanceSpec(name="a", url="http://Host:80/", events="off"))
+            twin = InstanceSpec(name="b", url="http://host", events="off")
+            for source in ("file", "HTTP"):
+                with pytest.raises(Taken, match=r"is a, described by file: remove one of a and b"):
+                    await it.fleet.add(source, twin)
+            await it.fleet.add("file", InstanceSpec(name="a", url="http://host:81", events="off"))
+            await it.fleet.add("HTTP", twin)
+
+    run(body)
+
+
+def test_a_warning_of_many_is_one_alarm() -> None:
+    """What is said of every engine is said once, with the first names and how many more."""
+
+    async def body() -> None:
+        fakes = [Engine(name) for name in "abcde"]
+        async with rig(*fakes) as it:
+            for fake in fakes:
+                await it.up(fake)
+            said = [text for text in it.fleet.alarms() if "events: off" in text]
+            assert [text.partition(": ")[0] for text in said] == ["a, b, c and 2 more"]
+
+    run(body)
+
+
+def test_a_half_that_did_not_say_its_model_yet_has_its_other_half() -> None:
+    """A refused engine is an alarm by itself, and none about the engines that would go with it."""
+
+    async def body() -> None:
+        decode = Engine("d")
+        async with rig(decode) as it:
+            await it.fleet.add(
+                "test",
+                InstanceSpec(name="p", url="http://127.0.0.1:9", role="prefill", connector="nixl"),
+            )
+            await it.up(decode, role="decode", connector="nixl")
+            assert not [text for text in it.fleet.alarms() if "serves nobody" in text]
 
     run(body)
 

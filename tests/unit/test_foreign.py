@@ -98,7 +98,7 @@ def test_a_gateway_without_model_files_serves_with_engines() -> None:
             assert 'moonserve_instance_up{instance="a"} 1.0' in metrics
             assert 'moonserve_instance_events{instance="b"} 0.0' in metrics
             assert 'moonserve_instance_trust{instance="b"} 1.0' in metrics
-            assert "moonserve_alarms 2.0" in metrics
+            assert "moonserve_alarms 1.0" in metrics
             stats = await it.get("/api/stats")
             assert (stats["requests"], stats["store"]) == (0, {"backend": "none"})
 
@@ -181,16 +181,25 @@ def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.Monkey
                 await it.up("a")
                 (row,) = await it.get("/api/instances")
                 assert row["source"] == "the registry"
-            for wrong, says in (
-                ({"name": "b", "url": fake.url}, "is registered as"),
+            for wrong, status, says in (
+                (
+                    {"name": "b", "url": fake.url + "/"},
+                    409,
+                    "is a, described by the registry: remove one",
+                ),
                 (
                     {"name": "b", "url": "http://b:1", "role": "prefill"},
+                    400,
                     "b.connector: role prefill",
                 ),
-                ({"name": "b", "url": "http://b:1", "api_key_env": "MOONSERVE_KEY_B"}, "not set"),
+                (
+                    {"name": "b", "url": "http://b:1", "api_key_env": "MOONSERVE_KEY_B"},
+                    400,
+                    "not set",
+                ),
             ):
                 reply = await other.call("POST", "/api/instances", [spec | {"rack": "r"}, wrong])
-                assert (reply.status, says in reply.body.decode()) == (400, True), reply
+                assert (reply.status, says in reply.body.decode()) == (status, True), reply
                 assert [it for it in shared.entries if it.startswith(ENGINES)] == [ENGINES + "a"]
                 assert msgspec.json.decode(shared.entries[ENGINES + "a"])["rack"] == ""
             for changed in (["a"], []):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.actions import GiveUp, Prefill, Refuse
+from moonserve.core.actions import Prefill, Refuse
 from moonserve.core.conductor import Conductor
 from moonserve.core.facts import Arrived, ClientGone, Fact, Joined
 from moonserve.core.request import Counted, Request, Slo, Stopping
@@ -158,7 +158,7 @@ def test_what_cannot_be_said_ends_the_connection(tmp_path: Path) -> None:
         front = await it.front()
         inbox = opened(front)
         front.first_token(R, 1 << 70)
-        assert isinstance(await inbox.get(), GiveUp)
+        assert isinstance(await inbox.get(), Refuse)
         front.close(R, "failed")
         await until(lambda: len(front.instances()) == 2)  # it is back
         assert isinstance(await opened(front).get(), Prefill)
@@ -194,7 +194,8 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
         inbox = opened(front)
         assert isinstance(await inbox.get(), Prefill)
         await it.desk.close()
-        assert isinstance(await inbox.get(), GiveUp)
+        assert isinstance(await inbox.get(), Refuse)
+        assert "does not answer" in front.missing()
         front.tell(ClientGone(R))
         front.close(R, "failed")
         assert front.instances() == []
@@ -205,8 +206,22 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
         it.desk = Desk(it.loop, "http://127.0.0.1:2")
         await it.desk.listen(it.path)
         await until(lambda: len(front.instances()) == 2)
-        assert front.url == "http://127.0.0.1:2"
+        assert (front.url, front.missing()) == ("http://127.0.0.1:2", "")
         assert isinstance(await opened(front).get(), Prefill)
+
+    run(use, tmp_path)
+
+
+def test_who_leaves_the_conductor_has_not_lost_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No warning at the end of a front: nothing has failed."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        await front.leave()
+        await asyncio.sleep(0.05)
+        assert "the Conductor is gone" not in caplog.text
 
     run(use, tmp_path)
 
@@ -236,7 +251,7 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(
             await front.start()
             await until(front.instances)
             inbox = opened(front)
-            assert isinstance(await inbox.get(), GiveUp)
+            assert isinstance(await inbox.get(), Refuse)
             front.close(R, "failed")
             for _ in range(3):
                 assert isinstance(await opened(front).get(), Refuse)

@@ -64,6 +64,11 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
     [
         ("name: p0", "name: p 0", "instances[0].name (line 3): 'p 0' is no name"),
         ("name: d0", "name: p0", "instances[1].name (line 11): p0 is named before"),
+        (
+            "url: http://10.0.0.6:8200",
+            "url: http://10.0.0.5:8100/",
+            "instances[1].url (line 12): http://10.0.0.5:8100/ is p0 already: remove one of p0",
+        ),
         ("    url: http://10.0.0.6:8200\n", "", "instances[1].url (line 11): is missing"),
         ("url: http://10.0.0.6", "url: 10.0.0.6", "instances[1].url (line 12): '10.0.0.6:8200' is"),
         (
@@ -149,6 +154,7 @@ def test_flags_name_addresses_only() -> None:
     [
         ({"prefill_url": ("http://a:1",)}, "--decode-url: prefill and decode need each other"),
         ({"connector": "nixl"}, "--connector: is for engines"),
+        ({"url": ("http://a", "http://A:80/")}, "--url: http://A:80/ is e0 already"),
         ({"url": ("a:1",)}, "--url: 'a:1' is no address"),
         ({"url": ("http://a:1/v1",)}, "--url: 'http://a:1/v1' is too much; leave out /v1"),
         ({"url": ("http://a:1",), "connector": "nixl"}, "--connector: is for --prefill-url"),

@@ -28,6 +28,7 @@ class Outer(msgspec.Struct, forbid_unknown_fields=True):
     by_name: dict[str, Inner] = {}
     when: Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)] = "end"
     mixed: str | list[int] = ""
+    word: Annotated[str, msgspec.Meta(pattern="^[a-z]*$", description="small letters")] | None = ""
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ class Outer(msgspec.Struct, forbid_unknown_fields=True):
         ({"name": "n", "when": "soon"}, "when", "must be end, off or a whole number"),
         ({"name": "n", "mixed": None}, "mixed", "must be text or a list, not null"),
         ({"name": "n", "mixed": ["x"]}, "mixed[0]", "must be a whole number"),
+        ({"name": "n", "word": "A"}, "word", "must be small letters"),
         ({"nam": "n"}, "nam", "there is no such field; did you mean name?"),
         ({"inner": {"kinds": 1}}, "inner.kinds", "there is no such field; did you mean kind?"),
         ({"inners": [{"z": 1}]}, "inners[0].z", "there is no such field; known are kind"),

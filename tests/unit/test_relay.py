@@ -23,7 +23,7 @@ from moonserve.live.fleet.pages import Page, RankPage
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.instances import nixl
-from moonserve.live.relay import lease, life
+from moonserve.live.relay import calls, lease, life
 from moonserve.live.relay.calls import CallLost, Limits, plain
 from tests.support.fake_vllm import spoken
 from tests.support.relay_site import Site, run
@@ -322,10 +322,32 @@ def test_a_5xx_is_retried_elsewhere_at_most_three_times(stream: bool) -> None:
         assert (await site.post({**ASK, "stream": stream})).status == 200
         assert sum(len(engine.calls) for engine in site.engines.values()) == 3
         for engine in site.engines.values():
-            engine.statuses += [500, 429, 500]
+            engine.statuses += [500, 500, 500]
         reply = await site.post({**ASK, "stream": stream})
         assert reply.status == 502
         assert sum(len(engine.calls) for engine in site.engines.values()) == 6
+
+    run(use, *pools)
+
+
+@pytest.mark.parametrize("pools", [[("a", "both", "none")], NIXL, MOONCAKE])
+@pytest.mark.parametrize("stream", [False, True])
+def test_engines_that_take_no_more_say_so_themselves(pools: list[Pool], stream: bool) -> None:
+    """All tries end in 429 or 503: that is the client's answer, with the engine's words and time,
+    or a second where it names none."""
+
+    async def use(site: Site) -> None:
+        name, engine = list(site.engines.items())[-1]  # of a pair the decode
+        for status, headers, wait in ((429, {"retry-after": "7"}, "7"), (503, {}, "1")):
+            engine.statuses += [status] * 3
+            engine.headers = headers
+            reply = await site.post({**ASK, "stream": stream})
+            assert (reply.status, reply.headers["retry-after"]) == (status, wait), name
+            assert b'"message":"told to"' in reply.body
+            assert not engine.statuses
+        engine.statuses += [429, 500, 500]
+        assert (await site.post({**ASK, "stream": stream})).status == 502
+        assert not site.conductor.core.promised().requests
 
     run(use, *pools)
 
@@ -374,10 +396,9 @@ def test_the_same_engine_is_not_called_again_at_once(monkeypatch: pytest.MonkeyP
 def test_addresses_of_engines_stay_here() -> None:
     """What a client reads of a failed call begins behind the address."""
     for address in ("10.0.0.5:8000", "[::1]:80", "a-b.c:1"):
-        assert plain(UpstreamError(f"{address}: cannot connect: x", sent=False)) == (
-            "cannot connect: x"
-        )
-    assert plain(CallLost("a answered 500: no")) == "a answered 500: no"
+        error = UpstreamError(f"{address}: cannot connect: x", sent=False)
+        assert plain(error, InstanceId("e")) == "e: cannot connect: x"
+    assert plain(CallLost("e answered 500: no"), InstanceId("e")) == "e answered 500: no"
 
 
 def test_an_estimated_length_refuses_nobody() -> None:
@@ -408,6 +429,19 @@ def test_a_slow_engine_is_left_only_before_its_first_byte() -> None:
         assert events[-1]["error"]["type"] == "engine_error"
 
     run(use, *pools, limits=Limits(0.7, 0.7, 0.2, 0.1))
+
+
+def test_who_failed_in_mid_stream_is_named() -> None:
+    """The error event has the engine's name and not its address."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].cut_after = 2
+        _, events = await streamed(site, ASK)
+        message = events[-1]["error"]["message"]
+        assert message.startswith("a: ")
+        assert "127.0.0.1" not in message
+
+    run(use, *ONE)
 
 
 @pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
@@ -777,7 +811,7 @@ def test_the_next_engine_makes_tokens_where_one_did_not() -> None:
 
 def test_what_follows_a_streams_end_is_read_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that goes on without end after its last event ends with its client's stream."""
-    monkeypatch.setattr(life, "_DRAIN_S", 0.2)
+    monkeypatch.setattr(calls, "_DRAIN_S", 0.2)
 
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

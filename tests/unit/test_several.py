@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from moonserve.core.conductor import Conductor
-from moonserve.core.errors import NobodyAlive, RegistryError, StoreError
+from moonserve.core.errors import ConfigError, NobodyAlive, RegistryError, StoreError
 from moonserve.core.facts import (
     BlocksStored,
     InstanceInfo,
@@ -34,7 +34,7 @@ from moonserve.live.gateway.several import Several, Told
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
-from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry
+from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry, find_master
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways
 from moonserve.live.worker import join
@@ -571,3 +571,13 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
             following.cancel()
 
     asyncio.run(test())
+
+
+def test_a_wait_for_the_stores_master_is_told_before_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Who starts a gateway first reads what it waits for, then that it was in vain."""
+    caplog.set_level("INFO", "moonserve")
+    with pytest.raises(ConfigError, match="start `moonserve store serve`"):
+        asyncio.run(find_master(MemoryRegistry(), 0.05))
+    assert "waiting 0.05 s for a store's master to register" in caplog.text

@@ -90,20 +90,26 @@ def named_by_flags(named: Named, halves: bool = False) -> list[InstanceSpec]:
         raise ConfigError(
             "of several engines is tcp://*:PORT, or auto; name them in a file else", "--events"
         )
-    return [
-        _of_flag(
-            {
-                "name": name,
-                "url": address,
-                "role": _ROLES[kind],
-                "connector": "none" if kind == "e" else connector or "nixl",
-                "events": _own(events or "auto", address),
-                "tokenizer": tokenizer or "",
-            },
-            flag,
-        )
-        for name, kind, flag, address in urls
-    ]
+    found: list[InstanceSpec] = []
+    for name, kind, flag, address in urls:
+        fields = {
+            "name": name,
+            "url": address,
+            "role": _ROLES[kind],
+            "connector": "none" if kind == "e" else connector or "nixl",
+            "events": _own(events or "auto", address),
+            "tokenizer": tokenizer or "",
+        }
+        spec = _of_flag(fields, flag)
+        if twin := _twin(spec, found):
+            raise ConfigError(f"{address} is {twin} already; name each engine once", flag)
+        found.append(spec)
+    return found
+
+
+def _twin(spec: InstanceSpec, found: Sequence[InstanceSpec]) -> str | None:
+    """Which of these is at the same URL."""
+    return next((it.name for it in found if it.place() == spec.place()), None)
 
 
 def _of_flag(fields: dict[str, Any], flag: str) -> InstanceSpec:
@@ -131,6 +137,8 @@ def engines_of(
     for spec in by_flags:
         if spec.name in [it.name for it in found]:
             raise ConfigError(f"an engine in the file is named {spec.name}; rename it", "instances")
+        if twin := _twin(spec, found):
+            raise ConfigError(f"{spec.url} is {twin} in the file; name it once", "instances")
     if model and not settings.instances and not by_flags:
         remedy = "say it of each engine where that is described"
         raise ConfigError(f"is for engines that a file or flags name; {remedy}", "model")
@@ -164,6 +172,9 @@ def named_in_file(entries: Sequence[Mapping[str, object]], file: Path | None) ->
         spec = _described(dict(entry), place)
         if spec.name in [it.name for it in found]:
             raise ConfigError(f"{spec.name} is named before; choose another", place("name"))
+        if twin := _twin(spec, found):
+            what = f"{spec.url} is {twin} already: remove one of {twin} and {spec.name}"
+            raise ConfigError(what, place("url"))
         found.append(spec)
     return found
 

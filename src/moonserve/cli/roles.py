@@ -151,9 +151,11 @@ def worker(
     from moonserve.live.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
+    from moonserve.live.http.client import check_url
     from moonserve.live.worker.config import WorkerConfig
     from moonserve.live.worker.main import run_worker
 
+    check_url(gateway, "gateway")
     run_role(
         run_worker(
             WorkerConfig(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,11 +23,21 @@ from moonserve.config import (
 )
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes
+from moonserve.invalid import nearest
 
 if TYPE_CHECKING:
     from moonserve.core.pool import Card
     from moonserve.core.profiles import Profile
 
+log = logging.getLogger(__name__)
+_KEYS = ENV_PREFIX + "KEY_"
+"""Of variables with the API keys of engines."""
+_OTHERS = (
+    "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "CACHE", "LIFELINE", "TRACES", "SEED",
+    "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON",
+)  # fmt: skip
+"""Variables that are no settings: secrets, places, and what tests and benchmarks read."""
+_OF_KUBERNETES = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_")
 TOKEN = ENV_PREFIX + "TOKEN"
 """The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
 advertise_host_option = click.option(
@@ -153,10 +165,28 @@ def size_of(text: str, field: str) -> Bytes:
         raise ConfigError(str(err), field) from None
 
 
+def unheeded(env: Mapping[str, str]) -> list[str]:
+    """What to say of MOONSERVE_… variables that nobody reads: a mistyped one must not pass in
+    silence. Those that Kubernetes makes for a service named moonserve are not ours."""
+    settings = {ENV_PREFIX + field.upper() for field in FIELDS}
+    known = sorted(settings | {ENV_PREFIX + name for name in _OTHERS})
+    return [
+        f"environment: {name} is no setting and is ignored; {nearest(name, known, 0.0)}"
+        for name in sorted(env)
+        if name.startswith(ENV_PREFIX)
+        and name not in known
+        and not name.startswith(_KEYS)
+        and not _OF_KUBERNETES.search(name)
+    ]
+
+
 def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings:
     """Merge file, environment and flags, and set up logging. Raises ConfigError."""
     settings = load(config, os.environ, flags)
     apply_logging(settings.logging)
+    if ENV_PREFIX + "LIFELINE" not in os.environ:  # else who started us has said it
+        for text in unheeded(os.environ):
+            log.warning("%s", text)
     return settings
 
 

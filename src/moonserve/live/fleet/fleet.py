@@ -29,6 +29,8 @@ from moonserve.live.http.client import HttpClient
 log = logging.getLogger(__name__)
 
 _MOST = 1_024
+_NAMED = 3
+"""So many engines are named of whom the same is said."""
 _SILENT = 8
 """Calls after which it is said that an engine does not tell what was cached."""
 
@@ -37,7 +39,7 @@ _TELLS = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-re
 
 
 class Taken(BadRequest):
-    """Another source has described an engine of this name."""
+    """Another source has described an engine of this name, or any has one at this URL."""
 
     status = 409
 
@@ -125,7 +127,8 @@ class Fleet:
     async def add(self, source: str, spec: InstanceSpec) -> bool:
         """One more engine, or a new description of one; whether that changed anything.
 
-        Raises ConfigError where the description is wrong, Taken where another source has the name.
+        Raises ConfigError where the description is wrong, Taken where another source has the name,
+        or another engine the URL.
         """
         async with self._changing:
             return await self._add(source, spec.checked())
@@ -145,6 +148,10 @@ class Fleet:
         key = self._environ.get(spec.api_key_env, "") if spec.api_key_env else ""
         if spec.api_key_env and not key:
             raise ConfigError(f"{spec.api_key_env} is not set in the environment", "api_key_env")
+        for name, kept in self._kept.items():
+            if name != spec.name and kept.keeper.member.spec.place() == spec.place():
+                what = f"{spec.url} is {name}, described by {kept.source}"
+                raise Taken(f"{what}: remove one of {name} and {spec.name}", "url")
         return key, await self._text(spec.tokenizer) if spec.tokenizer else None
 
     async def _add(self, source: str, spec: InstanceSpec) -> bool:
@@ -273,12 +280,14 @@ class Fleet:
         found = self.also()
         if not self._kept:
             found.append("no engines are known")
+        warned: dict[str, list[str]] = {}
         for _, keeper in self.keepers():
             name = keeper.member.spec.name
             if keeper.state != "up":
                 found.append(f"{name}: {keeper.state}: {keeper.why or 'not asked yet'}")
             elif keeper.found is not None:
-                found += [f"{name}: {text}" for text in keeper.found.warnings]
+                for text in keeper.found.warnings:
+                    warned.setdefault(text, []).append(name)
             for instance, watch in keeper.watches.items():
                 if watch.unsaid >= _SILENT and not watch.said:
                     found.append(
@@ -294,13 +303,8 @@ class Fleet:
                 found.append(
                     f"{view.info.id}: finds less cached than is claimed: {share} of it counts"
                 )
+        found += [f"{_several(names)}: {text}" for text, names in warned.items()]
         found += self._halves()
-        names: dict[str, str] = {}
-        for _, keeper in self.keepers():
-            spec = keeper.member.spec
-            first = names.setdefault(spec.url.rstrip("/"), spec.name)
-            if first != spec.name:
-                found.append(f"{first} and {spec.name} are both {spec.url}: remove one of them")
         if self._index_empty():
             found.append("the index is empty though engines tell events and have served requests")
         return found
@@ -308,12 +312,17 @@ class Fleet:
     def _halves(self) -> list[str]:
         """Engines that serve nobody, since their other half is not described."""
         specs = [(kept.keeper.member.spec, kept.keeper.found) for kept in self._kept.values()]
-        known = [(it.role, it.connector, of.model if of else it.model) for it, of in specs]
+        known: dict[tuple[str, str], set[str]] = {}
+        """What those of a role and a connector serve; "": it did not say yet."""
+        for it, of in specs:
+            key = it.role, it.connector
+            known.setdefault(key, set()).add(of.model if of else it.model)
         said = []
         for spec, of in specs:
             other = {"prefill": "decode", "decode": "prefill"}.get(spec.role)
             model = of.model if of else spec.model
-            if other is not None and (other, spec.connector, model) not in known:
+            served = known.get((other or "", spec.connector), set())
+            if other is not None and not (served & {model, ""} if model else served):
                 what = f"no {other} engine of its model has connector {spec.connector}"
                 said.append(f"{spec.name}: {what}: it serves nobody")
         return said
@@ -322,6 +331,12 @@ class Fleet:
         views = self._conductor.core.view.instances
         feeds = [it for _, keeper in self.keepers() for it in keeper.feeds if it in views]
         return bool(feeds) and self._conductor.placed > 0 and not len(self._conductor.core.index)
+
+
+def _several(names: list[str]) -> str:
+    """Engines of whom the same is said."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _of_feed(counts: FeedCounts) -> list[str]:

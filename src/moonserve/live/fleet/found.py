@@ -17,7 +17,7 @@ import msgspec
 from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.live.fleet.fleet import Fleet
 from moonserve.live.fleet.keeper import Keeper
-from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.fleet.spec import InstanceSpec, normal
 from moonserve.live.http.message import UNREADABLE, decode_json
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import ENGINES
@@ -39,9 +39,11 @@ async def register(registry: Registry, specs: Sequence[InstanceSpec]) -> dict[st
     entries = await registry.read(ENGINES)
     before = {key.removeprefix(ENGINES): value for key, value in entries.items()}
     urls = {name: _url(value) for name, value in before.items()}
-    after = urls | {it.name: it.url for it in specs}
+    after = {name: normal(url) for name, url in urls.items()} | {
+        it.name: it.place() for it in specs
+    }
     for it in specs:
-        if twins := [name for name in after if after[name] == it.url and name != it.name]:
+        if twins := [name for name in after if after[name] == it.place() and name != it.name]:
             remedy = "remove that first, or describe it anew under that name"
             raise ConfigError(f"{it.url} is registered as {twins[0]}; {remedy}", "url")
     changed: dict[str, str | None] = {}

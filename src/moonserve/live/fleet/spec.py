@@ -23,6 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BOOTSTRAP_PORT = {"mooncake": 8998, "sglang": 8998}
 _EVENTS_PORT = 5557
+_HTTP_PORT = 80
 _MAX_PORT = 65_535
 _KEYS = "MOONSERVE_KEY_"
 
@@ -117,6 +118,10 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         what = str(error).removeprefix(f"{error.field}: ")
         return ConfigError(what, f"{self.name}.{error.field}")
 
+    def place(self) -> str:
+        """Its URL as every spelling of it has it."""
+        return normal(self.url)
+
     def ids(self) -> list[InstanceId]:
         """Its instances, one per data-parallel rank, in their order."""
         if self.dp_size == 1:
@@ -140,6 +145,14 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def replay_of(self, rank: int) -> str:
         """Where that rank replays; empty: nowhere."""
         return _higher(self.replay, rank) if self.replay else ""
+
+
+def normal(url: str) -> str:
+    """An engine's URL as every spelling of it has it: one engine must not count twice."""
+    parts, port = _parts(url)
+    if parts is None or not parts.hostname:
+        return url
+    return f"{parts.scheme}://{_host(url)}:{port or _HTTP_PORT}{parts.path.rstrip('/')}"
 
 
 def _parts(text: str) -> tuple[SplitResult | None, int | None]:

@@ -149,6 +149,7 @@ class FrontProcess:
             tools = lambda ref: read_text(ref).tools  # noqa: E731
             fleet = RemoteFleet(self.conductor, http, tools, os.environ)
             self._front = relay_of(config, self.conductor, fleet, fleet, http)
+        self._front.undecided = self.conductor.missing
         routes = self._front.routes()
         del routes["GET", "/metrics"]  # the sums over all are asked for
         self._forward = Forward(self.conductor)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from moonserve.core.actions import GiveUp, Refuse
+from moonserve.core.actions import Refuse
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Request
@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 _AGAIN_S = 0.1
 _LONG = 100
 """Tries after which it takes longer than a start."""
-_GONE = "the Conductor is not there; it is started again"
+_GONE = (
+    "this gateway's Conductor does not answer; if it died it is started again at once, if it hangs "
+    "after 30 seconds"
+)
 
 
 class RemoteConductor:
@@ -57,7 +60,8 @@ class RemoteConductor:
             self._keeper.cancel()
         if self._link is not None:
             await asyncio.sleep(0)  # what was said in this turn goes out
-            self._link.transport.close()
+            link, self._link = self._link, None  # that it ends is no news
+            link.transport.close()
 
     @property
     def url(self) -> str:
@@ -65,6 +69,10 @@ class RemoteConductor:
         if self._link is None or not self._url:
             raise NobodyAlive(_GONE)
         return self._url
+
+    def missing(self) -> str:
+        """Why nothing can be decided now; empty: somebody is there."""
+        return "" if self._link is not None else _GONE
 
     def instances(self) -> Sequence[InstanceInfo]:
         """See ports.Conducting."""
@@ -153,7 +161,7 @@ class RemoteConductor:
                 self.on_gone()
         self._link, self._infos, self._url = None, [], ""
         for request, inbox in self._inboxes.items():
-            inbox.put_nowait(GiveUp(request, _GONE))
+            inbox.put_nowait(Refuse(request, _GONE))
         self._lost.set()
 
 

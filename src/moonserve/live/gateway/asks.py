@@ -23,8 +23,20 @@ from moonserve.live.ports import Conducting
 
 _KEY_BYTES = 32
 
-_Id: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.\.?$)[A-Za-z0-9._:@-]{1,128}$")]
-_Tenant: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@/-]{0,64}$")]
+_Id: TypeAlias = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(?!\.\.?$)[A-Za-z0-9._:@-]{1,128}$",
+        description="1 to 128 letters, digits, or . _ : @ - (and not . or ..)",
+    ),
+]
+_Tenant: TypeAlias = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[A-Za-z0-9._:@/-]{0,64}$",
+        description="at most 64 letters, digits, or . _ : @ / -",
+    ),
+]
 _Ms: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
 
 
@@ -66,14 +78,14 @@ class Asks:
             raise NobodyAlive(f"no instance of model {ask.model} is alive")
         namespace, max_len = infos[0].namespace, min(info.max_len for info in infos)
         prompt, keys = await self._prompt(ask, namespace, max_len)
-        if len(prompt) + ask.max_tokens > max_len:
-            what = f"{len(prompt)} tokens and {ask.max_tokens} to generate"
-            raise context_exceeded("max_tokens", what, max_len)
+        left = max_len - len(prompt)
+        if left < 1:
+            raise context_exceeded("prompt", f"{len(prompt)} tokens and 1 to generate", max_len)
         request = Request(
             id=RequestId(name),
             model=ask.model,
             prompt=prompt,
-            stopping=Stopping(max_tokens=ask.max_tokens),
+            stopping=Stopping(max_tokens=min(ask.max_tokens, left)),
             slo=Slo(_us(ask.ttft_slo_ms), _us(ask.tbt_slo_ms)),
             priority=ask.priority,
             tenant=ask.tenant,

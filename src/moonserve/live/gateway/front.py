@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Tokens
 from moonserve.live.gateway.door import Door, Limits
 from moonserve.live.gateway.metrics import Metrics
@@ -53,6 +54,8 @@ class Front:
         self._created = int(time.time())
         self.not_ready: Callable[[], str] = str
         """Why others should serve, if this gateway knows of anything; empty: no reason."""
+        self.undecided: Callable[[], str] = str
+        """Why nobody here can say where a request goes; empty: somebody can."""
 
     def cards(self) -> Sequence[ModelCard]:
         """All models."""
@@ -94,10 +97,16 @@ class Front:
         return await self._door.idle(timeout_s)
 
     async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
+        self._check_decider()
         return await self.generate(http, "chat")
 
     async def _completion(self, http: HttpRequest) -> Response | StreamingResponse:
+        self._check_decider()
         return await self.generate(http, "completion")
+
+    def _check_decider(self) -> None:
+        if why := self.undecided():
+            raise NobodyAlive(why)
 
     async def _list_models(self, request: HttpRequest) -> Response:
         return json_response(ModelList([self._entry(card) for card in self.cards()]))
@@ -107,7 +116,7 @@ class Front:
 
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self.cards() if card.alive]
-        return self._door.readiness(alive, self.not_ready(), self.lack)
+        return self._door.readiness(alive, self.undecided() or self.not_ready(), self.lack)
 
     def _entry(self, card: ModelCard) -> ModelEntry:
         return ModelEntry(card.name, self._created, card.max_len)

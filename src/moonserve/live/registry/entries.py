@@ -65,6 +65,7 @@ async def find_master(registry: Registry, within_s: float) -> str:
             async for entries in registry.watch(MASTER):
                 for entry in decoded(entries, "", MasterEntry).values():
                     return entry.url
+                log.info("waiting %g s for a store's master to register", within_s)
     except TimeoutError:
         pass
     raise ConfigError(

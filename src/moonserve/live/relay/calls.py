@@ -6,8 +6,10 @@ an engine learns to stop.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 import msgspec
@@ -28,8 +30,10 @@ from moonserve.live.relay.reading import Reader, Reading
 
 _RETRIED = (401, 403, 408, 425, 429)
 """Of the 4xx, those that say nothing against the request; the first two are about our key."""
+_BUSY = (429, 503)
 _ADDRESS = re.compile(r"^(?:\[[^\]]+\]|[^\s:]+):\d+: ")
 _WHOLE_S = 600.0
+_DRAIN_S = 0.5
 _MOST_GUESSED = 4_096
 
 
@@ -58,6 +62,7 @@ class Answer(msgspec.Struct):
     status: int
     body: bytes
     content_type: str = JSON
+    headers: dict[str, str] = {}
 
 
 class Passed(MoonserveError):
@@ -69,11 +74,15 @@ class Passed(MoonserveError):
 
 
 class CallLost(MoonserveError):
-    """A call ended without its reply; `member`: who is to blame, if not who was called."""
+    """A call ended without its reply; `member`: who is to blame, if not who was called; `busy`:
+    the engine says that it takes no more now, which is the client's answer where no other does."""
 
-    def __init__(self, why: str, member: InstanceId | None = None) -> None:
+    def __init__(
+        self, why: str, member: InstanceId | None = None, busy: Answer | None = None
+    ) -> None:
         super().__init__(why)
         self.member = member
+        self.busy = busy
 
 
 class Guesses:
@@ -144,15 +153,14 @@ class Caller(msgspec.Struct, frozen=True):
         reply = await self.http.request(
             "POST", url, headers=headers, body=body, timeout_s=limit_s, again=again
         )
-        answer = Answer(reply.status, reply.body, reply.headers.get("content-type", JSON))
+        answer = _read(reply.status, reply.headers, reply.body)
         _judge(to, answer)
         return answer
 
     async def rest(self, to: InstanceInfo, stream: ClientStream) -> Answer:
         """The whole of a reply that has begun; leaves the stream. Raises as `whole`."""
         try:
-            content_type = stream.headers.get("content-type", JSON)
-            answer = Answer(stream.status, await stream.read(), content_type)
+            answer = _read(stream.status, stream.headers, await stream.read())
         finally:
             stream.leave()
         _judge(to, answer)
@@ -183,9 +191,27 @@ class Caller(msgspec.Struct, frozen=True):
         return member.url + PATHS[asked.form], headers
 
 
-def plain(error: MoonserveError) -> str:
-    """What clients may read of it: without the engine's address, which begins it."""
-    return _ADDRESS.sub("", str(error))
+def plain(error: MoonserveError, called: InstanceId) -> str:
+    """What clients may read of it: with the engine's name, not its address, which begins it."""
+    text = _ADDRESS.sub("", str(error))
+    return text if called in text.replace(":", " ").split() else f"{called}: {text}"
+
+
+async def drain(stream: ClientStream) -> None:
+    """Read the end of a reply, so that its connection can be used again."""
+    stream.idle(_DRAIN_S)
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + _DRAIN_S
+    with contextlib.suppress(MoonserveError):
+        while await stream.take() is not None and loop.time() < until_s:
+            pass
+
+
+def _read(status: int, headers: Mapping[str, str], body: bytes) -> Answer:
+    answer = Answer(status, body, headers.get("content-type", JSON))
+    if status in _BUSY:
+        answer.headers["retry-after"] = headers.get("retry-after", "1")
+    return answer
 
 
 def _judge(to: InstanceInfo, answer: Answer) -> None:
@@ -195,5 +221,5 @@ def _judge(to: InstanceInfo, answer: Answer) -> None:
         return
     if 400 <= status < 500 and status not in _RETRIED:
         raise Passed(answer, to.id)
-    text = answer.body[:500].decode("utf-8", "replace")
-    raise CallLost(f"{to.id} answered {status}: {text}")
+    text = f"{to.id} answered {status}: {answer.body[:500].decode('utf-8', 'replace')}"
+    raise CallLost(text, busy=answer if status in _BUSY else None)

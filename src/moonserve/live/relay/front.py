@@ -122,7 +122,7 @@ class RelayApp(Front, Collector):
             )
             answer = await life.begin()
             if answer is not None:
-                return Response(answer.status, answer.body, content_type=answer.content_type)
+                return Response(answer.status, answer.body, answer.headers, answer.content_type)
             streams = True
             return StreamingResponse(life, content_type=life.content_type)
         finally:

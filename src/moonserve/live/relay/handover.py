@@ -243,4 +243,5 @@ async def _answers(caller: Caller, decode: InstanceInfo, handed: Handed) -> None
     except Passed:
         raise
     except MoonserveError as error:
-        raise CallLost(str(error), decode.id) from None
+        busy = error.busy if isinstance(error, CallLost) else None
+        raise CallLost(str(error), decode.id, busy) from None

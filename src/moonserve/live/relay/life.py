@@ -26,7 +26,7 @@ from moonserve.live.http.connection import UpstreamError
 from moonserve.live.http.message import JSON, error_reply
 from moonserve.live.relay import handover
 from moonserve.live.relay.bodies import Asked
-from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed, plain
+from moonserve.live.relay.calls import Answer, Caller, CallLost, Passed, drain, plain
 from moonserve.live.relay.handover import Handed
 from moonserve.live.relay.inbox import Inbox
 from moonserve.live.relay.lease import Watch
@@ -35,7 +35,6 @@ from moonserve.live.relay.reading import Reading
 
 log = logging.getLogger(__name__)
 
-_DRAIN_S = 0.5
 _AGAIN_S = 0.25
 """Before an engine that has just failed is called once more."""
 
@@ -71,6 +70,8 @@ class Life:
         self._timer: asyncio.TimerHandle | None = None
         self._failed: InstanceId | None = None
         """Who was called last, in vain."""
+        self._busy: Answer | None = None
+        """What that one answered, if it takes no more now."""
         self._opened = False
         self._lives = False
         """Whether the Conductor still knows it."""
@@ -109,6 +110,8 @@ class Life:
                     raise owed(action)
                 case GiveUp(why=why):
                     self._outcome, self._lives = "failed", False
+                    if self._busy is not None:
+                        return self._busy
                     raise EngineFailed(why)
                 case _:
                     continue
@@ -121,7 +124,8 @@ class Life:
             except MoonserveError as error:
                 log.warning("%s: a call to %s failed: %s", self._request.id, action.to.id, error)
                 self._failed = action.to.id
-                self._fail(error, retry=True)
+                self._busy = error.busy if isinstance(error, CallLost) else None
+                self._fail(error, action.to.id, retry=True)
                 continue
             if answer is not None or self._sent:
                 return answer
@@ -171,9 +175,9 @@ class Life:
             )
             return await self._run(to, body, first_s)
         except (CallLost, DeadlineExceeded) as error:
-            member = error.member if isinstance(error, CallLost) else None
-            blamed = member or await self._inbox.engine(handed.blamed(self._caller))
-            raise CallLost(str(error), blamed) from error
+            lost = error if isinstance(error, CallLost) else CallLost(str(error))
+            lost.member = lost.member or await self._inbox.engine(handed.blamed(self._caller))
+            raise lost from None
         finally:
             handed.drop()
 
@@ -260,7 +264,7 @@ class Life:
             self._owes_prefilled = False
             self._conductor.tell(PrefillEnded(self._request.id, self._inbox.number, final=False))
 
-    def _fail(self, error: MoonserveError, retry: bool) -> None:
+    def _fail(self, error: MoonserveError, called: InstanceId, retry: bool) -> None:
         """The call that was out is over; the Conductor says what follows."""
         self._stop()
         self._lives = retry
@@ -268,7 +272,7 @@ class Life:
             CallFailed(
                 request=self._request.id,
                 number=self._inbox.number,
-                why=plain(error),
+                why=plain(error, called),
                 retry=retry,
                 length=self._reading.length,
                 keys=self._reading.keys,
@@ -290,7 +294,8 @@ class Life:
             return first
         stream = self._stream
         if self._over or stream is None:
-            await self._drain()
+            if stream is not None and self._outcome != "failed":
+                await drain(stream)
             raise StopAsyncIteration
         inbox, out = self._inbox, b""
         while not out:
@@ -326,17 +331,19 @@ class Life:
         if self._note is not None:
             self._note.count = reply.events // self._asked.choices
         if reply.failed:
-            self._fail(CallLost("the engine failed in mid-stream"), retry=False)
-            self._outcome, self._over = "failed", True
+            self._break_off(CallLost("failed in mid-stream"))
         elif reply.done:
             self._end()
 
     def _break_off(self, error: MoonserveError) -> bytes:
         """The stream cannot go on: say so, as its last event."""
-        log.warning("%s: failed in mid-stream: %s", self._request.id, error)
-        self._fail(error, retry=False)
+        assert self._at is not None, "its stream has begun"
+        called = self._at[0].id
+        log.warning("%s: %s failed in mid-stream: %s", self._request.id, called, error)
+        self._fail(error, called, retry=False)
         self._outcome, self._over = "failed", True
-        return b"data: %b\n\n" % msgspec.json.encode(error_reply(EngineFailed(plain(error))))
+        reply = error_reply(EngineFailed(plain(error, called)))
+        return b"data: %b\n\n" % msgspec.json.encode(reply)
 
     # Ends.
 
@@ -358,17 +365,6 @@ class Life:
         if note is not None:
             note.count = min(note.count, tokens)
             note.ended(reply.counted.cached)
-
-    async def _drain(self) -> None:
-        """Read the end of a reply, so that its connection can be used again."""
-        if self._stream is not None and self._outcome != "failed":
-            self._stream.idle(_DRAIN_S)
-            until_s = self._loop.time() + _DRAIN_S
-            try:
-                while await self._stream.take() is not None and self._loop.time() < until_s:
-                    pass
-            except MoonserveError:
-                pass
 
     def _stop(self) -> None:
         """End whatever is out."""
