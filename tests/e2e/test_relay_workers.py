@@ -101,6 +101,24 @@ def test_a_worker_serves_whole_requests(stream: bool) -> None:
     run({"a": "both"}, {"a": "none"}, test)
 
 
+@pytest.mark.parametrize("way", ["none", "nixl"])
+def test_workers_behind_the_relay_share_kv_within_a_salt(way: Connector) -> None:
+    """It goes through to them, whole or by pairs."""
+
+    async def test(it: inproc.Site, relay: Site) -> None:
+        for salt, shared in (("A", False), ("A", True), ("B", False), (None, False)):
+            body = ask(stream=False) | {"cache_salt": salt}
+            reply = await relay.post(msgspec.json.encode(body))
+            usage = msgspec.json.decode(reply.body)["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == shared, salt
+            await it.settle()
+
+    if way == "none":
+        run({"a": "both"}, {"a": way}, test)
+    else:
+        run({"p": "prefill", "d": "decode"}, {"p": way, "d": way}, test)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_workers_hand_over_through_their_store(stream: bool) -> None:
     """Connector nixl: a worker's reply parameters are passed on verbatim, as NIXL's are.

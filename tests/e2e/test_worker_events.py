@@ -11,6 +11,7 @@ from moonserve.core.facts import BlockEvent
 from moonserve.core.index import PrefixIndex
 from moonserve.core.kvevents import KvBatch, Removed, Stored
 from moonserve.core.kvstream import Stream
+from moonserve.core.prefix import chain_keys
 from moonserve.core.units import BlockKey, SegmentId
 from moonserve.live.worker.main import publish_blocks
 from tests.support.inproc import BLOCK, site
@@ -78,6 +79,40 @@ def test_what_a_worker_stores_and_loses_is_known() -> None:
                 assert hash == event_hash(parent)
             assert first.token_ids == prompt[: len(first.block_hashes) * BLOCK]
             assert (first.medium, first.block_size) == ("CPU", BLOCK)
+
+    asyncio.run(run())
+
+
+def test_blocks_of_a_salted_request_are_told_as_vllms_are() -> None:
+    """The first says the salt and has it in its hash; a follower has them under the keys by which
+    a gateway looks for them."""
+
+    async def run() -> None:
+        async with site() as it:
+            worker = await it.add("w", "both")
+            store, events = it.stores["w"], Publisher(ANY, ANY)
+            publish_blocks(worker, store, events)
+            namespace = worker.info.namespace
+            follower = Follower(Stream(SegmentId("w"), 1, namespace))
+            feed_ = EventFeed(events.endpoint, events.replay_endpoint, "", follower)
+            await feed_.start()
+            prompt = [*range(1000, 1000 + 3 * BLOCK)]
+            for salt in ("A", None):
+                await it.tokens(prompt, BLOCK + 1, salt)
+            held = store.owners[0].catalogue.held
+            await until(lambda: len(held) == follower.stream.blocks == 2 * 4)
+            await feed_.close()
+            await events.close()
+            tokens = [*prompt, *it.reference(prompt, BLOCK)]
+            for salt in ("A", ""):
+                found = follower.index.match(chain_keys(namespace.salted(salt), tokens, BLOCK))
+                assert found.by_holder == {SegmentId("w"): 4}, salt
+            stored = [it for it in follower.events if isinstance(it, Stored)]
+            extras = [it.extra_keys for it in stored if it.parent_block_hash is None]
+            assert [it and it[0] for it in extras] == [["A"], None]
+            parent = root_hash("sha256_cbor")
+            first = block_hash("sha256_cbor", parent, prompt[:BLOCK], (("cache_salt", "A"),))
+            assert stored[0].block_hashes[0] == event_hash(first)
 
     asyncio.run(run())
 

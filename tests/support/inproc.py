@@ -105,7 +105,9 @@ class Site:
         await self.stores.pop(name).close()
         await worker.stop(0)
 
-    async def tokens(self, prompt: list[int], count: int, **headers: str) -> list[int]:
+    async def tokens(
+        self, prompt: list[int], count: int, salt: str | None = None, **headers: str
+    ) -> list[int]:
         """Token ids of a streamed completion; raises AssertionError on an error event."""
         body = {
             "model": DEFAULT_MODEL,
@@ -115,6 +117,7 @@ class Site:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "cache_salt": salt,
         }
         got: list[int] = []
         async with self.http.stream(

@@ -48,6 +48,8 @@ class ScriptedWire:
         self.faults: list[tuple[str, str, int]] = []
         """(role, what, after how many decode tokens): taken by the next call of that role."""
         self.calls: list[tuple[str, str]] = []
+        self.salts: list[str | None] = []
+        """Of each call."""
         self.cancelled = 0
         self.hanging = 0
         self.prefetches: list[tuple[str, str, int]] = []
@@ -85,6 +87,7 @@ class ScriptedWire:
         """One token after the prompt given."""
         self.calls.append(("prefill", to.id))
         asked = msgspec.json.decode(body)
+        self.salts.append(asked.get("cache_salt"))
         assert asked["max_tokens"] == 1
         await self._fail(self._fault("prefill")[0])
         token = next_token(asked["prompt"])
@@ -108,6 +111,7 @@ class ScriptedWire:
         """The whole completion, first token included, two tokens a piece."""
         self.calls.append(("decode", to.id))
         asked = msgspec.json.decode(body)
+        self.salts.append(asked.get("cache_salt"))
         known = list(asked["prompt"])
         what, after = self._fault("decode")
         tokens = []
@@ -230,6 +234,22 @@ def test_a_lost_decode_resumes_without_a_gap_or_a_repeat(what: str, after: int) 
         assert [who for role, who in world.wire.calls if role == "decode"] == ["d0", "d1"]
         assert await world.settled() == NOTHING
         assert world.released == ["r/1", "r/4"]  # one lease per prefill call
+
+    run(test)
+
+
+def test_every_call_has_the_salt() -> None:
+    """Of prefill and decode, retried ones too; a request without one sends none."""
+
+    async def test() -> None:
+        world = World("p0", "p1", "d0", "d1")
+        world.wire.faults = [("prefill", "reset", 0), ("decode", "reset", 4)]
+        request = Request(RequestId("r"), "m", PROMPT, stopping=Stopping(8), cache_salt="A")
+        assert (await collect(world.cluster.generate(request)))[0] == expected(8)
+        assert world.wire.salts == ["A"] * len(world.wire.calls)
+        assert len(world.wire.calls) == 5
+        await collect(world.request("s"))
+        assert world.wire.salts[5:] == [None, None]
 
     run(test)
 

@@ -171,6 +171,22 @@ def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) ->
     run(use, tmp_path)
 
 
+def test_the_loss_of_the_conductor_is_no_fault_of_an_engine(tmp_path: Path) -> None:
+    """Who waits for an engine then, and who comes after it, is told why by 503, to come again."""
+
+    async def use(site: Site) -> None:
+        engine = site.engines["d0"]
+        engine.hold = asyncio.Event()
+        waiting = asyncio.create_task(site.complete(0, PROMPT))
+        while not engine.calls:
+            await asyncio.sleep(0.01)
+        await site.conductor.stop(0)
+        for status, said in (await waiting, await site.complete(0, PROMPT)):
+            assert (status, "Conductor does not answer" in said) == (503, True), said
+
+    run(use, tmp_path)
+
+
 def test_fronts_hear_that_prefill_restarted(tmp_path: Path) -> None:
     """Another start has another name for its transfers: a front asks for it again, and goes on."""
 

@@ -309,12 +309,14 @@ def test_what_the_cluster_is_asked() -> None:
             "stop": ["a", "b"],
             "stop_token_ids": [5],
             "ignore_eos": True,
+            "cache_salt": "A",
         }
         assert (await rig.post(TEXT, body, x_request_id="r1")).status == 200
         (asked,) = rig.serving.requests
         assert (asked.id, asked.model, asked.prompt) == ("r1", "m", (1, 2, 3))
         assert asked.sampling == Sampling(temperature=0, top_p=0.5, top_k=7, seed=-3)
         assert asked.stopping == Stopping(9, ("a", "b"), (5,), True)
+        assert asked.cache_salt == "A"
 
     run(use)
 
@@ -392,6 +394,9 @@ BAD: list[tuple[tuple[str, Any], str | None]] = [
     (_chat(top_p=1.5), "top_p"),
     (_chat(top_k=-2), "top_k"),
     (_chat(top_k=1.5), "top_k"),
+    (_chat(cache_salt=5), "cache_salt"),
+    (_chat(cache_salt=""), "cache_salt"),
+    (_chat(cache_salt="x" * 1_025), "cache_salt"),
     (_chat(seed=2**63), "seed"),
     (_chat(seed=10**40), "seed"),
     (_chat(max_tokens=0), "max_tokens"),

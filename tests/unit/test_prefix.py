@@ -31,6 +31,13 @@ def test_roots_differ_by_every_field() -> None:
     assert len(set(roots)) == len(roots)
 
 
+def test_a_salt_is_the_namespaces() -> None:
+    """Without one the root is the plain one."""
+    plain, salted = Namespace("m", "r", "l", 4), Namespace("m", "r", "l", 4, tenant_salt="s")
+    assert plain.salted("s") == salted.root()
+    assert plain.salted("") == plain.root()
+
+
 def test_the_root_is_frozen() -> None:
     """Stored keys outlive a version of this code: the digest may change only with _VERSION."""
     assert Namespace("m", "r", "l", 4).root().hex() == (

@@ -111,6 +111,8 @@ def test_select_decides_and_reserves_nothing() -> None:
         ):
             found = await rig.good("select", {"model": "m", "max_tokens": 8, **other})
             assert found | {"id": ""} == first | {"id": ""}
+        salted = await rig.good("select", {**ASK, "cache_salt": "A"})
+        assert salted["reused_tokens"] == 0, "that KV has no salt"
         assert rig.promised() == NOTHING
         assert not rig.loop.records
 
@@ -375,6 +377,8 @@ def test_reservations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**ASK, "id": "taken"}, 409, "id"),
         ({**ASK, "id": "a/b"}, 400, "id"),
         ({**ASK, "tenant": "a b"}, 400, "tenant"),
+        ({**ASK, "cache_salt": 5}, 400, "cache_salt"),
+        ({**ASK, "cache_salt": ""}, 400, "cache_salt"),
     ],
 )
 def test_what_is_wrong_is_named(body: Any, status: int, param: str | None) -> None:

@@ -40,6 +40,10 @@ class Namespace(msgspec.Struct, frozen=True):
         """The chain's root: a digest over all fields, each length-prefixed by msgpack."""
         return sha256(_VERSION + msgspec.msgpack.encode(msgspec.structs.astuple(self))).digest()
 
+    def salted(self, salt: str) -> bytes:
+        """The root of the chains of requests with this cache salt; "": with none."""
+        return msgspec.structs.replace(self, tenant_salt=salt).root() if salt else self.root()
+
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as u32 little-endian, 4 bytes each. Raises OverflowError on an id out of range."""

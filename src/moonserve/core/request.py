@@ -120,6 +120,8 @@ class Request(msgspec.Struct, frozen=True):
     whole: bool = False
     """Whether one call must prefill and decode it, where engines are foreign: KV that one hands on
     is for one reader, and several choices are several."""
+    cache_salt: str = ""
+    """Its KV is shared with requests of the same salt only; see core.prefix.Namespace."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""
 

@@ -129,7 +129,7 @@ class _Life:
         self, request: Request, namespace: Namespace, conductor: Conducting, wire: WireClient
     ) -> None:
         self._request = request
-        self._root = namespace.root()
+        self._root = namespace.salted(request.cache_salt)
         self._block_size = namespace.block_size
         self._conductor = conductor
         self._wire = wire

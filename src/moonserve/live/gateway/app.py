@@ -132,5 +132,6 @@ class GatewayApp(Front):
             slo=slo,
             priority=priority,
             arrived_us=seconds_to_us(http.arrived_s),
+            cache_salt=fields.cache_salt or "",
             tenant=tenant,
         )

@@ -50,6 +50,8 @@ class Ask(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """In hex; see core.prefix."""
     prompt_tokens: Tokens | None = None
     """With block_keys."""
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1_024)] | None = None
+    """That the request has at its engines; block_keys cover it already."""
     max_tokens: Annotated[Tokens, msgspec.Meta(ge=1)] = 16
     """The most it will generate, or what is expected, where that is known."""
     ttft_slo_ms: _Ms | None = None
@@ -111,7 +113,7 @@ class Asks:
             what = f"{len(tokens)} are not 1 to the model's context of {max_len} tokens"
             raise BadRequest(f"token_ids: {what}", "token_ids")
         try:
-            keys = chain_keys(namespace.root(), tokens, namespace.block_size)
+            keys = chain_keys(namespace.salted(ask.cache_salt or ""), tokens, namespace.block_size)
         except OverflowError:
             raise BadRequest("token_ids: each must be from 0 to 2^32 - 1", "token_ids") from None
         return tuple(tokens), tuple(keys)

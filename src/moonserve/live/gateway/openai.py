@@ -24,6 +24,7 @@ from moonserve.live.http.message import decode_json
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1_024
 _MAX_STOP_IDS = 256
+_MAX_SALT_CHARS = 1_024
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -98,6 +99,7 @@ class _Common(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
 
 
 class ChatRequest(_Common, kw_only=True):
@@ -246,6 +248,9 @@ def _judge(request: _Common) -> None:
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options: only allowed with stream", "stream_options")
     _judge_stops(request)
+    if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= _MAX_SALT_CHARS:
+        what = f"must have 1 to {_MAX_SALT_CHARS} characters"
+        raise BadRequest(f"cache_salt: {what}", "cache_salt")
 
 
 def _judge_stops(request: _Common) -> None:

@@ -93,6 +93,8 @@ def completion_body(
         "return_token_ids": True,
         "kv_transfer_params": kv_transfer_params,
     }
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
     if request.stopping.stop:
         body["stop"] = request.stopping.stop
     if request.stopping.stop_token_ids:

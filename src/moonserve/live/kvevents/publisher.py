@@ -123,8 +123,10 @@ class SegmentEvents:
         self._size = block_size
         self._publish = publish
         self._digests: OrderedDict[BlockKey, bytes] = OrderedDict()
-        self._waiting: OrderedDict[BlockKey, tuple[EngineHash | None, list[int]]] = OrderedDict()
-        """Blocks whose tokens are known: hash of the block before, tokens."""
+        self._waiting: OrderedDict[BlockKey, tuple[EngineHash | None, list[int], str]] = (
+            OrderedDict()
+        )
+        """Blocks whose tokens are known: hash of the block before, tokens, salt of a first one."""
         self._segments: dict[str, Callable[[BlockKey], bool]] = {}
         """Medium -> whether a block lies there."""
         self._told: dict[tuple[str, BlockKey], int] = {}
@@ -143,19 +145,24 @@ class SegmentEvents:
 
         return changed
 
-    def learned(self, keys: Sequence[BlockKey], tokens: Sequence[int]) -> None:
-        """The chain `keys`, from its first block, is of these tokens, and about to be put."""
+    def learned(self, keys: Sequence[BlockKey], tokens: Sequence[int], salt: str = "") -> None:
+        """The chain `keys`, from its first block, is of these tokens, and about to be put.
+
+        salt: of its requests, which the first block's hash covers and its event tells, as vLLM's.
+        """
         parent, before = root_hash(_ALGORITHM), None
         for at, key in enumerate(keys):
             run = list(tokens[at * self._size : (at + 1) * self._size])
             digest = self._digests.get(key)
             if digest is None:
-                digest = block_hash(_ALGORITHM, parent, run)
+                digest = block_hash(
+                    _ALGORITHM, parent, run, (("cache_salt", salt),) if salt else None
+                )
                 self._digests[key] = digest
                 _bound(self._digests, _MAX_DIGESTS)
-            self._waiting[key] = (before, run)
+            self._waiting[key] = (before, run, salt)
             _bound(self._waiting, _MAX_WAITING)
-            parent, before = digest, event_hash(digest)
+            parent, before, salt = digest, event_hash(digest), ""
             for medium in self._segments:
                 self._look(medium, key)
 
@@ -163,15 +170,15 @@ class SegmentEvents:
         """Tell if a block came to a segment, or went."""
         here, told = self._segments[medium](key), self._told.get((medium, key))
         if here and told is None and key in self._waiting and key in self._digests:
-            before, tokens = self._waiting[key]
+            before, tokens, salt = self._waiting[key]
             hash = self._told[medium, key] = event_hash(self._digests[key])
-            self._add(self._stored(medium, hash, before, tokens))
+            self._add(self._stored(medium, hash, before, tokens, salt))
         elif not here and told is not None:
             del self._told[medium, key]
             self._add(Removed([told], medium))
 
     def _stored(
-        self, medium: str, hash: int, before: EngineHash | None, tokens: list[int]
+        self, medium: str, hash: int, before: EngineHash | None, tokens: list[int], salt: str
     ) -> Stored:
         """One block; together with the one before it, where that was told just now."""
         last = self._events[-1] if self._events else None
@@ -179,8 +186,12 @@ class SegmentEvents:
         if isinstance(last, Stored) and follows and last.medium == medium:
             self._events.pop()
             hashes, run = [*last.block_hashes, hash], [*last.token_ids, *tokens]
-            return Stored(hashes, last.parent_block_hash, run, self._size, None, medium)
-        return Stored([hash], before, tokens, self._size, None, medium)
+            extras = last.extra_keys and [*last.extra_keys, None]
+            return Stored(
+                hashes, last.parent_block_hash, run, self._size, None, medium, extra_keys=extras
+            )
+        extras = [[salt]] if salt else None
+        return Stored([hash], before, tokens, self._size, None, medium, extra_keys=extras)
 
     def _add(self, event: KvEvent) -> None:
         if not self._events:

@@ -159,7 +159,7 @@ class Reader:
 
     def _root(self, asked: Asked, namespace: Namespace) -> bytes:
         if asked.salt:
-            return msgspec.structs.replace(namespace, tenant_salt=asked.salt).root()
+            return namespace.salted(asked.salt)
         known = self._roots.get(asked.model)
         if known is None or known[0] is not namespace:
             known = self._roots[asked.model] = namespace, namespace.root()

@@ -59,6 +59,8 @@ class Job(msgspec.Struct, frozen=True):
     """The segment that its prompt was published to."""
     part: Part | None = None
     """With send_kv: its prompt is prefilled by several workers."""
+    salt: str = ""
+    """Only jobs of the same share KV."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -73,15 +75,17 @@ class Piece(msgspec.Struct, frozen=True):
 class KeyPlan(msgspec.Struct, frozen=True):
     """The store keys of one prompt: its full blocks, its tail if it has one."""
 
+    root: bytes
+    """Of the chain."""
     full: tuple[BlockKey, ...]
     tail: BlockKey | None
 
     @staticmethod
     def of(root: bytes, prompt: Sequence[int], block_size: Tokens) -> KeyPlan:
-        """Hash the prompt; `root` is the namespace's."""
+        """Hash the prompt; `root` is the namespace's with the job's salt."""
         full = chain_keys(root, prompt, block_size)
         rest = prompt[len(full) * block_size :]
-        return KeyPlan(tuple(full), tail_key(root, full, rest) if rest else None)
+        return KeyPlan(root, tuple(full), tail_key(root, full, rest) if rest else None)
 
     def wanted(self, job: Job, block_size: Tokens) -> tuple[BlockKey, ...]:
         """What to look for before computing: prefill must compute its last token itself."""

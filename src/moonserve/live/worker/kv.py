@@ -55,11 +55,9 @@ class WorkerKV:
         metrics: Metrics,
         clock: Clock,
         changed: Callable[[], None],
-        root: bytes,
         decode_kv: DecodeKV,
         deadlines: KVDeadlines = KVDeadlines(),  # noqa: B008 - frozen
     ) -> None:
-        """`root`: of the key chains."""
         self._engine = engine
         self._pool = pool
         self._store = store
@@ -67,7 +65,6 @@ class WorkerKV:
         self._clock = clock
         self._changed = changed
         self._deadlines = deadlines
-        self._root = root
         self._decode_kv = decode_kv
         self._block_size = engine.shape.block_size
         self._puts: deque[_Put] = deque()  # bounded by the pool: every put holds its blocks
@@ -78,8 +75,8 @@ class WorkerKV:
         self._work = asyncio.Event()
         self._progress = asyncio.Condition()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.learned: Callable[[Sequence[BlockKey], Sequence[int]], None] | None = None
-        """Told of chains that are about to be put, with their tokens."""
+        self.learned: Callable[[Sequence[BlockKey], Sequence[int], str], None] | None = None
+        """Told of chains that are about to be put, with their tokens and salt."""
         self.publisher = asyncio.create_task(self._publish_all())
         """Ends only by `close`, or by a bug."""
         self.transfers: deque[TransferSample] = deque(maxlen=_MAX_SAMPLES)
@@ -226,7 +223,8 @@ class WorkerKV:
 
     def store(self, live: Live, computed: Tokens, blocks: Sequence[int], last: bool) -> None:
         """Put the full blocks among the first `computed` tokens that are due; last: none follow."""
-        job, size = live.job, self._block_size
+        job, size, keys = live.job, self._block_size, live.keys
+        assert keys is not None, "made where there is a store"
         full, prompt = computed // size, len(job.prompt) // size
         if full > prompt and not self._due(full - max(prompt, live.published), last):
             full = prompt
@@ -239,9 +237,9 @@ class WorkerKV:
         parent = live.grown[first - 1] if first else None
         if full > len(live.grown):
             more = [*job.prompt, *live.made][len(live.grown) * size : full * size]
-            live.grown += chain_keys(live.grown[-1] if live.grown else self._root, more, size)
+            live.grown += chain_keys(live.grown[-1] if live.grown else keys.root, more, size)
         if self.learned is not None:
-            self.learned(live.grown[:full], [*job.prompt, *live.made])
+            self.learned(live.grown[:full], [*job.prompt, *live.made], job.salt)
         self._put(job, tuple(live.grown[first:full]), parent, tuple(blocks[first:full]))
         live.published = full
 

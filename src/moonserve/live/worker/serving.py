@@ -51,7 +51,7 @@ class Runner:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
-        self._root = namespace.root()
+        self._namespace = namespace
         shape = engine.shape
         self._pool = BlockPool(shape.num_blocks)
         self._batch = Batch(
@@ -78,7 +78,7 @@ class Runner:
         """Parts of prompts; with a store only."""
         if store is not None:
             self.kv = kv = WorkerKV(
-                engine, self._pool, store, metrics, clock, self._wake.set, self._root,
+                engine, self._pool, store, metrics, clock, self._wake.set,
                 limits.decode_kv, limits.kv,
             )  # fmt: skip
             kv.publisher.add_done_callback(self._stopped)
@@ -179,7 +179,7 @@ class Runner:
         wanted: tuple[BlockKey, ...] = ()
         if self.kv is not None:
             size = self._engine.shape.block_size
-            keys = KeyPlan.of(self._root, job.prompt, size)
+            keys = KeyPlan.of(self._namespace.salted(job.salt), job.prompt, size)
             wanted = keys.wanted(job, size)
             if wanted or job.send_kv:
                 self.kv.begin(job)

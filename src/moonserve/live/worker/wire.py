@@ -21,6 +21,7 @@ from moonserve.live.worker.job import Job, Part
 CONNECTOR = "moonserve"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=1_024)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
@@ -77,6 +78,7 @@ class CompletionBody(msgspec.Struct, frozen=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: _Salt | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
 
@@ -154,6 +156,7 @@ def make_job(
         first_token=first,
         near=SegmentId(params.segment) if params.segment is not None else None,
         part=params.part,
+        salt=body.cache_salt or "",
     )
 
 

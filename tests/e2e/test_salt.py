@@ -1,0 +1,87 @@
+"""cache_salt on a whole cluster on one loop: who has another salt, or none, shares no KV."""
+
+from __future__ import annotations
+
+import asyncio
+
+from moonserve.core.units import RequestId
+from moonserve.live.conductor import Record
+from moonserve.live.engine.fake import fake_cost
+from tests.support.inproc import BLOCK, Site, site
+
+PROMPT = list(range(5_000, 5_000 + 5 * BLOCK + 3))
+SOON = {"x-moonserve-ttft-slo-ms": "1"}
+"""An objective that one instance would miss, and that none can meet."""
+
+
+async def ask(it: Site, name: str, prompt: list[int], salt: str | None, count: int = 8) -> Record:
+    """The tokens are right; what became of the request."""
+    headers = {"x-request-id": name, **SOON}
+    assert await it.tokens(prompt, count, salt, **headers) == it.reference(prompt, count)
+    await it.settle()
+    return it.gateway.conductor.records[RequestId(name)]
+
+
+def expected(record: Record) -> int:
+    """What the Conductor took to be there."""
+    assert record.decision is not None
+    return record.decision.reused_tokens
+
+
+def test_kv_is_shared_by_requests_of_one_salt_only() -> None:
+    """Prompt and answer, as the Conductor sees them and as the workers find them."""
+
+    async def main() -> None:
+        async with site(admission="none") as it:
+            await it.add("p0", "prefill")
+            await it.add("d0", "decode")
+            answer = it.reference(PROMPT, 3 * BLOCK)
+            longer = [*PROMPT, *answer, 7, 8, 9]
+            for salt, reused in (("A", 0), ("A", 5), ("B", 0), (None, 0), (None, 5), ("a", 0)):
+                record = await ask(it, "r", PROMPT, salt, 3 * BLOCK)
+                assert (record.cached_tokens, expected(record)) == (reused * BLOCK,) * 2, salt
+            for salt, reused in (("A", 8), ("C", 0), (None, 8)):
+                record = await ask(it, "r", longer, salt)
+                assert (record.cached_tokens, expected(record)) == (reused * BLOCK,) * 2, salt
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_stream_is_resumed_from_kv_of_its_own_salt() -> None:
+    """Its decode worker is lost: what that stored is found again, under the salt."""
+
+    async def main() -> None:
+        async with site() as it:
+            await it.add("p0", "prefill")
+            for name in ("d0", "d1"):
+                await it.add(name, "decode", fake_cost(200, 10, 4_000), decode_kv=1)
+            asked = asyncio.create_task(ask(it, "r", PROMPT, "A", 8 * BLOCK))
+            while it.gateway.pool.service.master.stats().objects < 5 + 3:
+                await asyncio.sleep(0.01)
+            [name] = it.busy_decode()
+            await it.lose(name)
+            record = await asked
+            assert record.attempts == 2
+            assert expected(record) >= (5 + 2) * BLOCK
+            assert (await ask(it, "s", PROMPT, "B")).cached_tokens == 0
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_group_computes_under_the_salt() -> None:
+    """Each part is published under it: the next of that salt finds all of them, others none."""
+
+    async def main() -> None:
+        async with site(admission="none") as it:
+            for name in ("p0", "p1"):
+                await it.add(name, "prefill", fake_cost(0, 400, 0), blocks=160)
+            await it.add("d0", "decode", blocks=160)
+            prompt = list(range(2_000, 2_000 + 1_003))
+            first = await ask(it, "first", prompt, "A")
+            assert first.decision is not None
+            assert len(first.decision.stages) == 2
+            assert (await ask(it, "other", prompt, "B")).cached_tokens == 0
+            found = await ask(it, "again", prompt, "A")
+            assert found.cached_tokens == len(prompt) // BLOCK * BLOCK
+
+    asyncio.run(asyncio.wait_for(main(), 60))
