@@ -80,7 +80,7 @@ $(VLLM): tests/vllm/requirements.sh
 	bash tests/vllm/requirements.sh $(VLLM_VENV)/bin/python "$(TORCH)" $(TORCH_INDEX)
 	@touch $@
 
-test-vllm: $(DEV) model $(VLLM) ## real vLLM engines behind the gateway: 3 GB of disk, 8 GB of memory, 10 minutes
+test-vllm: $(DEV) model $(VLLM) ## real vLLM engines behind the gateway: 3 GB of disk, 8 GB of memory, 8 minutes
 	MOONSERVE_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(PY) -m pytest -m vllm $(ARGS)
 
 check: $(DEV) ## style, types, floors, docs
