@@ -55,12 +55,14 @@ class Moonserve:
     """The Conductor, in one of SETUPS; live, each instance has a cost model fitted to it alone."""
 
     def __init__(self, work: Work, instances: int, setup: str) -> None:
-        from moonserve.core import facts, prefix, request
-        from moonserve.core.conductor import Conductor
-        from moonserve.core.cost import Cost
+        from moonserve.core import request
+        from moonserve.core.kv import keys
+        from moonserve.core.schedule import facts
+        from moonserve.core.schedule.conductor import Conductor
+        from moonserve.core.schedule.cost import Cost
 
-        self.facts, self.request, self.prefix = facts, request, prefix
-        self.space = prefix.Namespace("m", "r", "l", BLOCK)
+        self.facts, self.request, self.naming = facts, request, keys
+        self.space = keys.Namespace("m", "r", "l", BLOCK)
         one = Cost()
         self.conductor = Conductor(cost_of=lambda info: Cost() if setup == "own" else one)
         for at in range(instances):
@@ -101,7 +103,7 @@ class Moonserve:
         """The keys of nodes, one after another."""
         for node in nodes:
             if node not in self.keys:
-                raw = self.prefix.token_bytes(tokens_of([node]))
+                raw = self.naming.token_bytes(tokens_of([node]))
                 self.keys[node] = sha256(self.keys[parent] + raw).digest()
             parent = node
         return tuple(self.keys[node] for node in nodes)
@@ -121,7 +123,7 @@ class Moonserve:
 
     async def tokens_given(self, name: str, ask: Any) -> None:
         """The same, keys made first."""
-        keys = tuple(self.prefix.chain_keys(self.keys[-1], ask[2], BLOCK))
+        keys = tuple(self.naming.chain_keys(self.keys[-1], ask[2], BLOCK))
         await self.keys_given(name, (ask[0], keys))
 
     async def whole_life(self, name: str, ask: Any) -> None:

@@ -36,7 +36,7 @@ def token(index: int) -> int:
 
 def ours(path: Path, dtype: str, threads: int, chunk: int, steps: int) -> Measure:
     """Measure TorchEngine by its own clock: passes only, as a worker runs them."""
-    from moonserve.core.batch import Chunk, Pass
+    from moonserve.core.engine.batch import Chunk, Pass
     from moonserve.core.request import Sampling
     from moonserve.core.units import RequestId
     from moonserve.live.engine.torch_engine import TorchEngine

@@ -26,7 +26,7 @@ import uvloop
 
 from common import machine_line
 from moonserve.core.request import Request
-from moonserve.live.gateway.app import GatewayApp
+from moonserve.live.api.app import GatewayApp
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, serve

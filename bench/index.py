@@ -44,7 +44,7 @@ class Adapter:
     failed = 0
 
     def __init__(self) -> None:
-        from moonserve.core.index import PrefixIndex
+        from moonserve.core.kv.index import PrefixIndex
 
         self.index = PrefixIndex()
 

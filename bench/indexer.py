@@ -29,10 +29,10 @@ from typing import Any
 import zmq
 
 from common import machine_line
-from moonserve.core.hashes import local_hashes, rolling
-from moonserve.core.indexer import Stream, Tiered
-from moonserve.core.kvevents import KvBatch, Stored
-from moonserve.core.rolled import Rolled, token_keys
+from moonserve.core.kv.events import KvBatch, Stored
+from moonserve.core.kv.rolling import Rolled, token_keys
+from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.core.kv.tiers import Stream, Tiered
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import encode_batch
 
@@ -257,7 +257,7 @@ def alone(told: list[list[list[int]]], events: Sequence[Sequence[Stored]], round
 
 async def serve_ours(port: int) -> None:
     """Be the child with our API."""
-    from moonserve.live.gateway.indexer import IndexerApi
+    from moonserve.live.external.indexer_api import IndexerApi
     from moonserve.live.http.server import App, serve
 
     await serve(App(IndexerApi("").routes()), "127.0.0.1", port)

@@ -23,11 +23,11 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent))  # also when imported as bench.kvevents
 
 from common import machine_line
-from moonserve.core.facts import BlocksRemoved, BlocksStored
-from moonserve.core.index import PrefixIndex
-from moonserve.core.kvevents import Cleared, KvEvent, Removed, Stored
-from moonserve.core.kvstream import Stream
-from moonserve.core.prefix import Namespace
+from moonserve.core.kv.events import Cleared, KvEvent, Removed, Stored
+from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.keys import Namespace
+from moonserve.core.kv.stream import Stream
+from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import decode_batch, encode_batch
 

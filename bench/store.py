@@ -37,7 +37,7 @@ import uvloop
 
 from common import machine_line
 from moonserve.core.errors import ConfigError
-from moonserve.core.pool import PutOptions
+from moonserve.core.store.words import PutOptions
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
 from moonserve.live.store import mooncake_master

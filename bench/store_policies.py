@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from common import machine_line
-from moonserve.core.evict import EVICTIONS
-from moonserve.core.master import Master
-from moonserve.core.pool import Address, Key, Mount, Terms, Ticket
-from moonserve.core.segments import ALIGN
+from moonserve.core.store.evict import EVICTIONS
+from moonserve.core.store.extents import ALIGN
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import Address, Key, Mount, Terms, Ticket
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.sim.stats import hits
 from moonserve.sim.trace import Trace, read_trace

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from common import machine_line
-from moonserve.core.pool import Address
+from moonserve.core.store.words import Address
 from moonserve.live.transfer.client import Slice, Transfer
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.paper.lab import Lab, Page, cell_calls
 
-from moonserve.core.evict import EVICTIONS
+from moonserve.core.store.evict import EVICTIONS
 from moonserve.sim.stats import hits, stats
 from moonserve.sim.trace import read_trace
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.paper.lab import Lab, Page
 
-from moonserve.core.policies import POLICIES, Tuning
+from moonserve.core.schedule.policies import POLICIES, Tuning
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.sweep import setup_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moonserve.cli.jobs import Failed, run_jobs
-from moonserve.core.policies import POLICIES
+from moonserve.core.schedule.policies import POLICIES
 from moonserve.sim.sweep import grid
 from moonserve.sim.trace import Trace, head, read_trace, write_trace
 

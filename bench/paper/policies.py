@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.paper.lab import Lab, Page
 
-from moonserve.core.policies import POLICIES
+from moonserve.core.schedule.policies import POLICIES
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.plan import (
     Misses,

@@ -32,7 +32,7 @@ _Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES)]
 
 
 class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is said on stderr: `{level: INFO, modules: {core.conductor: DEBUG}}`."""
+    """What is said on stderr: `{level: INFO, modules: {core.schedule.conductor: DEBUG}}`."""
 
     level: Level = "INFO"
     modules: dict[str, Level] = {}
@@ -70,7 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     registry: str = ""
     """Where gateways, workers and the store's master find each other; empty: they are told."""
     eviction: str = "lru"
-    """One of core.evict.EVICTIONS, for the store's master."""
+    """One of core.store.evict.EVICTIONS, for the store's master."""
     store: Literal["embedded", "mooncake"] = "embedded"
     """Whose KV store; mooncake: the real one, by its wheel."""
     mooncake_master: str = ""
@@ -93,12 +93,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
     the best one must be before it is fetched rather than computed."""
     policy: str = "kvcache_centric"
-    """One of core.policies.POLICIES."""
+    """One of core.schedule.policies.POLICIES."""
     ttft_slo_ms: _Objective | None = None
     """Objectives of requests whose headers bring none; None: none."""
     tbt_slo_ms: _Objective | None = None
     admission: _Admission = "predictive"
-    """What refuses a request; see core.policies.Admission."""
+    """What refuses a request; see core.schedule.policies.Admission."""
     admission_low: _Admission | None = None
     admission_high: _Admission | None = None
     """The same for requests of a priority below, and above, 0."""
@@ -206,7 +206,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
             try:
                 nested["modules"] = yaml.safe_load(text)
             except yaml.YAMLError as err:
-                raise ConfigError("write it like {core.conductor: DEBUG}", name) from err
+                raise ConfigError("write it like {core.schedule.conductor: DEBUG}", name) from err
         elif difflib.get_close_matches(name, names, 1, 0.9):
             raise _unknown(name, names, "the environment")
     return {**out, **({"logging": nested} if nested else {})}
@@ -270,7 +270,7 @@ def _check_segment(settings: Settings, origin: Mapping[str, str]) -> None:
 
 
 def _check_policy(name: str, origin: Mapping[str, str]) -> None:
-    from moonserve.core.policies import POLICIES
+    from moonserve.core.schedule.policies import POLICIES
 
     if name not in POLICIES:
         close = difflib.get_close_matches(name, POLICIES, 1)
@@ -280,7 +280,7 @@ def _check_policy(name: str, origin: Mapping[str, str]) -> None:
 
 
 def _check_eviction(name: str, origin: Mapping[str, str]) -> None:
-    from moonserve.core.evict import EVICTIONS
+    from moonserve.core.store.evict import EVICTIONS
 
     if name not in EVICTIONS:
         known = f"must be one of {', '.join(EVICTIONS)}"
@@ -380,6 +380,6 @@ def apply_logging(settings: Logging) -> None:
         place = here.joinpath(*name.split("."))
         if not place.is_dir() and not place.with_suffix(".py").is_file():
             raise ConfigError(
-                f"there is no module {module!r}; write it like live.conductor", "logging.modules"
+                f"there is no module {module!r}; write it like live.control.loop", "logging.modules"
             )
         logging.getLogger(f"moonserve.{name}").setLevel(level)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.actions import Abort, Decode, GiveUp, Prefill, Refuse
-from moonserve.core.conductor import Conductor
-from moonserve.core.facts import (
+from moonserve.core.request import Request, Slo
+from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
     DecodeEnded,
@@ -21,9 +22,8 @@ from moonserve.core.facts import (
     Left,
     PrefillEnded,
 )
-from moonserve.core.request import Request, Slo
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, RequestId, SegmentId
-from moonserve.live.conductor import ConductorLoop
+from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.ports import Conducting

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moonserve.core.batch import Chunk, Pass
+from moonserve.core.engine.batch import Chunk, Pass
 from moonserve.core.errors import EngineFailed
 from moonserve.core.request import Sampling
 from moonserve.core.units import RequestId

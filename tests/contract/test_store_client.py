@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import BadRequest, ConfigError, DeadlineExceeded
-from moonserve.core.facts import BlocksCleared, BlocksStored
-from moonserve.core.pool import Card, Terms
+from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.store.words import Card, Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.admin import ledgers

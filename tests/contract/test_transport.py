@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from moonserve.core.errors import TransferFailed
-from moonserve.core.pool import Address
+from moonserve.core.store.words import Address
 from moonserve.live.transfer.batch import Lost, Request
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport

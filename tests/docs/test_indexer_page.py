@@ -8,14 +8,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonserve.core.conductor import Conductor
-from moonserve.core.facts import BlocksStored, Joined
-from moonserve.core.kvevents import KvBatch, Stored
-from moonserve.core.prefix import chain_keys
+from moonserve.core.kv.events import KvBatch, Stored
+from moonserve.core.kv.keys import chain_keys
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import BlocksStored, Joined
 from moonserve.core.units import SegmentId
-from moonserve.live.conductor import ConductorLoop
-from moonserve.live.gateway.indexer import Feed, IndexerApi
-from moonserve.live.gateway.select import Selection
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.control.placement_api import Selection
+from moonserve.live.external.indexer_api import Feed, IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.tuning import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId
+from moonserve.live.drive.calls import Limits
 from moonserve.live.http.client import sse_events
-from moonserve.live.relay.calls import Limits
 from tests.support.fake_vllm import FakeVllm, spoken
 from tests.support.relay_site import Site
 

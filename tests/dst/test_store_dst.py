@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from moonserve.core.segments import ALIGN, aligned
+from moonserve.core.store.extents import ALIGN, aligned
 from tests.support.pool_client import KEYS, Client, Oracle, intact
 from tests.support.pool_nodes import MASTER, TERMS, Node, Segment
 from tests.support.pool_world import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from moonserve.core.cost import Cost
+from moonserve.core.schedule.cost import Cost
 from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import fake_cost
 from tests.support.inproc import BLOCK, Site, site

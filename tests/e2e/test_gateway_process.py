@@ -12,7 +12,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.engine.fake import fake_cost
-from moonserve.live.gateway.process import Gateway
+from moonserve.live.process.gateway import Gateway
 from tests.support.inproc import TOKEN, Site, site
 
 pytestmark = pytest.mark.model  # for its tokenizer and chat template

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.prefix import chain_keys
+from moonserve.core.kv.keys import chain_keys
 from moonserve.core.units import SegmentId
 from moonserve.live.engine.fake import fake_cost
 from tests.support.inproc import BLOCK, Site, site

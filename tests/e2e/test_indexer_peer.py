@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.hashes import local_hashes, rolling
-from moonserve.core.kvevents import Cleared, KvEvent, Removed, Stored
-from moonserve.live.gateway.indexer import IndexerApi
+from moonserve.core.kv.events import Cleared, KvEvent, Removed, Stored
+from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.http.server import App, serve

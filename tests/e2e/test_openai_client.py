@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from moonserve.core.errors import EngineFailed, NobodyAlive, Overloaded
-from moonserve.live.gateway.app import GatewayApp
+from moonserve.live.api.app import GatewayApp
 from moonserve.live.http.server import App, serve
 from tests.support.serving import ByteText, FakeServing, say
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.facts import Connector, Role
-from moonserve.core.tuning import Tuning
+from moonserve.core.schedule.facts import Connector, Role
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId
-from moonserve.live.fleet.member import Member
-from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.external.member import Member
+from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from tests.support import inproc
 from tests.support.relay_site import SHORT, Site

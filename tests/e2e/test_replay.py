@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moonserve.cli import cli
-from moonserve.core.profiles import profile_from_json
+from moonserve.core.schedule.profiles import profile_from_json
 from moonserve.live.engine.fake import fake_cost
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import write_trace

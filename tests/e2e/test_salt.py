@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moonserve.core.units import RequestId
-from moonserve.live.conductor import Record
+from moonserve.live.control.loop import Record
 from moonserve.live.engine.fake import fake_cost
 from tests.support.inproc import BLOCK, Site, site
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonserve.core.errors import StoreError
-from moonserve.core.pool import PutOptions
+from moonserve.core.store.words import PutOptions
 from moonserve.core.units import SegmentId
 from moonserve.live.store.client import StoreClient
 from moonserve.live.store.objects import Objects

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.master import Master
-from moonserve.core.pool import Terms
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.server import MasterService

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.pool import PutOptions
+from moonserve.core.store.words import PutOptions
 from moonserve.core.units import SegmentId
 from tests.support.store_processes import (
     TOKEN,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moonserve.core.errors import BadRequest, StoreError
-from moonserve.core.pool import PutOptions
+from moonserve.core.store.words import PutOptions
 from moonserve.core.units import SegmentId
 from moonserve.live.http.server import App, serve
 from moonserve.live.store.objects import Objects

@@ -13,7 +13,7 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="peer test: pip install transformers")
 torch = pytest.importorskip("torch")
 
-from moonserve.core.batch import Chunk, Pass  # noqa: E402
+from moonserve.core.engine.batch import Chunk, Pass  # noqa: E402
 from moonserve.core.errors import ConfigError  # noqa: E402
 from moonserve.core.request import Sampling  # noqa: E402
 from moonserve.core.units import RequestId  # noqa: E402

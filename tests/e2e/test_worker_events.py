@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from moonserve.core.enginehash import block_hash, event_hash, root_hash
-from moonserve.core.facts import BlockEvent
-from moonserve.core.index import PrefixIndex
-from moonserve.core.kvevents import KvBatch, Removed, Stored
-from moonserve.core.kvstream import Stream
-from moonserve.core.prefix import chain_keys
+from moonserve.core.kv.events import KvBatch, Removed, Stored
+from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.keys import chain_keys
+from moonserve.core.kv.stream import Stream
+from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
+from moonserve.core.schedule.facts import BlockEvent
 from moonserve.core.units import BlockKey, SegmentId
-from moonserve.live.worker.main import publish_blocks
+from moonserve.live.process.worker import publish_blocks
 from tests.support.inproc import BLOCK, site
 from tests.support.kvevents import feed
 

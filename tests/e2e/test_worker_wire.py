@@ -14,23 +14,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.cost import Cost
-from moonserve.core.facts import Role
-from moonserve.core.master import Master
-from moonserve.core.pool import Terms
-from moonserve.core.prefix import chain_keys
+from moonserve.core.kv.keys import chain_keys
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.facts import Role
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import Terms
 from moonserve.core.units import SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
+from moonserve.live.process.worker import Worker
 from moonserve.live.store.admin import ledgers
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.server import MasterService
 from moonserve.live.text.tokenizer import Tokenizer
 from moonserve.live.text.vocab import vocabulary_of_gguf
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.main import Worker
 from tests.support.kvstore import DictStore
 
 BLOCK = 4

@@ -12,8 +12,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from moonserve.core.batch import Batch, Pass, PassResult
-from moonserve.core.blocks import BlockPool
+from moonserve.core.engine.batch import Batch, Pass, PassResult
+from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import RequestId

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.core.chains import Chains
-from moonserve.core.evict import EVICTIONS
-from moonserve.core.pool import Key
+from moonserve.core.store.chains import Chains
+from moonserve.core.store.evict import EVICTIONS
+from moonserve.core.store.words import Key
 
 KEYS = [bytes([n]) for n in range(8)]
 PARENTS = {key: KEYS[n // 2] if n else None for n, key in enumerate(KEYS)}

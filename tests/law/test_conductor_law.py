@@ -8,10 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.conductor import Conductor
-from moonserve.core.cost import LAPTOP_PASS, Cost
-from moonserve.core.facts import (
+from moonserve.core.kv.keys import chain_keys
+from moonserve.core.request import Request, Slo
+from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.cost import LAPTOP_PASS, Cost
+from moonserve.core.schedule.facts import (
     Arrived,
     Beat,
     BlocksStored,
@@ -29,12 +31,10 @@ from moonserve.core.facts import (
     StageEnded,
     Tick,
 )
-from moonserve.core.handoff import MAX_ATTEMPTS
-from moonserve.core.policies import POLICIES, Tuning
-from moonserve.core.prefix import chain_keys
-from moonserve.core.request import Request, Slo
+from moonserve.core.schedule.handoff import MAX_ATTEMPTS
+from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
-from moonserve.core.view import Promised
 from tests.support.cluster import BLOCK, NAMESPACE, info
 
 NAMES = ["d0", "d1", "p0", "p1", "p2"]

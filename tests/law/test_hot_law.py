@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moonserve.core.actions import Spread
-from moonserve.core.facts import BlocksCleared, BlocksRemoved, BlocksStored, SpreadUpTo
+from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.facts import BlocksCleared, BlocksRemoved, BlocksStored, SpreadUpTo
 from moonserve.core.units import RequestId, SegmentId
 from tests.support.hot import BLOCK_BYTES, HEAD, World
 

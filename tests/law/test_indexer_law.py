@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.hashes import local_hashes, rolling
-from moonserve.core.index import Tier
-from moonserve.core.indexer import TIERS, Hits, Key, Stream, Tiered, keyed
+from moonserve.core.kv.index import Tier
+from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.core.kv.tiers import TIERS, Hits, Key, Stream, Tiered, keyed
 from moonserve.core.units import SegmentId
 
 SIZE = 2

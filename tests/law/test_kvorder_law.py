@@ -6,11 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moonserve.core.index import PrefixIndex
-from moonserve.core.kvevents import Cleared, KvBatch, KvEvent, Removed, Stored
-from moonserve.core.kvorder import Order, Reset, Step
-from moonserve.core.kvstream import Stream
-from moonserve.core.prefix import Namespace, chain_keys
+from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.keys import Namespace, chain_keys
+from moonserve.core.kv.order import Order, Reset, Step
+from moonserve.core.kv.stream import Stream
 from moonserve.core.units import BlockKey, SegmentId
 from tests.support.kvevents import feed
 

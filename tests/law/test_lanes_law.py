@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.lanes import SPARE, Lanes, LaneTerms, Run
+from moonserve.core.transfer.lanes import SPARE, Lanes, LaneTerms, Run
 
 DISTANCES = [0, 0, 1, SPARE]
 TERMS = LaneTerms(

@@ -12,10 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.facts import BlocksCleared, BlocksStored
-from moonserve.core.master import Master
-from moonserve.core.owner import Catalogue
-from moonserve.core.pool import (
+from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.store.extents import aligned
+from moonserve.core.store.master import Master
+from moonserve.core.store.memory import Catalogue
+from moonserve.core.store.words import (
     Address,
     Exists,
     Found,
@@ -26,7 +27,6 @@ from moonserve.core.pool import (
     Terms,
     Ticket,
 )
-from moonserve.core.segments import aligned
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
 QUOTA = 8 * 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.core.observed import Call, Part, Watch
+from moonserve.core.schedule.observed import Call, Part, Watch
 
 PARTS: tuple[Part, ...] = ("prefill", "decode", "whole")
 STEPS = st.lists(

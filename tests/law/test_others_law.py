@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonserve.core.facts import Promises
-from moonserve.core.others import NOBODY
+from moonserve.core.schedule.external_load import NOBODY
+from moonserve.core.schedule.facts import Promises
+from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, RequestId
-from moonserve.core.view import ClusterView, InstanceView
 from tests.support.cluster import exact, info
 
 NAMES = ("a", "b")

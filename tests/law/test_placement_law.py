@@ -6,14 +6,14 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.core import policies
-from moonserve.core.cost import Cost
-from moonserve.core.index import Match
-from moonserve.core.placement import Ask, choose_decode
-from moonserve.core.policies import Memory, Tuning, decide
+from moonserve.core.kv.index import Match
 from moonserve.core.request import Held
+from moonserve.core.schedule import policies
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.placement import Ask, choose_decode
+from moonserve.core.schedule.policies import Memory, Tuning, decide
+from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
-from moonserve.core.view import ClusterView, InstanceView
 from tests.support.cluster import view
 
 COSTS = [

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.segments import ALIGN, Extents
+from moonserve.core.store.extents import ALIGN, Extents
 
 LINES = 24
 

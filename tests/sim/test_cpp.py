@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.pipeline import pass_us
-from moonserve.core.policies import Tuning
-from moonserve.core.profiles import PROFILES
 from moonserve.core.request import Slo
+from moonserve.core.schedule.pipeline import pass_us
+from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.profiles import PROFILES
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.report import why_slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.view import Promised
+from moonserve.core.schedule.view import Promised
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.sweep import setup_of

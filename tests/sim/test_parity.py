@@ -7,11 +7,11 @@ from random import Random
 import msgspec
 import pytest
 
-from moonserve.core.conductor import Conductor
-from moonserve.core.policies import POLICIES, Tuning
-from moonserve.core.profiles import PROFILES
 from moonserve.core.request import Slo
-from moonserve.core.view import Promised
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.schedule.view import Promised
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.setup import Setup
 from moonserve.sim.synthesize import Shape, synthesize

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 import pytest
 
-from moonserve.core.policies import Tuning
 from moonserve.core.request import Slo
+from moonserve.core.schedule.policies import Tuning
 from moonserve.sim.charts import Band, Goal, Line, columns, heatmap, line_chart
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure

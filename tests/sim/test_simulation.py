@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from moonserve.core.batch import Batch
+from moonserve.core.engine.batch import Batch
 from moonserve.core.errors import ConfigError
-from moonserve.core.policies import POLICIES, Tuning
-from moonserve.core.profiles import PROFILES
 from moonserve.core.request import Slo
-from moonserve.core.view import Promised
+from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.schedule.view import Promised
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import counterfactual_s, measure, queues
 from moonserve.sim.report import report

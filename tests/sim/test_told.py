@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.actions import Decode, Prefill, Refuse
-from moonserve.core.conductor import Conductor
-from moonserve.core.cost import Cost
-from moonserve.core.facts import Arrived, DecodeEnded, Joined, PrefillEnded
-from moonserve.core.policies import Tuning
 from moonserve.core.request import Request, Slo, Stopping
+from moonserve.core.schedule.actions import Decode, Prefill, Refuse
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.facts import Arrived, DecodeEnded, Joined, PrefillEnded
+from moonserve.core.schedule.policies import Tuning
 from moonserve.core.units import RequestId
 from tests.support.cluster import info
 

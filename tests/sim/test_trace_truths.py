@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonserve.cli import cli
-from moonserve.core.evict import EVICTIONS
+from moonserve.core.store.evict import EVICTIONS
 from moonserve.sim.stats import hits, stats
 from moonserve.sim.trace import Trace, read_trace, scale
 from tests.support.traces import public_trace

@@ -1,10 +1,10 @@
 """Instances for Conductor tests: small numbers that can be checked by hand."""
 
-from moonserve.core.cost import Cost
-from moonserve.core.facts import InstanceInfo, Role
-from moonserve.core.prefix import Namespace
+from moonserve.core.kv.keys import Namespace
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.facts import InstanceInfo, Role
+from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, SegmentId
-from moonserve.core.view import InstanceView
 
 BLOCK = 4
 NAMESPACE = Namespace("m", "r", "l", BLOCK)

@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from random import Random
 from typing import Any
 
-from moonserve.core.conductor import Conductor
-from moonserve.core.facts import Tick
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import Tick
+from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId
-from moonserve.core.view import InstanceView
-from moonserve.live.conductor import ConductorLoop
-from moonserve.live.fleet.feeds import FeedOpener
-from moonserve.live.fleet.fleet import Fleet
-from moonserve.live.fleet.keeper import Keeper, Times
-from moonserve.live.fleet.spec import InstanceSpec
-from moonserve.live.gateway.text import TextTools
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.external.feeds import FeedOpener
+from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.monitor import Keeper, Times
+from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.text.tools import TextTools
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serving import ByteText
 

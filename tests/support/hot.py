@@ -1,17 +1,17 @@
-"""A cluster for core.hot: four prefill instances, asked for one prefix again and again."""
+"""A cluster for core.schedule.hot: four prefill instances, asked for one prefix again and again."""
 
 from __future__ import annotations
 
-from moonserve.core.actions import Spread
-from moonserve.core.coming import Coming
-from moonserve.core.facts import BlocksCleared, BlocksStored, SpreadUpTo
-from moonserve.core.hot import Hot
-from moonserve.core.index import PrefixIndex
-from moonserve.core.placement import Ask
-from moonserve.core.policies import Memory, Tuning, decide
+from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.pending import Coming
 from moonserve.core.request import Counted, Held, Request
+from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.facts import BlocksCleared, BlocksStored, SpreadUpTo
+from moonserve.core.schedule.hot import Hot
+from moonserve.core.schedule.placement import Ask
+from moonserve.core.schedule.policies import Memory, Tuning, decide
+from moonserve.core.schedule.view import ClusterView
 from moonserve.core.units import BlockKey, RequestId, SegmentId
-from moonserve.core.view import ClusterView
 from tests.support.cluster import BLOCK, view
 
 HEAD = tuple(BlockKey(bytes([7, n])) for n in range(10))

@@ -10,10 +10,10 @@ import functools
 import sys
 import threading
 
-from moonserve.core.batch import Pass, PassResult
+from moonserve.core.engine.batch import Pass, PassResult
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.ports import Layers
-from moonserve.live.worker import main
+from moonserve.live.process import worker
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.job import Limits
 
@@ -28,8 +28,8 @@ class Hung(FakeEngine):
 
 
 if __name__ == "__main__":
-    main._load = lambda config, say: (Hung(), None, "m")  # type: ignore[assignment,return-value]
-    main.Limits = functools.partial(Limits, pass_s=0.1)  # type: ignore[attr-defined,assignment]
+    worker._load = lambda config, say: (Hung(), None, "m")  # type: ignore[assignment,return-value]
+    worker.Limits = functools.partial(Limits, pass_s=0.1)  # type: ignore[attr-defined,assignment]
     config = WorkerConfig(
         name="h0",
         role="both",
@@ -39,4 +39,4 @@ if __name__ == "__main__":
         token=sys.argv[2],
         segment_bytes=1 << 20,
     )
-    asyncio.run(main.run_worker(config))
+    asyncio.run(worker.run_worker(config))

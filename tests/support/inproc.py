@@ -9,20 +9,20 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from moonserve.core.cost import Cost
-from moonserve.core.facts import Role
-from moonserve.core.pool import Found
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.facts import Role
+from moonserve.core.store.words import Found
 from moonserve.core.units import Micros, SegmentId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
-from moonserve.live.gateway.config import GatewayConfig
-from moonserve.live.gateway.process import Gateway
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
+from moonserve.live.process.config import GatewayConfig
+from moonserve.live.process.gateway import Gateway
+from moonserve.live.process.worker import Worker
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.remote import HttpRpc
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.join import Control, Membership
-from moonserve.live.worker.main import Worker
 
 BLOCK = 16
 TOKEN = "the-secret-of-this-test"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moonserve.core.enginehash import block_hash, event_hash, root_hash
-from moonserve.core.facts import BlockEvent, BlocksRemoved, BlocksStored
-from moonserve.core.index import PrefixIndex
-from moonserve.core.kvevents import EngineHash, Stored
+from moonserve.core.kv.events import EngineHash, Stored
+from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
+from moonserve.core.schedule.facts import BlockEvent, BlocksRemoved, BlocksStored
 
 FOLDER = Path(__file__).parents[3] / "shared" / "fixtures" / "vllm-0.32"
 _MAGIC = b"KVEV1\n"

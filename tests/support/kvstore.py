@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from moonserve.core.pool import Found
+from moonserve.core.store.words import Found
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
 

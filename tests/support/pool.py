@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moonserve.core.master import Master
-from moonserve.core.pool import (
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import (
     Address,
     Copy,
     Key,

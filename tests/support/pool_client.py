@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonserve.core.owner import Diary
-from moonserve.core.pool import (
+from moonserve.core.store.extents import ALIGN
+from moonserve.core.store.memory import Diary
+from moonserve.core.store.words import (
     Exists,
     Found,
     Full,
@@ -17,7 +18,6 @@ from moonserve.core.pool import (
     Ticket,
     TooLarge,
 )
-from moonserve.core.segments import ALIGN
 from moonserve.core.units import LeaseId
 from tests.support.pool_nodes import AGAIN, LOST, TERMS, Node, Segment, checksum, lines, tags
 from tests.support.pool_world import World

@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moonserve.core.owner import Catalogue, Diary, Tasks
-from moonserve.core.pool import (
-    Address,
-    Change,
-    Copy,
-    Held,
-    Mount,
-    Orders,
-    Terms,
-)
-from moonserve.core.segments import ALIGN
+from moonserve.core.store.extents import ALIGN
+from moonserve.core.store.memory import Catalogue, Diary, Tasks
+from moonserve.core.store.words import Address, Change, Copy, Held, Mount, Orders, Terms
 from moonserve.core.units import SegmentId
 
 if TYPE_CHECKING:

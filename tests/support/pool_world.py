@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from moonserve.core.errors import Recovering, UnknownSegment
-from moonserve.core.facts import BlocksCleared, BlocksStored
-from moonserve.core.master import Master
-from moonserve.core.segments import ALIGN
+from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.store.extents import ALIGN
+from moonserve.core.store.master import Master
 from moonserve.core.units import SegmentId
 from tests.support.pool_nodes import (
     AGAIN,

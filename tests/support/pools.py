@@ -15,11 +15,11 @@ import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 
 from moonserve.core.errors import StoreError
-from moonserve.core.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
-from moonserve.core.index import PrefixIndex
-from moonserve.core.master import Master
-from moonserve.core.pool import Terms
-from moonserve.core.reported import Reported
+from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.reported import Reported
+from moonserve.core.schedule.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from moonserve.core.enginehash import block_hash, event_hash, root_hash
-from moonserve.core.kvevents import Stored
+from moonserve.core.kv.events import Stored
+from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.kvevents.publisher import Publisher
 from tests.support.engines import Engine

@@ -13,23 +13,23 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.conductor import Conductor
-from moonserve.core.cost import LAPTOP_PASS, Cost
 from moonserve.core.errors import NobodyAlive
-from moonserve.core.facts import Connector, InstanceInfo, Joined, Role
-from moonserve.core.prefix import Namespace
-from moonserve.core.tuning import Tuning
+from moonserve.core.kv.keys import Namespace
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.cost import LAPTOP_PASS, Cost
+from moonserve.core.schedule.facts import Connector, InstanceInfo, Joined, Role
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.schedule.view import Promised
 from moonserve.core.units import BlockKey, InstanceId, SegmentId, Tokens
-from moonserve.core.view import Promised
-from moonserve.live.conductor import ConductorLoop
-from moonserve.live.fleet.member import Member
-from moonserve.live.fleet.observed import Part
-from moonserve.live.fleet.spec import InstanceSpec
-from moonserve.live.gateway.text import TextTools
+from moonserve.live.api.relay import RelayApp
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.drive.calls import Limits
+from moonserve.live.external.member import Member
+from moonserve.live.external.observed import Part
+from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
-from moonserve.live.relay.calls import Limits
-from moonserve.live.relay.front import RelayApp
+from moonserve.live.text.tools import TextTools
 from tests.support.fake_vllm import Fabric, FakeVllm
 
 NOTHING = Promised(0, 0, 0, 0)

@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from moonserve.core.pool import Address
+from moonserve.core.store.words import Address
 from moonserve.live.transfer.ports import Path
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer

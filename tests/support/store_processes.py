@@ -19,7 +19,7 @@ from threading import Thread
 from typing import Any
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.pool import PutOptions
+from moonserve.core.store.words import PutOptions
 from moonserve.core.units import SegmentId
 from moonserve.live.http.client import HttpClient
 from moonserve.live.store.client import StoreClient, StoreSettings

@@ -10,21 +10,21 @@ import selectors
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from moonserve.core.actions import Prefill
-from moonserve.core.conductor import Conductor
 from moonserve.core.errors import Overloaded
-from moonserve.core.events import Digest, Event, events
-from moonserve.core.facts import InstanceInfo, Joined
-from moonserve.core.pool import Found, Replica
-from moonserve.core.prefix import chain_keys
+from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Sampling, Stopping
+from moonserve.core.schedule.actions import Prefill
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.events import Digest, Event, events
+from moonserve.core.schedule.facts import InstanceInfo, Joined
+from moonserve.core.store.words import Found, Replica
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId
 from moonserve.live.clock import LoopClock
-from moonserve.live.conductor import ConductorLoop
-from moonserve.live.dispatch import Cluster
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.drive.dispatch import Cluster
+from moonserve.live.drive.wire import Decoded, Prefilled
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.http.message import decode_json
-from moonserve.live.instances.wire import Decoded, Prefilled
 from moonserve.live.worker.job import Limits
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.serving import Runner

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from moonserve.core.prefix import Namespace, chain_keys
+from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.clock import LoopClock

@@ -22,7 +22,7 @@ def explain(request_id: str, url: str, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(said).decode())
         return
-    from moonserve.core.explain import Explanation
+    from moonserve.core.schedule.explain import Explanation
     from moonserve.show.explain import lines
 
     try:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from moonserve import __version__
-from moonserve.core.profiles import PROFILES
+from moonserve.core.schedule.profiles import PROFILES
 
 if TYPE_CHECKING:
     import click
 
-    from moonserve.core.explain import Explanation
+    from moonserve.core.schedule.explain import Explanation
     from moonserve.sim.cluster import Simulation
     from moonserve.sim.metrics import Result
     from moonserve.sim.served import Served
@@ -154,7 +154,7 @@ def _literal(text: str) -> str:
 
 def explanation_of(served: Served) -> Explanation:
     """What was decided for a request, and what came of it."""
-    from moonserve.core.explain import explanation, why, why_spread
+    from moonserve.core.schedule.explain import explanation, why, why_spread
 
     decision, first_us, ended_us = served.judged, served.first_us, served.ended_us
     because = why(decision) if decision is not None and served.attempts else served.why

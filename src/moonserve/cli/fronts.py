@@ -25,7 +25,7 @@ from moonserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
-    from moonserve.live.supervise import Child
+    from moonserve.live.process.supervise import Child
 
 _KILL_AFTER_S = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,7 +74,7 @@ def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
 def children_of(settings: Settings, port: int, path: str, words: Sequence[str] = ()) -> list[Child]:
     """The processes of one gateway, which meet at the socket `path`; `words`: flags that are no
     settings, for all of them."""
-    from moonserve.live.supervise import Child
+    from moonserve.live.process.supervise import Child
 
     settings = msgspec.structs.replace(settings, port=port)
     environ = child_env(settings)
@@ -94,7 +94,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
     """
     from moonserve.live.fronts.folder import meeting_folder
     from moonserve.live.http.auth import require_token_beyond_loopback
-    from moonserve.live.supervise import Supervisor, beat, say
+    from moonserve.live.process.supervise import Supervisor, beat, say
 
     beat()
     require_token_beyond_loopback(settings.host, token, "workers")

@@ -1,6 +1,6 @@
 """Foreign engines as a cluster file and the flags of `moonserve gateway` name them.
 
-The file's settings have a list `instances`, each a map with the fields of live.fleet.spec; flags
+The file's settings have a list `instances`, each a map with the fields of live.external.spec; flags
 name addresses only. Every error says which engine, which field, on which line, and what to do.
 """
 
@@ -22,7 +22,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.invalid import in_words
 
 if TYPE_CHECKING:
-    from moonserve.live.fleet.spec import InstanceSpec
+    from moonserve.live.external.spec import InstanceSpec
 
 _FLAGS: tuple[tuple[str, str, str], ...] = (
     ("--prefill-url", "p", "a vLLM server that prefills only; repeatable"),
@@ -180,7 +180,7 @@ def named_in_file(entries: Sequence[Mapping[str, object]], file: Path | None) ->
 
 
 def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceSpec:
-    from moonserve.live.fleet.spec import InstanceSpec
+    from moonserve.live.external.spec import InstanceSpec
 
     if fields.get("events") is False:  # what YAML makes of off
         fields["events"] = "off"

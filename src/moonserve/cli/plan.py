@@ -13,7 +13,7 @@ import click
 
 from moonserve.cli.output import input_path
 from moonserve.core.errors import ConfigError
-from moonserve.core.profiles import PROFILES
+from moonserve.core.schedule.profiles import PROFILES
 
 if TYPE_CHECKING:
     from moonserve.sim.plan import Split

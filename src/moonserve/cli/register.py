@@ -17,7 +17,7 @@ from moonserve.cli.settings import read_settings, settings_options
 from moonserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moonserve.live.fleet.spec import InstanceSpec
+    from moonserve.live.external.spec import InstanceSpec
 
 
 @click.command()
@@ -65,7 +65,7 @@ def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None)
 
 async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str | None]:
     """The URLs of those replaced, by name. Raises ConfigError."""
-    from moonserve.live.fleet.found import register
+    from moonserve.live.external.found import register
     from moonserve.live.registry.entries import open_registry
 
     registry = await open_registry(_given(url))

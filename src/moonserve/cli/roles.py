@@ -27,7 +27,7 @@ from moonserve.core.request import Slo
 from moonserve.core.units import Micros
 
 if TYPE_CHECKING:
-    from moonserve.core.pool import Card
+    from moonserve.core.store.words import Card
 
 
 @click.command()
@@ -56,7 +56,7 @@ def gateway(
     settings = read_settings(config, flags)
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
     token = read_token()
-    from moonserve.live.supervise import die_with_parent
+    from moonserve.live.process.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
     if settings.workers > 1 and part is None:
@@ -65,8 +65,8 @@ def gateway(
         words = flags_of(click.get_current_context().params, settings)
         asyncio.run(serve_fronts(settings, token, words))
         return
-    from moonserve.live.gateway.config import GatewayConfig
-    from moonserve.live.gateway.process import run_gateway
+    from moonserve.live.process.config import GatewayConfig
+    from moonserve.live.process.gateway import run_gateway
 
     made = GatewayConfig(
         host=settings.host,
@@ -93,13 +93,13 @@ def gateway(
         max_body_bytes=settings.max_body_bytes,
     )
     if part is not None:
-        from moonserve.live.fronts.process import run_conductor, run_front
+        from moonserve.live.process.fronts import run_conductor, run_front
 
         run_role((run_front if part == "front" else run_conductor)(made, link or "", engines))
     elif engines is None:
         run_role(run_gateway(made))
     else:
-        from moonserve.live.gateway.foreign import starting
+        from moonserve.live.process.external import starting
 
         run_role(run_gateway(made, start=starting(engines)))
 
@@ -148,12 +148,12 @@ def worker(
         raise ConfigError("only the embedded store has cards; leave it out with mooncake", "card")
     pass_us = read_profile(settings.profile).pass_us if settings.profile else None
     token = read_token()
-    from moonserve.live.supervise import die_with_parent
+    from moonserve.live.process.supervise import die_with_parent
 
     die_with_parent()  # before the imports that take their time
     from moonserve.live.http.client import check_url
+    from moonserve.live.process.worker import run_worker
     from moonserve.live.worker.config import WorkerConfig
-    from moonserve.live.worker.main import run_worker
 
     check_url(gateway, "gateway")
     run_role(

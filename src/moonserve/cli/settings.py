@@ -26,8 +26,8 @@ from moonserve.core.units import Bytes
 from moonserve.invalid import nearest
 
 if TYPE_CHECKING:
-    from moonserve.core.pool import Card
-    from moonserve.core.profiles import Profile
+    from moonserve.core.schedule.profiles import Profile
+    from moonserve.core.store.words import Card
 
 log = logging.getLogger(__name__)
 _KEYS = ENV_PREFIX + "KEY_"
@@ -192,7 +192,7 @@ def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings
 
 def read_profile(name: str) -> Profile:
     """A built-in profile, or one in a file. Raises ConfigError."""
-    from moonserve.core.profiles import PROFILES, profile_from_json, profile_of
+    from moonserve.core.schedule.profiles import PROFILES, profile_from_json, profile_of
 
     path = Path(name)
     if name in PROFILES or not path.is_file():
@@ -223,7 +223,7 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
 
 
 def _card(text: str) -> Card:
-    from moonserve.core.pool import Card
+    from moonserve.core.store.words import Card
 
     host, at, rail = text.partition("@")
     if not host or (at and not rail):

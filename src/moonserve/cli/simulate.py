@@ -27,9 +27,9 @@ from moonserve.cli.figures import (
 from moonserve.cli.output import Output, check_apart, input_path
 from moonserve.cli.settings import read_profile, size_of
 from moonserve.core.errors import ConfigError
-from moonserve.core.evict import EVICTIONS
-from moonserve.core.policies import POLICIES
-from moonserve.core.profiles import PROFILES
+from moonserve.core.schedule.policies import POLICIES
+from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.store.evict import EVICTIONS
 
 if TYPE_CHECKING:
     from cProfile import Profile as Profiler
@@ -184,8 +184,8 @@ def _setup(
     **same: Any,
 ) -> Setup:
     """What is to be simulated, from the options' values. Raises ConfigError naming the option."""
-    from moonserve.core.policies import Tuning
     from moonserve.core.request import Slo
+    from moonserve.core.schedule.policies import Tuning
     from moonserve.sim.setup import ALONE, Setup
 
     for name, value in (("threshold", threshold), ("ttft-slo", ttft_slo), ("tbt-slo", tbt_slo)):
@@ -315,7 +315,7 @@ def _idle(
     **_: object,
 ) -> Iterator[str]:
     """Options that were given and change nothing beside the others."""
-    from moonserve.core.policies import policy_of
+    from moonserve.core.schedule.policies import policy_of
 
     fetches = policy_of(setup.tuning.policy).fetch
     if threshold != 1.0 and fetches != "threshold":

@@ -30,7 +30,7 @@ from moonserve.config import check_name
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
 
 if TYPE_CHECKING:
-    from moonserve.core.pool import Card
+    from moonserve.core.store.words import Card
     from moonserve.live.store.client import StoreClient
 
 T = TypeVar("T")
@@ -94,8 +94,8 @@ def serve(
 ) -> None:
     """Run the master of a pool, for gateways, workers and segments with its --store-url."""
     settings = read_settings(config, flags)
-    from moonserve.core.pool import Terms
-    from moonserve.live.store.process import MasterConfig, run_master
+    from moonserve.core.store.words import Terms
+    from moonserve.live.process.store import MasterConfig, run_master
 
     terms = Terms(
         eviction=settings.eviction,
@@ -166,8 +166,8 @@ def segment(
     import time
 
     from moonserve.core.units import SegmentId
+    from moonserve.live.process.store import SegmentConfig, run_segment
     from moonserve.live.store.client import StoreSettings
-    from moonserve.live.store.process import SegmentConfig, run_segment
 
     mine = StoreSettings(
         segment=SegmentId(name),

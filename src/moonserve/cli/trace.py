@@ -15,7 +15,7 @@ import click
 
 from moonserve.cli.output import check_apart, input_path
 from moonserve.core.errors import ConfigError
-from moonserve.core.evict import EVICTIONS
+from moonserve.core.store.evict import EVICTIONS
 
 if TYPE_CHECKING:
     from moonserve.sim.stats import Hits, Stats

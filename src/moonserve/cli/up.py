@@ -29,7 +29,7 @@ from moonserve.core.errors import ConfigError, DeadlineExceeded
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
-    from moonserve.live.supervise import Child, Supervisor
+    from moonserve.live.process.supervise import Child, Supervisor
 
 _POLL_S = 0.2
 _KILL_AFTER_S = 10.0
@@ -141,7 +141,7 @@ def _fetch_model(ref: str) -> None:
 
 def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Child]:
     """The processes of one cluster. `environ` is what all of them inherit, secrets included."""
-    from moonserve.live.supervise import Child
+    from moonserve.live.process.supervise import Child
 
     program = (sys.executable, "-m", "moonserve")
     url = f"http://{_bracketed(_reachable(settings.host))}:{port}"
@@ -163,8 +163,8 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
 
 def _mooncake(settings: Settings, environ: dict[str, str]) -> tuple[Settings, list[Child]]:
     """Where Mooncake's master is, and the process to start where none was named."""
+    from moonserve.live.process.supervise import Child
     from moonserve.live.store import mooncake_master
-    from moonserve.live.supervise import Child
 
     mooncake_master.require()
     if settings.mooncake_master:
@@ -176,7 +176,7 @@ def _mooncake(settings: Settings, environ: dict[str, str]) -> tuple[Settings, li
 
 
 async def _serve(settings: Settings, port: int) -> None:
-    from moonserve.live.supervise import Supervisor
+    from moonserve.live.process.supervise import Supervisor
     from moonserve.live.transfer.region import clean_stale
 
     token = read_token() or secrets.token_urlsafe(32)

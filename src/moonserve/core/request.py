@@ -121,7 +121,7 @@ class Request(msgspec.Struct, frozen=True):
     """Whether one call must prefill and decode it, where engines are foreign: KV that one hands on
     is for one reader, and several choices are several."""
     cache_salt: str = ""
-    """Its KV is shared with requests of the same salt only; see core.prefix.Namespace."""
+    """Its KV is shared with requests of the same salt only; see core.kv.keys.Namespace."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""
 

@@ -11,8 +11,9 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from moonserve.core.batch import Pass, PassResult
-from moonserve.core.facts import (
+from moonserve.core.engine.batch import Pass, PassResult
+from moonserve.core.request import Request
+from moonserve.core.schedule.facts import (
     BlockEvent,
     CallFailed,
     ClientGone,
@@ -21,9 +22,8 @@ from moonserve.core.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.pool import Found as Found
-from moonserve.core.pool import Replica as Replica
-from moonserve.core.request import Request
+from moonserve.core.store.words import Found as Found
+from moonserve.core.store.words import Replica as Replica
 from moonserve.core.units import (
     BlockKey,
     Bytes,

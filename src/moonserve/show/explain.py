@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moonserve.core.explain import Explanation, Row
+from moonserve.core.schedule.explain import Explanation, Row
 
 _HEADS = ("", "candidate", "from", "local", "reused", "transfer", "queue", "compute", "total")
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.evict import EVICTIONS, Eviction
+from moonserve.core.store.evict import EVICTIONS, Eviction
 
 K = TypeVar("K", bound=Hashable)
 

@@ -1,4 +1,4 @@
-"""What a simulated instance is asked to do; made by sim.cluster and sim.relay, done by sim.node."""
+"""What a simulated instance is asked to do; made by sim.cluster and sim.cpp, done by sim.node."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from moonserve.core.actions import Spread
-from moonserve.core.facts import Fact, SpreadUpTo
-from moonserve.core.placement import Decision
+from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.facts import Fact, SpreadUpTo
+from moonserve.core.schedule.placement import Decision
 from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.clock import Clock

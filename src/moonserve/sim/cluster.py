@@ -12,13 +12,23 @@ from random import Random
 
 import msgspec
 
-from moonserve.core.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release, Spread
-from moonserve.core.batch import Progress
-from moonserve.core.conductor import Conductor
-from moonserve.core.cost import Cost
+from moonserve.core.engine.batch import Progress
 from moonserve.core.errors import BadRequest
-from moonserve.core.events import Digest, Event, events
-from moonserve.core.facts import (
+from moonserve.core.request import Counted, Request
+from moonserve.core.schedule.actions import (
+    Abort,
+    Action,
+    Decode,
+    GiveUp,
+    Prefill,
+    Refuse,
+    Release,
+    Spread,
+)
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.events import Digest, Event, events
+from moonserve.core.schedule.facts import (
     Arrived,
     BlocksCleared,
     CallFailed,
@@ -30,13 +40,12 @@ from moonserve.core.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.request import Counted, Request
 from moonserve.core.units import Micros, RequestId, SegmentId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.carrier import Carrier
 from moonserve.sim.clock import Clock
+from moonserve.sim.cpp import Relay
 from moonserve.sim.node import Node
-from moonserve.sim.relay import Relay
 from moonserve.sim.segments import Segments, full_keys, next_turns
 from moonserve.sim.served import Sample, Served, first_of_decode_us
 from moonserve.sim.setup import MODEL, UNTOLD, Breakdown, Setup

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from moonserve.core.actions import Spread
-from moonserve.core.placement import Decision
+from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.placement import Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 from moonserve.sim.call import Call
+from moonserve.sim.cpp import Relay
 from moonserve.sim.node import Node
-from moonserve.sim.relay import Relay
 from moonserve.sim.trace import Row
 
 

@@ -16,9 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.policies import Tuning
-from moonserve.core.profiles import PROFILES, Profile, profile_from_json, profile_of
 from moonserve.core.request import Slo
+from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.profiles import PROFILES, Profile, profile_from_json, profile_of
 from moonserve.core.units import Micros
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 
-from moonserve.core.batch import Chunk, Pass, PassResult
-from moonserve.core.cost import Cost, pass_sample
+from moonserve.core.engine.batch import Chunk, Pass, PassResult
 from moonserve.core.request import Sampling
+from moonserve.core.schedule.cost import Cost, pass_sample
 from moonserve.core.units import Micros, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.ports import Clock, EngineShape, Layers

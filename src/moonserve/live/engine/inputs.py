@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moonserve.core.batch import Chunk
+from moonserve.core.engine.batch import Chunk
 from moonserve.live.model.config import ModelConfig
 
 Ints = NDArray[np.int64]

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from moonserve.core.batch import Chunk, Pass, PassResult
+from moonserve.core.engine.batch import Chunk, Pass, PassResult
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Sampling
 from moonserve.core.units import Bytes, RequestId, Tokens

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.actions import Prefill, Refuse
-from moonserve.core.facts import BlocksRemoved, ClientGone
+from moonserve.core.schedule.actions import Prefill, Refuse
+from moonserve.core.schedule.facts import BlocksRemoved, ClientGone
 from moonserve.core.units import RequestId
-from moonserve.live.conductor import ConductorLoop
-from moonserve.live.fleet.feeds import POOL
-from moonserve.live.fleet.fleet import Fleet
-from moonserve.live.fleet.observed import Call
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.external.feeds import POOL
+from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.observed import Call
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
 

@@ -12,15 +12,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from moonserve.core.errors import ConfigError, NobodyAlive
-from moonserve.core.facts import BlocksRemoved, InstanceInfo
+from moonserve.core.schedule.facts import BlocksRemoved, InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, Tokens
-from moonserve.live.fleet.feeds import POOL
-from moonserve.live.fleet.member import Member
-from moonserve.live.fleet.observed import Part
+from moonserve.live.external.feeds import POOL
+from moonserve.live.external.member import Member
+from moonserve.live.external.observed import Part
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.remote import RemoteConductor
-from moonserve.live.gateway.text import TextTools
 from moonserve.live.http.client import HttpClient
+from moonserve.live.text.tools import TextTools
 
 log = logging.getLogger(__name__)
 

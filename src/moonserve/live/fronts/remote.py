@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from moonserve.core.actions import Refuse
 from moonserve.core.errors import NobodyAlive
-from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Request
+from moonserve.core.schedule.actions import Refuse
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.fronts import wire

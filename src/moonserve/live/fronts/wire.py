@@ -16,9 +16,9 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
-from moonserve.core.actions import Abort, Decode, GiveUp, Prefill, Refuse
-from moonserve.core.facts import InstanceInfo
 from moonserve.core.request import Counted, Request, Slo, Stopping
+from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import (
     BlockKey,
     Bytes,
@@ -28,8 +28,8 @@ from moonserve.core.units import (
     SegmentId,
     Tokens,
 )
-from moonserve.live.fleet.observed import Part
-from moonserve.live.fleet.spec import InstanceSpec
+from moonserve.live.external.observed import Part
+from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.counts import Family
 from moonserve.live.ports import Told
 

@@ -2,7 +2,7 @@
 
 Publisher has the sockets: a PUB that numbers batches from 0, and a ROUTER that replays the latest.
 SegmentEvents says what to publish: the blocks that lie in the worker's part of the pool, under
-vLLM's own names, so that who recomputes these recognises them. Made by live.worker.main where it
+vLLM's own names, so that who recomputes these recognises them. Made by live.process.worker where it
 is asked for. An engine of several data-parallel ranks has one of each per rank, at port + rank.
 
 What never happens here: waiting for a subscriber, more batches kept than the bound, an event about
@@ -21,9 +21,9 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from moonserve.core.enginehash import Algorithm, block_hash, event_hash, root_hash
 from moonserve.core.errors import ConfigError
-from moonserve.core.kvevents import EngineHash, KvEvent, Removed, Stored
+from moonserve.core.kv.events import EngineHash, KvEvent, Removed, Stored
+from moonserve.core.kv.vllm_hash import Algorithm, block_hash, event_hash, root_hash
 from moonserve.core.units import BlockKey, Tokens
 from moonserve.live.kvevents.wire import batch_frames, encode_batch, replay_answer, replay_since
 

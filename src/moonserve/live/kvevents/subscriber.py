@@ -1,7 +1,7 @@
 """EventFeed: follows the KV events of one engine rank and hands them on in order.
 
 Used by the gateway, one per rank of each engine that tells events. A SUB socket receives, a monitor
-tells of every new connection, and a DEALER fetches what is missing; core.kvorder decides. At the
+tells of every new connection, and a DEALER fetches what is missing; core.kv.order decides. At the
 start all that the engine still keeps is replayed, so that who comes late knows what is there.
 
 What never happens here: an unbounded queue, a wait without deadline but for what engines publish,
@@ -20,8 +20,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.kvevents import KvBatch
-from moonserve.core.kvorder import Order, Reset, Step
+from moonserve.core.kv.events import KvBatch
+from moonserve.core.kv.order import Order, Reset, Step
 from moonserve.live.kvevents.wire import BadFrame, read_live, read_replayed, replay_request
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.kvevents import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
 from moonserve.live.http.message import UNREADABLE
 
 END_SEQ = (1 << 64) - 1

@@ -22,7 +22,7 @@ from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.registry.address import Address
 from moonserve.live.registry.claims import Candidate, Entry
 from moonserve.live.registry.history import History, Read
-from moonserve.live.restarting import keep_doing
+from moonserve.live.tasks import keep_doing
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

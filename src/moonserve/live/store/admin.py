@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.master import Master
-from moonserve.core.pool import Found, Key, SegmentStats
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import Found, Key, SegmentStats
 
 _MAX_LISTED = 1_000
 

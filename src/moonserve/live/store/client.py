@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError, StoreError
-from moonserve.core.pool import (
+from moonserve.core.store.words import (
     Address,
     Exists,
     Found,

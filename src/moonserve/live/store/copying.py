@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from moonserve.core.pool import Address, Found, Replica, Ticket
+from moonserve.core.store.words import Address, Found, Replica, Ticket
 from moonserve.core.units import Bytes, SegmentId
 from moonserve.live.store.link import Link, to_the_end
 from moonserve.live.store.settings import StoreSettings

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from moonserve.core.errors import MoonserveError, Recovering, StoreError
-from moonserve.core.owner import Diary
-from moonserve.core.pool import Address, Terms
+from moonserve.core.store.memory import Diary
+from moonserve.core.store.words import Address, Terms
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId, seconds_to_us
 from moonserve.live.store import wire
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError, StoreError
-from moonserve.core.pool import Found, Full, Key, Outcome, OverQuota, PutOptions, TooLarge
+from moonserve.core.store.words import Found, Full, Key, Outcome, OverQuota, PutOptions, TooLarge
 from moonserve.core.units import LeaseId
 from moonserve.live.store import wire
 from moonserve.live.store.client import StoreClient

@@ -1,7 +1,7 @@
 """A segment's owner: its memory, the server peers reach it by, its beats, and copies made to it.
 
 For live.store.client, one per segment. The catalogue of what lies here, and which copies are to be
-made, is core.owner's; this brings it to the master and back, and moves the bytes.
+made, is core.store.memory's; this brings it to the master and back, and moves the bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 import xxhash
 
 from moonserve.core.errors import ConfigError, StoreError
-from moonserve.core.owner import Catalogue, Tasks
-from moonserve.core.pool import Change, Copy, Gone, Held, Holder, Medium, Mount, Orders
+from moonserve.core.store.memory import Catalogue, Tasks
+from moonserve.core.store.words import Change, Copy, Gone, Held, Holder, Medium, Mount, Orders
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.link import FAILURES, Link, now_us, text

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import BadRequest, Recovering, UnknownSegment
-from moonserve.core.master import Master
-from moonserve.core.pool import Address, Found, Ticket
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import Address, Found, Ticket
 from moonserve.core.units import Micros, SegmentId
 from moonserve.live.store import wire
 

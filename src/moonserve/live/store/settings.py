@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.pool import Card, PutOptions
+from moonserve.core.store.words import Card, PutOptions
 from moonserve.core.units import Bytes, SegmentId
 
 WILDCARD: Final = ("0.0.0.0", "::")

@@ -12,9 +12,9 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from moonserve.core import pool
-from moonserve.core.facts import BlocksCleared, BlocksRemoved, BlocksStored
-from moonserve.core.pool import (
+from moonserve.core.schedule.facts import BlocksCleared, BlocksRemoved, BlocksStored
+from moonserve.core.store import words
+from moonserve.core.store.words import (
     Address,
     Change,
     Claim,
@@ -33,7 +33,7 @@ MAX_KEY_BYTES: Bytes = 256
 MAX_OBJECT_BYTES: Bytes = 1 << 30
 MAX_REPLICAS = 8
 
-Key: TypeAlias = Annotated[pool.Key, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+Key: TypeAlias = Annotated[words.Key, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Size: TypeAlias = Annotated[Bytes, msgspec.Meta(gt=0, le=MAX_OBJECT_BYTES)]
 Name: TypeAlias = Annotated[LeaseId, msgspec.Meta(min_length=1, max_length=256)]
 Segment: TypeAlias = Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=256)]
@@ -59,7 +59,7 @@ class Mounted(msgspec.Struct, frozen=True, array_like=True):
 
     accepted: bool
     terms: Terms
-    holder: pool.Holder | None = None
+    holder: words.Holder | None = None
 
 
 class SegmentCall(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +77,7 @@ class BeatCall(msgspec.Struct, frozen=True, array_like=True):
 
     segment: Segment
     epoch: int
-    seen: pool.Seen = pool.UNSEEN
+    seen: words.Seen = words.UNSEEN
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
 
 
@@ -130,7 +130,7 @@ class PutStartCall(msgspec.Struct, frozen=True, array_like=True):
     items: Annotated[Sequence[tuple[Key, Size]], _BATCH]
     lease: Name | None
     parent: Key | None = None
-    options: pool.PutOptions = pool.PutOptions()
+    options: words.PutOptions = words.PutOptions()
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from moonserve.core.lanes import Run
+from moonserve.core.transfer.lanes import Run
 from moonserve.core.units import Bytes
 from moonserve.live.transfer.ports import Op, Slice
 
@@ -31,7 +31,7 @@ class Lost(NamedTuple):
     start: Bytes
     stop: Bytes
     why: str
-    """A core.lanes.Loss, or "unknown": no such segment is registered."""
+    """A core.transfer.lanes.Loss, or "unknown": no such segment is registered."""
 
 
 class Batch:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from moonserve.core.lanes import SPARE
-from moonserve.core.pool import Address, Card
+from moonserve.core.store.words import Address, Card
+from moonserve.core.transfer.lanes import SPARE
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport
 from moonserve.live.transfer.mooncake import MooncakeTransport

@@ -1,7 +1,7 @@
 """The Transfer Engine: batches of reads and writes between our memory and named segments.
 
-A batch is cut into slices; core.lanes says which slice goes over which lane, and threads carry
-them. Called from any thread, and never from an event loop except for what `is_near` says is a
+A batch is cut into slices; core.transfer.lanes says which slice goes over which lane, and threads
+carry them. Called from any thread, and never from an event loop except for what `is_near` says is a
 plain copy. A lost peer is no error: a batch ends with the slices that did not arrive. What arrived
 may be stale or torn; callers verify checksums.
 
@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from moonserve.core.errors import DeadlineExceeded, MoonserveError, TransferFailed
-from moonserve.core.lanes import Fault
+from moonserve.core.transfer.lanes import Fault
 from moonserve.core.units import MICROS_PER_SECOND, Bytes, Micros
 from moonserve.live.transfer.batch import Batch, Group, Lost, Request, Task
+from moonserve.live.transfer.in_flight import Room
 from moonserve.live.transfer.memory import MemoryLink
 from moonserve.live.transfer.peer import EngineSettings, LaneStats, Peer
 from moonserve.live.transfer.ports import Link, Op, Path, Slice, Transport, parse_location
-from moonserve.live.transfer.room import Room
 
 log = logging.getLogger(__name__)
 

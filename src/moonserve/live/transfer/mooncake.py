@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moonserve.core.errors import ConfigError, DeadlineExceeded, TransferFailed
-from moonserve.core.pool import Address
+from moonserve.core.store.words import Address
 from moonserve.core.units import Bytes
 from moonserve.live.store.mooncake_master import require
 from moonserve.live.transfer.ports import Op, Path, Slice

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from moonserve.core.lanes import LaneCounters, Lanes, LaneTerms
+from moonserve.core.transfer.lanes import LaneCounters, Lanes, LaneTerms
 from moonserve.core.units import Bytes
 from moonserve.live.transfer.batch import Task
 from moonserve.live.transfer.memory import MemoryLink

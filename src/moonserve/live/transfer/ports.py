@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.pool import Address
+from moonserve.core.store.words import Address
 from moonserve.core.units import Bytes
 
 Op: TypeAlias = Literal["read", "write"]

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 
 from moonserve.core.errors import MoonserveError, TransferFailed
-from moonserve.core.pool import Address
+from moonserve.core.store.words import Address
 from moonserve.live.transfer import frames
 from moonserve.live.transfer.region import IDENTITY_BYTES, Region
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from moonserve.core.errors import DeadlineExceeded, TransferFailed
-from moonserve.core.pool import Address
+from moonserve.core.store.words import Address
 from moonserve.core.units import Bytes
 from moonserve.live.transfer import frames
 from moonserve.live.transfer.ports import Op, Path, Slice

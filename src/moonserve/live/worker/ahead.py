@@ -15,7 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from moonserve.core.blocks import BlockPool
+from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.worker.job import Ahead
 from moonserve.live.worker.kv import WorkerKV

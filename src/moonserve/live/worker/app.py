@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
-from moonserve.core.facts import InstanceInfo
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.client import HttpClient

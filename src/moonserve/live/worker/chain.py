@@ -1,4 +1,4 @@
-"""Parts of long prompts: chunked pipeline parallelism, in the form of core.pipeline.
+"""Parts of long prompts: chunked pipeline parallelism, in the form of core.schedule.pipeline.
 
     worker before --frames--> Chain: what is here of each layer --frames--> worker after
                                 ^                    |
@@ -28,8 +28,8 @@ from typing import TypeAlias
 
 import xxhash
 
-from moonserve.core.batch import Chunk, Pass
-from moonserve.core.blocks import BlockPool
+from moonserve.core.engine.batch import Chunk, Pass
+from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import (
     BadRequest,
     DeadlineExceeded,

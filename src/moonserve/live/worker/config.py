@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from moonserve.core.facts import Role
-from moonserve.core.pool import Card
+from moonserve.core.schedule.facts import Role
+from moonserve.core.store.words import Card
 from moonserve.core.units import Bytes, Tokens
 from moonserve.live.store.settings import MooncakeProtocol, TransportName
 from moonserve.live.worker.job import DecodeKV

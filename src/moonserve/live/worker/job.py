@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.prefix import chain_keys, tail_key
+from moonserve.core.kv.keys import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from moonserve.core.batch import Chunk
-from moonserve.core.blocks import BlockPool
+from moonserve.core.engine.batch import Chunk
+from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import MoonserveError
-from moonserve.core.facts import TransferSample
-from moonserve.core.prefix import chain_keys
+from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import finish_of
+from moonserve.core.schedule.facts import TransferSample
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens
 from moonserve.live.ports import Clock, Engine, Found, KVStore
 from moonserve.live.worker.job import Ahead, DecodeKV, Job, KVDeadlines, Live, Stage

@@ -12,10 +12,10 @@ import logging
 from collections import deque
 from typing import TypeVar
 
-from moonserve.core.batch import Pass, PassResult
-from moonserve.core.cost import pass_sample
+from moonserve.core.engine.batch import Pass, PassResult
 from moonserve.core.errors import EngineFailed, MoonserveError
-from moonserve.core.facts import PassSample
+from moonserve.core.schedule.cost import pass_sample
+from moonserve.core.schedule.facts import PassSample
 from moonserve.core.units import Micros
 from moonserve.live.ports import Engine, Layers
 

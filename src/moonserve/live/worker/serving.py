@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any
 
-from moonserve.core.batch import Batch, Pass, PassResult, Progress
-from moonserve.core.blocks import BlockPool
+from moonserve.core.engine.batch import Batch, Pass, PassResult, Progress
+from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError, Overloaded
-from moonserve.core.facts import InstanceLoad, PassSample
-from moonserve.core.prefix import Namespace
+from moonserve.core.kv.keys import Namespace
 from moonserve.core.request import finish_of
+from moonserve.core.schedule.facts import InstanceLoad, PassSample
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.ports import Clock, Engine, KVStore
 from moonserve.live.worker.ahead import Puller

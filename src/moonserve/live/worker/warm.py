@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moonserve.core.batch import Chunk, Pass
-from moonserve.core.cost import pass_sample
-from moonserve.core.facts import PassSample, Role
+from moonserve.core.engine.batch import Chunk, Pass
 from moonserve.core.request import Sampling
+from moonserve.core.schedule.cost import pass_sample
+from moonserve.core.schedule.facts import PassSample, Role
 from moonserve.core.units import Micros, RequestId, Tokens
 from moonserve.live.ports import Engine, EngineShape
 

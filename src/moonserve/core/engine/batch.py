@@ -1,0 +1,382 @@
+"""The engine's pass: which tokens of which request run next.
+
+No prefill phase and no decode phase: every request has known tokens and computed tokens, and each
+pass lets computed catch up (vLLM v1's view). `plan` decides, an Engine runs, `apply` accounts.
+Called by the worker's serving loop and the simulator; computes nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from moonserve.core.engine.blocks import BlockPool
+from moonserve.core.errors import BadRequest
+from moonserve.core.request import Counted, Finish, Sampling, Stopping, finish_of
+from moonserve.core.units import Micros, RequestId, Tokens
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Some tokens of one request to run in one pass.
+
+    tokens[i] stands at sequence position start + i; its KV goes to slot (start + i) % block_size of
+    block blocks[(start + i) // block_size]. `blocks` covers positions 0 .. start+len(tokens)-1.
+    With `sampling`, the token at position start+len(tokens) is sampled from the last logits.
+    """
+
+    request: RequestId
+    tokens: Sequence[int]
+    start: int
+    blocks: tuple[int, ...]
+    sampling: Sampling | None = None
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """One engine pass: chunks of different requests, no request twice."""
+
+    chunks: tuple[Chunk, ...]
+
+
+class PassResult(msgspec.Struct, frozen=True):
+    """What a pass gave: the sampled token of each chunk that asked for one, and the time taken."""
+
+    sampled: dict[RequestId, int]
+    elapsed_us: Micros
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What one pass did for one request: tokens [computed_before, computed_after) now have KV."""
+
+    request: RequestId
+    token: int | None
+    """The new token, when computed caught up with known."""
+    computed_before: Tokens
+    computed_after: Tokens
+    finish: Finish | None = None
+    """Set with the last token; the request has left the batch and its blocks are let go."""
+
+
+class _Seq:
+    """One request inside the batch."""
+
+    __slots__ = (
+        "blocks", "cancelled", "computed", "id", "in_pass", "known", "prompt_len", "sampling",
+        "stopping",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: RequestId,
+        known: Sequence[int] | Counted,
+        prompt_len: Tokens,
+        sampling: Sampling,
+        stopping: Stopping,
+    ) -> None:
+        self.id = id
+        self.known: Any = known[:] if isinstance(known, Counted) else list(known)
+        self.prompt_len = prompt_len
+        self.computed: Tokens = 0
+        self.blocks: list[int] = []
+        self.sampling = sampling
+        self.stopping = stopping
+        self.in_pass = False
+        self.cancelled = False
+
+
+class Batch:
+    """Continuous batching over a block pool; one pass in flight at most.
+
+    Requests keep their order of arrival: `running` first, then `waiting`. When blocks run out, the
+    newest request gives up its own and is recomputed later from its known tokens, so the oldest
+    always goes on: every request that was let in ends.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: Tokens,
+        chunk_tokens: Tokens,
+        max_seqs: int,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        assert min(block_size, chunk_tokens, max_seqs) > 0
+        self.pool = pool
+        self.block_size = block_size
+        self.chunk_tokens = chunk_tokens
+        self.max_seqs = max_seqs
+        self.preemptions = 0
+        self._eos = tuple(eos_token_ids)
+        self._running: list[_Seq] = []
+        self._waiting: deque[_Seq] = deque()
+        self._by_id: dict[RequestId, _Seq] = {}
+        self._in_flight: Pass | None = None
+        self._spent: Tokens = 0  # of chunk_tokens, while a pass is planned
+
+    @property
+    def running(self) -> int:
+        """How many requests take part in passes."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a place or for blocks."""
+        return len(self._waiting)
+
+    def blocks_for(self, tokens: Tokens) -> int:
+        """How many blocks `tokens` tokens fill."""
+        return -(-tokens // self.block_size)
+
+    def demand(self) -> int:
+        """How many more blocks the known tokens of all requests need."""
+        return sum(
+            max(0, self.blocks_for(len(seq.known)) - len(seq.blocks))
+            for seq in chain(self._running, self._waiting)
+        )
+
+    def has_room(
+        self, known: Tokens, entering: int, promised: int, most_seqs: int | None = None
+    ) -> bool:
+        """Whether a prompt of `known` tokens fits beside what those before it still need.
+
+        entering: requests whose KV is being loaded, and who will take `promised` more blocks. Alone
+        a request always may come. most_seqs: how many there may be; max_seqs, if not given.
+        """
+        before = self.running + self.waiting + entering
+        if before == 0:
+            return True
+        if before >= (self.max_seqs if most_seqs is None else most_seqs):
+            return False
+        return self.blocks_for(known) <= self.pool.free_count - self.demand() - promised
+
+    def check_fits(self, prompt_len: Tokens, max_tokens: Tokens) -> None:
+        """Raise BadRequest if such a request could not run even alone in the pool."""
+        need = self.blocks_for(prompt_len + max_tokens - 1)  # the last token needs no KV
+        if need > self.pool.num_blocks:
+            room = self.pool.num_blocks * self.block_size
+            raise BadRequest(
+                f"prompt ({prompt_len} tokens) and max_tokens ({max_tokens}) need {need} KV blocks,"
+                f" the pool has {self.pool.num_blocks} ({room} tokens); shorten either",
+                param="prompt" if prompt_len > room else "max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def add(
+        self,
+        request: RequestId,
+        known: Sequence[int] | Counted,
+        *,
+        prompt_len: Tokens,
+        computed: Tokens = 0,
+        blocks: Sequence[int] = (),
+        sampling: Sampling,
+        stopping: Stopping,
+    ) -> None:
+        """Let a request in, last in the queue.
+
+        known: the prompt and any tokens generated elsewhere, at least one more than `computed`.
+        blocks: allocated from this pool, given over to the batch, holding the KV of the first
+        `computed` tokens. Raises BadRequest, taking nothing, if it could never fit the pool.
+        """
+        assert request not in self._by_id, f"{request} is in the batch already"
+        assert 0 < prompt_len <= len(known)
+        assert 0 <= computed < len(known)
+        assert len(blocks) >= self.blocks_for(computed)
+        self.check_fits(prompt_len, stopping.max_tokens)
+        seq = _Seq(request, known, prompt_len, sampling, stopping)
+        seq.computed = computed
+        seq.blocks.extend(blocks)
+        self._by_id[request] = seq
+        self._waiting.append(seq)
+
+    def cancel(self, request: RequestId) -> bool:
+        """Drop a request; its blocks stay held while a pass in flight writes them.
+
+        False if it is not here: it ended, or never came.
+        """
+        seq = self._by_id.get(request)
+        if seq is None or seq.cancelled:
+            return False
+        if seq.in_pass:
+            seq.cancelled = True
+        else:
+            self._drop(seq)
+        return True
+
+    def held(self, request: RequestId) -> tuple[Tokens, Sequence[int]] | None:
+        """How many of its tokens have KV, and in which blocks; None: it is not here."""
+        seq = self._by_id.get(request)
+        return None if seq is None else (seq.computed, tuple(seq.blocks))
+
+    def plan(self) -> Pass | None:
+        """The next pass, or None if nothing can run now.
+
+        Decodes first, then the prompts under way, then new ones in order of arrival, together at
+        most chunk_tokens tokens. Ends with `apply` or `abandon` before the next `plan`.
+        """
+        assert self._in_flight is None, "one pass at a time"
+        preemptions = self.preemptions
+        self._spent = 0
+        planned: dict[RequestId, Tokens] = {}
+        decodes = [seq for seq in self._running if len(seq.known) - seq.computed == 1]
+        prompts = [seq for seq in self._running if len(seq.known) - seq.computed > 1]
+        for seq in chain(decodes, prompts):
+            if seq.blocks:  # else it was preempted by one before it, just now
+                self._schedule(seq, planned)
+        # Who was preempted in this plan must not come back in it: it would take what it gave.
+        while self._waiting and self.preemptions == preemptions:
+            if len(self._running) >= self.max_seqs or not self._schedule(self._waiting[0], planned):
+                break
+            self._running.append(self._waiting.popleft())
+        if not planned:
+            return None
+        self._in_flight = Pass(tuple(self._chunk(self._by_id[id], n) for id, n in planned.items()))
+        return self._in_flight
+
+    def apply(self, work: Pass, result: PassResult) -> list[Progress]:
+        """Account for a pass that ran: one Progress per chunk whose request is still wanted."""
+        progress: list[Progress] = []
+        for seq, chunk in self._land(work):
+            before = seq.computed
+            seq.computed += len(chunk.tokens)
+            token = finish = None
+            if chunk.sampling is not None:
+                token = result.sampled[seq.id]
+                seq.known.extend((token,))
+                generated = len(seq.known) - seq.prompt_len
+                finish = finish_of(token, generated, seq.stopping, self._eos)
+            progress.append(Progress(seq.id, token, before, seq.computed, finish))
+            if finish is not None:
+                self._drop(seq)
+        return progress
+
+    def abandon(self, work: Pass) -> list[RequestId]:
+        """Drop every request of a pass that failed; the ids of those still wanted."""
+        failed = [seq for seq, _ in self._land(work)]
+        for seq in failed:
+            self._drop(seq)
+        return [seq.id for seq in failed]
+
+    @property
+    def context(self) -> Tokens:
+        """Known tokens of all that run."""
+        return sum(len(seq.known) for seq in self._running)
+
+    def members(self) -> list[RequestId]:
+        """Who runs, in order of arrival."""
+        return [seq.id for seq in self._running]
+
+    def steady(self) -> int:
+        """How many passes from now on are alike, so that `skip` may take them at once.
+
+        In each of them every running request decodes one token, and none ends. Nobody may join
+        meanwhile: a driver that has somebody to add skips as many as went by, and adds then.
+        """
+        assert self._in_flight is None, "one pass at a time"
+        running = self._running
+        if not running or len(running) > self.chunk_tokens:
+            return 0
+        if self._waiting and len(running) < self.max_seqs:
+            return 0
+        if any(len(seq.known) - seq.computed != 1 for seq in running):
+            return 0
+        left = [seq.stopping.max_tokens - len(seq.known) + seq.prompt_len for seq in running]
+        passes = min(left) - 1
+        while passes > 0 and self._new_blocks(passes) > self.pool.free_count:
+            passes //= 2
+        return max(0, passes)
+
+    def skip(self, passes: int) -> None:
+        """Account for that many steady passes; their tokens are counted, not known."""
+        more = Counted(passes)
+        for seq in self._running:
+            taken = self.pool.allocate(self._grown(seq, passes))
+            assert taken is not None
+            seq.blocks.extend(taken)
+            seq.computed += passes
+            seq.known.extend(more)
+
+    def _grown(self, seq: _Seq, passes: int) -> int:
+        return max(0, self.blocks_for(seq.computed + passes) - len(seq.blocks))
+
+    def _new_blocks(self, passes: int) -> int:
+        return sum(self._grown(seq, passes) for seq in self._running)
+
+    def _land(self, work: Pass) -> list[tuple[_Seq, Chunk]]:
+        """End the pass in flight; drops what was cancelled meanwhile and gives the others."""
+        assert work is self._in_flight, "not the pass in flight"
+        self._in_flight = None
+        wanted: list[tuple[_Seq, Chunk]] = []
+        for chunk in work.chunks:
+            seq = self._by_id[chunk.request]
+            seq.in_pass = False
+            if seq.cancelled:
+                self._drop(seq)
+            else:
+                wanted.append((seq, chunk))
+        return wanted
+
+    def _schedule(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> bool:
+        """Plan as many tokens of `seq` as the budget allows, if blocks for them can be had."""
+        count = min(self.chunk_tokens - self._spent, len(seq.known) - seq.computed)
+        if count == 0 or not self._cover(seq, seq.computed + count, planned):
+            return False
+        planned[seq.id] = count
+        self._spent += count
+        return True
+
+    def _cover(self, seq: _Seq, tokens: Tokens, planned: dict[RequestId, Tokens]) -> bool:
+        """Give `seq` blocks for its first `tokens` tokens, taking from newer requests if need be.
+
+        False if even that is not enough now: others outside the batch hold the rest.
+        """
+        need = max(0, self.blocks_for(tokens) - len(seq.blocks))
+        if need == 0:
+            return True
+        while self.pool.free_count < need:
+            victim = self._newest_holder_behind(seq)
+            if victim is None:
+                return False
+            self._preempt(victim, planned)
+        seq.blocks.extend(self.pool.allocate(need) or ())
+        return True
+
+    def _newest_holder_behind(self, seq: _Seq) -> _Seq | None:
+        """The last request in the order of arrival that holds blocks, if it came after `seq`."""
+        for other in chain(reversed(self._waiting), reversed(self._running)):
+            if other is seq:
+                return None
+            if other.blocks:
+                return other
+        return None
+
+    def _preempt(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> None:
+        """Take all blocks of `seq`: it will be computed again from its known tokens."""
+        self.preemptions += 1
+        self._spent -= planned.pop(seq.id, 0)
+        self.pool.free(seq.blocks)
+        seq.blocks.clear()
+        seq.computed = 0
+        if self._running and self._running[-1] is seq:
+            self._waiting.appendleft(self._running.pop())
+
+    def _chunk(self, seq: _Seq, count: Tokens) -> Chunk:
+        end = seq.computed + count
+        seq.in_pass = True
+        tokens = seq.known[seq.computed : end]
+        return Chunk(
+            request=seq.id,
+            tokens=tuple(tokens) if isinstance(tokens, list) else tokens,
+            start=seq.computed,
+            blocks=tuple(seq.blocks[: self.blocks_for(end)]),
+            sampling=seq.sampling if end == len(seq.known) else None,
+        )
+
+    def _drop(self, seq: _Seq) -> None:
+        del self._by_id[seq.id]
+        (self._running if seq in self._running else self._waiting).remove(seq)
+        self.pool.free(seq.blocks)

@@ -1,0 +1,380 @@
+"""PrefixIndex: who holds which prefix, on which tier; and Match, its answer.
+
+Fed by the Conductor with what stores and engines report, read by placement; it never asks anybody.
+
+A piece is a run of blocks, one after another in a chain, that the same holders hold in the same
+way; the index maps each key to its piece. Whatever is told of a part of a piece splits it, and
+neighbours that have become alike are joined again. So a look-up goes from piece to piece, not from
+block to block, and is exact whatever holes a holder has.
+
+What never happens here: a claim for a holder that was not told of it; an order that depends on
+hashes (keys may be any hashable); a key, bit or count that outlives the last thing it stood for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from itertools import compress
+from typing import Literal, TypeAlias
+
+from moonserve.core.kv.pieces import Holder, Piece, parting, span
+from moonserve.core.units import SegmentId
+
+Tier: TypeAlias = Literal["device", "dram", "disk"]
+"""G1, G2 and G3 of KV events: the engine's own pool, host memory, local disk."""
+
+_FIELD = (1 << 20) - 1
+_ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
+"""One copy on a tier. A holder's count is the sum over tiers, 20 bits each: nobody has room for a
+million copies of one block."""
+_MAX_GONE = 4_096
+_FEW = 6
+_BITS = bytes.maketrans(b"01", b"\0\1")
+
+
+class Match:
+    """How much of one chain is held where, in leading contiguous blocks.
+
+    A snapshot: later changes of the index do not show. Not to be changed.
+    """
+
+    __slots__ = ("_by_holder", "_ended", "_names", "pool")
+
+    def __init__(
+        self,
+        pool: int,
+        by_holder: dict[SegmentId, int] | None = None,
+        ended: Sequence[tuple[int, int]] = (),
+        names: Sequence[SegmentId] = (),
+    ) -> None:
+        self.pool = pool
+        """The run that readers can load block by block, whoever holds each."""
+        self._by_holder = by_holder
+        self._ended = ended  # (length, mask of the holders whose run it is)
+        self._names = names  # by bit
+
+    @property
+    def by_holder(self) -> dict[SegmentId, int]:
+        """The run each holder has on its own; holders of nothing are absent.
+
+        Made when first asked for: shortest runs first, then by the holders' bits.
+        """
+        if self._by_holder is None:
+            self._by_holder = {}
+            for length, mask in self._ended:
+                _spread(self._by_holder, mask, length, self._names)
+        return self._by_holder
+
+
+def _spread(runs: dict[SegmentId, int], mask: int, length: int, names: Sequence[SegmentId]) -> None:
+    """Set `length` for every name whose bit is in `mask`."""
+    if mask.bit_count() > _FEW:
+        chosen = f"{mask:b}"[::-1].encode().translate(_BITS)
+        runs.update(dict.fromkeys(compress(names, chosen), length))
+        return
+    while mask:
+        low = mask & -mask
+        runs[names[low.bit_length() - 1]] = length
+        mask ^= low
+
+
+class PrefixIndex:
+    """See the module. Exact for what it was told, in whatever order.
+
+    A key fixes what comes before it (keys are chained hashes): events tell pieces of chains, and
+    `match` is asked with chains. A holder may store a key several times, and holds it until it was
+    removed as often, on each tier for itself. Facts of an older epoch of a holder than the newest
+    known are late, and ignored; a newer epoch drops all that the older one held.
+
+    Bounds: `max_entries` (key, holder) pairs; what comes beyond is refused and counted, so the
+    index then knows too little, never too much. Epochs of the last 4,096 holders gone.
+    """
+
+    def __init__(self, max_entries: int = 10_000_000) -> None:
+        self.max_entries = max_entries
+        self.entries = 0
+        """(key, holder) pairs now."""
+        self.refused = 0
+        """Blocks not taken, since the index was full."""
+        self.late = 0
+        """Blocks of facts ignored, since their epoch was over."""
+        self._where: dict[Hashable, Piece] = {}
+        self._holders: dict[SegmentId, Holder] = {}
+        self._free: list[int] = []
+        self._names: tuple[SegmentId, ...] = ()
+        """By bit; a name stays after its holder went, until the bit is given anew."""
+        self._gone: OrderedDict[SegmentId, int] = OrderedDict()
+        """Holder without entries -> the oldest epoch it may come back with."""
+
+    def __len__(self) -> int:
+        """How many different keys are held."""
+        return len(self._where)
+
+    def stored(
+        self,
+        holder: SegmentId,
+        keys: Sequence[Hashable],
+        parent: Hashable | None,
+        tier: Tier = "dram",
+        epoch: int = 0,
+    ) -> None:
+        """`holder` now has `keys`, a piece of a chain, complete and readable.
+
+        `parent` is the key before keys[0], held or not; None where keys[0] heads a chain.
+        """
+        if self._is_late(holder, epoch, len(keys)) or not keys:
+            return
+        it = self._holders.get(holder) or self._add(holder, epoch)
+        keys, at, one = list(keys), 0, _ONE[tier]
+        while at < len(keys):
+            piece = self._where.get(keys[at])
+            known = piece is not None and it in piece.counts
+            room = len(keys) if known else self.max_entries - self.entries
+            if not room:
+                self.refused += 1
+                at += 1
+                continue
+            if piece is None:
+                piece = self._new(keys[at : at + room], parent if at == 0 else keys[at - 1])
+            else:
+                ahead = keys[at : at + min(room, len(piece.keys))]
+                piece = self._cut(piece, *span(piece.keys, ahead))
+            at += len(piece.keys)
+            if known:
+                piece.counts[it] += one
+            else:
+                piece.counts[it] = one
+                piece.mask |= it.bit
+                it.pieces[piece] = None
+                self.entries += len(piece.keys)
+            self._join(piece)
+        if not it.pieces:
+            self._forget(it, epoch)
+
+    def removed(
+        self, holder: SegmentId, keys: Sequence[Hashable], tier: Tier = "dram", epoch: int = 0
+    ) -> None:
+        """`holder` has one copy less of each of `keys` on `tier`; what it never had is ignored."""
+        late = self._is_late(holder, epoch, len(keys))
+        it = self._holders.get(holder)
+        if late or it is None:
+            return
+        keys, at, one = list(keys), 0, _ONE[tier]
+        while at < len(keys):
+            piece = self._where.get(keys[at])
+            count = 0 if piece is None else piece.counts.get(it, 0)
+            if piece is None or not count // one & _FIELD:
+                at += 1
+                continue
+            start, stop = span(piece.keys, keys[at : at + len(piece.keys)])
+            at += stop - start
+            if count == one and len(piece.counts) == 1 and start > 0 and stop == len(piece.keys):
+                self._shorten(piece, start)
+                continue
+            piece = self._cut(piece, start, stop)
+            if count == one:
+                self._lose(it, piece)
+            else:
+                piece.counts[it] = count - one
+            if piece.mask:
+                self._join(piece)
+        if not it.pieces:
+            self._forget(it, epoch)
+
+    def cleared(self, holder: SegmentId, tier: Tier = "dram", epoch: int = 0) -> None:
+        """`holder` emptied that tier: every copy on it is gone at once."""
+        late = self._is_late(holder, epoch, 1)
+        it = self._holders.get(holder)
+        if late or it is None:
+            return
+        others = ~(_ONE[tier] * _FIELD)
+        for piece in list(it.pieces):
+            piece.counts[it] &= others
+            if not piece.counts[it]:
+                self._lose(it, piece)
+        if not it.pieces:
+            self._forget(it, epoch)
+
+    def dropped(self, holder: SegmentId, epoch: int) -> None:
+        """`holder` is gone, or restarted: all it held up to `epoch` goes, at once and for good."""
+        it = self._holders.get(holder)
+        if it is None:
+            self._remember(holder, max(epoch + 1, self._gone.get(holder, 0)))
+        elif epoch >= it.epoch:
+            self._drop(it, epoch + 1)
+
+    def tiers(self, key: Hashable, holder: SegmentId) -> tuple[Tier, ...]:
+        """The tiers on which `holder` has `key`, fastest first."""
+        it, piece = self._holders.get(holder), self._where.get(key)
+        count = 0 if it is None or piece is None else piece.counts.get(it, 0)
+        return tuple(tier for tier, one in _ONE.items() if count // one & _FIELD)
+
+    def inventory(
+        self, holder: SegmentId
+    ) -> list[tuple[tuple[Hashable, ...], Hashable | None, Tier, int]]:
+        """All that a holder has, as (keys, parent, tier, epoch), for an index that is to be alike.
+
+        Told to `stored` in any order; a block that it stored several times comes as often.
+        """
+        it = self._holders.get(holder)
+        if it is None:
+            return []
+        return [
+            (tuple(piece.keys), piece.parent, tier, it.epoch)
+            for piece in it.pieces
+            for tier, one in _ONE.items()
+            for _ in range(piece.counts[it] // one & _FIELD)
+        ]
+
+    def match(self, keys: Sequence[Hashable]) -> Match:
+        """The longest leading run of the chain `keys`, in the pool and in each holder.
+
+        O(pieces on the way) look-ups.
+        """
+        get, end, at, mask = self._where.get, len(keys), 0, -1
+        ended: list[tuple[int, int]] = []
+        while at < end:
+            piece = get(keys[at])
+            if piece is None:
+                break
+            here = mask & piece.mask
+            if here != mask:
+                if at and mask:
+                    ended.append((at, mask ^ here))
+                mask = here
+            own = piece.keys
+            stop = at + len(own)
+            if stop <= end and keys[stop - 1] == own[-1]:
+                at = stop
+            else:
+                start = own.index(keys[at])
+                at += parting(own, start, keys, at, len(own) - start)
+        if at and mask:
+            ended.append((at, mask))
+        return Match(at, None, ended, self._names)
+
+    # Holders
+
+    def _is_late(self, name: SegmentId, epoch: int, blocks: int) -> bool:
+        """Whether a fact of `epoch` comes too late; a newer epoch drops what an older one held."""
+        it = self._holders.get(name)
+        newest = self._gone.get(name, 0) if it is None else it.epoch
+        if epoch < newest:
+            self.late += blocks
+        elif epoch > newest and it is None:
+            self._remember(name, epoch)
+        elif epoch > newest and it is not None:
+            self._drop(it, epoch)
+        return epoch < newest
+
+    def _add(self, name: SegmentId, epoch: int) -> Holder:
+        """A holder with a bit of its own, and no entries yet."""
+        at = self._free.pop() if self._free else len(self._names)
+        self._names = (*self._names[:at], name, *self._names[at + 1 :])
+        it = self._holders[name] = Holder(name, epoch, 1 << at)
+        self._gone.pop(name, None)
+        return it
+
+    def _forget(self, it: Holder, oldest_epoch: int) -> None:
+        """It holds nothing any more: its bit may name another from now on."""
+        del self._holders[it.name]
+        self._free.append(it.bit.bit_length() - 1)
+        self._remember(it.name, oldest_epoch)
+
+    def _remember(self, name: SegmentId, oldest_epoch: int) -> None:
+        self._gone[name] = oldest_epoch
+        self._gone.move_to_end(name)
+        if len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
+
+    def _drop(self, it: Holder, oldest_epoch: int) -> None:
+        """All that a holder has goes."""
+        for piece in list(it.pieces):
+            self._lose(it, piece)
+        self._forget(it, oldest_epoch)
+
+    # Pieces
+
+    def _new(self, keys: list[Hashable], parent: Hashable | None) -> Piece:
+        """A piece of the leading ones of `keys` that nobody holds, of which keys[0] is one."""
+        if not self._where.keys().isdisjoint(keys):
+            keys = keys[: next(i for i, key in enumerate(keys) if key in self._where)]
+        piece = Piece(keys, parent, 0, {})
+        fresh = dict.fromkeys(keys, piece)
+        if len(fresh) < len(keys):  # no chain, but no reason to go astray
+            piece.keys = list(fresh)[:1]
+            fresh = {piece.keys[0]: piece}
+        self._where.update(fresh)
+        before = self._where.get(parent)
+        if before is not None:
+            before.next = keys[0]
+        return piece
+
+    def _cut(self, piece: Piece, start: int, stop: int) -> Piece:
+        """A part of a piece as a piece of its own."""
+        if stop < len(piece.keys):
+            piece, _ = self._split(piece, stop)
+        if start:
+            _, piece = self._split(piece, start)
+        return piece
+
+    def _split(self, piece: Piece, at: int) -> tuple[Piece, Piece]:
+        """Two of one; the larger one stays what it is."""
+        head, tail = piece.keys[:at], piece.keys[at:]
+        if len(head) < len(tail):
+            new = Piece(head, piece.parent, piece.mask, dict(piece.counts))
+            piece.keys, piece.parent, new.next = tail, head[-1], tail[0]
+            first, second = new, piece
+        else:
+            new = Piece(tail, head[-1], piece.mask, dict(piece.counts))
+            piece.keys, piece.next, new.next = head, tail[0], piece.next
+            first, second = piece, new
+        self._where.update(dict.fromkeys(new.keys, new))
+        return first, second
+
+    def _join(self, piece: Piece) -> None:
+        """Join a piece with the ones before and after it where they have become alike."""
+        before = self._where.get(piece.parent)
+        if before is not None and before.keys[-1] == piece.parent:
+            before.next = piece.keys[0]
+            piece = self._joined(before, piece)
+        after = self._where.get(piece.next)
+        if after is not None and after.parent == piece.keys[-1] and after is not piece:
+            self._joined(piece, after)
+
+    def _joined(self, head: Piece, tail: Piece) -> Piece:
+        """One of two if they are alike, else the tail; the larger one stays."""
+        if head is tail or head.mask != tail.mask or head.counts != tail.counts:
+            return tail
+        if len(head.keys) < len(tail.keys):
+            kept, gone = tail, head
+            tail.keys[:0] = head.keys
+            tail.parent = head.parent
+        else:
+            kept, gone = head, tail
+            head.keys += tail.keys
+            head.next = tail.next
+        self._where.update(dict.fromkeys(gone.keys, kept))
+        for holder in gone.counts:
+            del holder.pieces[gone]
+        return kept
+
+    def _lose(self, it: Holder, piece: Piece) -> None:
+        """The last copies of a piece are gone from a holder."""
+        del piece.counts[it], it.pieces[piece]
+        piece.mask ^= it.bit
+        self.entries -= len(piece.keys)
+        if not piece.mask:
+            self._delete(piece.keys)
+
+    def _shorten(self, piece: Piece, stop: int) -> None:
+        """The end of a piece is gone from its only holder: the common case, without a cut."""
+        self.entries -= len(piece.keys) - stop
+        self._delete(piece.keys[stop:])
+        del piece.keys[stop:]
+
+    def _delete(self, keys: list[Hashable]) -> None:
+        where = self._where
+        for key in keys:
+            del where[key]

@@ -1,0 +1,100 @@
+"""What instances will hold once they have done what they were promised: a radix tree of chains.
+
+For the Conductor, which adds a chain when it places a request and takes it out when the prefill is
+over. Unlike PrefixIndex it knows whole chains only, and so never touches a chain block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.core.kv.pieces import parting
+from moonserve.core.units import BlockKey, RequestId, SegmentId
+
+
+class _Run:
+    """Blocks that the same promised chains go through, up to `stop` of any of them."""
+
+    __slots__ = ("after", "counts", "keys", "stop")
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        stop: int,
+        counts: dict[SegmentId, int],
+        after: dict[BlockKey, _Run],
+    ) -> None:
+        self.keys = keys
+        """One of those chains, from its head."""
+        self.stop = stop
+        self.counts = counts
+        """How many of the chains each holder was promised."""
+        self.after = after
+        """What comes next, by its first key."""
+
+
+class Coming:
+    """Holders and the chains promised to them; keys are chained hashes, as in PrefixIndex."""
+
+    def __init__(self) -> None:
+        self._heads: dict[BlockKey, _Run] = {}
+        self._of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
+
+    def promised(self, request: RequestId, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
+        """`holder` will have this chain, by this request's prefill."""
+        self._of[request] = (holder, keys)
+        self.add(holder, keys)
+
+    def over(self, request: RequestId) -> None:
+        """That prefill is over, or was never promised."""
+        if request in self._of:
+            self.remove(*self._of.pop(request))
+
+    def add(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
+        """`holder` will have this chain."""
+        at, after = 0, self._heads
+        while at < len(keys):
+            run = after.get(keys[at])
+            if run is None:
+                run = after[keys[at]] = _Run(keys, len(keys), {}, {})
+            stop = at + parting(run.keys, at, keys, at, run.stop - at)
+            if stop < run.stop:
+                rest = _Run(run.keys, run.stop, run.counts.copy(), run.after)
+                run.stop, run.after = stop, {run.keys[stop]: rest}
+            run.counts[holder] = run.counts.get(holder, 0) + 1
+            at, after = stop, run.after
+
+    def remove(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
+        """What `add` was told before is over, kept or not."""
+        at, after = 0, self._heads
+        way: list[_Run] = []
+        while at < len(keys):
+            run = after[keys[at]]
+            run.counts[holder] -= 1
+            if not run.counts[holder]:
+                del run.counts[holder]
+            if not run.counts:
+                del after[keys[at]]  # nor has anything that comes after it
+                break
+            way.append(run)
+            at, after = run.stop, run.after
+        for run in reversed(way):
+            if len(run.after) == 1:
+                [rest] = run.after.values()
+                if rest.counts == run.counts:  # all go on there
+                    run.keys, run.stop, run.after = rest.keys, rest.stop, rest.after
+
+    def match(self, keys: Sequence[BlockKey]) -> dict[SegmentId, int]:
+        """How many leading blocks of this chain each holder will have; others are absent."""
+        found: dict[SegmentId, int] = {}
+        at, after = 0, self._heads
+        while at < len(keys):
+            run = after.get(keys[at])
+            if run is None:
+                break
+            stop = at + parting(run.keys, at, keys, at, run.stop - at)
+            found.update(dict.fromkeys(run.counts, stop))
+            if stop < run.stop:
+                break
+            at, after = stop, run.after
+        return found

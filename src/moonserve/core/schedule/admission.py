@@ -1,0 +1,162 @@
+"""Who is refused, and with which words.
+
+Functions from what is predicted to a Refuse, or to None. Called by the Conductor only. Sources:
+FAST'25 "Mooncake", Algorithm 1's last lines: TTFT and TBT are held against their objectives; arXiv
+2407.00079, section 7: early rejection, by the load of decode now or when this prefill will end.
+Costs that nobody measured refuse nobody but a crowd: a cold instance takes as many prompts as are
+needed to know them, and more only where it would be in time by the costs of a slow machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.core.request import Request, Slo
+from moonserve.core.schedule.actions import Refuse
+from moonserve.core.schedule.admission_state import misses, own_slo
+from moonserve.core.schedule.cost import KNOWN_FROM
+from moonserve.core.schedule.policies import Verdict
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.schedule.view import ClusterView, InstanceView
+from moonserve.core.schedule.waiting import Waiter, WaitingRoom
+from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
+
+
+def refuses_ttft(tuning: Tuning, priority: int) -> bool:
+    """Whether a TTFT predicted to be missed refuses a request of this priority."""
+    return tuning.mode(priority) != "none"
+
+
+def refuses_some(tuning: Tuning) -> bool:
+    """Whether it refuses a request of any priority."""
+    return any(refuses_ttft(tuning, priority) for priority in (-1, 0, 1))
+
+
+def unwanted(
+    request: Request, verdict: Verdict, tuning: Tuning, view: ClusterView
+) -> Refuse | None:
+    """What is predicted to miss an objective that refuses."""
+    decision, slo = verdict.decision, verdict.slo
+    if not verdict.misses_ttft or slo.ttft_us is None:
+        return unwanted_in_decode(request, verdict, slo, tuning, view)
+    chosen, predicted_us = view.instances[decision.prefill], decision.predicted_ttft_us
+    known = chosen.cost.known
+    refuses = (known or chosen.prefills >= KNOWN_FROM) and refuses_ttft(tuning, request.priority)
+    own_us = own_slo(request, tuning).ttft_us
+    # Held to less, it leaves room for others: where nobody is before it, to nobody.
+    gives_way = decision.candidates[0].queue_us > 0 or own_us is None or predicted_us > own_us
+    if refuses and gives_way:
+        why = misses("TTFT", predicted_us, slo.ttft_us) + _tightened(verdict, slo)
+        if own_us is not None and predicted_us > own_us:  # for anybody
+            why = misses("TTFT", predicted_us, own_us)
+        wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
+        if not known:
+            why += ": its costs are not measured yet"
+            wait_us = MICROS_PER_SECOND
+        return Refuse(request.id, why, "ttft_slo", wait_us, decision)
+    return unwanted_in_decode(request, verdict, slo, tuning, view)
+
+
+def unwanted_in_decode(
+    request: Request, verdict: Verdict, slo: Slo, tuning: Tuning, view: ClusterView
+) -> Refuse | None:
+    """What is predicted to miss its own TBT objective or to break another's, where that refuses.
+
+    Not one of a single token: that takes part in no pass.
+    """
+    if verdict.breaks_us is None and (slo.tbt_us is None or verdict.tbt_us <= slo.tbt_us):
+        return None
+    chosen, own_us = view.instances[verdict.decision.decode], own_slo(request, tuning).tbt_us
+    if tuning.mode(request.priority) not in ("early", "predictive") or not chosen.cost.known:
+        return None
+    gives_way = chosen.decodes > 0 or own_us is None or verdict.tbt_us > own_us
+    if slo.tbt_us is not None and verdict.tbt_us > slo.tbt_us and gives_way:
+        why = misses("TBT", verdict.tbt_us, slo.tbt_us) + _tightened(verdict, slo)
+        if own_us is not None and verdict.tbt_us > own_us:
+            why = misses("TBT", verdict.tbt_us, own_us)
+    elif verdict.breaks_us is not None and request.stopping.max_tokens > 1:
+        why = f"predicted TBT of {verdict.tbt_us / 1e3:.10g} ms would break the objective of "
+        why += f"{verdict.breaks_us / 1e3:.10g} ms of a request that decodes on {chosen.info.id}"
+    else:
+        return None
+    return Refuse(request.id, why, "tbt_slo", MICROS_PER_SECOND, verdict.decision)
+
+
+def _tightened(verdict: Verdict, slo: Slo) -> str:
+    """Why an objective is tighter than the request's own, where it is the one it was held to."""
+    why = verdict.decision.held
+    return f" ({why})" if why and slo is verdict.slo else ""
+
+
+def yields(
+    request: Request, verdict: Verdict, slo: Slo, decodes: Sequence[InstanceView], is_late: bool
+) -> bool:
+    """Whether a waiter whose binding would miss a TBT objective is to wait for room in decode.
+
+    Where nobody else decodes nothing is gained by waiting. An objective that could not be met even
+    there is given up, and so is one of its own (not the cluster's) where it `is_late`: past the
+    time by which it should have begun. Those of the members never are.
+    """
+    chosen = verdict.decision.decode
+    if not verdict.misses_tbt or not any(v.decodes for v in decodes if v.info.id == chosen):
+        return False
+    if verdict.breaks_us is not None or slo.tbt_us is None:
+        return True
+    context = verdict.decision.prompt_tokens
+    alone_us = min(view.cost.decode_step_us(1, context) for view in decodes)
+    return alone_us <= slo.tbt_us and not (is_late and request.slo.tbt_us is not None)
+
+
+def too_late(waiter: Waiter, room: WaitingRoom, servers: int, now_us: Micros) -> Refuse:
+    """One that waited until its TTFT objective could not be met any more, and for what."""
+    waited_us = now_us - waiter.arrived_us
+    why = f"a prefill of {waiter.work_us / 1e6:.3g} s"
+    if waited_us:
+        why += f" after {waited_us / 1e6:.3g} s of waiting"
+    why += " misses the TTFT objective"
+    reason = "ttft_slo"
+    if waiter.request in room.crowded:
+        why += ": decode had no room for it within the TBT objectives"
+        reason = "tbt_slo"
+    return Refuse(waiter.request, why, reason, _backlog_us(room, servers))
+
+
+def too_many(request: Request, room: WaitingRoom, servers: int) -> Refuse:
+    """One more would not fit where requests wait."""
+    why = f"{len(room)} requests for model {request.model} wait already"
+    return Refuse(request.id, why, "queue_full", _backlog_us(room, servers))
+
+
+def _backlog_us(room: WaitingRoom, servers: int) -> Micros:
+    """How long those who wait will take the prefill instances, at least a second."""
+    return max(MICROS_PER_SECOND, room.work_us // max(1, servers))
+
+
+def fits(tokens: Tokens, *roles: Sequence[InstanceView]) -> bool:
+    """Whether some instance of each role, when idle, has KV memory for so much context."""
+    return all(any(view.kv_tokens >= tokens for view in views) for views in roles)
+
+
+def nobody(request: Request, view: ClusterView, now_us: Micros) -> Refuse:
+    """No pair of instances takes it: not alive, or full, or too small."""
+    prefills, decodes = view.prefills(request.model), view.decodes(request.model)
+    if not prefills or not decodes:
+        return Refuse(request.id, _lacking(request.model, view))
+    for role, views in (("prefill", prefills), ("decode", decodes)):
+        if not fits(len(request.prompt), views):
+            why = f"no {role} instance of model {request.model} has KV memory for "
+            why += f"{len(request.prompt)} tokens"
+            return Refuse(request.id, why, "kv_memory", MICROS_PER_SECOND)
+    full = "decode" if any(view.takes_prefill for view in prefills) else "prefill"
+    why = f"every {full} instance of model {request.model} is full"
+    wait_us = max(MICROS_PER_SECOND, min(view.queue_us(now_us) for view in prefills))
+    return Refuse(request.id, why, "instances_full", wait_us)
+
+
+def _lacking(model: str, view: ClusterView) -> str:
+    """Which half of a pair is not there."""
+    roles = [it.info.role for it in view.instances.values() if it.info.model == model]
+    if "prefill" in roles and "decode" in roles:
+        return f"no prefill and decode instance for model {model} have a connector in common"
+    role = "decode " if "prefill" in roles else "prefill " if "decode" in roles else ""
+    return f"no {role}instance for model {model} is alive"

@@ -1,0 +1,212 @@
+"""A decision for people: every candidate with its terms, why the winner won, what came of it.
+
+Plain data and one sentence, made from a Decision: the gateway's API sends it, the CLI and reports
+of the simulator show it. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.placement import Candidate, Decision
+from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
+
+_PER_MS = 1_000
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One prefill instance that could have been chosen."""
+
+    instance: InstanceId
+    local_tokens: Tokens
+    reused_tokens: Tokens
+    holder: SegmentId | None
+    transfer_ms: float
+    queue_ms: float
+    compute_ms: float
+    ttft_ms: float
+    """The three before it, summed."""
+    score: float
+    """What the policy went by; the lowest won."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one of a group prefills."""
+
+    instance: InstanceId
+    start: Tokens
+    end: Tokens
+    """Of the prompt, [start, end)."""
+
+
+class Explanation(msgspec.Struct, kw_only=True):
+    """What is known of a request's placement; None: does not apply, or is not known yet."""
+
+    request: str
+    outcome: str
+    """waiting, running, stop, length, cancelled, refused or failed."""
+    why: str
+    """One sentence: why the winner won, or why nobody did."""
+    policy: str | None = None
+    prefill: InstanceId | None = None
+    decode: InstanceId | None = None
+    prompt_tokens: Tokens | None = None
+    reused_tokens: Tokens | None = None
+    """As planned; `actual_cached_tokens` is what the engine says."""
+    pool_tokens: Tokens | None = None
+    """The longest prefix the pool had."""
+    holder: SegmentId | None = None
+    """Where the part that was not the winner's own came from."""
+    waited_ms: float | None = None
+    """At the Conductor, before the decision; part of the TTFTs."""
+    predicted_ttft_ms: float | None = None
+    group: list[Part] = []
+    """Who prefills together; empty: one instance. The candidates' figures are for one alone."""
+    alone: str | None = None
+    """Why one instance does it, where several may."""
+    held: str | None = None
+    """Why it was held to tighter objectives than its own."""
+    actual_ttft_ms: float | None = None
+    predicted_tbt_ms: float | None = None
+    actual_tbt_ms: float | None = None
+    """Mean over the request's gaps."""
+    actual_cached_tokens: Tokens | None = None
+    attempts: int = 0
+    """Prefill calls."""
+    reject_reason: str | None = None
+    error: str | None = None
+    spread: str | None = None
+    """What was copied to whom because of it, and why."""
+    considered: int = 0
+    """Candidates there were; `candidates` shows the best of many."""
+    candidates: list[Row] = []
+    """The chosen one first."""
+
+
+def explanation(request: str, outcome: str, decision: Decision | None, why: str) -> Explanation:
+    """All that a decision says; what came of it is left to be filled in."""
+    if decision is None:
+        return Explanation(request=request, outcome=outcome, why=why)
+    return Explanation(
+        request=request,
+        outcome=outcome,
+        why=why,
+        policy=decision.policy,
+        prefill=decision.prefill,
+        decode=decision.decode,
+        prompt_tokens=decision.prompt_tokens,
+        reused_tokens=decision.reused_tokens,
+        pool_tokens=decision.pool_tokens,
+        holder=decision.holder,
+        waited_ms=decision.waited_us / _PER_MS,
+        predicted_ttft_ms=decision.predicted_ttft_us / _PER_MS,
+        group=[Part(stage.instance, stage.start, stage.end) for stage in decision.stages],
+        alone=decision.alone or None,
+        held=decision.held or None,
+        predicted_tbt_ms=decision.predicted_tbt_us / _PER_MS,
+        considered=decision.considered,
+        candidates=[_row(candidate) for candidate in decision.candidates],
+    )
+
+
+def _row(candidate: Candidate) -> Row:
+    return Row(
+        instance=candidate.instance,
+        local_tokens=candidate.local_tokens,
+        reused_tokens=candidate.reused_tokens,
+        holder=candidate.holder,
+        transfer_ms=candidate.transfer_us / _PER_MS,
+        queue_ms=candidate.queue_us / _PER_MS,
+        compute_ms=candidate.compute_us / _PER_MS,
+        ttft_ms=candidate.ttft_us / _PER_MS,
+        score=candidate.score,
+    )
+
+
+def why(decision: Decision) -> str:
+    """Why the winner won, in one sentence; and in another, who shares its work or why nobody."""
+    best, *others = decision.candidates
+    alone = " alone" if decision.stages else ""
+    expected = f"{_ms(best.ttft_us)} to the first token{alone}, {_plan(best, decision)}"
+    waited = f" after {_ms(decision.waited_us)} at the Conductor" if decision.waited_us else ""
+    if not others:
+        chose = f"{best.instance} was the only one to choose from{waited}"
+        return f"{chose}: {expected}.{_shared(decision)}"
+    chose = f"{decision.policy} chose {best.instance} of {decision.considered}{waited}"
+    return f"{chose}: {expected}; {_against(best, others[0], decision.policy)}.{_shared(decision)}"
+
+
+def _shared(decision: Decision) -> str:
+    """How a group prefills the prompt, or why none does where one could."""
+    stages = decision.stages
+    if not stages:
+        return f" Not split: {decision.alone}." if decision.alone else ""
+    if stages[0].end == stages[-1].end:
+        what = f" the layers, in {stages[0].pieces} chunks"
+    else:
+        what = "".join(f" {s.instance} {s.end - s.start:,}" for s in stages) + " tokens"
+    took = _ms(decision.predicted_ttft_us - decision.waited_us)
+    return f" {len(stages)} share it:{what}; {took} to the first token together."
+
+
+def why_spread(order: Spread) -> str:
+    """What is copied to whom, and why, in one sentence."""
+    to = order.to
+    copied = f"Its first {order.tokens:,} tokens are copied from {order.source} to {to}"
+    asked = f"about {order.count:,.0f} requests asked for them of late"
+    if order.missed:
+        reason = f"{to} was chosen for one before and has not kept them"
+    elif order.holder_us is None:
+        reason = "no prefill instance has them"
+    else:
+        reason = (
+            f"the least loaded one that has them has {_ms(order.holder_us)} to do, the mean is "
+            f"{_ms(order.mean_us)}, {to} has {_ms(order.target_us)}"
+        )
+    return f"{copied}, in the background: {asked}, and {reason}."
+
+
+def _plan(best: Candidate, decision: Decision) -> str:
+    """What the winner computes and what it need not."""
+    prompt = decision.prompt_tokens
+    if best.reused_tokens == 0:
+        return f"computing all {prompt:,} prompt tokens"
+    of = f"{best.reused_tokens:,} of {prompt:,} prompt tokens"
+    if best.reused_tokens == best.local_tokens:
+        return f"reusing its own {of}"
+    fetched = f"{best.reused_tokens - best.local_tokens:,} of them loaded"
+    source = f" from {best.holder}" if best.holder else ""
+    return f"reusing {of}, {fetched}{source}" + (" and kept" if decision.copies else "")
+
+
+def _against(best: Candidate, other: Candidate, policy: str) -> str:
+    """What told the winner from the next one."""
+    if policy == "random":
+        return "by a draw"
+    name = other.instance
+    if (best.score, other.score) != (best.ttft_us, other.ttft_us):
+        if best.score == other.score:
+            return f"its score equals that of {name}, which {_tie(best, other)}"
+        return f"its score of {best.score:,.4g} was the lowest, {name} had {other.score:,.4g}"
+    if best.ttft_us == other.ttft_us:
+        return f"{name} would have taken as long, but {_tie(best, other)}"
+    terms = [
+        (other.queue_us - best.queue_us, f"{_ms(other.queue_us)} of it in its queue"),
+        (other.compute_us - best.compute_us, f"{_ms(other.compute_us)} of it computing"),
+        (other.transfer_us - best.transfer_us, f"{_ms(other.transfer_us)} of it loading KV"),
+    ]
+    return f"{name} would have taken {_ms(other.ttft_us)}, {max(terms)[1]}"
+
+
+def _tie(best: Candidate, other: Candidate) -> str:
+    """What told equals apart: core.schedule.policies prefers who decodes for fewest, then the
+    first."""
+    if other.decodes > best.decodes:
+        return f"has {other.decodes} to decode, not {best.decodes}"
+    return "comes after it"
+
+
+def _ms(us: Micros) -> str:
+    ms = us / _PER_MS
+    return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.3g} ms"

@@ -1,0 +1,373 @@
+"""The vocabulary between machines and drivers: what instances are and what they report.
+
+Plain frozen structs; the same ones travel as msgpack on the control plane. The first half is what
+instances say of themselves; the second is what the Conductor is told, each fact with the rank in
+which facts of one instant are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from moonserve.core.kv.index import Tier
+from moonserve.core.kv.keys import Namespace
+from moonserve.core.kv.trust import HitSample
+from moonserve.core.request import Request
+from moonserve.core.units import (
+    BlockKey,
+    Bytes,
+    InstanceId,
+    Micros,
+    RequestId,
+    SegmentId,
+    Tokens,
+)
+
+Role = Literal["prefill", "decode", "both"]
+Connector: TypeAlias = Literal["embedded", "none", "nixl", "mooncake", "sglang"]
+"""How KV gets from an instance that prefills to one that decodes. `embedded`: through our store;
+`none`: it does not, such an instance serves whole requests; the others: vLLM's or SGLang's own."""
+SELF_HELP: tuple[Connector, ...] = ("nixl", "mooncake")
+"""Those whose decode engines compute a prompt that nobody has prefilled; SGLang's do not."""
+
+
+class InstanceInfo(msgspec.Struct, frozen=True):
+    """What an engine instance says of itself when it joins; fixed for one epoch."""
+
+    id: InstanceId
+    epoch: int
+    """Differs at every start of the process; facts of an older epoch are ignored."""
+    role: Role
+    url: str
+    """Base URL of its vLLM-wire HTTP server, such as http://127.0.0.1:8101."""
+    model: str
+    namespace: Namespace
+    kv_blocks: int
+    """Size of the engine's block pool."""
+    block_bytes: Bytes
+    max_seqs: int
+    chunk_tokens: Tokens
+    """The most prompt tokens one pass computes."""
+    max_len: Tokens
+    """Prompt plus output may not exceed this."""
+    max_requests: int = 1_024
+    """Requests it takes on at once, waiting ones included; the Conductor promises no more."""
+    segment: SegmentId | None = None
+    rack: str = ""
+    """Instances of one rack reach each other faster; empty: not said."""
+    layers: int = 0
+    """Of its model, where it can prefill as a stage of core.schedule.pipeline and hand KV on after
+    each of them; 0: it cannot."""
+    connector: Connector = "embedded"
+    bootstrap: str = ""
+    """Where mooncake's or sglang's prefill side is asked for who it is, as URL; else empty."""
+    dp_rank: int | None = None
+    """Which data-parallel rank of the engine at `url`, said in a header; None: there is one."""
+    fetches: bool = True
+    """Whether its prefill can load KV that others hold, from a pool; else it reuses its own."""
+
+
+class PassSample(msgspec.Struct, frozen=True):
+    """One measured engine pass, or several together, as cost features and the time it took."""
+
+    prefill_new: Tokens
+    """Prompt tokens computed in this pass, over all chunks."""
+    prefill_square: int
+    """Sum over chunks of end^2 - start^2: the attention term."""
+    prefill_past: Tokens
+    """Sum over chunks of start: tokens attended to that were there before."""
+    decode_seqs: int
+    decode_context: Tokens
+    """Sum of the decoding requests' context lengths."""
+    elapsed_us: Micros
+    prefills: int = 1
+    """Passes with a prefill in them, where there are any."""
+    decodes: int = 1
+    """Passes with a decode in them, likewise."""
+
+
+class TransferSample(msgspec.Struct, frozen=True):
+    """One measured load of KV from the store."""
+
+    size_bytes: Bytes
+    elapsed_us: Micros
+
+
+class InstanceLoad(msgspec.Struct, frozen=True):
+    """What an instance reports at each heartbeat."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    passes: tuple[PassSample, ...] = ()
+    """Passes measured since the last heartbeat, newest last; bounded by the sender."""
+    transfers: tuple[TransferSample, ...] = ()
+    hits: tuple[HitSample, ...] = ()
+    """What requests were taken to find cached there, and what they found."""
+    everybody: bool = False
+    """Whether `running` and `waiting` count what others than this Conductor's gateways sent."""
+    kv_tokens: Tokens = 0
+    """KV in use by requests that run; where `everybody`."""
+
+
+class _OfInstance(msgspec.Struct, frozen=True):
+    """A fact about one instance; ties within a rank go by its id."""
+
+    instance: InstanceId
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.instance
+
+
+class _OfRequest(msgspec.Struct, frozen=True):
+    """A fact about one request; ties within a rank go by its id."""
+
+    request: RequestId
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """An instance came up, or came back with a new epoch."""
+
+    rank: ClassVar[int] = 0
+    info: InstanceInfo
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.info.id
+
+
+class Beat(_OfInstance, frozen=True, tag=True):
+    """An instance's heartbeat; of no effect when the epoch is not the one that joined."""
+
+    rank: ClassVar[int] = 1
+    epoch: int
+    load: InstanceLoad
+
+
+class Left(_OfInstance, frozen=True, tag=True):
+    """An instance said goodbye, or was given up."""
+
+    rank: ClassVar[int] = 2
+    epoch: int
+    lost: str = ""
+    """Why what it has is broken off; empty: it still finishes that."""
+
+
+class Promises(msgspec.Struct, frozen=True, array_like=True):
+    """What one gateway has promised on one instance; of another epoch, it says nothing."""
+
+    instance: InstanceId
+    epoch: int
+    queue_us: Micros
+    """Prefill time promised and not yet done."""
+    prefills: int
+    decodes: int
+    """Those still in prefill included."""
+    context: Tokens
+    """Of these decodes, summed."""
+    running: int
+    """Who decode by now."""
+    running_context: Tokens
+
+
+class PeerPromised(msgspec.Struct, frozen=True, tag=True):
+    """All that another gateway has promised by now, in place of what it told before."""
+
+    rank: ClassVar[int] = 1
+    gateway: str
+    promises: tuple[Promises, ...]
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.gateway
+
+
+class Leading(msgspec.Struct, frozen=True, tag=True):
+    """Whether this Conductor, of several, has the duties that one at a time may have."""
+
+    rank: ClassVar[int] = 3
+    subject: ClassVar[str] = ""
+    leads: bool
+
+
+class OfBlocks(msgspec.Struct, frozen=True):
+    """A fact about blocks on one tier of one segment, in one epoch of its owner."""
+
+    rank: ClassVar[int] = 3
+    subject: ClassVar[str] = ""  # the sender's own order is kept
+    segment: SegmentId
+
+
+class BlocksStored(OfBlocks, frozen=True, tag=True):
+    """A segment now holds a piece of a chain, complete and readable."""
+
+    keys: tuple[BlockKey, ...]
+    """In chain order."""
+    parent: BlockKey | None
+    """The key before keys[0], held or not; None where keys[0] heads its chain."""
+    tier: Tier
+    epoch: int
+
+
+class BlocksRemoved(OfBlocks, frozen=True, tag=True):
+    """A segment holds one copy less of each of these blocks, in any order."""
+
+    keys: tuple[BlockKey, ...]
+    tier: Tier
+    epoch: int
+
+
+class BlocksCleared(OfBlocks, frozen=True, tag=True):
+    """A segment emptied a tier."""
+
+    tier: Tier
+    epoch: int
+
+
+class SpreadUpTo(msgspec.Struct, frozen=True, tag=True):
+    """Of copy `number` only the first `blocks` of those that were lacking are to come; 0: no more.
+
+    To be told where that is less than was asked for; what came before it was told is told already.
+    """
+
+    rank: ClassVar[int] = 4
+    subject: ClassVar[str] = ""
+    number: int
+    blocks: int
+
+
+class PrefillEnded(_OfRequest, frozen=True, tag=True):
+    """Prefill gave the next token and its KV is in the store. `final`: that was the last token."""
+
+    rank: ClassVar[int] = 4
+    number: int
+    final: bool
+
+
+class StageEnded(_OfRequest, frozen=True, tag=True):
+    """An instance of a group has done its part of prefill call `number`; said of all but the last.
+
+    It is free for others; without this fact it is when the call ends.
+    """
+
+    rank: ClassVar[int] = 4
+    number: int
+    instance: InstanceId
+
+
+class DecodeEnded(_OfRequest, frozen=True, tag=True):
+    """Decode gave its last token. `tokens`: length of the whole output."""
+
+    rank: ClassVar[int] = 4
+    number: int
+    tokens: Tokens = 0
+
+
+class CallFailed(_OfRequest, frozen=True, tag=True):
+    """A prefill or decode call ended without its result.
+
+    `length` and `keys` describe what is known by now: the prompt and every token already sent, so
+    that another instance can go on from there. `retry` is False where a retry cannot help;
+    `unreachable`: nobody listens at the instance's address, it never saw the call.
+    """
+
+    rank: ClassVar[int] = 4
+    number: int
+    why: str
+    retry: bool
+    length: Tokens
+    keys: tuple[BlockKey, ...]
+    unreachable: bool = False
+    member: InstanceId | None = None
+    """Who of a group failed; None: the instance that the call went to."""
+
+
+class ClientGone(_OfRequest, frozen=True, tag=True):
+    """Nobody waits for this request any more."""
+
+    rank: ClassVar[int] = 5
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """A new request, with the key chain of its prompt."""
+
+    rank: ClassVar[int] = 6
+    request: Request
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def subject(self) -> str:
+        """What ties within a rank are ordered by."""
+        return self.request.id
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Time has passed: look for instances not heard of."""
+
+    rank: ClassVar[int] = 7
+    subject: ClassVar[str] = ""
+
+
+ORDER = attrgetter("rank", "subject")
+"""In which facts of one instant are taken."""
+BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
+Fact: TypeAlias = (
+    Joined
+    | Beat
+    | PeerPromised
+    | Leading
+    | Left
+    | BlocksStored
+    | BlocksRemoved
+    | BlocksCleared
+    | SpreadUpTo
+    | PrefillEnded
+    | StageEnded
+    | DecodeEnded
+    | CallFailed
+    | ClientGone
+    | Arrived
+    | Tick
+)
+
+
+def merged(events: Sequence[BlockEvent]) -> list[BlockEvent]:
+    """The same told shorter: stores along one chain as one, and removals in a row; order kept.
+
+    All are taken to be of one tier.
+    """
+    told: list[tuple[BlockEvent, list[BlockKey]]] = []
+    for event in events:
+        keys = [] if isinstance(event, BlocksCleared) else list(event.keys)
+        if told and _goes_on(event, *told[-1]):
+            told[-1][1].extend(keys)
+        else:
+            told.append((event, keys))
+    return [
+        event
+        if isinstance(event, BlocksCleared)
+        else msgspec.structs.replace(event, keys=tuple(keys))
+        for event, keys in told
+    ]
+
+
+def _goes_on(event: BlockEvent, last: BlockEvent, keys: Sequence[BlockKey]) -> bool:
+    """Whether `event` can be told together with `last`, which has `keys` by now."""
+    if (event.segment, event.epoch) != (last.segment, last.epoch):
+        return False
+    if isinstance(event, BlocksStored):
+        return isinstance(last, BlocksStored) and event.parent == keys[-1]
+    return isinstance(event, BlocksRemoved) and isinstance(last, BlocksRemoved)

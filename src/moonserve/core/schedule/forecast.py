@@ -1,0 +1,220 @@
+"""How full a decode instance will be when a prefill ends.
+
+One ledger per instance says who decodes there and who was promised to, by when; a predictor says
+who of them is still there at a later moment; the forecast joins the two. Pure; called by admission
+and kept by the Conductor's views. Source: arXiv 2407.00079 "Mooncake", section 7.4: load is to be
+predicted for the moment when prefill ends, since a check of load now makes both pools swing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+
+from moonserve.core.schedule.external_load import NOBODY, Others
+from moonserve.core.schedule.residency import Chance, Predictor, Stay
+from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
+
+_POINTS = 16
+"""Moments that a forecast looks at; more hand-overs than that are taken in groups."""
+_SOONEST_US: Micros = MICROS_PER_SECOND
+_KEPT = 64
+"""Hand-overs by which the rate of those to come is measured."""
+_DUE = attrgetter("due_us")
+_LATEST_US: Micros = 600 * MICROS_PER_SECOND
+
+
+class Stays:
+    """Who decodes on one instance now, and who was promised to.
+
+    Decodes of one instance share its passes: a token each. So one count of passes, from predicted
+    pass times, says how many tokens each has by now.
+    """
+
+    def __init__(self) -> None:
+        self.active: dict[RequestId, Stay] = {}
+        self.promised: dict[RequestId, Stay] = {}
+        self.context: Tokens = 0
+        """Of the active, summed."""
+        self.others: Others = NOBODY
+        """Who decodes there beside them."""
+        self._begun: deque[tuple[Micros, Micros, Tokens]] = deque(maxlen=_KEPT)
+        """(when, lag, context) of the latest that came."""
+        self._passes = 0.0
+        self._counted_us: Micros = 0
+
+    def passes(self, now_us: Micros, step: Sequence[float]) -> float:
+        """How many passes there have been; `step`: Cost.step_us."""
+        if self.active:
+            now_us = max(now_us, self._counted_us)
+            self._passes += (now_us - self._counted_us) / self.step_us(step)
+        self._counted_us = now_us
+        return self._passes
+
+    def step_us(self, step: Sequence[float], joining: Tokens | None = None) -> float:
+        """A pass with those who decode now, and with one more of context `joining`."""
+        more = 0 if joining is None else 1
+        base, per_seq, per_context = step
+        count = len(self.active) + self.others.running + more
+        context = self.context + self.others.context + (joining or 0)
+        return max(1.0, base + per_seq * count + per_context * context)
+
+    def promise(self, request: RequestId, stay: Stay) -> None:
+        """One will come; promised again, it is counted once."""
+        if request not in self.active:
+            before = self.promised.get(request)
+            stay.lag_us = before.lag_us if before is not None else stay.lag_us
+            self.promised[request] = stay
+
+    def begin(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> None:
+        """The promised one is here."""
+        passes = self.passes(now_us, step)
+        stay = self.promised.pop(request)
+        self._begun.append((now_us, stay.lag_us, stay.context))
+        stay.began_tokens, stay.due_us = passes, now_us
+        self.active[request] = stay
+        self.context += stay.context
+
+    def unseen_us(self, lag_us: Micros, now_us: Micros, step: Sequence[float]) -> float:
+        """Part of a pass, `lag_us` from now, of those who are yet to arrive: the short overtake.
+
+        By the rate at which requests came lately, each with its lag: one with a longer lag than
+        this is promised already, or comes later.
+        """
+        if len(self._begun) < _KEPT // 4 or now_us <= self._begun[0][0]:
+            return 0.0
+        _, per_seq, per_context = step
+        ahead = [
+            (lag_us - lag) * (per_seq + per_context * context)
+            for _, lag, context in self._begun
+            if lag < lag_us
+        ]
+        return sum(ahead) / (now_us - self._begun[0][0])
+
+    def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Stay | None:
+        """It is gone, or will not come; gives the stay if it had begun."""
+        self.passes(now_us, step)
+        self.promised.pop(request, None)
+        stay = self.active.pop(request, None)
+        if stay is not None:
+            self.context -= stay.context
+        return stay
+
+
+def forecast(
+    stays: Stays,
+    step: Sequence[float],
+    joining: Stay,
+    predictor: Predictor,
+    now_us: Micros,
+    deviations: float,
+    wait_us: Micros = 0,
+    seqs: int | None = None,
+) -> tuple[Micros, Micros]:
+    """Pass times when `joining` comes: the mean; and so many standard `deviations` above, by then.
+
+    The latter once it has waited for `wait_us`: who is handed over meanwhile is behind it. Where
+    more than `seqs` are there, who take part in a pass, with the wait until a place is free.
+    Hand-overs are gone through in order, since what is there by then sets how fast all go on: those
+    who decode now and are still there, and those who came meanwhile and are. How many those are is
+    a sum of independent chances. Nobody else is taken to come: see Stays.unseen_us. step:
+    Cost.step_us of the instance.
+    """
+    passes = stays.passes(now_us, step)
+    own_us = max(now_us, joining.due_us)
+    coming = sorted([*stays.promised.values(), joining], key=_DUE)
+    group = -(-len(coming) // _POINTS)
+    at_us, ahead, pass_us = now_us, 0.0, stays.step_us(step)
+    here = _Here(predictor, joining, step, deviations)
+    for stay in stays.active.values():
+        here.add(stay, passes - stay.began_tokens, now_us - stay.due_us, began=True)
+    for first in range(0, len(coming), group):
+        arrived = coming[first : first + group]
+        then_us = max(now_us, arrived[-1].due_us)
+        if then_us > at_us:
+            if first:
+                pass_us, _, _ = here.pass_us(ahead, at_us - now_us)
+            ahead += (then_us - at_us) / pass_us
+            at_us = then_us
+        for stay in arrived:
+            here.add(stay, -ahead, now_us - then_us, began=False)
+        if then_us >= own_us:
+            break
+    pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
+    mean_us = pass_us
+    if wait_us:
+        ahead += wait_us / pass_us
+        at_us += wait_us
+        pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
+    if seqs is not None and count > seqs:
+        high_us += (count - seqs) * place_us(joining, pass_us, seqs)
+    return round(mean_us), round(high_us)
+
+
+def place_us(joining: Stay, pass_us: float, seqs: int) -> float:
+    """Until one more place of `seqs`, all taken, is free: outputs end like the expected one."""
+    return max(1.0, joining.expected) * pass_us / seqs
+
+
+class _Here:
+    """Who decodes, or will by some time: their chances to be there, and what passes take then."""
+
+    def __init__(
+        self, predictor: Predictor, joining: Stay, step: Sequence[float], deviations: float
+    ) -> None:
+        self._predictor = predictor
+        self._joining = joining
+        self._step = step
+        self._deviations = deviations
+        self._rows: list[tuple[Chance | None, float, Micros, float, float]] = []
+        """(chances, None of the one that joins; tokens and time that it has by now, below 0 if it
+        comes later; the chance that it was there until now; its part of a pass)."""
+
+    def add(self, stay: Stay, tokens: float, us: Micros, *, began: bool) -> None:
+        """One more; `began`: it decodes already."""
+        _, per_seq, per_context = self._step
+        lasts, chance = None, 1.0
+        if stay is not self._joining:
+            has, since_us = (tokens, us) if began else (0.0, 0)
+            lasts = self._predictor.lasts(stay, has)
+            chance = lasts(has, since_us)
+        self._rows.append((lasts, tokens, us, chance, per_seq + per_context * stay.context))
+
+    def pass_us(self, ahead: float, more_us: Micros) -> tuple[float, float, float]:
+        """A pass, so many tokens from now: mean, so far above, how many take part."""
+        mean = self._step[0]
+        variance = count = 0.0
+        for lasts, tokens, us, before, weight in self._rows:
+            chance, then = 1.0, tokens + ahead
+            if lasts is not None and (then > 0 or tokens > 0):
+                chance = lasts(then, us + more_us) / before if before else 0.0
+                variance += chance * (1 - chance) * weight * weight
+            mean += chance * weight
+            count += chance
+        return max(1.0, mean), mean + self._deviations * math.sqrt(variance), count
+
+
+def room_in_us(
+    stays: Stays,
+    step: Sequence[float],
+    joining: Tokens,
+    goal_us: Micros,
+    predictor: Predictor,
+    now_us: Micros,
+    seqs: int | None = None,
+) -> Micros:
+    """How long until one more may join within the goal, if nobody else comes: by doubling.
+
+    At least a second, at most ten minutes.
+    """
+    wait_us = _SOONEST_US
+    last_us = max([stay.due_us - now_us for stay in stays.promised.values()], default=0)
+    wait_us = max(wait_us, last_us)
+    while wait_us < _LATEST_US:
+        joins = Stay(joining, now_us + wait_us, 1, 1)
+        if forecast(stays, step, joins, predictor, now_us, 0.0, 0, seqs)[1] <= goal_us:
+            break
+        wait_us *= 2
+    return min(wait_us, _LATEST_US)

@@ -1,0 +1,174 @@
+"""Which group of instances prefills a long prompt, if any; what its members are promised for it.
+
+Chunked pipeline parallelism costs the cluster more than one instance's prefill: a group is for
+prompts that one alone would be late with, and is as small as will do. Called by
+core.schedule.policies and by the Conductor. How a group shares the work stands in
+core.schedule.pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.schedule.pipeline import (
+    Group,
+    Stage,
+    Work,
+    chain,
+    free_us,
+    layers,
+    pass_us,
+    way,
+)
+from moonserve.core.schedule.view import InstanceView
+from moonserve.core.units import InstanceId, Micros, RequestId
+
+_SMALL = 8
+"""Instances of a group, up to which groups of every size are planned."""
+Views: TypeAlias = Mapping[InstanceId, InstanceView]
+
+
+def groups(
+    first: InstanceView,
+    others: Sequence[InstanceView],
+    work: Work,
+    now_us: Micros | None,
+    within_us: Micros | None = None,
+) -> Iterator[Group]:
+    """A group of 2, of 3, and so on, in which `first` is the first stage; see `partners`.
+
+    Of those too small to be done `within_us`, and of large ones, only some: planning one takes
+    long. now_us: None: as if all were idle.
+    """
+    members = _members(first, others, work, now_us)
+    least_us, most = _least_us(members, work), len(members)
+    for size in range(2, most + 1):
+        hopeless = within_us is not None and least_us > size * within_us
+        if (hopeless or size > _SMALL) and size & (size - 1) and size < most:
+            continue
+        group = _planned(members[:size], work, now_us)
+        if group is not None:
+            yield group
+
+
+def _members(
+    first: InstanceView, others: Sequence[InstanceView], work: Work, now_us: Micros | None
+) -> list[InstanceView]:
+    """Who may be of one group, each with a block of its own at least; in that order."""
+    most = min(work.most, max(1, (work.length - work.start) // work.block_size))
+    return [first, *partners(first, others, work, now_us)][:most]
+
+
+def _planned(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group | None:
+    """These share it as is best."""
+    return (layers if work.form == "layers" else chain)(members, work, now_us)
+
+
+def _smallest(
+    members: Sequence[InstanceView], work: Work, group: Group, within_us: Micros, now_us: Micros
+) -> Group:
+    """By halving: a group that is in time, like this one, of those that `groups` left out."""
+    low, high = len(group.stages) // 2, len(group.stages)
+    while high > _SMALL and high - low > 1:
+        size = (low + high) // 2
+        found = _planned(members[:size], work, now_us)
+        if found is not None and found.ttft_us <= within_us:
+            group, high = found, size
+        else:
+            low = size
+    return group
+
+
+def _least_us(members: Sequence[InstanceView], work: Work) -> Micros:
+    """What they spend together at least, however they share it."""
+    return min(pass_us(view.cost, work.start, work.length) for view in members)
+
+
+def partners(
+    first: InstanceView, others: Sequence[InstanceView], work: Work, now_us: Micros | None
+) -> list[InstanceView]:
+    """Who may be a stage beside `first`: the soonest and nearest first.
+
+    An instance in another rack is as good as one in this that is free later by what the way of all
+    the KV takes longer.
+    """
+    if not first.info.layers:
+        return []
+    able = [
+        view
+        for view in others
+        if view is not first
+        and view.info.layers == first.info.layers
+        and view.info.namespace == first.info.namespace
+        and view.takes_prefill
+        and view.kv_tokens >= work.length
+    ]
+    move_us = first.cost.load_us[1] * work.length / work.block_size * first.kind.block_bytes
+
+    def late_us(view: InstanceView) -> float:
+        return free_us(view, now_us) + way(first, view, work.cross_rack) * move_us
+
+    return sorted(able, key=lambda view: (late_us(view), view.info.rack))
+
+
+def split(
+    first: InstanceView,
+    others: Sequence[InstanceView],
+    work: Work,
+    alone: tuple[Micros, Micros],
+    within_us: Micros | None,
+    now_us: Micros,
+) -> tuple[Group | None, str]:
+    """The smallest group that has the first token `within_us` from now, or why there is none.
+
+    alone: the TTFT that `first` is predicted to have by itself, and what of it is its engine's
+    time. Only a prompt that is too long for one instance, were that idle, is shared: behind queues
+    a group costs all who wait more than it saves. Where none is quick enough, the quickest of idle
+    instances does it of those that save this request more time than they cost.
+    """
+    alone_us, spent_us = alone
+    if within_us is None:
+        return None, "there is no TTFT objective to be met"
+    if alone_us <= within_us:
+        return None, "one instance alone meets the TTFT objective"
+    if spent_us <= within_us:
+        return None, "it would be late for those before it, not for its length"
+    members = _members(first, others, work, now_us)
+    if first.prefills:  # then it must be in time, and a crowd is refused that cannot be
+        left_us = sum([max(0, within_us - free_us(view, now_us)) for view in members])
+        if left_us < _least_us(members, work):
+            return None, "all who could share it have too little time left to be in time"
+    best: Group | None = None
+    for group in groups(first, others, work, now_us, within_us):
+        if group.ttft_us <= within_us:
+            return _smallest(members, work, group, within_us, now_us), ""
+        best = group if best is None or group.ttft_us < best.ttft_us else best
+    if best is None:
+        return None, "nobody else can take a part of it"
+    idle = [] if first.prefills else [view for view in others if not view.prefills]
+    found = groups(first, idle, work, now_us, within_us)
+    paying = [it for it in found if alone_us - it.ttft_us > it.spent_us - spent_us]
+    if paying:
+        return min(paying, key=lambda it: it.ttft_us), ""
+    late = f"the best group, of {len(best.stages)}, would be late too, after"
+    return None, f"{late} {best.ttft_us / 1e6:.3g} s, and is not idle or costs more than it saves"
+
+
+def promise(
+    views: Views, request: RequestId, shares: Sequence[Stage], now_us: Micros
+) -> list[InstanceInfo]:
+    """Each is promised what it computes; gives who they are."""
+    for share in shares:
+        tokens = share.end - share.start
+        view = views[share.instance]
+        view.promise_prefill(request, share.work_us, tokens, now_us, share.start)
+    return [views[share.instance].info for share in shares]
+
+
+def release(views: Views, request: RequestId, who: Iterable[InstanceId], now_us: Micros) -> None:
+    """Those promises are over, kept or not, where they had not been."""
+    for instance in who:
+        if instance in views:
+            views[instance].end_prefill(request, now_us)

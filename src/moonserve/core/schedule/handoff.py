@@ -1,0 +1,187 @@
+"""One request's life: prefill, hand over, decode, retry, cancel. Facts in, the next step out.
+
+    PREFILL --PrefillEnded--> DECODE --DecodeEnded--> ENDED
+       ^  \\                     |
+       |   `--final token--> ENDED
+       `------CallFailed------- (either phase, while attempts last; on from the tokens known)
+
+Where no instance is left for a retry, the life waits in PREFILL, with no call out, for one to join.
+Every call to an instance is numbered; an outcome that carries an older number is of no effect, so
+a late reply of an aborted call cannot move the life. All ends go through ENDED, once; the Conductor
+releases everything there. Called by the Conductor only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from moonserve.core.request import Request
+from moonserve.core.schedule.facts import (
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    PrefillEnded,
+    StageEnded,
+)
+from moonserve.core.schedule.pipeline import Stage
+from moonserve.core.schedule.placement import Decision
+from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
+
+MAX_ATTEMPTS = 3
+"""Of prefill, and as many more for calls that nobody was there to see: a restart must not use up
+what is meant for faults."""
+
+
+class Phase(enum.Enum):
+    """Where a life stands."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Choose instances (again) and prefill from what is known."""
+
+
+class StartDecode(msgspec.Struct, frozen=True):
+    """KV is in the store: let the decode instance go on."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """The life is over; `failure` says why where the client is owed an error."""
+
+    failure: str | None = None
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Nothing follows from this fact."""
+
+
+Next: TypeAlias = Place | StartDecode | End | Wait
+LifeFact: TypeAlias = PrefillEnded | DecodeEnded | CallFailed | ClientGone
+
+
+class Handoff:
+    """The life of one request."""
+
+    def __init__(self, request: Request, keys: Sequence[BlockKey], arrived_us: Micros) -> None:
+        self.request = request
+        self.arrived_us = arrived_us
+        self.length: Tokens = len(request.prompt)
+        self.keys = tuple(keys)
+        self.phase = Phase.PREFILL
+        self.number = 0
+        """Of the call that is out; outcomes of earlier ones are stale."""
+        self.attempts = 0
+        self.unseen = 0
+        """Calls that their instances never saw."""
+        self.decision: Decision | None = None
+        self.shares: tuple[Stage, ...] = ()
+        """Of the prefill call that is out; its promises are not over yet."""
+        self.leases: list[int] = []
+        """Numbers of the prefill calls so far; each has a lease of its own on the store."""
+        self.at: list[InstanceId] = []
+        """Where the call that is out, or is next, runs: one, or those of a group not done."""
+        self.failed: list[InstanceId] = []
+        """Instances that failed this request, to be avoided while there are others."""
+
+    def placed(self, decision: Decision) -> int:
+        """A prefill call goes out; returns its number."""
+        assert self.phase is Phase.PREFILL
+        self.decision = decision
+        self.attempts += 1
+        self.number += 1
+        self.leases.append(self.number)
+        self.shares = decision.shares
+        self.at = [share.instance for share in self.shares]
+        return self.number
+
+    def unplaced(self) -> None:
+        """No call is out and no instance is chosen any more: prefill from what is known."""
+        assert self.phase is not Phase.ENDED
+        self.phase = Phase.PREFILL
+        self.decision = None
+        self.at = []
+        self.number += 1  # whatever the last call still says is stale
+
+    def decoding(self, instance: InstanceId) -> int:
+        """A decode call goes out to `instance`; returns its number."""
+        assert self.phase is Phase.DECODE
+        assert self.decision is not None
+        if instance != self.decision.decode:
+            self.decision = msgspec.structs.replace(self.decision, decode=instance)
+        self.at = [instance]
+        self.number += 1
+        return self.number
+
+    def staged(self, fact: StageEnded) -> bool:
+        """Whether an instance of the group that is at it has done its part."""
+        if fact.number != self.number or fact.instance not in self.at[:-1]:
+            return False
+        self.at.remove(fact.instance)
+        return True
+
+    def end(self) -> None:
+        """No fact moves this life any more."""
+        self.phase, self.at = Phase.ENDED, []
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it may not be tried again."""
+        return self.attempts - min(self.unseen, MAX_ATTEMPTS) >= MAX_ATTEMPTS
+
+    def absent(self, fact: LifeFact) -> InstanceId | None:
+        """The instance that this fact, about the call now out, says nobody listens at."""
+        if isinstance(fact, CallFailed) and fact.unreachable and fact.number == self.number:
+            return self._who(fact)
+        return None
+
+    def _who(self, fact: CallFailed) -> InstanceId | None:
+        """Which instance failed the call that is out."""
+        return fact.member or (self.at[-1] if self.at else None)
+
+    def step(self, fact: LifeFact) -> Next:
+        """What follows from a fact; changes the phase accordingly."""
+        if self.phase is Phase.ENDED:
+            return Wait()
+        if isinstance(fact, ClientGone):
+            return self._over(None)
+        if fact.number != self.number:
+            return Wait()
+        match fact:
+            case PrefillEnded(final=True):
+                return self._over(None)
+            case PrefillEnded():
+                assert self.phase is Phase.PREFILL
+                assert self.decision is not None
+                self.phase, self.at = Phase.DECODE, [self.decision.decode]
+                return StartDecode()
+            case DecodeEnded() if self.phase is Phase.PREFILL:
+                return (
+                    Wait()
+                )  # of a call that never went out: its number was guessed (/api/release)
+            case DecodeEnded():
+                return self._over(None)
+            case CallFailed():
+                return self._failed(fact)
+
+    def _failed(self, fact: CallFailed) -> Next:
+        """Place again while attempts last; the Conductor calls `unplaced` first."""
+        instance = self._who(fact)
+        if instance is not None and instance not in self.failed:
+            self.failed.append(instance)
+        self.unseen += fact.unreachable
+        if not fact.retry or self.exhausted:
+            return self._over(fact.why)
+        self.length = fact.length
+        self.keys = fact.keys
+        return Place()
+
+    def _over(self, failure: str | None) -> End:
+        self.end()
+        return End(failure)

@@ -1,0 +1,60 @@
+"""Which instances there are: who joins, who left, who was not heard of for too long.
+
+For the Conductor, which ends the calls to whom it loses. Reads no clock; ticks tell the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.facts import Beat, InstanceInfo, Left, PeerPromised
+from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.view import ClusterView, InstanceView
+from moonserve.core.units import InstanceId, Micros
+
+
+class Presence:
+    """Keeps the view's instances; an epoch that is over says nothing any more."""
+
+    def __init__(
+        self, view: ClusterView, tuning: Tuning, cost_of: Callable[[InstanceInfo], Cost]
+    ) -> None:
+        self._view = view
+        self._tuning = tuning
+        self._cost_of = cost_of
+        self._ticked_us: Micros | None = None
+
+    def joins(self, info: InstanceInfo, now_us: Micros) -> bool:
+        """Whether this is a start not seen before; if not, it is taken as a sign of life."""
+        old = self._view.instances.get(info.id)
+        if old is None or old.info.epoch < info.epoch:
+            return True
+        if old.info.epoch == info.epoch:
+            old.heard_us = now_us
+        return False
+
+    def add(self, info: InstanceInfo, now_us: Micros) -> None:
+        """It is there from now on, in place of an earlier start."""
+        self._view.add(InstanceView(info, now_us, self._cost_of(info)))
+
+    def heard(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
+        """A heartbeat, or what another gateway has promised."""
+        if isinstance(beat, PeerPromised):
+            self._view.told(beat.gateway, beat.promises, now_us)
+        elif self.of_now(beat):
+            view = self._view.instances[beat.instance]
+            self._view.heard(view, beat.load, now_us)
+
+    def of_now(self, fact: Beat | Left) -> bool:
+        """Whether it is of the start that is known; of others it says nothing."""
+        view = self._view.instances.get(fact.instance)
+        return view is not None and view.info.epoch == fact.epoch
+
+    def silent(self, now_us: Micros) -> list[InstanceId]:
+        """At a tick: those not heard of for too long, unless it is we who slept."""
+        last_us, self._ticked_us = self._ticked_us, now_us
+        if last_us is None or now_us - last_us > self._tuning.pause_us:
+            return []
+        dead_us = now_us - self._tuning.dead_after_us
+        return [i for i, view in self._view.instances.items() if view.heard_us < dead_us]

@@ -1,0 +1,296 @@
+"""Chunked pipeline parallelism: how a given group of instances shares the prefill of one prompt.
+
+In two forms. `chain`, the seeds' form, live and simulated: instance k computes the k-th part
+of the prompt, layer by layer, from the KV of the parts before it, which is handed on layer by
+layer; so all work at once, each a layer behind the one before. `layers`, the papers' form (arXiv
+2407.00079, section 5.1), simulated only: instance k has the k-th share of the layers, and chunks
+of the prompt stream through. Both are one recurrence of times: see `finish`. Called by
+core.schedule.groups, which chooses the group; functions from views to a plan, they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import sqrt
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.view import InstanceView
+from moonserve.core.units import InstanceId, Micros, Tokens
+
+Form: TypeAlias = Literal["chain", "layers"]
+
+HIDDEN = 0.05
+"""A token's hidden state over its KV, in bytes: 16,384 over 327,680 of LLaMA3-70B."""
+MOST_CHUNKS = 64
+_ROUNDS, _NEAR = 2, 1e-3
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One instance of a group, and the tokens [start, end) of the prompt that it computes.
+
+    Stages follow each other: the first starts at the reused prefix, the last ends with the prompt.
+    All starts are multiples of the block size. A stage is one pass, whatever chunk_tokens says:
+    else the next one could begin only with the last of its passes, not one layer behind. In the
+    form `layers` every stage has all of the tokens, and its share of the layers.
+    """
+
+    instance: InstanceId
+    start: Tokens
+    end: Tokens
+    work_us: Micros = 0
+    """Predicted: its engine's time, waiting for layers of the one before included."""
+    pieces: int = 1
+    """In which it hands on what it computes: layers; in the form `layers`, chunks."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A plan: who computes what, and the time to the first token from the moment of the plan."""
+
+    stages: tuple[Stage, ...]
+    ttft_us: Micros
+    spent_us: Micros
+    """What its instances spend together."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """A prompt to be split, of which [0, start) is there, and how."""
+
+    start: Tokens
+    length: Tokens
+    block_size: Tokens
+    load_us: Micros
+    """Until the first instance has what it reuses."""
+    most: int
+    """Instances of a group."""
+    form: Form
+    cross_rack: float
+    """How many times longer a transfer between racks takes."""
+
+
+class Step(NamedTuple):
+    """One stage in time: what `finish` reads."""
+
+    ready_us: float
+    """When the instance is free."""
+    work_us: float
+    """Time of its pass, if it never has to wait."""
+    link_us: float = 0.0
+    """For one piece to come from the stage before."""
+    base_us: float = 0.0
+    """What a transfer takes beside its bytes."""
+
+
+def finish(steps: Sequence[Step], pieces: int) -> list[tuple[float, float]]:
+    """When each stage has its first piece done, and its last.
+
+    Piece i of stage k begins when piece i - 1 there and piece i of the stage before, moved here,
+    are done; links move one piece after the other. As all pieces of a stage take as long, the two
+    ends say it all: in between, times are convex in i, and nothing there decides anything.
+    """
+    ends: list[tuple[float, float]] = []
+    for step in steps:
+        each_us = step.work_us / pieces
+        came, all_came = step.ready_us, step.ready_us
+        if ends:
+            arrived, all_arrived = _moved(*ends[-1], step, pieces)
+            came, all_came = max(came, arrived), max(came, all_arrived)
+        first = came + each_us
+        ends.append((first, max(came + step.work_us, all_came + each_us)))
+    return ends
+
+
+def _moved(first: float, last: float, step: Step, pieces: int) -> tuple[float, float]:
+    """When the first piece, and the last, of the stage before are here."""
+    arrived = first + step.base_us + step.link_us
+    return arrived, max(arrived + (pieces - 1) * step.link_us, last + step.base_us + step.link_us)
+
+
+def pass_us(cost: Cost, start: Tokens, end: Tokens) -> Micros:
+    """The one pass that computes [start, end) of a prompt."""
+    return cost.prefill_us(end, start, end - start)
+
+
+def shared_us(cost: Cost, start: Tokens, length: Tokens, chunks: int, stages: int) -> Micros:
+    """The form `layers`: what one of the stages takes, for its share of the layers of all chunks.
+
+    Chunks are cut so that each takes as long: later ones, which attend to more, are shorter.
+    """
+    whole_us, total_us, at = pass_us(cost, start, length), 0, start
+    for left in range(chunks, 0, -1):
+        end = length
+        if left > 1:
+            end = min(length - left + 1, max(at + 1, _reach(cost, at, whole_us / chunks)))
+        took_us = pass_us(cost, at, end)
+        total_us, at = total_us + took_us, end
+    return round(total_us / stages)
+
+
+def free_us(view: InstanceView, now_us: Micros | None) -> Micros:
+    """How long from now until it has done what it was promised; now_us: None: it is idle."""
+    return 0 if now_us is None else view.queue_us(now_us)
+
+
+def way(source: InstanceView, target: InstanceView, cross_rack: float) -> float:
+    """How many times longer than within a rack a transfer takes."""
+    return 1.0 if source.info.rack == target.info.rack else cross_rack
+
+
+def _link(source: InstanceView, target: InstanceView, work: Work, tokens: float) -> float:
+    """Time for the KV of so many tokens from one instance to the other, without the base."""
+    per_token_us = target.cost.load_us[1] * target.kind.block_bytes / work.block_size
+    return way(source, target, work.cross_rack) * per_token_us * tokens
+
+
+# The seeds' form.
+
+
+def chain(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group | None:
+    """The parts that let all end as soon as can be; None where one would be left without a block.
+
+    For a given end, each stage takes as much as it can be through with in time for those after it
+    (who are a layer behind each); halving finds the soonest end that covers the prompt.
+    """
+    layers = members[0].info.layers
+    ready_us = [float(free_us(view, now_us)) for view in members]
+    ready_us[0] += work.load_us
+    count = len(members)
+    total_us = pass_us(members[0].cost, work.start, work.length)
+    best: list[Tokens] | None = None
+    even = [work.start + (work.length - work.start) * at // count for at in range(count + 1)]
+    for _ in range(_ROUNDS):
+        steps = _steps(members, work, ready_us, best or even)
+        mean_us = sum(step.work_us for step in steps) / count / layers
+        ways_us = [step.base_us + step.link_us + mean_us for step in steps]
+        behind_us = [sum(ways_us[at + 1 :]) for at in range(count)]
+        low_us, high_us = min(ready_us), max(ready_us) + 2.0 * total_us
+        while high_us - low_us > _NEAR * high_us:
+            by_us = (low_us + high_us) / 2
+            cuts = _cuts(members, work, ready_us, [by_us - us for us in behind_us])
+            if cuts is None:
+                low_us = by_us
+            else:
+                best, high_us = cuts, by_us
+        if best is None:
+            return None
+    assert best is not None
+    ends_us = finish(_steps(members, work, ready_us, best), layers)
+    return _group(members, best, ends_us, layers, now_us)
+
+
+def _cuts(
+    members: Sequence[InstanceView], work: Work, ready_us: Sequence[float], by_us: Sequence[float]
+) -> list[Tokens] | None:
+    """Starts and the end of parts such that stage k is done by `by_us[k]`; None: it cannot be."""
+    layers, size = members[0].info.layers, work.block_size
+    cuts = [work.start]
+    done = (0.0, 0.0)
+    for at, view in enumerate(members):
+        start, left = cuts[-1], len(members) - at - 1
+        step = _step(members, work, ready_us, at, start, start)
+        came = all_came = step.ready_us
+        if at:
+            arrived, all_arrived = _moved(*done, step, layers)
+            came, all_came = max(came, arrived), max(came, all_arrived)
+        most_us = min(by_us[at] - came, layers * (by_us[at] - all_came))
+        end = min(_reach(view.cost, start, most_us), work.length)
+        if left:  # what is there must also reach the next one in time
+            way_us = _link(view, members[at + 1], work, 1.0)
+            end = min(end, int((by_us[at] - came) / way_us)) if way_us else end
+            end = min(end // size, (work.length - 1) // size - left + 1) * size
+        if end <= start:
+            return None
+        took_us = pass_us(view.cost, start, end)
+        each_us = took_us / layers
+        done = (came + each_us, max(came + took_us, all_came + each_us))
+        cuts.append(end)
+    return cuts if cuts[-1] == work.length else None
+
+
+def _steps(
+    members: Sequence[InstanceView], work: Work, ready_us: Sequence[float], cuts: Sequence[Tokens]
+) -> list[Step]:
+    return [_step(members, work, ready_us, at, *span) for at, span in enumerate(pairwise(cuts))]
+
+
+def _step(
+    members: Sequence[InstanceView],
+    work: Work,
+    ready_us: Sequence[float],
+    at: int,
+    start: Tokens,
+    end: Tokens,
+) -> Step:
+    """Stage `at` when it computes [start, end); all KV before that comes from the stage before."""
+    view = members[at]
+    took_us = pass_us(view.cost, start, end)
+    if not at:
+        return Step(ready_us[0], took_us)
+    link_us = _link(members[at - 1], view, work, start) / view.info.layers
+    return Step(ready_us[at], took_us, link_us, view.cost.load_us[0])
+
+
+def _reach(cost: Cost, start: Tokens, most_us: float) -> Tokens:
+    """The end of the longest part from `start` on that one pass computes in that time."""
+    base, per_new, per_square, per_past = cost.pass_us[:4]
+    room = most_us - base - per_past * start + (per_new + per_square * start) * start
+    if room <= (per_new + per_square * start) * start:
+        return start
+    if not per_square:
+        return int(room / per_new) if per_new else 1 << 40
+    return int((sqrt(per_new * per_new + 4 * per_square * room) - per_new) / (2 * per_square))
+
+
+# The papers' form.
+
+
+def layers(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group:
+    """The number of chunks, a power of two, with which all end the soonest."""
+    count, size = len(members), work.block_size
+    cuts = [work.start, *[work.length] * count]
+    best: Group | None = None
+    chunks = 1
+    while chunks <= min(MOST_CHUNKS, max(1, (work.length - work.start) // size)):
+        steps = []
+        for at, view in enumerate(members):
+            ready_us = float(free_us(view, now_us))
+            took_us = shared_us(view.cost, work.start, work.length, chunks, count)
+            if not at:
+                steps.append(Step(ready_us + work.load_us, took_us))
+                continue
+            before = members[at - 1]
+            # Its share of what is reused comes from the first; then hidden states, chunk by chunk.
+            if work.start:
+                ready_us += view.cost.load_us[0]
+                ready_us += _link(members[0], view, work, work.start / count)
+            tokens = HIDDEN * (work.length - work.start) / chunks
+            link_us = _link(before, view, work, tokens)
+            steps.append(Step(ready_us, took_us, link_us, view.cost.load_us[0]))
+        group = _group(members, cuts, finish(steps, chunks), chunks, now_us)
+        if best is None or group.ttft_us < best.ttft_us:
+            best = group
+        chunks *= 2
+    assert best is not None
+    spans = [msgspec.structs.replace(stage, start=work.start) for stage in best.stages]
+    return msgspec.structs.replace(best, stages=tuple(spans))
+
+
+def _group(
+    members: Sequence[InstanceView],
+    cuts: Sequence[Tokens],
+    ends_us: Sequence[tuple[float, float]],
+    pieces: int,
+    now_us: Micros | None,
+) -> Group:
+    works_us = [
+        round(end_us) - free_us(view, now_us)
+        for view, (_, end_us) in zip(members, ends_us, strict=True)
+    ]
+    stages = tuple(
+        Stage(view.info.id, start, end, work_us, pieces)
+        for view, (start, end), work_us in zip(members, pairwise(cuts), works_us, strict=True)
+    )
+    return Group(stages, round(ends_us[-1][1]), sum(works_us))

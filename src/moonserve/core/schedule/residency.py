@@ -1,0 +1,361 @@
+"""How long outputs will be: who of those that decode still does so later on.
+
+core.schedule.forecast asks; the Conductor tells what ended. Nothing here knows an instance.
+Source: arXiv 2407.00079 "Mooncake", section 7.4 (one decode time for all); the rest is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Literal, Protocol, TypeAlias
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.request import Request
+from moonserve.core.units import Micros, RequestId, Tokens
+
+PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
+Chance: TypeAlias = Callable[[float, Micros], float]
+"""Of one output: the probability that it has more tokens, and takes longer, than these."""
+
+_PER_OCTAVE = 4
+_BINS = 20 * _PER_OCTAVE
+_EDGES: Sequence[float] = tuple(2 ** (at / _PER_OCTAVE) for at in range(_BINS + 1))
+_WIDTHS: Sequence[float] = tuple(high - low for low, high in pairwise(_EDGES))
+_PRIOR_TOKENS = 256.0
+"""Median-like scale of outputs before any was seen."""
+_PRIOR: Sequence[float] = tuple((1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES)
+_PRIOR_WEIGHT = 8.0
+"""How many outputs the prior is worth, and how many of its class the mean over all classes is."""
+_HALVED_AT = 4_096
+"""Outputs that a histogram counts before older ones count half."""
+_STALE = 64
+"""Outputs, or a sixteenth of those seen, after which what is made of a histogram is made anew."""
+_MOST_CLASSES = 256
+_KEPT_ERRORS = 1_024
+
+
+class Lengths:
+    """Output lengths seen, as the share that exceeds a length; `wider` stands in while few are.
+
+    A histogram of quarter octaves: bounded, and what is old fades. Before anything was seen, a tail
+    with the power -2: who has lasted long is expected to last as long again.
+    """
+
+    def __init__(self, wider: Lengths | None = None) -> None:
+        self._wider = wider
+        self._counts = [0.0] * _BINS
+        self._cuts: dict[Tokens, int] = {}
+        """Lengths at which some were cut off that are not in `_counts` yet."""
+        self._total = 0.0
+        self._seen = 0
+        self._shares: list[float] = []
+        self._means: list[float] = []
+        self._asked = (-1, 0.0)
+        """The latest bound of a mean, and that mean."""
+        self._until = (-1, -1)
+        """Outputs seen, its own and the wider's, up to which `_shares` and `_means` will do: they
+        are asked for far more often."""
+
+    def add(self, tokens: Tokens) -> None:
+        """One output ended at this length."""
+        self._counts[_bin(tokens)] += 1
+        self._added()
+
+    def add_cut(self, tokens: Tokens) -> None:
+        """One was cut off at this length: it would have gone on as those do that came so far.
+
+        Its weight goes to the lengths beyond, by what is known of them: Efron's way to the estimate
+        of Kaplan and Meier (1958), as far as that can be done without keeping the sample.
+        """
+        self._table()  # with those before it, where that is due
+        self._cuts[tokens] = self._cuts.get(tokens, 0) + 1
+        self._added()
+
+    def _place_cuts(self) -> None:
+        cuts, self._cuts, shares = self._cuts, {}, self._shares
+        for tokens, count in cuts.items():
+            first = _bin(tokens)
+            left = whole = _beyond(shares, tokens)
+            for at in range(first, _BINS - 1):
+                self._counts[at] += count * (left - shares[at + 1]) / whole
+                left = shares[at + 1]
+            self._counts[_BINS - 1] += count * left / whole
+
+    def _added(self) -> None:
+        self._total += 1
+        self._seen += 1
+        if self._total >= _HALVED_AT:
+            self._place_cuts()
+            self._counts = [count / 2 for count in self._counts]
+            self._total /= 2
+
+    def beyond(self, tokens: float) -> float:
+        """The share of outputs that are longer; above zero."""
+        return _beyond(self._table(), tokens)
+
+    def mean(self, most: Tokens = 1 << 20) -> float:
+        """Expected length, where outputs are cut off at `most`."""
+        shares = self._table()
+        if most != self._asked[0]:
+            at = _bin(most)
+            width = max(0.0, min(most, _EDGES[_BINS]) - _EDGES[at])
+            mean = self._means[at] + width * (shares[at] + self.beyond(most)) / 2
+            self._asked = (most, mean)
+        return self._asked[1]
+
+    def _table(self) -> list[float]:
+        """Shares at the edges; where little has come since they were made, those will do."""
+        wider = self._wider
+        seen = 0 if wider is None else wider._seen
+        own, others = self._until
+        if self._seen <= own and seen <= others:
+            return self._shares
+        self._place_cuts()
+        prior = _PRIOR if wider is None else wider._table()
+        above = list(accumulate(reversed(self._counts), initial=0.0))
+        weight = _PRIOR_WEIGHT + self._total
+        pairs = zip(reversed(above), prior, strict=True)
+        self._shares = [(count + _PRIOR_WEIGHT * share) / weight for count, share in pairs]
+        sides = zip(self._shares, self._shares[1:], _WIDTHS, strict=False)
+        parts = [(a + b) / 2 * width for a, b, width in sides]
+        self._means = list(accumulate(parts, initial=1.0))
+        self._asked = (-1, 0.0)
+        self._until = (_will_do(self._seen), _will_do(seen))
+        return self._shares
+
+
+def _bin(tokens: Tokens) -> int:
+    """The quarter octave that it lies in."""
+    return min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
+
+
+def _beyond(shares: Sequence[float], tokens: float) -> float:
+    """The share of outputs that are longer; above zero."""
+    if tokens <= 1:
+        return shares[0]
+    place = _PER_OCTAVE * math.log2(tokens)
+    at = int(place)
+    if at >= _BINS:
+        return shares[_BINS]
+    return shares[at] + (place - at) * (shares[at + 1] - shares[at])
+
+
+def _will_do(seen: int) -> int:
+    """Up to how many outputs what is made of so many will do."""
+    return seen + min(seen // 16, _STALE)
+
+
+class Stay:
+    """One decode on one instance, promised or under way.
+
+    context: tokens it will have there. due_us: when its prefill should end; once it has, when it
+    did. length: what its output will be drawn from, or its very length. most: its max_tokens.
+    """
+
+    __slots__ = ("began_tokens", "context", "due_us", "expected", "lag_us", "length", "most")
+
+    def __init__(
+        self,
+        context: Tokens,
+        due_us: Micros = 0,
+        length: Lengths | Tokens = 0,
+        most: Tokens = 0,
+        expected: float = 0.0,
+    ) -> None:
+        self.context = context
+        self.due_us = due_us
+        self.length = length
+        self.most = most
+        self.expected = expected
+        """Its output's mean, as predicted when it came."""
+        self.lag_us: Micros = 0
+        """From its admission to its hand-over, as predicted."""
+        self.began_tokens = 0.0
+        """The instance's count of passes when it began."""
+
+
+class Predictor(Protocol):
+    """Who still decodes later on."""
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """A decode to come, which takes over from prefill at `due_us`."""
+        ...
+
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
+        """The chances of a decode that has so many tokens by now; they hold until another ends.
+
+        Of one that has some, they are to be taken as a share of that for now: see
+        core.schedule.forecast.
+        """
+        ...
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
+        """An output ended at this length, after this time of decode; None: it needed none."""
+        ...
+
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """A client left when its output had this length."""
+        ...
+
+
+def predictor_of(
+    name: PredictorName, length_of: Callable[[RequestId], Tokens] | None = None
+) -> Predictor:
+    """A predictor by its name. Raises ConfigError where the oracle has nothing to know from."""
+    if name == "uniform":
+        return Uniform()
+    if name == "survival":
+        return Survival()
+    if length_of is None:
+        raise ConfigError("oracle knows lengths beforehand: in simulation only", "predictor")
+    return Oracle(length_of)
+
+
+class Uniform:
+    """Everybody decodes for the time that decodes took in the mean: the paper's t_d, literally.
+
+    Nobody is taken to last before anything was seen. It is low by design: those that end sooner
+    than t_d are gone by themselves, and those that last longer are left out as well.
+    """
+
+    def __init__(self) -> None:
+        self.mean_us = 0.0
+        self._tokens = 0.0
+        self._seen = 0
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """See Predictor."""
+        return Stay(context, due_us, expected=self._tokens)
+
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
+        """See Predictor."""
+        return lambda tokens, us: 1.0 if us < self.mean_us else 0.0
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
+        """See Predictor."""
+        if took_us is None:
+            return
+        self._seen = min(self._seen + 1, 256)
+        self.mean_us += (took_us - self.mean_us) / self._seen
+        self._tokens += (tokens - self._tokens) / self._seen
+
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """See Predictor: only whole decodes count."""
+
+
+class Survival:
+    """Lengths learned online by model, tenant, max_tokens and prompt length, conditional on age.
+
+    One that a client left, or its max_tokens ended, would have been longer: see Lengths.add_cut.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[str, Lengths] = {}
+        self._classes: dict[tuple[str, str, int, int], Lengths] = {}
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """See Predictor."""
+        lengths = self._of(request)
+        most = request.stopping.max_tokens
+        return Stay(context, due_us, lengths, most, lengths.mean(most))
+
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
+        """See Predictor."""
+        length, most = stay.length, stay.most
+        assert isinstance(length, Lengths), "a stay of this predictor's"
+        if tokens >= most:
+            return lambda tokens, us: 0.0
+        shares = length._table()
+        return lambda tokens, us: _beyond(shares, tokens) if tokens < most else 0.0
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
+        """See Predictor."""
+        if tokens >= request.stopping.max_tokens:
+            self.left(request, tokens)
+            return
+        self._of(request).add(tokens)
+        self._all[request.model].add(tokens)
+
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """See Predictor."""
+        self._of(request).add_cut(tokens)
+        self._all[request.model].add_cut(tokens)
+
+    def _of(self, request: Request) -> Lengths:
+        """Of its class; the least lately made classes are forgotten."""
+        most, prompt = request.stopping.max_tokens, len(request.prompt)
+        key = (request.model, request.tenant, most.bit_length(), prompt.bit_length() // 2)
+        found = self._classes.pop(key, None)
+        if found is None:
+            found = Lengths(self._all.setdefault(request.model, Lengths()))
+            if len(self._classes) >= _MOST_CLASSES:
+                del self._classes[next(iter(self._classes))]
+        self._classes[key] = found
+        return found
+
+
+@contextmanager
+def untouched(predictor: Predictor) -> Iterator[None]:
+    """What is asked within leaves no trace: classes of lengths are those there were."""
+    if not isinstance(predictor, Survival):
+        yield
+        return
+    before = predictor._all.copy(), predictor._classes.copy()
+    yield
+    predictor._all, predictor._classes = before
+
+
+class Oracle:
+    """Knows every length beforehand: in simulation, as the upper bound."""
+
+    def __init__(self, length_of: Callable[[RequestId], Tokens]) -> None:
+        self._length_of = length_of
+
+    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+        """See Predictor."""
+        length = self._length_of(request.id)
+        return Stay(context, due_us, length, expected=length)
+
+    def lasts(self, stay: Stay, tokens: float) -> Chance:
+        """See Predictor."""
+        length = stay.length
+        assert isinstance(length, int), "a stay of this predictor's"
+        return lambda tokens, us: 1.0 if tokens < length else 0.0
+
+    def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
+        """See Predictor: nothing is left to be learned."""
+
+    def left(self, request: Request, tokens: Tokens) -> None:
+        """See Predictor."""
+
+
+class Errors:
+    """Predicted against actual: how far off, on average and mostly. Bounded memory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self.latest: deque[tuple[float, float]] = deque(maxlen=_KEPT_ERRORS)
+        """(predicted, actual)."""
+
+    def add(self, predicted: float, actual: float) -> None:
+        """One more."""
+        self.count += 1
+        self.sum += predicted - actual
+        self.latest.append((predicted, actual))
+
+    @property
+    def bias(self) -> float | None:
+        """Mean of predicted less actual; None where nothing was."""
+        return self.sum / self.count if self.count else None
+
+    def quantile(self, q: float) -> float | None:
+        """That quantile of the latest errors' sizes; None where there are none."""
+        if not self.latest:
+            return None
+        ordered = sorted(abs(predicted - actual) for predicted, actual in self.latest)
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

@@ -1,0 +1,400 @@
+"""What the Conductor believes about each instance, and what it has promised there.
+
+Beliefs come from joins and heartbeats; promises are the Conductor's own ledger, exact at decision
+time, where reports lag. Only the Conductor changes a view; placement reads it. Every read is O(1):
+a decision looks at every instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moonserve.core.kv.trust import Trust
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.external_load import NOBODY, NOTHING, Others, Told, others, told
+from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad, Promises
+from moonserve.core.schedule.forecast import Stays
+from moonserve.core.schedule.residency import Stay
+from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
+
+_USUAL: Tokens = 1_024
+"""A prompt, before any was promised."""
+
+
+class Kind:
+    """What the time for a prefill depends on, beside the work: instances of one kind are alike.
+
+    Compared by identity: ClusterView lets alike instances share one.
+    """
+
+    __slots__ = ("block_bytes", "chunk_tokens", "cost", "fetches", "rack")
+
+    def __init__(self, info: InstanceInfo, cost: Cost) -> None:
+        self.cost = cost
+        self.chunk_tokens = info.chunk_tokens
+        self.block_bytes = info.block_bytes
+        self.rack = info.rack
+        self.fetches = info.fetches
+
+
+class InstanceView:
+    """One live instance: who it is, what it said last, what was promised to it."""
+
+    def __init__(self, info: InstanceInfo, now_us: Micros, cost: Cost | None = None) -> None:
+        self.info = info
+        self.cost = cost or Cost()
+        self.kind = Kind(info, self.cost)
+        self.load = InstanceLoad(free_blocks=info.kv_blocks)
+        self.heard_us = now_us
+        self.trust = Trust()
+        """How far its claims to hold prefixes are believed."""
+        self.others: Others = NOBODY
+        """What it does for others than us, and is promised to by other gateways."""
+        self._counted: Others = NOBODY
+        """Of these, what it counts itself."""
+        self._seen: Others = NOBODY
+        """At the latest look."""
+        self._counted_until_us: Micros = 0
+        self._told: Told = NOTHING
+        """And what other gateways say."""
+        self.others_until_us: Micros = 0
+        """When their prefills that are ahead of ours are done."""
+        self._usual_us: float = 0.0
+        """What a prefill that was promised here took lately, on average."""
+        self._queue: dict[RequestId, tuple[Micros, Tokens, Tokens]] = {}
+        self.prefills = 0
+        """How many prefills are promised here."""
+        self.takes_prefill = True
+        """Whether it may be promised one more prefill."""
+        self.idle_us: Micros = 0
+        """When all that was promised would be done if the head took all its time, and no more."""
+        self.behind_us: Micros = 0
+        """Prefill time promised behind the head."""
+        self.promised_us: Micros = 0
+        """Prefill time promised here, spent or not."""
+        self.promised_tokens: Tokens = 0
+        """Prompt tokens that those prefills compute."""
+        self.prompt_tokens: Tokens = 0
+        """All their prompt tokens, cached ones included."""
+        self._decoding: dict[RequestId, Tokens] = {}
+        self.stays = Stays()
+        """The same decodes in time: who is here, and who comes when."""
+        self.decodes = 0
+        """How many decodes are promised here, those still in prefill included."""
+        self.takes_decode = True
+        """Whether it may be promised one more decode."""
+        self._tbt_goals: dict[RequestId, Micros] = {}
+        self._strictest_us: Micros | None = None
+        self.context: Tokens = 0
+        """Context lengths of all requests that decode here or will, summed."""
+        self.kv_tokens = info.kv_blocks * info.namespace.block_size
+        """The most context that fits here."""
+        self.room_tokens: Tokens = 0
+        """The most context that one more decode may have; below zero without a free slot."""
+        self.joined_seqs = 1
+        """Who decodes here once one more has come: ours, promised ones included, and others."""
+        self.joined_context: Tokens = 0
+        """The context of all but that one."""
+        self._count_decodes()
+
+    def heard(self, load: InstanceLoad, now_us: Micros) -> None:
+        """Take in a heartbeat: load, and measured samples for the cost fit."""
+        self.heard_us = now_us
+        self.load = load
+        self.cost.observe(load.passes, load.transfers)
+        for hit in load.hits:
+            self.trust.observe(hit)
+        if load.everybody:
+            self._see_others(load, now_us)
+
+    def _see_others(self, load: InstanceLoad, now_us: Micros) -> None:
+        active, context = len(self.stays.active), self.stays.context
+        before, found = self._seen, others(self.info.role, load, self.prefills, active, context)
+        self._seen, self._counted = found, found.or_less(before)
+        usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
+        self._counted_until_us = now_us + round(self._counted.waiting * usual_us)
+        self._join_others()
+
+    def told(self, told: Told) -> None:
+        """Other gateways have promised this here, in place of what they had before."""
+        self._told = told
+        self._join_others()
+
+    def _join_others(self) -> None:
+        """What an engine counts has in it what other gateways sent there."""
+        self.others = self._counted.or_more(self._told.promised)
+        self.stays.others = self._counted.or_more(self._told.now)
+        self.others_until_us = max(self._counted_until_us, self._told.until_us)
+        self._count_prefills()
+        self._count_decodes()
+
+    def promises(self, now_us: Micros) -> Promises | None:
+        """What we have promised here, for other gateways; None: nothing."""
+        if not self.prefills and not self.decodes:
+            return None
+        return Promises(
+            self.info.id,
+            self.info.epoch,
+            max(self.idle_us - now_us, self.behind_us, 0),
+            self.prefills,
+            self.decodes,
+            self.context,
+            len(self.stays.active),
+            self.stays.context,
+        )
+
+    def promise_prefill(
+        self,
+        request: RequestId,
+        work_us: Micros,
+        tokens: Tokens,
+        now_us: Micros,
+        cached: Tokens = 0,
+    ) -> None:
+        """Reserve `work_us` of this instance's prefill time, behind what it was promised before.
+
+        tokens: those to compute; cached: those of the prompt before them.
+        """
+        assert request not in self._queue
+        if self._queue:
+            self.behind_us += work_us
+            self.idle_us += work_us
+        else:
+            self.idle_us = now_us + work_us
+        self._usual_us += (work_us - self._usual_us) * (0.1 if self._usual_us else 1.0)
+        self._queue[request] = (work_us, tokens, tokens + cached)
+        self._promise(work_us, tokens, tokens + cached)
+
+    def end_prefill(self, request: RequestId, now_us: Micros) -> None:
+        """The promise is over, kept or not; unknown requests are no error."""
+        if request not in self._queue:
+            return
+        was_head = next(iter(self._queue)) == request
+        work_us, tokens, prompt = self._queue.pop(request)
+        self._promise(-work_us, -tokens, -prompt)
+        if not was_head:
+            self.behind_us -= work_us
+            self.idle_us -= work_us
+        elif self._queue:
+            self.behind_us -= next(iter(self._queue.values()))[0]
+            self.idle_us = now_us + self.promised_us
+        else:
+            self.behind_us = self.idle_us = 0
+
+    def _promise(self, work_us: Micros, tokens: Tokens, prompt: Tokens) -> None:
+        """Count more of it, or less."""
+        self.promised_us += work_us
+        self.promised_tokens += tokens
+        self.prompt_tokens += prompt
+        self._count_prefills()
+
+    def _count_prefills(self) -> None:
+        self.prefills = len(self._queue)
+        self.takes_prefill = self.prefills + self._told.promised.waiting < self.info.max_requests
+
+    def queue_us(self, now_us: Micros) -> Micros:
+        """Prefill work promised and not yet done: T_queue of Algorithm 1.
+
+        The head has been running since it became the head, so that much of it is spent.
+        """
+        left_us = self.idle_us - now_us
+        ours_us = left_us if left_us > self.behind_us else self.behind_us
+        return ours_us + max(0, self.others_until_us - now_us)
+
+    def is_free(self, now_us: Micros, ahead_us: Micros) -> bool:
+        """Whether it prefills nothing, or one prompt of which at most `ahead_us` are left."""
+        if not self.prefills:
+            return self.others_until_us <= now_us + ahead_us
+        return self.prefills == 1 and 0 < ahead_us >= self.queue_us(now_us)
+
+    def promise_decode(
+        self,
+        request: RequestId,
+        context: Tokens,
+        tbt_goal_us: Micros | None = None,
+        stay: Stay | None = None,
+    ) -> None:
+        """A request of this context will decode here; promised again, it is counted once.
+
+        tbt_goal_us: its own objective for the time between tokens; stay: from when on, how long.
+        """
+        self.stays.promise(request, stay or Stay(context))
+        self.context += context - self._decoding.get(request, 0)
+        self._decoding[request] = context
+        self._count_decodes()
+        if tbt_goal_us is not None and self._tbt_goals.get(request) != tbt_goal_us:
+            self._tbt_goals[request] = tbt_goal_us
+            self._strictest_us = min(self._tbt_goals.values())
+
+    def begin_decode(self, request: RequestId, now_us: Micros) -> None:
+        """Its prefill is over: what was promised begins."""
+        self.stays.begin(request, now_us, self.cost.step_us)
+
+    def end_decode(self, request: RequestId, now_us: Micros) -> Stay | None:
+        """The promise is over, kept or not; unknown requests are no error. Gives what had begun."""
+        stay = self.stays.end(request, now_us, self.cost.step_us)
+        self.context -= self._decoding.pop(request, 0)
+        if self._tbt_goals.pop(request, None) == self._strictest_us:
+            self._strictest_us = min(self._tbt_goals.values(), default=None)
+        self._count_decodes()
+        return stay
+
+    def _count_decodes(self) -> None:
+        self.decodes = len(self._decoding)
+        self.takes_decode = self.decodes + self._told.promised.running < self.info.max_requests
+        self.joined_seqs = self.decodes + self.others.running + 1
+        self.joined_context = self.context + self.others.context
+        has_slot = self.joined_seqs <= self.info.max_seqs
+        self.room_tokens = self.kv_tokens - self.joined_context if has_slot else -1
+
+    def has_slot(self, context: Tokens) -> bool:
+        """Whether one more decode of this context finds a place in the batch, and its KV room."""
+        return context <= self.room_tokens
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one that begins to decode now takes part in the next pass."""
+        return len(self.stays.active) + self.stays.others.running < self.info.max_seqs
+
+    def tbt_us(self, joining: Tokens) -> Micros:
+        """Predicted time between tokens once a request of context `joining` has joined.
+
+        All members share a pass, so it is the same for every one of them.
+        """
+        return self.cost.decode_step_us(self.joined_seqs, self.joined_context + joining)
+
+    def tbt_now_us(self, joining: Tokens) -> Micros:
+        """The same with those alone who decode here by now, without those in prefill."""
+        return round(self.stays.step_us(self.cost.step_us, joining))
+
+    def strictest_us(self) -> Micros | None:
+        """The tightest TBT objective of those who decode here; None when nobody has one."""
+        return self._strictest_us
+
+
+def tbts_us(views: Sequence[InstanceView], joining: Tokens) -> list[Micros]:
+    """`tbt_us` of each: one loop without calls, since a decision looks at every instance."""
+    return [
+        round(base + per_seq * view.joined_seqs + per_context * (view.joined_context + joining))
+        for view in views
+        for base, per_seq, per_context in (view.cost.step_us,)
+    ]
+
+
+class ClusterView:
+    """All live instances, in the order of their ids."""
+
+    def __init__(self) -> None:
+        self.instances: dict[InstanceId, InstanceView] = {}
+        self.version = 0
+        """Another one whenever an instance was added or removed."""
+        self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
+        self.racks: dict[SegmentId, str] = {}
+        """Where each segment lies, as far as its instance said."""
+        self._peers: dict[str, dict[InstanceId, Promises]] = {}
+        """What other gateways have promised, by gateway."""
+        self.doubts: dict[SegmentId, float] = {}
+        """What counts of the claims of each segment that is not trusted."""
+
+    def heard(self, view: InstanceView, load: InstanceLoad, now_us: Micros) -> None:
+        """An instance's heartbeat."""
+        view.heard(load, now_us)
+        if view.info.segment is not None:
+            self.doubts.pop(view.info.segment, None)
+            if not view.trust.trusted:
+                self.doubts[view.info.segment] = view.trust.share
+
+    def told(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
+        """All that another gateway has promised by now; empty: nothing, or it is gone."""
+        before = self._peers.pop(gateway, {})
+        rows = {it.instance: it for it in promises}
+        if rows:
+            self._peers[gateway] = rows
+        for instance in before | rows:
+            self._tell_peers(instance, now_us)
+
+    def _tell_peers(self, instance: InstanceId, now_us: Micros) -> None:
+        view = self.instances.get(instance)
+        if view is not None:
+            rows = [rows[instance] for rows in self._peers.values() if instance in rows]
+            if view.info.connector == "embedded":  # else each gateway counts starts for itself
+                rows = [it for it in rows if it.epoch == view.info.epoch]
+            view.told(told(rows, now_us))
+
+    def promises(self, now_us: Micros) -> tuple[Promises, ...]:
+        """What we have promised anywhere, for other gateways."""
+        found = [view.promises(now_us) for view in self.instances.values()]
+        return tuple(it for it in found if it is not None)
+
+    def add(self, view: InstanceView) -> None:
+        """Add or replace an instance, keeping id order so that ties fall the same way always."""
+        like = view.kind
+        for other in self.instances.values():
+            if all(getattr(like, of) == getattr(other.kind, of) for of in Kind.__slots__):
+                view.kind = other.kind
+                break
+        self.instances[view.info.id] = view
+        self.instances = dict(sorted(self.instances.items()))
+        self._tell_peers(view.info.id, view.heard_us)
+        self._changed()
+
+    def remove(self, instance: InstanceId) -> None:
+        """Forget an instance; unknown ones are no error."""
+        self.instances.pop(instance, None)
+        self._changed()
+
+    def prefills(self, model: str) -> list[InstanceView]:
+        """Instances that may prefill for `model`, in id order; not to be changed.
+
+        Of foreign ones, those whose KV somebody takes; else those who decode by themselves."""
+        return self._role(model, "prefill")
+
+    def decodes(self, model: str) -> list[InstanceView]:
+        """Instances that may decode for `model`, in id order; not to be changed."""
+        return self._role(model, "decode")
+
+    def promised(self, requests: int) -> Promised:
+        """The ledger of all instances together."""
+        views = self.instances.values()
+        return Promised(
+            requests=requests,
+            prefills=sum(view.prefills for view in views),
+            prefill_us=sum(view.promised_us for view in views),
+            decodes=sum(view.decodes for view in views),
+        )
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._by_role.clear()
+        infos = [view.info for view in self.instances.values()]
+        self.racks = {i.segment: i.rack for i in infos if i.segment is not None and i.rack}
+        here = [info.segment for info in infos] if self.doubts else []
+        self.doubts = {it: share for it, share in self.doubts.items() if it in here}
+
+    def _role(self, model: str, role: str) -> list[InstanceView]:
+        found = self._by_role.get((model, role))
+        if found is None:
+            found = [v for v in self.instances.values() if serves(v.info, model, role)]
+            if role == "prefill":
+                ways = {"embedded"} | {view.info.connector for view in self.decodes(model)}
+                found = [view for view in found if view.info.connector in ways]
+                found = found or [v for v in self.decodes(model) if v.info.connector in SELF_HELP]
+            if found:  # names of models that nobody serves come from clients: not kept
+                self._by_role[model, role] = found
+        return found
+
+
+def serves(info: InstanceInfo, model: str, role: str) -> bool:
+    """Whether an instance takes this role for this model."""
+    return info.model == model and info.role in (role, "both")
+
+
+class Promised(msgspec.Struct, frozen=True):
+    """The ledger in numbers; all zero when nothing is under way."""
+
+    requests: int
+    prefills: int
+    prefill_us: Micros
+    decodes: int

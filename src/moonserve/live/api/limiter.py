@@ -1,0 +1,145 @@
+"""The gateway's door: who may come in, how many are inside, and what becomes of them in counts.
+
+For what serves OpenAI's API: `app` for the embedded engine, live/relay for foreign ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
+from moonserve.core.units import Bytes, RequestId
+from moonserve.live.control.metrics import Metrics
+from moonserve.live.http.message import (
+    HttpRequest,
+    Response,
+    StreamingResponse,
+    error_response,
+    json_response,
+)
+from moonserve.live.http.server import Handler
+
+SHUTTING_DOWN = "this gateway is shutting down"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_CLIENT_GONE = 499
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one gateway takes on; the body limit is the App's."""
+
+    max_in_flight: int = 1_024
+    """Generations at once; more are answered 429, but for an eighth more of tenants that have less
+    than a like part of them."""
+    max_messages: int = 4_096
+    offload_bytes: Bytes = 16 << 10
+    """Longer prompts are tokenised in a thread of their own, so that other streams go on."""
+    max_tokenising_bytes: Bytes = 16 << 20
+    """Text that may wait for that thread, at about 1 MB/s; more is answered 429."""
+    shares_ids: bool = False
+    """Whether other processes, before the same Conductor or engines, may be given the same ids."""
+
+
+class Door:
+    """Counts requests in and out, and keeps out those over the limits."""
+
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.draining = False
+        self._limits = limits
+        self._in_flight: Counter[str] = Counter()
+        """By tenant."""
+        self._left = asyncio.Event()
+
+    def readiness(self, alive: Sequence[str], hindrance: str, lack: str) -> Response:
+        """What /ready answers: `alive`, models that can be served; `hindrance`: why others should
+        serve, empty where they need not; `lack`: what is missing where no model is alive.
+
+        Answered, not raised: who polls until we are ready is no warning in the log.
+        """
+        if self.draining:
+            return error_response(NobodyAlive(SHUTTING_DOWN))
+        if hindrance:
+            return error_response(NobodyAlive(f"this gateway is not ready: {hindrance}"))
+        if not alive:
+            return error_response(NobodyAlive(lack))
+        return json_response({"status": "ready", "models": alive})
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no generation is under way, streams included; False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.metrics.in_flight:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def counted(
+        self, route: str, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
+    ) -> Handler:
+        """The handler, its answers counted by route and status."""
+        requests = self.metrics.requests
+
+        async def counted(request: HttpRequest) -> Response | StreamingResponse:
+            status = 500
+            try:
+                reply = await handler(request)
+                status = reply.status
+                return reply
+            except MoonserveError as error:
+                status = error.status
+                if isinstance(error, Overloaded):
+                    self.metrics.rejected[error.reason] += 1
+                raise
+            except asyncio.CancelledError:
+                status = _CLIENT_GONE
+                raise
+            finally:
+                requests[route, status] += 1
+
+        return counted
+
+    def enter(self, tenant: str) -> None:
+        """One more generation; `leave` follows. Raises NobodyAlive, Overloaded."""
+        if self.draining:
+            raise NobodyAlive(SHUTTING_DOWN)
+        most, all_now = self._limits.max_in_flight, self.metrics.in_flight
+        if self._in_flight[tenant] * len(self._in_flight) < all_now:
+            most += most // 8
+        if all_now >= most:
+            raise Overloaded(
+                f"{all_now} requests are being served, the limit of this gateway",
+                "gateway_in_flight",
+                1.0,
+            )
+        self.metrics.in_flight += 1
+        self._in_flight[tenant] += 1
+
+    def named(self, http: HttpRequest, taken: bool) -> RequestId:
+        """The id that a request goes by; `taken`: another one under way has the id it came with.
+
+        Two under one id would share leases and ledgers behind the gateway. The reply says the new
+        one, since decisions are found by it.
+        """
+        if taken or self._limits.shares_ids:
+            http.id = f"{http.id}-{secrets.token_hex(4)}"
+        return RequestId(http.id)
+
+    def leave(self, http: HttpRequest, tenant: str) -> None:
+        """It is over, however."""
+        self.metrics.in_flight -= 1
+        self._in_flight[tenant] -= 1
+        if not self._in_flight[tenant]:
+            del self._in_flight[tenant]
+        self.metrics.disconnects += http.gone
+        self._left.set()
+
+    async def metrics_text(self, request: HttpRequest) -> Response:
+        """GET /metrics."""
+        return Response(body=self.metrics.text(), content_type=METRICS_TYPE)

@@ -1,0 +1,107 @@
+"""From a request's prompt to token ids, within bounds of time and memory.
+
+Used by `app`. A prompt that cannot fit the context is refused before any work is spent on it; of
+those that may, long ones are tokenised one at a time, on one thread of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeAlias
+
+from moonserve.core.errors import BadRequest, Overloaded
+from moonserve.core.units import Bytes, Tokens
+from moonserve.live.api import openai
+from moonserve.live.text.tools import TextTools
+
+_COMPLETION_DEFAULT_TOKENS = 16
+_Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
+
+
+class Prompts:
+    """Tokenises prompts; texts over `offload_bytes` on its thread, as its only work.
+
+    One thread, so that many long prompts leave the other cores to the streams. At most
+    `max_waiting_bytes` of text wait for it (or one text of any size).
+    """
+
+    def __init__(self, offload_bytes: Bytes, max_waiting_bytes: Bytes) -> None:
+        self._offload_bytes = offload_bytes
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+
+    async def tokens(self, fields: _Fields, tools: TextTools, max_len: Tokens) -> list[int]:
+        """The prompt's ids; BadRequest where it cannot be served, Overloaded where many wait."""
+        work: Callable[[], list[int]]
+        if isinstance(fields, openai.ChatRequest):
+            messages = openai.plain_messages(fields)
+            size = sum(_size(text) for message in messages for text in message.values())
+            _refuse_hopeless("messages", size, tools, max_len)
+            work = partial(_chat_tokens, messages, tools, max_len)
+        else:
+            prompt = openai.single_prompt(fields, tools.vocab_size, max_len)
+            if isinstance(prompt, list):
+                return prompt
+            size = _size(prompt)
+            _refuse_hopeless("prompt", size, tools, max_len)
+            work = partial(tools.encode, prompt, add_bos=True)
+        return work() if size <= self._offload_bytes else await self._offload(size, work)
+
+    async def _offload(self, size: Bytes, work: Callable[[], list[int]]) -> list[int]:
+        if self._waiting_bytes and self._waiting_bytes + size > self._max_waiting_bytes:
+            raise Overloaded(
+                f"{self._waiting_bytes} bytes of long prompts wait to be tokenised",
+                "tokenizer_queue",
+                1.0,
+            )
+        self._waiting_bytes += size
+        try:
+            # A client that leaves takes its work out of the queue.
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self._waiting_bytes -= size
+
+
+def _chat_tokens(messages: list[dict[str, str]], tools: TextTools, max_len: Tokens) -> list[int]:
+    text = tools.render_chat(messages)
+    _refuse_hopeless("messages", _size(text), tools, max_len)
+    return tools.encode(text, add_bos=False)  # the template writes BOS itself
+
+
+def _refuse_hopeless(param: str, size: Bytes, tools: TextTools, max_len: Tokens) -> None:
+    """BadRequest where so many bytes of text are more tokens than the context, however cut."""
+    bound = max_len * tools.longest_token_bytes
+    if size > bound:
+        what = f"{size} bytes of text (over {bound}, {tools.longest_token_bytes} a token)"
+        raise openai.context_exceeded(param, what, max_len)
+
+
+def _size(text: str) -> Bytes:
+    """In UTF-8; an unpaired surrogate, which `encode` will refuse, counts too."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def max_tokens(fields: _Fields, prompt: Tokens, max_len: Tokens) -> Tokens:
+    """The most tokens to generate: as asked, at most what the context leaves.
+
+    BadRequest where it leaves none. vLLM refuses who asks for more; here nobody is refused for a
+    bound that most answers never reach: one that does ends with finish_reason "length".
+    """
+    asked = fields.max_tokens
+    if isinstance(fields, openai.ChatRequest):
+        param, default = "messages", max_len
+        if fields.max_completion_tokens is not None:
+            asked = fields.max_completion_tokens
+    else:
+        param, default = "prompt", _COMPLETION_DEFAULT_TOKENS
+    if prompt == 0:
+        raise BadRequest(f"{param}: has no tokens", param)
+    room = max_len - prompt
+    if room < 1:
+        what = f"{prompt} tokens and one to generate"
+        raise openai.context_exceeded(param, what, max_len)
+    return min(default if asked is None else asked, room)

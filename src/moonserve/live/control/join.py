@@ -1,0 +1,158 @@
+"""The control plane that workers speak to: join, beat, leave, and what they saw of a foreign pool.
+
+msgpack bodies, guarded by the cluster token. Translates to facts for the Conductor; decides only
+whether an instance may join. The store's operations are live.store.local's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.kv.reported import Reported
+from moonserve.core.schedule.facts import (
+    Beat,
+    BlocksRemoved,
+    BlocksStored,
+    InstanceInfo,
+    InstanceLoad,
+    Joined,
+    Left,
+)
+from moonserve.core.units import InstanceId
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.http.auth import guarded
+from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.server import Handler
+from moonserve.live.store.reports import POOL
+
+T = TypeVar("T")
+
+_MSGPACK = "application/msgpack"
+
+
+class BeatBody(msgspec.Struct, frozen=True):
+    """A heartbeat as it travels."""
+
+    id: InstanceId
+    epoch: int
+    load: InstanceLoad
+
+
+class LeaveBody(msgspec.Struct, frozen=True):
+    """A goodbye as it travels."""
+
+    id: InstanceId
+    epoch: int
+
+
+class BlocksBody(msgspec.Struct, frozen=True):
+    """What a worker put into the foreign pool, and what it missed there, in order."""
+
+    events: list[BlocksStored | BlocksRemoved]
+
+
+class UnknownInstance(BadRequest):
+    """A beat of an instance that has not joined, or joined as another epoch: it must join again."""
+
+    status = 404
+
+
+class Incompatible(BadRequest):
+    """An instance whose KV could not be exchanged with the others of its model."""
+
+    status = 409
+
+
+class Internal:
+    """Handlers of /internal, to be mounted by the gateway process."""
+
+    def __init__(self, conductor: ConductorLoop, token: str, models: Collection[str]) -> None:
+        self._conductor = conductor
+        self._token = token
+        self._models = models
+        self._reported = Reported(POOL)
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("POST", "/internal/join"): guarded(self._join, self._token),
+            ("POST", "/internal/beat"): guarded(self._beat, self._token),
+            ("POST", "/internal/leave"): guarded(self._leave, self._token),
+            ("POST", "/internal/blocks"): guarded(self._blocks, self._token),
+        }
+
+    async def _join(self, request: HttpRequest) -> Response:
+        self.admit(_decode(await request.body(), InstanceInfo))
+        return _reply({})
+
+    def admit(self, info: InstanceInfo) -> None:
+        """Have it join. Raises BadRequest, Incompatible."""
+        if info.namespace.block_size < 1 or info.chunk_tokens < 1 or info.max_seqs < 1:
+            raise BadRequest("block_size, chunk_tokens and max_seqs must be 1 or more", "namespace")
+        if info.model not in self._models:
+            served = ", ".join(self._models)
+            raise Incompatible(f"this gateway serves {served}, not {info.model}", "model")
+        if not urlsplit(info.url).hostname:
+            raise BadRequest(f"{info.url!r} is no URL such as http://host:port", "url")
+        for view in self._conductor.core.view.instances.values():
+            other = view.info
+            if other.id != info.id and other.model == info.model:
+                _check_compatible(info, other)
+            if other.id == info.id and other.epoch > info.epoch:
+                raise Incompatible(f"a later start of {info.id} has joined; choose a name", "id")
+        self._conductor.tell(Joined(info))
+
+    async def _beat(self, request: HttpRequest) -> Response:
+        beat = _decode(await request.body(), BeatBody)
+        view = self._conductor.core.view.instances.get(beat.id)
+        if view is None or view.info.epoch != beat.epoch:
+            raise UnknownInstance(f"instance {beat.id} has not joined; join again", "id")
+        self._conductor.tell(Beat(beat.id, beat.epoch, beat.load))
+        return _reply({})
+
+    async def _leave(self, request: HttpRequest) -> Response:
+        leave = _decode(await request.body(), LeaveBody)
+        self._conductor.tell(Left(leave.id, leave.epoch))
+        return _reply({})
+
+    async def _blocks(self, request: HttpRequest) -> Response:
+        self.seen(_decode(await request.body(), BlocksBody).events)
+        return _reply({})
+
+    def seen(self, events: Sequence[BlocksStored | BlocksRemoved]) -> None:
+        """Somebody saw this of the foreign pool. Raises BadRequest."""
+        now_us = self._conductor.now_us()
+        for event in events:
+            if event.segment != POOL:
+                raise BadRequest(f"blocks of {event.segment} are told by the master", "segment")
+            if isinstance(event, BlocksStored):
+                self._conductor.tell(*self._reported.stored(now_us, event.keys, event.parent))
+            else:
+                self._conductor.tell(*self._reported.removed(now_us, event.keys))
+
+
+def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:
+    for field in msgspec.structs.fields(info.namespace):
+        mine, theirs = getattr(info.namespace, field.name), getattr(other.namespace, field.name)
+        if mine != theirs:
+            raise Incompatible(
+                f"{field.name} is {mine!r} here but {theirs!r} on instance {other.id}: "
+                f"instances of model {info.model} cannot exchange KV; start all with the same",
+                f"namespace.{field.name}",
+            )
+
+
+def _decode(body: bytes, shape: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=shape)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"body is no msgpack {shape.__name__}: {error}", "body") from None
+
+
+def _reply(value: object) -> Response:
+    return Response(200, msgspec.msgpack.encode(value), content_type=_MSGPACK)

@@ -1,0 +1,317 @@
+"""One gateway among several: found by all in a registry, with one view of the cluster.
+
+Each has a Conductor of its own. Workers and other gateways are found in the registry; gateways tell
+each other what they have promised, and their views add it up; one of them leads, and has the single
+duties. Mounted by the gateway process. Nothing here decides where a request goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonserve.core.errors import BadRequest, MoonserveError, RegistryError
+from moonserve.core.schedule.facts import (
+    BlocksStored,
+    InstanceInfo,
+    Leading,
+    PeerPromised,
+    Promises,
+)
+from moonserve.live.control import takeover
+from moonserve.live.control.join import Internal
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.http.auth import guarded
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
+from moonserve.live.http.server import Handler
+from moonserve.live.ports import Registry
+from moonserve.live.registry.entries import (
+    GATEWAYS,
+    INSTANCES,
+    GatewayEntry,
+    decoded,
+    follow_master,
+)
+from moonserve.live.store.reports import POOL
+from moonserve.live.tasks import keep_doing
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+"""What is promised is told as soon as this after it changed,"""
+_AGAIN_S = 0.25
+"""and again, since work gets done, as long as something is promised; then"""
+_IDLE_S = 1.0
+_CALL_S = 2.0
+_SILENT_S = 3.0
+"""A gateway not heard of for this long has promised nothing any more."""
+_BOOT_S = 10.0
+"""Longest wait for an index."""
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a gateway has promised, as it travels."""
+
+    gateway: str
+    epoch: int
+    promises: tuple[Promises, ...]
+
+
+class Several:
+    """See the module. Made before the server listens; then `start`, and `close` at the end."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        conductor: ConductorLoop,
+        internal: Internal,
+        http: HttpClient,
+        token: str,
+        known: Callable[[], Awaitable[object]] | None = None,
+        has_workers: bool = True,
+        move: Callable[[str], None] | None = None,
+        duty: str = "conductor",
+    ) -> None:
+        """known: returns once the index is filled by who holds the KV; None: it is to be taken over
+        from another gateway. has_workers: ours; else engines are foreign. move: told where the
+        store's master is, whenever it comes up elsewhere. duty: that one gateway at a time has.
+        """
+        self.registry = registry
+        self._conductor = conductor
+        self._internal = internal
+        self._http = http
+        self._token = token
+        self._known = known
+        self._has_workers = has_workers
+        self._move = move
+        self._duty = duty
+        self.leads = False
+        self.not_ready = "it gathers what others hold"
+        """Why this gateway is not ready yet; empty: it is."""
+        self.gathered = asyncio.Event()
+        """Set when it is."""
+        self.index = "not known yet"
+        """Where the index comes from, in words."""
+        self._me = GatewayEntry("", 0, "")
+        self._peers: dict[GatewayEntry, asyncio.Task[None]] = {}
+        self._promised: tuple[Promises, ...] = ()
+        self._news = asyncio.Event()
+        """Set, and made anew, when what is promised here has changed."""
+        self._heard: dict[str, tuple[int, float]] = {}
+        """Gateways that told something: epoch, and when."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("POST", "/internal/promises"): guarded(self._promises, self._token),
+            ("GET", takeover.PATH): guarded(self._index, self._token),
+            ("GET", "/api/gateways"): self._gateways,
+        }
+
+    async def start(self, me: GatewayEntry) -> None:
+        """Be found from now on. Raises RegistryError."""
+        self._me = me
+        self._conductor.tell(Leading(False))
+        await self.registry.register(GATEWAYS + me.name, msgspec.json.encode(me))
+        works: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            self._follow_gateways,
+            self._look,
+            self._expire,
+            self._gather,
+        ]
+        if self._has_workers:
+            works.append(self._follow_workers)
+        if self._move is not None:
+            works.append(partial(follow_master, self.registry, self._move))
+        self._tasks = [keep_doing("a task of the registry", work) for work in works]
+        await self.registry.elect(self._duty, me.name, self._lead)
+
+    async def close(self) -> None:
+        """Leave: others need not wait until it is noticed."""
+        for task in (*self._tasks, *self._peers.values()):
+            task.cancel()
+        await self.registry.close()
+
+    def _lead(self, leads: bool) -> None:
+        self.leads = leads
+        log.info("this gateway %s", "leads" if leads else "does not lead any more")
+        self._conductor.tell(Leading(leads))
+
+    # The index.
+
+    async def _gather(self) -> None:
+        try:
+            async with asyncio.timeout(_BOOT_S):
+                if self._known is not None:
+                    await self._known()
+                    self.index = "as told by " + (
+                        "the store's master" if self._has_workers else "the engines"
+                    )
+                else:
+                    self.index = await self._take_over()
+        except TimeoutError:
+            self.index = f"incomplete: not told within {_BOOT_S:g} s"
+        except RegistryError as error:
+            self.index = f"incomplete: {error}"
+        if self.index.startswith("incomplete"):
+            log.warning("serving with what is known: the index is %s", self.index)
+        self.not_ready = ""
+        self.gathered.set()
+
+    async def _take_over(self) -> str:
+        found = decoded(await self.registry.read(GATEWAYS), GATEWAYS, GatewayEntry)
+        urls = [entry.url for name, entry in found.items() if name != self._me.name]
+        return await takeover.first_of(self._http, urls, self._token, self._take)
+
+    def _take(self, event: BlocksStored) -> None:
+        self._internal.seen([event])
+
+    async def _index(self, request: HttpRequest) -> StreamingResponse:
+        told = takeover.tell(self._conductor.core.index, [POOL])
+        return StreamingResponse(told, content_type="application/octet-stream")
+
+    # Workers.
+
+    async def _follow_workers(self) -> None:
+        """Whoever is in the registry is known here, before it has found us."""
+        known: Mapping[str, bytes] = {}
+        async for entries in self.registry.watch(INSTANCES):
+            new = {key: value for key, value in entries.items() if known.get(key) != value}
+            known = entries
+            for info in decoded(new, INSTANCES, InstanceInfo).values():
+                try:
+                    self._internal.admit(info)
+                except BadRequest as error:
+                    log.warning("worker %s is not used: %s", info.id, error)
+
+    # Gateways.
+
+    async def _follow_gateways(self) -> None:
+        async for entries in self.registry.watch(GATEWAYS):
+            found = set(decoded(entries, GATEWAYS, GatewayEntry).values()) - {self._me}
+            for entry in self._peers.keys() - found:
+                self._peers.pop(entry).cancel()
+                if all(other.name != entry.name for other in found):
+                    self._forget(entry.name)
+            for entry in sorted(found - self._peers.keys(), key=lambda it: it.name):
+                what = f"telling gateway {entry.name}"
+                self._peers[entry] = keep_doing(what, partial(self._tell, entry))
+
+    async def _look(self) -> None:
+        """Notice what is promised here: one look for all who are told."""
+        view = self._conductor.core.view
+        while True:
+            now = view.promises(self._conductor.now_us()) if self._peers else ()
+            is_new = _changed(self._promised, now)
+            self._promised = now
+            if is_new:
+                news, self._news = self._news, asyncio.Event()
+                news.set()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _tell(self, peer: GatewayEntry) -> None:
+        """Keep another gateway informed of what is promised here."""
+        failing = False
+        while True:
+            news, now = self._news, self._promised
+            try:
+                await self._send(peer, now)
+                failing = False
+            except MoonserveError as error:
+                if not failing:
+                    log.warning("gateway %s: %s; still trying", peer.name, error)
+                failing = True
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S if now else _IDLE_S):
+                    await news.wait()
+
+    async def _send(self, peer: GatewayEntry, promises: tuple[Promises, ...]) -> None:
+        headers = {"content-type": "application/msgpack"}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        body = _encode(Told(self._me.name, self._me.epoch, promises))
+        url = f"{peer.url}/internal/promises"
+        reply = await self._http.request("POST", url, headers=headers, body=body, timeout_s=_CALL_S)
+        if reply.status != 200:
+            raise BadRequest(f"it answers {reply.status} to what is promised here")
+
+    async def _promises(self, request: HttpRequest) -> Response:
+        try:
+            told = msgspec.msgpack.decode(await request.body(), type=Told)
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"body is no promises: {error}", "body") from None
+        epoch, _ = self._heard.get(told.gateway, (0, 0.0))
+        if told.epoch >= epoch and told.gateway != self._me.name:
+            self._heard[told.gateway] = told.epoch, asyncio.get_running_loop().time()
+            self._conductor.tell(PeerPromised(told.gateway, told.promises))
+        return json_response({})
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_SILENT_S / 4)
+            silent_s = asyncio.get_running_loop().time() - _SILENT_S
+            for name in [it for it, (_, at_s) in self._heard.items() if at_s < silent_s]:
+                self._forget(name)
+
+    def _forget(self, gateway: str) -> None:
+        if self._heard.pop(gateway, None) is not None:
+            self._conductor.tell(PeerPromised(gateway, ()))
+
+    async def _gateways(self, request: HttpRequest) -> Response:
+        peers = sorted(self._peers, key=lambda it: it.name)
+        return json_response(
+            {
+                "me": self._me,
+                "leads": self.leads,
+                "index": self.index,
+                "peers": [
+                    {"name": it.name, "url": it.url, "heard": it.name in self._heard}
+                    for it in peers
+                ],
+            }
+        )
+
+
+class Standing(Collector):
+    """Several gateways in Prometheus's form."""
+
+    def __init__(self, several: Several) -> None:
+        self._several = several
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry of metrics."""
+        it = self._several
+        for name, text, value in (
+            ("gateway_peers", "Other gateways in the registry.", len(it._peers)),
+            ("gateway_leads", "Whether this gateway has the single duties.", it.leads),
+            (
+                "index_complete",
+                "Whether the index was told as a whole at the start.",
+                not it.not_ready and not it.index.startswith("incomplete"),
+            ),
+        ):
+            yield GaugeMetricFamily(f"moonserve_{name}", text, value=float(value))
+
+
+def _changed(told: tuple[Promises, ...], now: tuple[Promises, ...]) -> bool:
+    """Whether anything was promised or ended; that time passes is no change."""
+    if len(told) != len(now):
+        return True
+    return any(
+        (a.instance, a.epoch, a.prefills, a.decodes, a.context, a.running)
+        != (b.instance, b.epoch, b.prefills, b.decodes, b.context, b.running)
+        for a, b in zip(told, now, strict=True)
+    )

@@ -1,0 +1,296 @@
+"""Placement for other gateways: /api/select, /api/reserve, /api/release. Nothing is proxied.
+
+Mounted by the gateway process. A reservation is a request of the Conductor's like any other, whose
+calls somebody else makes and tells of; so there is one ledger. Who never comes back is released at
+the reservation's deadline. docs/indexer.md has the API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from moonserve.core.errors import (
+    Conflict,
+    DeadlineExceeded,
+    EngineFailed,
+    MoonserveError,
+    Overloaded,
+)
+from moonserve.core.request import Request
+from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.schedule.dry_run import look
+from moonserve.core.schedule.facts import (
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    InstanceInfo,
+    PrefillEnded,
+)
+from moonserve.core.schedule.placement import Decision
+from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens
+from moonserve.live.control.loop import ConductorLoop, lease_of
+from moonserve.live.control.placement_asks import Ask, Asks
+from moonserve.live.drive.connectors import embedded, mooncake, nixl
+from moonserve.live.drive.dispatch import owed
+from moonserve.live.http.auth import guarded
+from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
+from moonserve.live.http.server import Handler
+from moonserve.live.text.tools import TextTools
+
+MAX_RESERVATIONS = 16_384
+
+
+class Release(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What became of a reserved request."""
+
+    id: str
+    outcome: Literal["prefill_ended", "decode_ended", "failed", "cancelled"]
+    tokens: Annotated[Tokens, msgspec.Meta(ge=0)] = 0
+    """decode_ended: length of the whole output."""
+    cached_tokens: Annotated[Tokens, msgspec.Meta(ge=0)] = 0
+    """prefill_ended: how much of the prompt was not computed."""
+    why: str = "the caller says so"
+    """failed."""
+    retry: bool = False
+    """failed: it is to be placed again, elsewhere."""
+    unreachable: bool = False
+    """failed: nobody listens at the address that the call went to."""
+
+
+class _Held:
+    """One reservation."""
+
+    def __init__(self, request: Request, keys: tuple[BlockKey, ...], ttl_s: float) -> None:
+        self.request = request
+        self.keys = keys
+        self.ttl_s = ttl_s
+        self.inbox: asyncio.Queue[Action] = asyncio.Queue()  # a few actions per call
+        self.number = 0
+        """Of the call that the caller makes."""
+        self.reply: dict[str, Any] = {}
+        """What the caller was told last."""
+        self.decodes = False
+        """Whether prefill has ended."""
+        self.joint = False
+        """Whether one call does both: no other follows."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.lock = asyncio.Lock()
+
+
+class Selection:
+    """Handlers of /api/select, /api/reserve and /api/release.
+
+    tools: a model's text tools, where it has a tokenizer here.
+    """
+
+    def __init__(
+        self, conductor: ConductorLoop, tools: Callable[[str], TextTools | None], token: str
+    ) -> None:
+        self._conductor = conductor
+        self._asks = Asks(conductor, tools)
+        self._token = token
+        self._held: dict[RequestId, _Held] = {}
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("POST", "/api/select"): guarded(self._select, self._token),
+            ("POST", "/api/reserve"): guarded(self._reserve, self._token),
+            ("POST", "/api/release"): guarded(self._release, self._token),
+        }
+
+    @property
+    def reservations(self) -> int:
+        """How many there are."""
+        return len(self._held)
+
+    def stop(self) -> None:
+        """No deadline passes any more."""
+        for held in self._held.values():
+            if held.timer is not None:
+                held.timer.cancel()
+
+    async def _select(self, http: HttpRequest) -> Response:
+        ask = decode_json(await http.body(), Ask)
+        request, keys = await self._asks.request(ask, http.id)
+        core, now_us = self._conductor.core, self._conductor.now_us()
+        found = look(core, request, keys, now_us)
+        if isinstance(found, Refuse):
+            raise owed(found)
+        infos = [core.view.instances[name].info for name in (found.prefill, found.decode)]
+        group = [core.view.instances[stage.instance].info for stage in found.stages]
+        placed = Prefill(request.id, 0, infos[0], found, infos[1], tuple(group))
+        return json_response(_placement(placed))
+
+    async def _reserve(self, http: HttpRequest) -> Response:
+        ask = decode_json(await http.body(), Ask)
+        if len(self._held) >= MAX_RESERVATIONS:
+            raise Overloaded(f"{len(self._held)} reservations are open", "reservations", 1.0)
+        request, keys = await self._asks.request(ask, ask.id or http.id)
+        if self._conductor.known(request.id):
+            raise Conflict(f"a request with id {request.id} is under way", "id")
+        http.cancel_on_disconnect()
+        held = self._held[request.id] = _Held(request, keys, ask.ttl_s)
+        self._conductor.open(request, keys, held.inbox)
+        return json_response(await self._next(held))
+
+    async def _release(self, http: HttpRequest) -> Response:
+        told = decode_json(await http.body(), Release)
+        held = self._held.get(RequestId(told.id))
+        if held is None:
+            return json_response({"id": told.id, "released": False})
+        async with held.lock:
+            return json_response(await self._released(held, told))
+
+    async def _released(self, held: _Held, told: Release) -> dict[str, Any]:
+        request, number = held.request.id, held.number
+        over = {"id": request, "released": True}
+        if request not in self._held:  # meanwhile
+            return over | {"released": False}
+        match told.outcome:
+            case "prefill_ended":
+                if held.decodes:
+                    return held.reply  # told again
+                self._conductor.first_token(request, told.cached_tokens)
+                self._conductor.tell(PrefillEnded(request, number, final=False))
+                if held.joint:
+                    return self._go_on(held)
+                return await self._next(held)
+            case "failed" if told.retry:
+                length = len(held.request.prompt)
+                self._conductor.tell(
+                    CallFailed(request, number, told.why, True, length, held.keys, told.unreachable)
+                )
+                return await self._next(held)
+            case "decode_ended":
+                if not held.decodes:  # of one call, prefill and decode: both end now
+                    self._conductor.tell(PrefillEnded(request, number, final=False))
+                    number += not held.joint
+                self._conductor.tell(DecodeEnded(request, number, told.tokens))
+            case "failed":
+                why, unreachable = told.why, told.unreachable
+                self._conductor.tell(
+                    CallFailed(request, number, why, False, 0, held.keys, unreachable)
+                )
+            case "cancelled":
+                pass
+        self._over(held, told.outcome)
+        return over
+
+    async def _next(self, held: _Held) -> dict[str, Any]:
+        """What the caller is to do now; where that is nothing, the reservation is over."""
+        outcome = "failed"
+        try:
+            async with asyncio.timeout(held.ttl_s):
+                action = await self._action(held)
+            if isinstance(action, Refuse):
+                outcome = "refused"
+                raise owed(action)
+            if isinstance(action, GiveUp):
+                raise EngineFailed(action.why)
+        except TimeoutError:
+            self._over(held, outcome)
+            raise DeadlineExceeded(f"no instance was free within {held.ttl_s:g} s") from None
+        except asyncio.CancelledError:
+            self._over(held, "cancelled")
+            raise
+        except MoonserveError:
+            self._over(held, outcome)
+            raise
+        held.number = action.number
+        held.decodes = isinstance(action, Decode)
+        if isinstance(action, Decode):
+            held.reply = {"id": held.request.id, "decode": _instance(action.to)}
+        else:
+            held.reply, held.joint = _placement(action), action.decision.joint
+        return self._renewed(held)
+
+    def _go_on(self, held: _Held) -> dict[str, Any]:
+        """Prefill has ended, and the same call decodes."""
+        held.decodes = True
+        held.reply = {"id": held.request.id, "decode": held.reply["decode"]}
+        return self._renewed(held)
+
+    async def _action(self, held: _Held) -> Prefill | Decode | Refuse | GiveUp:
+        """The next one that is an answer; whose instance is lost the caller finds out itself."""
+        while True:
+            action = await held.inbox.get()
+            if isinstance(action, Prefill | Decode | Refuse | GiveUp):
+                return action
+
+    def _renewed(self, held: _Held) -> dict[str, Any]:
+        """The reply, from which on the reservation lasts as long again."""
+        if held.timer is not None:
+            held.timer.cancel()
+        loop = asyncio.get_running_loop()
+        held.timer = loop.call_later(held.ttl_s, self._over, held, "expired")
+        held.reply["deadline_s"] = held.ttl_s
+        return held.reply
+
+    def _over(self, held: _Held, outcome: str) -> None:
+        """The Conductor frees what it reserved, however this ended."""
+        if held.timer is not None:
+            held.timer.cancel()
+        if self._held.pop(held.request.id, None) is not None:
+            self._conductor.tell(ClientGone(held.request.id))
+            self._conductor.close(held.request.id, outcome)
+
+
+def _placement(action: Prefill) -> dict[str, Any]:
+    decision, lease = action.decision, lease_of(action.request, action.number)
+    told = {
+        "id": action.request,
+        "prefill": _instance(action.to),
+        "decode": _instance(action.decode),
+        **_predicted(decision),
+    }
+    if not action.number:  # only a look: there is no call
+        return told
+    if params := _params(action, lease):
+        told["prefill"]["kv_transfer_params"] = params
+    if action.group:
+        told["stages"] = [
+            _instance(to) | {"start": stage.start, "end": stage.end, "kv_transfer_params": params}
+            for stage, to, params in embedded.group_params(lease, decision, action.group)
+        ]
+    return told
+
+
+def _params(action: Prefill, lease: LeaseId) -> dict[str, Any] | msgspec.Raw | None:
+    """What goes into prefill's body so that decode can go on elsewhere; None: nothing does."""
+    if action.to.connector == "embedded":
+        return embedded.prefill_params(lease, action.decision)
+    if action.to.connector == "nixl" and not action.decision.joint:
+        return msgspec.Raw(nixl.PREFILL)
+    if action.to.connector == "mooncake" and not action.decision.joint:
+        return msgspec.Raw(mooncake.prefill_params(lease))
+    return None
+
+
+def _predicted(decision: Decision) -> dict[str, Any]:
+    return {
+        "policy": decision.policy,
+        "prompt_tokens": decision.prompt_tokens,
+        "reused_tokens": decision.reused_tokens,
+        "pool_tokens": decision.pool_tokens,
+        "holder": decision.holder,
+        "one_call": decision.joint,
+        "waited_ms": decision.waited_us / 1_000,
+        "predicted_ttft_ms": decision.predicted_ttft_us / 1_000,
+        "predicted_tbt_ms": decision.predicted_tbt_us / 1_000,
+    }
+
+
+def _instance(info: InstanceInfo) -> dict[str, Any]:
+    return {
+        "instance": info.id,
+        "url": info.url,
+        "connector": info.connector,
+        "bootstrap": info.bootstrap,
+        "dp_rank": info.dp_rank,
+        "chunk_tokens": info.chunk_tokens,
+    }

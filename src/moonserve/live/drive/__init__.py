@@ -1,0 +1,1 @@
+"""One request's calls to instances, as the Conductor decides: call, retry, resume and abort."""

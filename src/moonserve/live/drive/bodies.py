@@ -1,0 +1,121 @@
+"""A client's body on its way to engines: what the gateway reads of it, and the few changes.
+
+The rest goes as it came, byte for byte within each field and in the order of fields; what it means
+is the engine's to judge. Fields by which engines hand KV to each other are refused: with them a
+client could reach for another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.units import Tokens
+from moonserve.live.api.front import CHAT, COMPLETION, Form
+from moonserve.live.http.message import decode_json
+
+PATHS: Mapping[Form, str] = {"chat": CHAT, "completion": COMPLETION}
+_OURS = (
+    "kv_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "disagg_prefill_dp_rank",
+)
+_UNTOUCHED = msgspec.Raw(b"")
+_NO_TOOLS = (b"null", b"[]")
+_PROMPTS: Mapping[Form, tuple[str, tuple[bytes, ...], str]] = {
+    "chat": ("messages", (b"[",), "a list of messages"),
+    "completion": ("prompt", (b'"', b"["), "text, or a list of texts or of token ids"),
+}
+"""Its field, how that may begin, and what it must be."""
+
+
+class _Body(msgspec.Struct):
+    """The fields that are looked at."""
+
+    model: str
+    messages: msgspec.Raw = _UNTOUCHED
+    tools: msgspec.Raw = _UNTOUCHED
+    prompt: msgspec.Raw = _UNTOUCHED
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    vllm_xargs: dict[str, msgspec.Raw] | None = None
+    """Goes where kv_transfer_params go, and must not bring any."""
+    kv_transfer_params: msgspec.Raw = _UNTOUCHED
+    bootstrap_host: msgspec.Raw = _UNTOUCHED
+    bootstrap_port: msgspec.Raw = _UNTOUCHED
+    bootstrap_room: msgspec.Raw = _UNTOUCHED
+    disagg_prefill_dp_rank: msgspec.Raw = _UNTOUCHED
+
+
+class Asked:
+    """What a client asked for. Raises BadRequest where that can be told without an engine."""
+
+    def __init__(self, form: Form, raw: bytes) -> None:
+        body = decode_json(raw, _Body)
+        self.form = form
+        self.raw = raw
+        self.model = body.model
+        self.stream = bool(body.stream)
+        self.messages, self.prompt = bytes(body.messages), bytes(body.prompt)
+        self.tools = b"" if bytes(body.tools) in _NO_TOOLS else bytes(body.tools)
+        self.salt = body.cache_salt or ""
+        for name in _OURS:
+            if getattr(body, name) is not _UNTOUCHED:
+                raise BadRequest(f"{name}: is the gateway's to say; leave it out", name)
+            if name in (body.vllm_xargs or ()):
+                raise BadRequest(f"vllm_xargs: {name} is the gateway's to say", "vllm_xargs")
+        prompt, begins, what = _PROMPTS[form]
+        if getattr(body, prompt) is _UNTOUCHED:
+            raise BadRequest(f"{prompt}: is missing", prompt)
+        if bytes(getattr(body, prompt))[:1] not in begins:
+            raise BadRequest(f"{prompt}: must be {what}", prompt)
+        asked = body.max_completion_tokens if form == "chat" else None
+        self.max_tokens: Tokens | None = body.max_tokens if asked is None else asked
+        """None: as many as the engine gives by itself."""
+        self.choices = max(1, body.n or 1, body.best_of or 1)
+        self.prompts = 1
+        """How many there are, in a completion."""
+        self._several = bool(body.use_beam_search)
+        self._prompt_logprobs = body.prompt_logprobs is not None or bool(body.echo)
+
+    @property
+    def whole(self) -> bool:
+        """Whether one engine must do all of it.
+
+        KV that an engine hands on is for one reader, so not for several choices, beams or prompts;
+        and logprobs of a prompt are made where it is computed.
+        """
+        several = self.choices > 1 or self.prompts > 1 or self._several
+        return several or self._prompt_logprobs
+
+    def for_prefill(self, kv_params: bytes) -> bytes:
+        """The body of a prefill: one token, whole, KV to be handed on as `kv_params` (JSON) say."""
+        one = msgspec.Raw(b"1")
+        fields = self._fields()
+        for name in ("stream_options", "min_tokens"):
+            fields.pop(name, None)
+        fields["max_tokens"] = one
+        if self.form == "chat":
+            fields["max_completion_tokens"] = one
+        fields["stream"] = msgspec.Raw(b"false")
+        fields["kv_transfer_params"] = msgspec.Raw(kv_params)
+        return msgspec.json.encode(fields)
+
+    def with_fields(self, fields: Mapping[str, bytes]) -> bytes:
+        """The body with these (JSON by name) at its end."""
+        added = b"".join([b',"%b":%b' % (name.encode(), said) for name, said in fields.items()])
+        return self.raw.rstrip()[:-1].rstrip() + added + b"}"
+
+    def _fields(self) -> dict[str, msgspec.Raw]:
+        return decode_json(self.raw, dict[str, msgspec.Raw])

@@ -1,0 +1,1 @@
+"""One module per connector: the parameters by which KV gets from prefill to decode."""

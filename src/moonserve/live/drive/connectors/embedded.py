@@ -1,0 +1,42 @@
+"""The embedded connector: KV goes through the store, under a lease that both share.
+
+The same kv_transfer_params shape as vLLM's connectors, so that our workers also serve behind other
+routers: prefill's reply parameters are handed to decode verbatim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.schedule.pipeline import Stage
+from moonserve.core.schedule.placement import Decision
+from moonserve.core.units import LeaseId
+
+
+def prefill_params(lease: LeaseId, decision: Decision) -> dict[str, Any]:
+    """What prefill is told: publish for a remote decode, reuse no more than was decided."""
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "lease": lease,
+        "reuse_tokens": decision.reused_tokens,
+    }
+
+
+def group_params(
+    lease: LeaseId, decision: Decision, group: Sequence[InstanceInfo]
+) -> Iterator[tuple[Stage, InstanceInfo, dict[str, Any]]]:
+    """What each of a group is told: where its part begins, and who has what is before it."""
+    source = None
+    for stage, to in zip(decision.stages, group, strict=True):
+        followed = stage is not decision.stages[-1]
+        part = {"start": stage.start, "source": source, "followed": followed}
+        yield stage, to, prefill_params(lease, decision) | {"part": part}
+        source = to.url
+
+
+def decode_params(prefill_reply: dict[str, Any]) -> dict[str, Any]:
+    """What decode is told: prefill's own words."""
+    return prefill_reply

@@ -1,0 +1,86 @@
+"""What the relay needs to know of foreign engines; live/fleet answers it.
+
+The seam between the two: who is called at which address, and whether a model's tokens are known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from moonserve.core.errors import ModelNotFound, NobodyAlive
+from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.units import InstanceId
+from moonserve.live.external.member import Member
+from moonserve.live.ports import Conducting, ModelCard
+from moonserve.live.text.tools import TextTools
+
+_FRESH_S = 0.2
+"""How old the list of instances may be: who fails to be there is found by calling."""
+
+
+class Engines(Protocol):
+    """The fleet."""
+
+    def member(self, instance: InstanceId) -> Member:
+        """The engine of an instance that has joined. Raises NobodyAlive where it is gone."""
+
+    def tells(self, model: str) -> bool:
+        """Whether the model's instances tell KV events: keys are then those of its tokens."""
+
+    def tells_of(self, instance: InstanceId) -> bool:
+        """Whether this instance does."""
+
+    def text(self, model: str) -> TextTools | None:
+        """The model's tokenizer and template as the engines have them; None: not known here."""
+
+
+class Models:
+    """The instances that have joined, by the model they serve."""
+
+    def __init__(self, conductor: Conducting) -> None:
+        self._conductor = conductor
+        self._by_model: dict[str, list[InstanceInfo]] = {}
+        self._until_s = 0.0
+
+    def of(self, model: str) -> Sequence[InstanceInfo]:
+        """Those of this model, one at least. Raises ModelNotFound; NobodyAlive where none of any
+        model has joined: which there will be is not known."""
+        found = self._look().get(model) or self._look(0.0).get(model)
+        if found is None:
+            if not self._by_model:
+                raise NobodyAlive("no engine has joined; /health says why")
+            known = ", ".join(sorted(self._by_model))
+            message = f"model: {model!r} is not served here; known: {known}"
+            raise ModelNotFound(message, "model", "model_not_found")
+        return found
+
+    def cards(self) -> list[ModelCard]:
+        """One per model, in order of name."""
+        return [_card(name, infos) for name, infos in sorted(self._look(0.0).items())]
+
+    def card(self, model: str) -> ModelCard:
+        """Of that model. Raises as `of`."""
+        return _card(model, self.of(model))
+
+    def _look(self, fresh_s: float = _FRESH_S) -> dict[str, list[InstanceInfo]]:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._until_s or not fresh_s:
+            self._by_model, self._until_s = {}, now_s + _FRESH_S
+            for info in self._conductor.instances():
+                self._by_model.setdefault(info.model, []).append(info)
+        return self._by_model
+
+
+def _card(model: str, infos: Sequence[InstanceInfo]) -> ModelCard:
+    return ModelCard(model, min(info.max_len for info in infos), _serve(infos))
+
+
+def _serve(infos: Sequence[InstanceInfo]) -> bool:
+    """Whether these together prefill and decode."""
+    prefills = [info.connector for info in infos if info.role == "prefill"]
+    return any(
+        info.role == "both" or (info.role == "decode" and info.connector in prefills)
+        for info in infos
+    )

@@ -1,0 +1,182 @@
+"""How long a prompt is and which prefix it has, before any engine sees it.
+
+Where the model's engines tell KV events, keys are those of its tokens: made here, or by an engine's
+/tokenize where our renderer cannot (tools, images). Where they tell none, keys are over the
+prompt's text, and no token is made at all: core.kv.guess. What cannot be read is no reason to
+refuse: it is placed without knowledge of its prefix, and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, MoonserveError
+from moonserve.core.kv.guess import Ratio, text_keys
+from moonserve.core.kv.keys import Namespace, chain_keys
+from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.units import BlockKey, Bytes, Tokens
+from moonserve.live.api import openai
+from moonserve.live.api.prompts import Prompts
+from moonserve.live.drive.bodies import Asked
+from moonserve.live.drive.engines import Engines
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import UNREADABLE, decode_json
+from moonserve.live.text.tools import TextTools
+
+How: TypeAlias = Literal["ids", "tokens", "engine", "text", "unread"]
+"""By the client's own token ids; made here; made by an engine; not made, keys over text; neither:
+no prefix is known."""
+_TOKENIZE_S = 2.0
+_MAX_MESSAGES = 4_096
+_MAX_KEYS = 65_536
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """A prompt as the Conductor needs it."""
+
+    length: Tokens
+    keys: tuple[BlockKey, ...]
+    how: How
+    text_bytes: Bytes = 0
+    """Of its text, where its length is an estimate."""
+
+
+class Reader:
+    """Reads prompts of any model; one per gateway process."""
+
+    def __init__(self, engines: Engines, http: HttpClient, prompts: Prompts) -> None:
+        self._engines = engines
+        self._http = http
+        self._prompts = prompts
+        self._roots: dict[str, tuple[Namespace, bytes]] = {}
+        self._ratios: dict[str, Ratio] = {}
+        self._turn = 0
+        """Which of a model's engines makes tokens: the next one after each that did not."""
+        self.read = Counter[How]()
+        """How prompts were read."""
+
+    async def reading(self, asked: Asked, infos: Sequence[InstanceInfo]) -> Reading:
+        """What is known of this prompt; infos: instances of its model. Raises BadRequest."""
+        model, namespace = asked.model, infos[0].namespace
+        exact = self._engines.tells(model)
+        found = self._given(asked, namespace)
+        if found is None and exact:
+            found = await self._tokens(asked, infos)
+        if found is None:
+            found = self._text(asked, infos, keyed=not exact)
+        self.read[found.how] += 1
+        return found
+
+    def learn(self, model: str, reading: Reading, prompt: Tokens | None) -> None:
+        """An engine has counted the prompt's tokens."""
+        if prompt and reading.text_bytes:
+            self._ratios[model].learn(reading.text_bytes, prompt)
+
+    def _given(self, asked: Asked, namespace: Namespace) -> Reading | None:
+        """By token ids, where the client gave some; says of `asked` how many prompts there are."""
+        raw = asked.prompt
+        if asked.form == "chat" or raw[:1] == b'"':
+            return None
+        prompts = decode_json(asked.prompt, list[Any])
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        asked.prompts = len(prompts)
+        if len(prompts) != 1 or not isinstance(prompts[0], list):
+            return None
+        try:
+            keys = chain_keys(self._root(asked, namespace), prompts[0], namespace.block_size)
+        except (TypeError, OverflowError):
+            return None  # the engine says what is wrong with it
+        return Reading(max(1, len(prompts[0])), tuple(keys), "ids")
+
+    async def _tokens(self, asked: Asked, infos: Sequence[InstanceInfo]) -> Reading | None:
+        """By tokens made here or by an engine; None where neither can."""
+        how: How = "tokens"
+        tools, namespace = self._engines.text(asked.model), infos[0].namespace
+        ids = None
+        if tools is not None and asked.prompts == 1 and not asked.tools:
+            ids = await self._own(asked, tools, infos[0].max_len)
+        if ids is None and asked.prompts == 1:
+            ids, how = await self._theirs(asked, infos[self._turn % len(infos)]), "engine"
+        if not ids:
+            return None
+        keys = chain_keys(self._root(asked, namespace), ids, namespace.block_size)
+        return Reading(len(ids), tuple(keys), how)
+
+    async def _own(self, asked: Asked, tools: TextTools, max_len: Tokens) -> list[int] | None:
+        """The ids as our renderer and tokenizer make them; None where they cannot."""
+        try:
+            if asked.form == "chat":
+                fields = openai.parse_chat(
+                    b'{"model":"","messages":%b}' % asked.messages, _MAX_MESSAGES
+                )
+                return await self._prompts.tokens(fields, tools, max_len)
+            prompt = openai.parse_completion(b'{"model":"","prompt":%b}' % asked.prompt)
+            return await self._prompts.tokens(prompt, tools, max_len)
+        except BadRequest as error:
+            if error.code == "context_length_exceeded":
+                raise
+            return None
+
+    async def _theirs(self, asked: Asked, info: InstanceInfo) -> list[int] | None:
+        """The ids as an engine's /tokenize makes them; None where it does not, or not soon."""
+        fields = {"model": msgspec.json.encode(asked.model)}
+        for name in ("messages", "tools", "prompt"):
+            if raw := getattr(asked, name):
+                fields[name] = raw
+        body = msgspec.json.encode({name: msgspec.Raw(raw) for name, raw in fields.items()})
+        try:
+            member = self._engines.member(info.id)
+            headers = {"content-type": "application/json", **member.headers}
+            reply = await self._http.request(
+                "POST", member.url + "/tokenize", headers=headers, body=body, timeout_s=_TOKENIZE_S
+            )
+            if reply.status == 200:
+                return msgspec.json.decode(reply.body, type=_Tokenized).tokens
+        except (MoonserveError, *UNREADABLE):
+            pass
+        self._turn += 1
+        return None
+
+    def _text(self, asked: Asked, infos: Sequence[InstanceInfo], keyed: bool) -> Reading:
+        """By the prompt's text: its length estimated, its keys over pieces of it if `keyed`.
+
+        Whether it is too long the engine says: images are much text and few tokens.
+        """
+        namespace = infos[0].namespace
+        ratio = self._ratios.setdefault(asked.model, Ratio(namespace.block_size))
+        text = _canonical(asked)
+        most = max(min(it.max_len, it.kv_blocks * it.namespace.block_size) for it in infos)
+        length = max(1, min(ratio.tokens(len(text)), most))
+        if not keyed or asked.prompts > 1:
+            return Reading(length, (), "unread", len(text))
+        keys = text_keys(self._root(asked, namespace), text, ratio.piece)[:_MAX_KEYS]
+        return Reading(length, tuple(keys), "text", len(text))
+
+    def _root(self, asked: Asked, namespace: Namespace) -> bytes:
+        if asked.salt:
+            return namespace.salted(asked.salt)
+        known = self._roots.get(asked.model)
+        if known is None or known[0] is not namespace:
+            known = self._roots[asked.model] = namespace, namespace.root()
+        return known[1]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+def _canonical(asked: Asked) -> bytes:
+    """The prompt's text, so that equal prompts are equal bytes and a longer one begins with the
+    shorter: tools, which templates put first, then the messages without the list's end."""
+    if asked.form == "completion":
+        prompt = decode_json(asked.prompt, object)
+        return prompt.encode("utf-8", "replace") if isinstance(prompt, str) else asked.prompt
+    text = msgspec.json.encode(decode_json(asked.messages, object)).removesuffix(b"]")
+    if tools := asked.tools:
+        return msgspec.json.encode(decode_json(tools, object)) + text
+    return text

@@ -1,0 +1,204 @@
+"""The client side of vLLM's HTTP wire: /v1/completions with token ids.
+
+Called by dispatch; knows requests and replies, not why they are sent. Every call has a deadline and
+ends its connection when it is cancelled, which is how the instance learns to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError
+from moonserve.core.request import Request
+from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.units import BlockKey, LeaseId, Tokens
+from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.http.message import UNREADABLE
+
+
+class InstanceRefused(MoonserveError):
+    """An instance answered with an error status, or with something that is no reply.
+
+    `retry`: whether another instance may do better (5xx, 429) or not (other 4xx).
+    """
+
+    status = 502
+
+    def __init__(self, message: str, *, retry: bool) -> None:
+        super().__init__(message)
+        self.retry = retry
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+    finish_reason: str | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """A finished prefill: the token it gave, and what decode needs."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    cached_tokens: Tokens
+    kv_transfer_params: dict[str, Any]
+
+
+class Decoded(msgspec.Struct, frozen=True):
+    """Some tokens of a running decode; the last piece has a finish_reason."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+_decoder = msgspec.json.Decoder(_Reply)
+_encoder = msgspec.json.Encoder()
+
+
+def completion_body(
+    request: Request,
+    tokens: Sequence[int],
+    max_tokens: Tokens,
+    stream: bool,
+    kv_transfer_params: dict[str, Any],
+) -> bytes:
+    """One /v1/completions body; `tokens` is the prompt and whatever was generated before."""
+    body: dict[str, Any] = {
+        "model": request.model,
+        "prompt": tokens,
+        "max_tokens": max_tokens,
+        "temperature": request.sampling.temperature,
+        "top_p": request.sampling.top_p,
+        "top_k": request.sampling.top_k,
+        "seed": request.sampling.seed,
+        "ignore_eos": request.stopping.ignore_eos,
+        "stream": stream,
+        "return_token_ids": True,
+        "kv_transfer_params": kv_transfer_params,
+    }
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
+    if request.stopping.stop:
+        body["stop"] = request.stopping.stop
+    if request.stopping.stop_token_ids:
+        body["stop_token_ids"] = request.stopping.stop_token_ids
+    return _encoder.encode(body)
+
+
+class WireClient:
+    """Calls instances; shares one pool of keep-alive connections."""
+
+    def __init__(
+        self, http: HttpClient, token: str, prefill_timeout_s: float, token_timeout_s: float
+    ) -> None:
+        """`token`: the cluster's shared secret, which instances ask for; may be empty."""
+        self._http = http
+        self._token = token
+        self._prefill_timeout_s = prefill_timeout_s
+        self._token_timeout_s = token_timeout_s
+
+    async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
+        """Run a prefill to its end. Raises InstanceRefused, UpstreamError, DeadlineExceeded."""
+        reply = await self._http.request(
+            "POST",
+            to.url + "/v1/completions",
+            headers=self._headers(request),
+            body=body,
+            timeout_s=self._prefill_timeout_s,
+        )
+        _check(to, reply.status, reply.body)
+        parsed = _parse(to, reply.body)
+        choice = parsed.choices[0]
+        cached = 0
+        if parsed.usage is not None and parsed.usage.prompt_tokens_details is not None:
+            cached = parsed.usage.prompt_tokens_details.cached_tokens or 0
+        return Prefilled(
+            tuple(choice.token_ids),
+            choice.finish_reason,
+            min(cached, len(request.prompt)),
+            parsed.kv_transfer_params or {},
+        )
+
+    async def prefetch(
+        self, to: InstanceInfo, request: Request, lease: LeaseId, keys: Sequence[BlockKey]
+    ) -> None:
+        """Have blocks pulled that a decode call under `lease` will want; returns when it has come
+        there, or if the instance does not do this. Cancel it if the call will not come.
+
+        Raises as `prefill` does.
+        """
+        headers = self._headers(request) | {"content-type": "application/msgpack"}
+        reply = await self._http.request(
+            "POST",
+            to.url + "/internal/prefetch",
+            headers=headers,
+            body=msgspec.msgpack.encode({"lease": lease, "keys": keys}),
+            timeout_s=self._prefill_timeout_s,
+        )
+        _check(to, reply.status, reply.body)
+
+    async def decode(
+        self, to: InstanceInfo, request: Request, body: bytes
+    ) -> AsyncIterator[Decoded]:
+        """Stream a decode. Raises as `prefill` does; closing the iterator aborts it there."""
+        async with self._http.stream(
+            "POST",
+            to.url + "/v1/completions",
+            headers=self._headers(request),
+            body=body,
+            timeout_s=self._prefill_timeout_s,
+            idle_timeout_s=self._token_timeout_s,
+        ) as reply:
+            if reply.status != 200:
+                whole = b"".join([chunk async for chunk in reply])
+                _check(to, reply.status, whole)
+            async for data in sse_events(reply):
+                parsed = _parse(to, data)
+                if parsed.choices[0].token_ids or parsed.choices[0].finish_reason:
+                    choice = parsed.choices[0]
+                    yield Decoded(tuple(choice.token_ids), choice.finish_reason)
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        headers = {"content-type": "application/json", "x-request-id": request.id}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        return headers
+
+
+def _check(to: InstanceInfo, status: int, body: bytes) -> None:
+    if status == 200:
+        return
+    text = body[:500].decode("utf-8", "replace")
+    message = f"instance {to.id} answered {status}: {text}"
+    raise InstanceRefused(message, retry=status >= 500 or status in (408, 429))
+
+
+def _parse(to: InstanceInfo, data: bytes) -> _Reply:
+    try:
+        reply = _decoder.decode(data)
+    except UNREADABLE as error:
+        raise InstanceRefused(
+            f"instance {to.id} sent no valid reply: {error}", retry=True
+        ) from None
+    if reply.error is not None:
+        raise InstanceRefused(f"instance {to.id} failed: {reply.error}", retry=True)
+    if not reply.choices:
+        raise InstanceRefused(f"instance {to.id} sent a reply without choices", retry=True)
+    return reply

@@ -1,0 +1,166 @@
+"""Foreign engines in a registry: put there by people or by whoever runs them, for all gateways.
+
+`Found` is for a gateway that has a fleet. What cannot be read or used is named in the log, once,
+and the others are used; the registry's own absence changes nothing. What a gateway is told over
+HTTP it puts there, like `moonserve register`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.monitor import Keeper
+from moonserve.live.external.spec import InstanceSpec, normal
+from moonserve.live.http.message import UNREADABLE, decode_json
+from moonserve.live.ports import Registry
+from moonserve.live.registry.entries import ENGINES
+
+log = logging.getLogger(__name__)
+
+SOURCE = "the registry"
+_POLL_S = 0.1
+_USED_S = 2.0
+"""What was put there is used here within this time, or the fault is not ours to wait for."""
+
+
+async def register(registry: Registry, specs: Sequence[InstanceSpec]) -> dict[str, str | None]:
+    """Have these engines there until somebody removes them; all that are new or were changed by
+    that, each with the URL that its name had before.
+
+    Raises ConfigError where one is there under another name, and RegistryError.
+    """
+    entries = await registry.read(ENGINES)
+    before = {key.removeprefix(ENGINES): value for key, value in entries.items()}
+    urls = {name: _url(value) for name, value in before.items()}
+    after = {name: normal(url) for name, url in urls.items()} | {
+        it.name: it.place() for it in specs
+    }
+    for it in specs:
+        if twins := [name for name in after if after[name] == it.place() and name != it.name]:
+            remedy = "remove that first, or describe it anew under that name"
+            raise ConfigError(f"{it.url} is registered as {twins[0]}; {remedy}", "url")
+    changed: dict[str, str | None] = {}
+    for it in specs:
+        value = msgspec.json.encode(it)
+        if before.get(it.name) != value:
+            await registry.put(ENGINES + it.name, value)
+            changed[it.name] = urls.get(it.name)
+    return changed
+
+
+def _url(entry: bytes) -> str:
+    """Of an entry that anybody may have written."""
+    try:
+        return msgspec.json.decode(entry, type=_Addressed).url
+    except UNREADABLE:
+        return "an address that cannot be read"
+
+
+class _Addressed(msgspec.Struct):
+    url: str
+
+
+class Found:
+    """See the module. `follow` until it is cancelled."""
+
+    def __init__(self, registry: Registry, fleet: Fleet) -> None:
+        self._registry = registry
+        self._fleet = fleet
+        self._read = asyncio.Event()
+        self._news = asyncio.Event()
+        """Set, and made anew, when entries have been taken up."""
+        self._used: dict[str, bytes] = {}
+        self._unused: dict[str, str] = {}
+        """By name, why an entry is not used."""
+        fleet.also = self.alarms
+
+    def alarms(self) -> list[str]:
+        """What is wrong with the registry, and with what is there."""
+        return [*self._registry.alarms(), *self._unused.values()]
+
+    async def follow(self) -> None:
+        """Keep the fleet's engines from there as they are described there, for ever."""
+        used = self._used
+        async for entries in self._registry.watch(ENGINES):
+            found = {key.removeprefix(ENGINES): value for key, value in entries.items()}
+            for name in [name for name in used if name not in found]:
+                del used[name]
+                await self._fleet.remove(SOURCE, name)
+            self._unused = {name: why for name, why in self._unused.items() if name in found}
+            for name, value in found.items():
+                if used.get(name) != value:
+                    await self._use(name, value)
+            self._read.set()
+            news, self._news = self._news, asyncio.Event()
+            news.set()
+
+    async def _use(self, name: str, value: bytes) -> None:
+        try:
+            spec = decode_json(value, InstanceSpec)
+            if spec.name != name:
+                raise ConfigError(f"is {spec.name!r}, its key says {name!r}", "name")
+            await self._fleet.add(SOURCE, spec.told())
+        except (ConfigError, BadRequest) as error:
+            kept = "; what it was before is" if name in self._used else ""
+            why = f"registry: {ENGINES}{name} is not used: {error}{kept}"
+            if self._unused.get(name) != why:
+                log.warning("%s", why)
+            self._unused[name] = why
+        else:
+            self._used[name] = value
+            self._unused.pop(name, None)
+
+    async def put(self, specs: Sequence[InstanceSpec]) -> list[str]:
+        """Have these there for all gateways, and used here; the names of those that changed.
+
+        Raises what Fleet.add raises, and RegistryError; nothing is there then of any.
+        """
+        for spec in specs:
+            try:
+                await self._fleet.check(SOURCE, spec.told())
+            except ConfigError as error:
+                raise spec.fault(error) from None
+        changed = list(await register(self._registry, specs))
+        entries = {it.name: msgspec.json.encode(it) for it in specs}
+        await self._until(lambda: all(self._is_read(*entry) for entry in entries.items()))
+        return changed
+
+    async def remove(self, name: str) -> bool:
+        """Have no gateway use it any more; whether it was there. Raises Taken, RegistryError."""
+        self._fleet.removable(SOURCE, name)
+        found = await self._registry.remove(ENGINES + name)
+        found = found or name in self._used  # it had been lost there
+        await self._until(lambda: name not in self._used)
+        return found
+
+    def _is_read(self, name: str, value: bytes) -> bool:
+        return self._used.get(name) == value or name in self._unused
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Wait for what this gateway is told of its own doing, a little: it may be cut off."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_USED_S):
+                while not true():
+                    await self._news.wait()
+
+    async def settled(self) -> None:
+        """Return once all have been asked, and those that tell events have told everything."""
+        await self._read.wait()
+        while True:
+            if all(_standing(keeper) for _, keeper in self._fleet.keepers()):
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def _standing(keeper: Keeper) -> bool:
+    if keeper.state == "asking" and not keeper.why:
+        return False
+    counts = [feed.counts() for feed in keeper.feeds.values()]
+    return all(it.fault or (it.connected and it.trusted) for it in counts)

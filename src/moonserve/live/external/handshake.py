@@ -1,0 +1,355 @@
+"""What a foreign engine is asked before it is used, and what keeps it from being used.
+
+It must answer as described, or it is refused (Mismatch: field, what it says, what to do); what only
+costs speed is a warning. Nothing is kept here; the keeper asks again after every loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, EngineFailed
+from moonserve.core.units import Tokens
+from moonserve.live.external import sglang
+from moonserve.live.external.member import Member, Mismatch
+from moonserve.live.external.pages import Page, read_page
+from moonserve.live.external.sglang import ServerInfo
+from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.message import UNREADABLE
+from moonserve.live.text.tools import TextTools
+
+ASK_S = 5.0
+_CONNECT_S = 1.0
+_CANARY = "Grüße, 世界! 12345  +1\n\tdef f(x): return x"
+_CHAT: list[dict[str, str]] = [{"role": "user", "content": _CANARY}]
+_KV_TOKENS: Tokens = 1 << 20
+_BLOCK_SIZE: Tokens = 16
+_SMALL: Tokens = 8
+"""Blocks of fewer tokens, as SGLang has unless told otherwise, cost a key for every one or few."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What the engine says of itself."""
+
+    model: str
+    max_len: Tokens
+    block_size: Tokens
+    kv_tokens: Tokens
+    version: str
+    started_s: float | None
+    hash_algorithm: str
+    """Of its prefix cache; empty: it does not say."""
+    events: bool
+    """Whether somebody listens where it is to publish."""
+    warnings: tuple[str, ...]
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+    """Of a LoRA adapter: its base model."""
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int] = []
+
+
+async def ask(
+    http: HttpClient, member: Member, path: str, body: Any = None, timeout_s: float = ASK_S
+) -> ClientResponse:
+    """GET, or POST of JSON. Raises UpstreamError, DeadlineExceeded."""
+    headers, data = dict(member.headers), b""
+    if body is not None:
+        headers["content-type"], data = "application/json", msgspec.json.encode(body)
+    method = "GET" if body is None else "POST"
+    return await http.request(
+        method, member.url + path, headers=headers, body=data, timeout_s=timeout_s
+    )
+
+
+async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -> Found:
+    """Ask all. Raises Mismatch; other MoonserveErrors where it does not answer (yet)."""
+    spec, warnings = member.spec, list[str]()
+    health = await ask(http, member, "/health")
+    if health.status != 200:
+        raise EngineFailed(f"GET /health answered {health.status}")
+    card = await _card(http, member)
+    page = await _page(http, member, warnings)
+    server = await _server(http, member, warnings)
+    max_len = _max_len(member, card.max_model_len or server.context_length)
+    block_size = _block_size(member, page, server, warnings)
+    _check_ranks(member, page, server, warnings)
+    if spec.engine == "sglang":
+        sglang.check(member, server, warnings)
+    if member.bootstrap:
+        await _check_bootstrap(member)
+    if tools is not None:
+        await _check_text(http, member, card.id, tools, warnings)
+    algorithm = page.cache.get("prefix_caching_hash_algo", "")
+    if spec.shared_store and not algorithm:
+        warnings.append(
+            "it does not say its hash algorithm: whether it shares a store with others"
+            " was not checked"
+        )
+    events = await _listens(spec.events_of(0)) if spec.events == "auto" else spec.events != "off"
+    if events and page.cache.get("enable_prefix_caching") == "False":
+        warnings.append("it keeps no prefixes: start it without --no-enable-prefix-caching")
+    return Found(
+        model=card.id,
+        max_len=max_len,
+        block_size=block_size,
+        kv_tokens=_kv_tokens(member, page, server, block_size, warnings),
+        version=server.version,
+        started_s=page.started_s,
+        hash_algorithm=algorithm,
+        events=events and tools is not None,
+        warnings=(*warnings, *_of_events(member, events, tools)),
+    )
+
+
+def _of_events(member: Member, events: bool, tools: TextTools | None) -> list[str]:
+    spec = member.spec
+    if spec.events == "off":
+        return ["events: off: what it holds is guessed from what was sent there"]
+    if tools is None:
+        return ["events are not read without tokenizer: name the model's files there"]
+    if not events:
+        where = spec.events_of(0)
+        return [
+            f"events: nobody listens at {where}: start it with --kv-events-config, or say where "
+            "it publishes; until then what it holds is guessed from what was sent there"
+        ]
+    return [] if spec.replay else ["replay is not set: after lost events its blocks are forgotten"]
+
+
+async def models(http: HttpClient, member: Member, timeout_s: float = ASK_S) -> ClientResponse:
+    """Its list of models. Raises as `ask`, and Mismatch where it does not take our key."""
+    reply = await ask(http, member, "/v1/models", timeout_s=timeout_s)
+    if reply.status in (401, 403):
+        remedy = "name the variable with its key in api_key_env"
+        if member.headers:
+            remedy = f"correct the key in {member.spec.api_key_env}, which api_key_env names"
+        raise Mismatch(f"it answers {reply.status} to GET /v1/models; {remedy}", "api_key_env")
+    return reply
+
+
+async def _card(http: HttpClient, member: Member) -> _Card:
+    reply = await models(http, member)
+    if reply.status != 200:
+        raise Mismatch(f"GET /v1/models answered {reply.status}; is this an OpenAI server?", "url")
+    try:
+        cards = msgspec.json.decode(reply.body, type=_Cards).data
+    except UNREADABLE as error:
+        raise Mismatch(f"GET /v1/models gave no list of models: {error}", "url") from None
+    wanted = member.spec.model
+    found = [card for card in cards if (card.id == wanted if wanted else card.parent is None)]
+    if not found:
+        served = ", ".join(card.id for card in cards) or "nothing"
+        raise Mismatch(
+            f"it serves {served}, not {wanted}: correct model, or start it with "
+            f"--served-model-name {wanted}",
+            "model",
+        )
+    return found[0]
+
+
+async def _page(http: HttpClient, member: Member, warnings: list[str]) -> Page:
+    reply = await ask(http, member, "/metrics")
+    page = read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
+    if not page.ranks:
+        remedy = ": start it with --enable-metrics" if member.spec.engine == "sglang" else ""
+        warnings.append(f"/metrics tells no load: work that others send there is not seen{remedy}")
+    return page
+
+
+async def _server(http: HttpClient, member: Member, warnings: list[str]) -> ServerInfo:
+    """Version, and what SGLang says in one place, whose name was another once."""
+    of_sglang = member.spec.engine == "sglang"
+    for path in ("/server_info", "/get_server_info") if of_sglang else ("/version",):
+        reply = await ask(http, member, path)
+        try:
+            if reply.status == 200:
+                return msgspec.json.decode(reply.body, type=ServerInfo)
+        except UNREADABLE:
+            pass
+    if of_sglang:
+        warnings.append(
+            f"no server info of SGLang at /server_info or /get_server_info ({reply.status}): "
+            "block_size, kv_tokens, role and bootstrap were not checked"
+        )
+    return ServerInfo()
+
+
+def _max_len(member: Member, said: Tokens | None) -> Tokens:
+    wanted = member.spec.max_len
+    if said is None and wanted is None:
+        raise Mismatch("it does not say its context length: set max_len", "max_len")
+    if said is not None and wanted is not None and wanted > said:
+        raise Mismatch(
+            f"it takes {said} tokens, not {wanted}: correct max_len, or start it with "
+            f"--max-model-len {wanted}",
+            "max_len",
+        )
+    return wanted or said or 0
+
+
+def _block_size(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> Tokens:
+    wanted = member.spec.block_size
+    labels = [page.cache.get(name, "") for name in ("hash_block_size", "block_size")]
+    said = next((int(label) for label in labels if label.isdecimal()), server.page_size)
+    if said and wanted and said != wanted:
+        flag = "--page-size" if member.spec.engine == "sglang" else "--block-size"
+        raise Mismatch(
+            f"its KV blocks have {said} tokens, not {wanted}: correct block_size, or start it "
+            f"with {flag} {wanted}",
+            "block_size",
+        )
+    if 0 < (said or wanted or _BLOCK_SIZE) < _SMALL:
+        warnings.append(
+            f"KV blocks of {said or wanted} tokens make the index slow and large: start it with "
+            f"{'--page-size' if member.spec.engine == 'sglang' else '--block-size'} {_BLOCK_SIZE}"
+        )
+    if not said:
+        taken = (
+            f"{wanted}, as described, was not checked" if wanted else f"taken to be {_BLOCK_SIZE}"
+        )
+        warnings.append(f"it does not say its block_size: {taken}" + ("" if wanted else "; set it"))
+    return said or wanted or _BLOCK_SIZE
+
+
+def _kv_tokens(
+    member: Member, page: Page, server: ServerInfo, block_size: Tokens, warnings: list[str]
+) -> Tokens:
+    if member.spec.kv_tokens:
+        return member.spec.kv_tokens
+    size, blocks = page.cache.get("kv_cache_size_tokens", ""), page.cache.get("num_gpu_blocks", "")
+    if size.isdecimal():
+        return int(size)
+    if blocks.isdecimal():
+        allocated = page.cache.get("block_size", "")  # keys may be of smaller blocks
+        return int(blocks) * (int(allocated) if allocated.isdecimal() else block_size)
+    if not server.max_total_num_tokens:
+        warnings.append(
+            f"it does not say how much KV fits: taken to be {_KV_TOKENS} tokens; set kv_tokens"
+        )
+    return server.max_total_num_tokens or _KV_TOKENS
+
+
+def _check_ranks(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> None:
+    count, wanted = len(page.ranks), member.spec.dp_size
+    if member.spec.engine == "sglang":  # whose page may tell of one rank only
+        count = server.dp_size or (count if count > 1 else 0)
+    if not count and wanted > 1:
+        warnings.append(f"it does not say its ranks: dp_size {wanted} was not checked")
+    if count and count != wanted:
+        raise Mismatch(
+            f"it has {count} data-parallel ranks, not {wanted}: set it to {count}", "dp_size"
+        )
+
+
+async def _check_bootstrap(member: Member) -> None:
+    if member.spec.connector == "sglang":
+        return  # its decode side asks there, in a form of its own
+    try:
+        await member.requery()
+        for rank in range(member.spec.dp_size):
+            member.engine_id(rank)
+    except EngineFailed as error:
+        raise Mismatch(
+            f"{error}; say where it listens (VLLM_MOONCAKE_BOOTSTRAP_PORT on the engine's host)",
+            "bootstrap",
+        ) from None
+
+
+async def _check_text(
+    http: HttpClient, member: Member, model: str, tools: TextTools, warnings: list[str]
+) -> None:
+    """Whether both sides make the same tokens of the same text, and of the same chat."""
+    text = {"model": model, "prompt": _CANARY, "add_special_tokens": True}
+    theirs = await _tokenized(http, member, text)
+    if theirs is None:
+        warnings.append("/tokenize is not there: whether its tokenizer is ours was not checked")
+        return
+    if theirs != tools.encode(_CANARY, add_bos=True):
+        raise Mismatch(
+            f"it makes other tokens of the same text than {member.spec.tokenizer}: name the files "
+            "of the model that it serves, or leave tokenizer out and say events: off",
+            "tokenizer",
+        )
+    chat = {"model": model, "messages": _CHAT, "add_generation_prompt": True}
+    theirs = await _tokenized(http, member, chat)
+    try:
+        ours = tools.encode(tools.render_chat(_CHAT), add_bos=False)
+    except BadRequest:
+        ours = None
+    if theirs is not None and theirs != ours:
+        warnings.append(
+            f"its chat template is not that of {member.spec.tokenizer}: chats will not find their "
+            "prefixes; start it with --chat-template, or name the files that it serves"
+        )
+
+
+async def _tokenized(
+    http: HttpClient, member: Member, body: Mapping[str, Any]
+) -> Sequence[int] | None:
+    reply = await ask(http, member, "/tokenize", body)
+    try:
+        found = msgspec.json.decode(reply.body, type=_Tokens) if reply.status == 200 else None
+    except UNREADABLE:
+        found = None
+    return None if found is None else found.tokens
+
+
+async def _listens(endpoint: str) -> bool:
+    """Whether somebody accepts connections there."""
+    parts = urlsplit(endpoint)
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def beside(member: Member, found: Found, others: Sequence[tuple[Member, Found]]) -> Found:
+    """Whether it goes with the others of its model; with warnings added where it does by halves.
+    Raises Mismatch."""
+    warnings = list(found.warnings)
+    for other, theirs in others:
+        mine, name = member.spec, other.spec.name
+        if theirs.block_size != found.block_size:
+            raise Mismatch(
+                f"its KV blocks have {found.block_size} tokens, those of {name} "
+                f"{theirs.block_size}: start all of {found.model} with one --block-size",
+                "block_size",
+            )
+        if other.spec.tokenizer and mine.tokenizer not in ("", other.spec.tokenizer):
+            raise Mismatch(
+                f"is {mine.tokenizer}, that of {name} {other.spec.tokenizer}: name the same for "
+                f"all of {found.model}",
+                "tokenizer",
+            )
+        algorithms = [it for it in (found.hash_algorithm, theirs.hash_algorithm) if it]
+        if mine.shared_store and other.spec.shared_store and len({*algorithms}) > 1:
+            raise Mismatch(
+                f"it names blocks by {algorithms[0]}, {name} by {algorithms[1]}, so they share no "
+                "store: start both with one --prefix-caching-hash-algo",
+                "shared_store",
+            )
+        if theirs.max_len != found.max_len:
+            warnings.append(
+                f"it takes {found.max_len} tokens, {name} {theirs.max_len}: the longer requests "
+                "may be refused by whom they reach; start all with one --max-model-len"
+            )
+    return msgspec.structs.replace(found, warnings=tuple(warnings))

@@ -1,0 +1,390 @@
+"""Mooncake's Conductor Indexer API: /register, /unregister, /query, /query_by_hash.
+
+Mounted by the gateway process, behind the cluster's token. Follows the KV events of every stream
+that is registered and says how much of a prompt each instance has; the Conductor neither asks it
+nor tells it anything. docs/indexer.md has the API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+
+import msgspec
+
+from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
+from moonserve.core.kv.events import KvBatch
+from moonserve.core.kv.rolling import Rolled, block_keys, token_keys
+from moonserve.core.kv.rolling_hash import SEED, rolling
+from moonserve.core.kv.tiers import Key, Space, Stream, Tiered, mask, salted
+from moonserve.core.units import SegmentId, Tokens
+from moonserve.live.external.spec import check_tcp
+from moonserve.live.http.auth import guarded
+from moonserve.live.http.message import HttpRequest, Response, decode_open, json_response
+from moonserve.live.http.server import Handler
+
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.subscriber import Sink
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 4_096
+_U64 = (1 << 64) - 1
+
+_Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+_BlockSize: TypeAlias = Annotated[Tokens, msgspec.Meta(ge=1, le=65_536)]
+_Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+_Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class NotRegistered(BadRequest):
+    """Nobody is registered under this."""
+
+    status = 404
+
+
+class _Named(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A model, by whichever of its names on the wire, and what else tells spaces apart."""
+
+    model: _Name | None = None
+    model_name: _Name | None = None
+    modelname: _Name | None = None
+    tenant_id: _Text | None = None
+    lora_name: _Text | None = None
+    lora_id: int | None = None
+    cache_salt: _Text | None = None
+    additionalsalt: _Text | None = None
+
+    def named(self, wire: str) -> str:
+        """The model's name. Raises BadRequest, naming the field that the standard has for it."""
+        found = self.model or self.model_name or self.modelname
+        if found is None:
+            raise BadRequest(f"{wire}: is missing", wire)
+        if self.lora_id not in (None, -1):
+            raise BadRequest(
+                "lora_id: say lora_name; engines number adapters as they like", "lora_id"
+            )
+        return found
+
+    @property
+    def tenant(self) -> str:
+        """The standard's default where none is said."""
+        return self.tenant_id or "default"
+
+    @property
+    def salt(self) -> str:
+        """Of both kinds; one that an engine hashes and one that its owner says count alike."""
+        return salted(self.additionalsalt or "", self.cache_salt or "")
+
+    @property
+    def cover(self) -> int:
+        """Of the keys that are asked for; see core.kv.tiers.mask."""
+        return mask(self.lora_name or "", self.salt)
+
+
+class Register(_Named, kw_only=True):
+    """POST /register."""
+
+    endpoint: _Text
+    instance_id: _Name | int
+    block_size: _BlockSize
+    replay_endpoint: _Text | None = None
+    type: Literal["vLLM", "SGLang", "Mooncake"] = "vLLM"
+    topic: _Text = ""
+    dp_rank: _Rank = 0
+    seed: _Seed = SEED
+
+
+class Unregister(_Named, kw_only=True):
+    """POST /unregister."""
+
+    instance_id: _Name | int
+    dp_rank: _Rank | None = None
+
+
+class Query(_Named, kw_only=True):
+    """POST /query and /query_by_hash."""
+
+    block_size: _BlockSize | None = None
+    instance_id: _Name | int | None = None
+    token_ids: list[int] | None = None
+    seq_hashes: list[int] | None = None
+    block_hash: list[int] | None = None
+    """An older name of seq_hashes."""
+    block_hashes: list[int] | None = None
+    """Local hashes, as dynamo's indexer takes them."""
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """One stream as it was registered; the same again is no news, something else a conflict."""
+
+    endpoint: str
+    replay_endpoint: str
+    type: str
+    topic: str
+    modelname: str
+    lora_name: str
+    additionalsalt: str
+    block_size: Tokens
+    seed: int
+
+
+class Feed(Protocol):
+    """What follows a stream; EventFeed is one."""
+
+    connected: bool
+    """Whether its engine is reached at the moment."""
+
+    async def start(self) -> None:
+        """From now on its sink is told. Raises ConfigError: no such kind of address."""
+
+    async def close(self) -> None:
+        """Nothing is told after."""
+
+
+MakeFeed: TypeAlias = "Callable[[str, str | None, str, Sink], Feed]"
+"""(endpoint, replay endpoint, topic, sink)."""
+
+
+def follow(endpoint: str, replay: str | None, topic: str, sink: Sink) -> Feed:
+    """An EventFeed. ZMQ is loaded when the first stream is registered: most gateways have none."""
+    from moonserve.live.kvevents.subscriber import EventFeed
+
+    return EventFeed(endpoint, replay, topic, sink)
+
+
+_Key: TypeAlias = tuple[str, str, int]
+"""(instance, tenant, rank): the standard's name of a stream."""
+
+
+class _Source:
+    """One stream that is followed: what its feed tells goes into its space."""
+
+    def __init__(
+        self, key: _Key, registered: Registered, stream: Stream, space: Space, tiered: Tiered
+    ) -> None:
+        self.key = key
+        self.registered = registered
+        self.stream = stream
+        self.space = space
+        self.tiered = tiered
+        self.rolled = Rolled(stream, tiered, registered.lora_name, registered.additionalsalt)
+        self.resets = 0
+        self.feed: Feed | None = None
+
+    def batch(self, batch: KvBatch) -> None:
+        """See kvevents.subscriber.Sink."""
+        before = self.rolled.mismatch
+        self.rolled.batch(batch)
+        size = self.rolled.mismatch
+        if size is not None and before is None:
+            said = self.registered.block_size
+            log.warning(
+                "%s: its blocks have %d tokens, not the %d registered", self.key, size, said
+            )
+
+    def reset(self, why: str, restarted: bool) -> None:
+        """See kvevents.subscriber.Sink."""
+        self.resets += 1
+        self.rolled.reset()
+
+
+class IndexerApi:
+    """Handlers of the four paths, and of GET /services; `close` it."""
+
+    def __init__(self, token: str, make_feed: MakeFeed = follow) -> None:
+        self._token = token
+        self._make_feed = make_feed
+        self._sources: dict[_Key, _Source] = {}
+        self._spaces: dict[Space, Tiered] = {}
+        self._numbers = count()
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """Exact paths."""
+        return {
+            ("POST", "/register"): guarded(self._register, self._token),
+            ("POST", "/unregister"): guarded(self._unregister, self._token),
+            ("POST", "/query"): guarded(self._query, self._token),
+            ("POST", "/query_by_hash"): guarded(self._query_by_hash, self._token),
+            ("GET", "/services"): guarded(self._services, self._token),
+        }
+
+    async def close(self) -> None:
+        """Follow nobody any more."""
+        await asyncio.gather(*[self._drop(source) for source in list(self._sources.values())])
+
+    async def _register(self, request: HttpRequest) -> Response:
+        asked = decode_open(await request.body(), Register)
+        _check_address(asked.endpoint, "endpoint")
+        if asked.replay_endpoint:
+            _check_address(asked.replay_endpoint, "replay_endpoint")
+        name = str(asked.instance_id)
+        space = Space(asked.named("modelname"), asked.tenant, asked.block_size)
+        told = Registered(
+            asked.endpoint,
+            asked.replay_endpoint or "",
+            asked.type,
+            asked.topic,
+            space.model,
+            asked.lora_name or "",
+            asked.salt,
+            asked.block_size,
+            asked.seed,
+        )
+        key = (name, asked.tenant, asked.dp_rank)
+        if key in self._sources:
+            _check_same(key, told, self._sources[key].registered)
+        else:
+            await self._follow(key, told, space)
+        return json_response({"status": "registered successfully", "instance_id": name})
+
+    async def _follow(self, key: _Key, told: Registered, space: Space) -> None:
+        if len(self._sources) >= MAX_STREAMS:
+            raise Overloaded(f"{len(self._sources)} streams are registered", "streams", 60.0)
+        instance, _, rank = key
+        own = SegmentId(f"{instance} {rank} {next(self._numbers)}")
+        stream = Stream(own, instance, rank, shared=told.type == "Mooncake")
+        tiered = self._spaces.setdefault(space, Tiered(space.block_size, told.seed))
+        if tiered.seed != told.seed:
+            what = f"others of this model, tenant and block size hash with {tiered.seed}"
+            raise Conflict(f"seed: {what}", "seed")
+        source = self._sources[key] = _Source(key, told, stream, space, tiered)
+        tiered.join(stream)
+        source.feed = self._make_feed(
+            told.endpoint, told.replay_endpoint or None, told.topic, source
+        )
+        try:
+            await source.feed.start()
+        except ConfigError as error:
+            await self._drop(source)
+            raise BadRequest(f"endpoint: {error}", "endpoint") from None
+
+    async def _unregister(self, request: HttpRequest) -> Response:
+        asked = decode_open(await request.body(), Unregister)
+        name, rank = str(asked.instance_id), asked.dp_rank
+        model = asked.model or asked.model_name or asked.modelname
+        gone = [
+            source
+            for key, source in self._sources.items()
+            if key[:2] == (name, asked.tenant) and rank in (None, key[2])
+            if model in (None, source.space.model)
+        ]
+        if not gone:
+            what = f"{name!r} of tenant {asked.tenant!r} is not registered with that"
+            raise NotRegistered(f"instance_id: {what}", "instance_id")
+        await asyncio.gather(*[self._drop(source) for source in gone])
+        names = ["{}|{}|{}".format(*source.key) for source in gone]
+        return json_response({"status": "unregistered successfully", "removed_instances": names})
+
+    async def _drop(self, source: _Source) -> None:
+        """Stop following it; what it told goes."""
+        if self._sources.get(source.key) is source:
+            del self._sources[source.key]
+        if source.feed is not None:
+            await source.feed.close()
+        if (
+            not source.tiered.leave(source.stream)
+            and self._spaces.get(source.space) is source.tiered
+        ):
+            del self._spaces[source.space]
+
+    async def _query(self, request: HttpRequest) -> Response:
+        asked = decode_open(await request.body(), Query)
+        space, tiered = self._space(asked)
+        if asked.token_ids is None:
+            raise BadRequest("token_ids: is missing", "token_ids")
+        try:
+            keys = token_keys(asked.cover, asked.token_ids, tiered.block_size, tiered.seed)
+        except OverflowError:
+            raise BadRequest("token_ids: each must be from 0 to 2^32 - 1", "token_ids") from None
+        return self._answer(asked, space, keys)
+
+    async def _query_by_hash(self, request: HttpRequest) -> Response:
+        asked = decode_open(await request.body(), Query)
+        space, tiered = self._space(asked)
+        rolled = asked.seq_hashes if asked.seq_hashes is not None else asked.block_hash
+        field = "seq_hashes" if rolled is not None else "block_hashes"
+        hashes = rolled if rolled is not None else asked.block_hashes
+        if hashes is None:
+            raise BadRequest("seq_hashes: is missing", "seq_hashes")
+        low, high = min(hashes, default=0), max(hashes, default=0)
+        if not -(1 << 63) <= low <= high <= _U64:
+            raise BadRequest(f"{field}: each must be of 64 bits", field)
+        if low < 0:
+            hashes = [each & _U64 for each in hashes]
+        if rolled is None:
+            hashes = rolling(hashes, tiered.seed)
+        return self._answer(asked, space, block_keys(asked.cover, hashes))
+
+    def _answer(self, asked: Query, space: Space, keys: Sequence[Key]) -> Response:
+        tiered = self._spaces[space]
+        answer: dict[str, Any] = dict(tiered.instances)
+        answer.update(tiered.hits(keys))
+        if asked.instance_id is not None:
+            name = str(asked.instance_id)
+            if name not in answer:
+                what = f"{name!r} is not registered with this model, block size and tenant"
+                raise NotRegistered(f"instance_id: {what}", "instance_id")
+            answer = {name: answer[name]}
+        return json_response({space.tenant: answer})
+
+    async def _services(self, request: HttpRequest) -> Response:
+        rows = [
+            {
+                "instance_id": source.key[0],
+                "tenant_id": source.key[1],
+                "dp_rank": source.key[2],
+                **msgspec.structs.asdict(source.registered),
+                "events": source.rolled.stats,
+                "their_block_size": source.rolled.mismatch,
+                "resets": source.resets,
+                "connected": source.feed is not None and source.feed.connected,
+            }
+            for source in self._sources.values()
+        ]
+        return json_response({"count": len(rows), "services": rows})
+
+    def _space(self, asked: Query) -> tuple[Space, Tiered]:
+        """Which one is meant. Raises BadRequest, NotRegistered."""
+        model = asked.named("model")
+        if asked.block_size is None:
+            found = [it for it in self._spaces if (it.model, it.tenant) == (model, asked.tenant)]
+            if len(found) > 1:
+                sizes = ", ".join(str(it.block_size) for it in sorted(found))
+                raise BadRequest(f"block_size: say which, there are {sizes}", "block_size")
+            space = found[0] if found else None
+        else:
+            space = Space(model, asked.tenant, asked.block_size)
+        if space is None or space not in self._spaces:
+            raise self._nobody(model, asked)
+        return space, self._spaces[space]
+
+    def _nobody(self, model: str, asked: Query) -> NotRegistered:
+        """What of the question nobody is registered with."""
+        models = [it for it in self._spaces if it.model == model]
+        if not models:
+            return NotRegistered(f"model: nobody is registered with {model!r}", "model")
+        if all(it.tenant != asked.tenant for it in models):
+            what = f"nobody with model {model!r} is registered for {asked.tenant!r}"
+            return NotRegistered(f"tenant_id: {what}", "tenant_id")
+        what = f"nobody with model {model!r} is registered with {asked.block_size}"
+        return NotRegistered(f"block_size: {what}", "block_size")
+
+
+def _check_address(text: str, field: str) -> None:
+    try:
+        check_tcp(text, field)
+    except ConfigError as error:
+        raise BadRequest(str(error), field) from None
+
+
+def _check_same(key: _Key, told: Registered, before: Registered) -> None:
+    for field in Registered.__struct_fields__:
+        mine, theirs = getattr(told, field), getattr(before, field)
+        if mine != theirs:
+            what = "{}|{}|{} is registered".format(*key)
+            raise Conflict(f"{field}: {what} with {theirs!r}; unregister it first", field)

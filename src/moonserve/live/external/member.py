@@ -1,0 +1,116 @@
+"""One foreign engine as those who call it see it: address, key, who it is for its connector.
+
+Made and kept by Fleet; the relay reads it and may have its bootstrap asked again. A member whose
+engine restarted is the same object: what it says is always of the newest start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+
+from moonserve.core.errors import EngineFailed, MoonserveError
+from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.units import InstanceId
+from moonserve.live.external.pages import Page, read_page
+from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.http.client import HttpClient
+
+_ASK_S = 5.0
+
+
+class Mismatch(MoonserveError):
+    """The engine is not what it was described to be, or does not go with the others."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class _Rank(msgspec.Struct):
+    """What the bootstrap server says of one data-parallel rank."""
+
+    engine_id: str
+
+
+class Member:
+    """An engine behind one address, with an instance per data-parallel rank."""
+
+    def __init__(self, spec: InstanceSpec, http: HttpClient, api_key: str = "") -> None:
+        self.spec = spec
+        self.url = spec.url.rstrip("/")
+        self.headers: Mapping[str, str] = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        """To be sent with every call."""
+        self.bootstrap = spec.bootstrap_url()
+        """As mooncake's decode side is told it; empty where there is none."""
+        self.infos: dict[InstanceId, InstanceInfo] = {}
+        """Its instances as they joined; empty while it is not used."""
+        self.changed = False
+        """Whether the bootstrap server named other engines than before: it is a new process."""
+        self._http = http
+        self._engine_ids: dict[int, str] = {}
+        self._loading: asyncio.Task[Page] | None = None
+        self._asking: asyncio.Task[dict[int, str]] | None = None
+
+    def engine_id(self, dp_rank: int | None) -> str:
+        """Mooncake's name for that rank's engine. EngineFailed where its bootstrap named none."""
+        found = self._engine_ids.get(dp_rank or 0)
+        if found is None:
+            raise EngineFailed(f"{self.bootstrap}/query names no engine of rank {dp_rank or 0}")
+        return found
+
+    async def requery(self) -> bool:
+        """Ask the bootstrap server who its engines are; whether that has changed.
+
+        Those who ask at once share one call. Raises EngineFailed where there is no answer.
+        """
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._query())
+            self._asking.add_done_callback(self._answered)
+        before = self._engine_ids
+        changed = await asyncio.shield(self._asking) != before
+        self.changed = self.changed or (changed and bool(before))
+        return changed
+
+    async def load(self) -> Page:
+        """Its metrics as they are now; those who ask at once share one call. Raises as HttpClient,
+        and EngineFailed where it gives none."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load())
+            self._loading.add_done_callback(self._loaded)
+        return await asyncio.shield(self._loading)
+
+    def _loaded(self, task: asyncio.Task[Page]) -> None:
+        self._loading = None
+        if not task.cancelled():
+            task.exception()  # whoever still waits is told; nobody may
+
+    async def _load(self) -> Page:
+        url = f"{self.url}/metrics"
+        reply = await self._http.request("GET", url, headers=self.headers, timeout_s=_ASK_S)
+        if reply.status != 200:
+            raise EngineFailed(f"GET {url} answered {reply.status}")
+        return read_page(reply.body.decode("utf-8", "replace"))
+
+    def _answered(self, task: asyncio.Task[dict[int, str]]) -> None:
+        self._asking = None
+        if not task.cancelled():
+            task.exception()  # whoever still waits is told; nobody may
+
+    async def _query(self) -> dict[int, str]:
+        url = f"{self.bootstrap}/query"
+        try:
+            reply = await self._http.request("GET", url, timeout_s=_ASK_S)
+            if reply.status != 200:
+                raise EngineFailed(f"GET {url} answered {reply.status}")
+            said = msgspec.json.decode(reply.body, type=dict[str, _Rank])
+            self._engine_ids = {int(rank): entry.engine_id for rank, entry in said.items()}
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise EngineFailed(f"GET {url} gave no engine ids by rank: {error}") from None
+        except EngineFailed:
+            raise
+        except MoonserveError as error:
+            raise EngineFailed(str(error)) from None
+        return self._engine_ids

@@ -1,0 +1,307 @@
+"""Keeps one foreign engine known to the Conductor: asks it, joins it, watches it, gives it up.
+
+One task per engine, by Fleet. What clients' calls come to does not matter here: an engine is up
+while it answers GET /health, and is what the handshake found until its process is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError
+from moonserve.core.kv.index import Tier
+from moonserve.core.kv.keys import Namespace
+from moonserve.core.schedule.facts import (
+    Beat,
+    BlockEvent,
+    BlocksCleared,
+    InstanceInfo,
+    InstanceLoad,
+    Joined,
+    Left,
+    PassSample,
+)
+from moonserve.core.schedule.observed import Watch
+from moonserve.core.schedule.view import InstanceView
+from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
+from moonserve.live.external.feeds import Feed, FeedOpener, Hearer
+from moonserve.live.external.handshake import Found, ask, handshake, models
+from moonserve.live.external.member import Member, Mismatch
+from moonserve.live.external.pages import Page, RankPage, read_page
+from moonserve.live.http.client import HttpClient
+from moonserve.live.text.tools import TextTools
+
+log = logging.getLogger(__name__)
+
+State: TypeAlias = Literal["asking", "up", "lost", "refused"]
+_TIERS: tuple[Tier, ...] = ("device", "dram", "disk")
+_MAX_SEQS = 256
+_CHUNK_TOKENS = 8_192
+_LEAST_GAPS = 16
+"""Between two looks, for a mean that says something."""
+
+
+class Times(msgspec.Struct, frozen=True):
+    """How often an engine is asked, and what that says."""
+
+    poll_s: float = 1.0
+    """Between two looks at an engine's health and load."""
+    answer_s: float = 5.0
+    """A later answer is none. An engine under load may be slow to say that it is well."""
+    failures: int = 3
+    """So many looks in a row without an answer: the engine is lost."""
+    retry_s: float = 5.0
+    """Between two handshakes with an engine that is refused as it is."""
+
+    @property
+    def longest_s(self) -> float:
+        """From a sign of life to the time when an engine is given up, at most."""
+        asked = 2  # after its health, whether it takes our key
+        return self.failures * (self.poll_s + asked * self.answer_s) + 1.0
+
+
+class Keeper:
+    """One engine's standing. `run` never returns; cancel it, then `close`."""
+
+    def __init__(
+        self,
+        member: Member,
+        http: HttpClient,
+        conductor: Hearer,
+        views: Callable[[], Mapping[InstanceId, InstanceView]],
+        tools: TextTools | None,
+        times: Times,
+        check: Callable[[Member, Found], Found],
+        open_feed: FeedOpener | None,
+    ) -> None:
+        """`views`: what the Conductor believes; `check`: Fleet's, raises Mismatch; `tools`: of its
+        tokenizer, None where there is none."""
+        self.member, self.tools = member, tools
+        self.state: State = "asking"
+        self.why = ""
+        """Why it is not up."""
+        self.found: Found | None = None
+        """At the last handshake that went well."""
+        self.watches: dict[InstanceId, Watch] = {}
+        self.feeds: dict[InstanceId, Feed] = {}
+        self.epoch = 0
+        self._http, self._conductor, self._views = http, conductor, views
+        self._times, self._check, self._open_feed = times, check, open_feed
+        self._said: dict[InstanceId, RankPage] = {}
+        """Load at the last look."""
+        self._new_process = False
+        """Something showed that the engine's process is another one than was asked."""
+
+    async def run(self) -> None:
+        """Ask, join, watch, and again from the start whenever it is lost or another process."""
+        while True:
+            try:
+                found = await handshake(self._http, self.member, self.tools)
+                found = self._check(self.member, found)
+                await self._join(found)
+                await self._watch(found)
+            except Mismatch as error:
+                await self._leave("refused", str(error))
+                await asyncio.sleep(self._times.retry_s)
+            except MoonserveError as error:
+                state: State = "asking" if self.found is None else "lost"
+                await self._leave(state, str(error))
+                await asyncio.sleep(self._times.poll_s)
+            except Exception as error:
+                # A bug, perhaps by what one engine said: it must not keep the engine out for ever.
+                log.exception("%s: bug while keeping it", self.member.spec.name)
+                await self._leave("lost", f"a bug of the gateway's: {error!r}")
+                await asyncio.sleep(self._times.retry_s)
+
+    async def close(self) -> None:
+        """Goodbye: nothing new goes there; what it has it still finishes. Its blocks are gone."""
+        await self._close_feeds()
+        self._forget(self.epoch + 1, "")
+
+    # As a FeedSink.
+
+    def blocks(self, *facts: BlockEvent) -> None:
+        """See FeedSink."""
+        self._conductor.tell(*facts)
+
+    def restarted(self) -> None:
+        """See FeedSink."""
+        self._new_process = True
+
+    # Joining.
+
+    async def _join(self, found: Found) -> None:
+        last, started_s = self.found, found.started_s
+        same = (
+            last is not None
+            and not self._new_process
+            and not self.member.changed
+            and started_s is not None
+            and last.started_s == started_s
+            and bool(self.member.infos)
+        )
+        how = "up again" if last is not None else "up"
+        if not same:
+            if last is not None and self.member.infos:
+                how = "restarted"
+            began_ms = int(1_000 * (started_s or time.time()))
+            self.epoch = max(self.epoch + 1, began_ms)
+            self._new_process, self.member.changed = True, False
+        for text in found.warnings if last is None or last.warnings != found.warnings else ():
+            log.warning("%s: %s", self.member.spec.name, text)
+        level = logging.WARNING if how == "restarted" else logging.INFO
+        said = (self.member.spec.name, how, self.epoch, self.member.url, found.model)
+        log.log(level, "%s: %s (epoch %d) at %s, model %s", *said)
+        self.found, self.state, self.why = found, "up", ""
+        infos = {it.id: it for it in map(self._info, range(self.member.spec.dp_size))}
+        self.member.infos = infos
+        self._conductor.tell(*map(Joined, infos.values()))
+        if not same:
+            await self._begin(found)
+            self._new_process = False  # not before: what fails in there is done again
+
+    async def _begin(self, found: Found) -> None:
+        """What was known of an earlier process counts no more; follow the new one's events."""
+        await self._close_feeds()
+        chunk = self.member.spec.chunk_tokens or _CHUNK_TOKENS
+        self._said.clear()
+        self.watches = {instance: Watch(chunk) for instance in self.member.infos}
+        for rank, info in enumerate(self.member.infos.values()):
+            self._conductor.tell(*self._cleared(info.id, self.epoch))
+            if found.events and self._open_feed is not None:
+                self.feeds[info.id] = await self._open_feed(info, self.member.spec, rank, self)
+
+    def _info(self, rank: int) -> InstanceInfo:
+        spec, found = self.member.spec, self.found
+        assert found is not None
+        instance = spec.ids()[rank]
+        return InstanceInfo(
+            id=instance,
+            epoch=self.epoch,
+            role=spec.role,
+            url=self.member.url,
+            model=found.model,
+            namespace=Namespace(found.model, "", "", found.block_size),
+            kv_blocks=found.kv_tokens // found.block_size,
+            block_bytes=0,
+            max_seqs=spec.max_seqs or _MAX_SEQS,
+            chunk_tokens=spec.chunk_tokens or _CHUNK_TOKENS,
+            max_len=found.max_len,
+            segment=SegmentId(instance),
+            rack=spec.rack,
+            connector=spec.connector,
+            bootstrap=self.member.bootstrap,
+            dp_rank=rank if spec.dp_size > 1 else None,
+            fetches=spec.shared_store,
+        )
+
+    # Watching.
+
+    async def _watch(self, found: Found) -> None:
+        """Return when it is lost, or may be another process."""
+        failures = 0
+        while True:
+            await asyncio.sleep(self._times.poll_s)
+            health, page = await asyncio.gather(self._healthy(), self._page())
+            failures = 0 if health is None else failures + 1
+            if health is not None and failures >= self._times.failures:
+                await self._leave("lost", health)
+                return
+            if health is not None:
+                continue
+            started_s = page.started_s
+            if self._new_process or self.member.changed:
+                return
+            if started_s is not None and started_s != found.started_s:
+                return
+            if any(instance not in self._views() for instance in self.member.infos):
+                return  # somebody else gave it up
+            self._beat(page)
+
+    async def _healthy(self) -> str | None:
+        """None, or why it is not."""
+        try:
+            timeout_s = self._times.answer_s
+            reply = await ask(self._http, self.member, "/health", timeout_s=timeout_s)
+            if reply.status == 200:  # which needs no key: calls do
+                await models(self._http, self.member, timeout_s)
+        except MoonserveError as error:
+            return str(error)
+        return None if reply.status == 200 else f"GET /health answered {reply.status}"
+
+    async def _page(self) -> Page:
+        """Its metrics; nothing where it gives none."""
+        try:
+            timeout_s = self._times.answer_s
+            reply = await ask(self._http, self.member, "/metrics", timeout_s=timeout_s)
+        except MoonserveError:
+            return Page()
+        return read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
+
+    def _beat(self, page: Page) -> None:
+        for rank, info in enumerate(self.member.infos.values()):
+            now_us, view = self._conductor.now_us(), self._views()[info.id]
+            said = page.rank(rank)
+            watch = self.watches[info.id]
+            watch.others(now_us, view.others.waiting, view.others.running, view.others.context)
+            passes, hits = watch.take(now_us)
+            seen = said or RankPage()
+            load = InstanceLoad(
+                running=seen.running,
+                waiting=max(0, seen.waiting - seen.deferred),
+                free_blocks=round((1.0 - seen.usage) * info.kv_blocks),
+                passes=(*passes, *self._steps(info, seen, view)),
+                hits=hits,
+                everybody=said is not None,
+                kv_tokens=round(seen.usage * view.kv_tokens),
+            )
+            self._conductor.tell(Beat(info.id, info.epoch, load))
+
+    def _steps(self, info: InstanceInfo, said: RankPage, view: InstanceView) -> list[PassSample]:
+        """Decode passes by the engine's own account of times between tokens: where all its passes
+        are such, and as many ran before as now. It counts those too whose replies do not stream."""
+        before = self._said.get(info.id)
+        self._said[info.id] = said
+        if info.role != "decode" or before is None or before.running != said.running:
+            return []
+        gaps = said.gaps - before.gaps
+        if not said.running or gaps < _LEAST_GAPS:
+            return []
+        context = round(said.usage * view.kv_tokens)
+        step_us = seconds_to_us((said.gaps_s - before.gaps_s) / gaps)
+        return [PassSample(0, 0, 0, said.running, context, step_us)]
+
+    # Leaving.
+
+    async def _leave(self, state: State, why: str) -> None:
+        """It is not used, or not any more; what it has is broken off."""
+        if (state, why) != (self.state, self.why):
+            level = logging.INFO if state == "asking" and self.why else logging.WARNING
+            log.log(level, "%s: %s: %s", self.member.spec.name, state, why)
+        self.state, self.why = state, why
+        for info in self.member.infos.values():
+            self._conductor.tell(Left(info.id, info.epoch, why))
+        if state == "refused":
+            await self._close_feeds()
+            self._forget(self.epoch + 1, why)
+
+    def _forget(self, epoch: int, why: str) -> None:
+        for info in self.member.infos.values():
+            self._conductor.tell(Left(info.id, info.epoch, why), *self._cleared(info.id, epoch))
+        self.epoch = epoch
+        self.member.infos = {}
+
+    def _cleared(self, instance: InstanceId, epoch: int) -> list[BlockEvent]:
+        segment = SegmentId(instance)
+        return [BlocksCleared(segment, tier, epoch) for tier in _TIERS]
+
+    async def _close_feeds(self) -> None:
+        while self.feeds:  # cancelled in here, `close` comes back for the rest
+            await next(reversed(self.feeds.values())).close()
+            self.feeds.popitem()

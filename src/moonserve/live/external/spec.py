@@ -1,0 +1,193 @@
+"""What a cluster's owner says of one foreign engine (vLLM, SGLang): where it is, what it is for.
+
+The same struct whether it comes from the cluster file, from flags, over HTTP or from a registry;
+live/fleet asks the engine itself for the rest. Nothing here asks or opens anything.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeAlias
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.schedule.facts import Role
+from moonserve.core.units import MAX_BYTES, InstanceId
+
+Handover: TypeAlias = Literal["none", "nixl", "mooncake", "sglang"]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
+_Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_BOOTSTRAP_PORT = {"mooncake": 8998, "sglang": 8998}
+_EVENTS_PORT = 5557
+_HTTP_PORT = 80
+_MAX_PORT = 65_535
+_KEYS = "MOONSERVE_KEY_"
+
+
+class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: an address with `dp_size` instances behind it. See `checked`."""
+
+    name: str
+    """Unique in the cluster; its instances are NAME, or NAME/dp0, NAME/dp1, …"""
+    url: str
+    """Base URL of its OpenAI-compatible server, such as http://10.0.0.5:8000."""
+    engine: Literal["vllm", "sglang"] = "vllm"
+    role: Role = "both"
+    connector: Handover = "none"
+    """How KV gets from a prefill instance to a decode instance; none: it serves whole requests."""
+    model: str = ""
+    """As the engine serves it; empty: the one that it serves."""
+    tokenizer: str = ""
+    """Model files (name, folder or .gguf) to make its tokens by; needed where it tells events."""
+    block_size: _Count | None = None
+    """Tokens per KV block; None: as the engine says."""
+    rack: str = ""
+    bootstrap: str = ""
+    """Where mooncake's or sglang's prefill side is asked who it is; empty: its host, port 8998."""
+    dp_size: _Ranks = 1
+    """Data-parallel ranks behind the address; rank N tells its events on the port N higher."""
+    events: str = "auto"
+    """Where rank 0 publishes KV events, such as tcp://10.0.0.5:5557; off; auto: at port 5557 of
+    its host if somebody listens there."""
+    replay: str = ""
+    """Where rank 0 replays them; empty: nowhere."""
+    topic: str = ""
+    """Of its events; empty: all."""
+    api_key_env: str = ""
+    """Environment variable with the key that the engine asks for; empty: none."""
+    max_seqs: _Count | None = None
+    """Requests in one pass; None: 256."""
+    chunk_tokens: _Count | None = None
+    """The most prompt tokens in one pass; None: 8,192."""
+    kv_tokens: _Count | None = None
+    """Tokens whose KV fits; None: as the engine says."""
+    max_len: _Count | None = None
+    """Prompt and output together; None: as the engine says."""
+    shared_store: bool = False
+    """Whether its prefill also loads KV that others put into a pool (Mooncake Store connector)."""
+
+    def checked(self) -> InstanceSpec:
+        """Itself. Raises ConfigError naming field and remedy where fields contradict each other."""
+        if not _NAME.fullmatch(self.name):
+            remedy = "use 1 to 64 letters, digits, dots, dashes and underscores, "
+            remedy += "beginning with a letter or digit"
+            raise ConfigError(f"{self.name!r} is no name; {remedy}", "name")
+        _http(self.url, "url")
+        if self.url.rstrip("/").endswith("/v1"):
+            raise ConfigError(f"{self.url!r} is too much; leave out /v1", "url")
+        if self.bootstrap:
+            _http(self.bootstrap, "bootstrap")
+        if self.role != "both" and self.connector == "none":
+            remedy = "say connector: nixl or mooncake (sglang: sglang), or role: both"
+            raise ConfigError(f"role {self.role} needs a way to hand KV on; {remedy}", "connector")
+        if (self.engine == "sglang") != (self.connector == "sglang") and self.connector != "none":
+            remedy = f"with engine: {self.engine} use " + (
+                "sglang or none" if self.engine == "sglang" else "nixl, mooncake or none"
+            )
+            raise ConfigError(f"{self.connector} is not spoken by it; {remedy}", "connector")
+        if self.api_key_env and not _VARIABLE.fullmatch(self.api_key_env):
+            remedy = "name the environment variable that holds the key, never the key itself"
+            raise ConfigError(f"is no variable's name; {remedy}", "api_key_env")
+        if self.events not in ("auto", "off"):
+            check_tcp(self.events, "events", self.dp_size)
+        if self.replay:
+            check_tcp(self.replay, "replay", self.dp_size)
+            if self.events == "off":
+                raise ConfigError("leave it out with events: off", "replay")
+        if self.events not in ("auto", "off") and not self.tokenizer:
+            remedy = "name the model's files (catalog name, folder or .gguf), or say events: off"
+            raise ConfigError(f"is needed to read KV events; {remedy}", "tokenizer")
+        return self
+
+    def told(self) -> InstanceSpec:
+        """Itself, as somebody tells it who is not the gateway's owner. Raises ConfigError where it
+        would have a variable sent to its URL that is not there for that."""
+        if self.api_key_env and not self.api_key_env.startswith(_KEYS):
+            remedy = f"name one that begins with {_KEYS}, or describe it in the cluster file"
+            raise ConfigError(
+                f"{self.api_key_env} is not for others to use; {remedy}", "api_key_env"
+            )
+        return self
+
+    def fault(self, error: ConfigError) -> ConfigError:
+        """The same, said of it among others."""
+        what = str(error).removeprefix(f"{error.field}: ")
+        return ConfigError(what, f"{self.name}.{error.field}")
+
+    def place(self) -> str:
+        """Its URL as every spelling of it has it."""
+        return normal(self.url)
+
+    def ids(self) -> list[InstanceId]:
+        """Its instances, one per data-parallel rank, in their order."""
+        if self.dp_size == 1:
+            return [InstanceId(self.name)]
+        return [InstanceId(f"{self.name}/dp{rank}") for rank in range(self.dp_size)]
+
+    def bootstrap_url(self) -> str:
+        """Where its prefill side is asked who it is; empty: its connector has no such place."""
+        port = _BOOTSTRAP_PORT.get(self.connector)
+        if port is None or self.role == "decode":
+            return ""
+        return self.bootstrap.rstrip("/") or f"http://{_host(self.url)}:{port}"
+
+    def events_of(self, rank: int) -> str:
+        """Where that rank publishes; empty: nowhere. For `auto`, where it would."""
+        if self.events == "off":
+            return ""
+        base = f"tcp://{_host(self.url)}:{_EVENTS_PORT}" if self.events == "auto" else self.events
+        return _higher(base, rank)
+
+    def replay_of(self, rank: int) -> str:
+        """Where that rank replays; empty: nowhere."""
+        return _higher(self.replay, rank) if self.replay else ""
+
+
+def normal(url: str) -> str:
+    """An engine's URL as every spelling of it has it: one engine must not count twice."""
+    parts, port = _parts(url)
+    if parts is None or not parts.hostname:
+        return url
+    return f"{parts.scheme}://{_host(url)}:{port or _HTTP_PORT}{parts.path.rstrip('/')}"
+
+
+def _parts(text: str) -> tuple[SplitResult | None, int | None]:
+    try:
+        parts = urlsplit(text)
+        return parts, parts.port
+    except ValueError:
+        return None, None
+
+
+def _http(text: str, field: str) -> None:
+    parts, _ = _parts(text)
+    if parts is None or parts.scheme != "http" or not parts.hostname or parts.query:
+        raise ConfigError(f"{text!r} is no address; write it like http://10.0.0.5:8000", field)
+
+
+def check_tcp(text: str, field: str, ranks: int = 1) -> None:
+    """Where so many ranks may publish or replay. Raises ConfigError naming field and remedy: ZMQ's
+    other addresses are places in this machine, or in this process."""
+    parts, port = _parts(text)
+    if parts is None or parts.scheme != "tcp" or not parts.hostname or not port:
+        or_else = ", off or auto" if field == "events" else ""
+        remedy = f"write it like tcp://10.0.0.5:{_EVENTS_PORT}{or_else}"
+        raise ConfigError(f"{text!r} is no endpoint; {remedy}", field)
+    if port + ranks - 1 > _MAX_PORT:
+        remedy = f"rank N is at the port N higher, and {ranks} ranks do not fit below 65536"
+        raise ConfigError(f"{text!r} is too high; {remedy}", field)
+
+
+def _host(url: str) -> str:
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
+
+
+def _higher(endpoint: str, rank: int) -> str:
+    parts = urlsplit(endpoint)
+    assert parts.port is not None, "checked"
+    return f"tcp://{_host(endpoint)}:{parts.port + rank}"

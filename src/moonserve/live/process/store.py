@@ -1,0 +1,197 @@
+"""The store's own processes: a master alone, and a segment without an engine.
+
+For the CLI. Both run until SIGTERM or SIGINT and say one line per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from moonserve.core.store.master import Master
+from moonserve.core.store.words import Terms
+from moonserve.core.units import seconds_to_us
+from moonserve.live.clock import LoopClock
+from moonserve.live.http.auth import require_token_beyond_loopback
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.server import App, Handler, Server, serve
+from moonserve.live.process.supervise import say
+from moonserve.live.registry.entries import (
+    MASTER,
+    MasterEntry,
+    find_master,
+    follow_master,
+    open_registry,
+)
+from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.leaving import hand_on
+from moonserve.live.store.local import EventLog, LocalPool
+from moonserve.live.store.remote import HttpRpc, mounted, within
+from moonserve.live.store.server import MasterService
+from moonserve.live.store.settings import check_reachable, url_of
+from moonserve.live.transfer.metrics import LaneMetrics
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+_TICK_S = 0.5
+_MASTER_S = 15.0
+_EVENTS_KEPT = 100_000
+
+
+class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A store's master in a process of its own."""
+
+    host: str = "127.0.0.1"
+    port: int = 8100
+    """0 takes any free port."""
+    token: str = ""
+    """Callers must present it; empty only when bound to loopback."""
+    recover_s: float = 3.0
+    """How long it asks segments what they hold, before it answers; 0: the pool is new."""
+    terms: Terms = Terms()
+    registry: str = ""
+    """Where it is to be found by gateways and workers; empty: they are told."""
+    advertise_host: str | None = None
+    """Where others reach it, if not at `host`."""
+
+
+class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One member of the pool that only holds."""
+
+    settings: StoreSettings
+    store_url: str = ""
+    """Where the master is; empty: where the registry says."""
+    registry: str = ""
+    drain_s: float = 10.0
+    """How long what lies in memory may take to move elsewhere, after a stop was asked for."""
+    metrics_port: int | None = None
+    """Where health and metrics are told; 0 takes any, None: nowhere."""
+
+
+async def run_master(config: MasterConfig, say: Say = say) -> None:
+    """Run a master. Raises ConfigError where it cannot listen."""
+    require_token_beyond_loopback(config.host, config.token, "members of the pool")
+    stop = _stop_event()
+    registry = await open_registry(config.registry)
+    if registry is not None and config.advertise_host is None:
+        check_reachable(config.host)
+    start = time.time_ns() // 1_000
+    now_us = LoopClock().now_us
+    recover_us = seconds_to_us(config.recover_s)
+    until_us = now_us() + recover_us if recover_us else None
+    master = Master(config.terms, start, until_us)
+    events = EventLog(start, master.inventory, _EVENTS_KEPT)
+    pool = LocalPool(MasterService(master, now_us), config.token, events.add, events)
+
+    async def health(request: HttpRequest) -> Response:
+        return json_response({"status": "recovering" if master.stats().recovering else "ok"})
+
+    async def stats(request: HttpRequest) -> Response:
+        return json_response({"store": await pool.lookup({})})
+
+    routes: dict[tuple[str, str], Handler] = {
+        ("GET", "/health"): health,
+        ("GET", "/api/health"): health,
+        ("GET", "/api/stats"): stats,
+        **pool.routes(),
+    }
+    master_app = App(routes, name="store master")
+    server = await serve(master_app, config.host, config.port, "listen")
+    say(f"listening on http://{config.host}:{server.port}")
+    if registry is not None:
+        url = url_of(config.advertise_host or config.host, server.port)
+        await registry.register(MASTER, msgspec.json.encode(MasterEntry(url)))
+        say(f"registered as {url}")
+    recovering = master.stats().recovering
+    while not await within(stop, _TICK_S):
+        pool.tick()
+        if recovering and not master.stats().recovering:
+            recovering = False
+            say(f"recovered {_counted(master)}")
+    if registry is not None:
+        await registry.close()
+    await server.stop(0)
+    say("stopped")
+
+
+def _counted(master: Master) -> str:
+    stats = master.stats()
+    return f"{stats.objects} objects on {len(stats.segments)} segments"
+
+
+async def run_segment(config: SegmentConfig, say: Say = say) -> None:
+    """Run a segment. Raises MoonserveError where it cannot become a member."""
+    mine = config.settings
+    if mine.advertise_host is None:
+        check_reachable(mine.host)
+    stop = _stop_event()
+    async with AsyncExitStack() as stack:
+        http = HttpClient()
+        stack.push_async_callback(http.close)
+        rpc = await _reach(config, http, stack)
+        client = await mounted(rpc.connect, lambda: StoreClient.open(rpc, mine), stop)
+        if client is None:
+            return
+        stack.push_async_callback(client.close)
+        if config.metrics_port is not None:
+            server = await _serve_metrics(config, client, config.metrics_port)
+            stack.push_async_callback(server.stop, 0)
+            say(f"metrics at http://{mine.host}:{server.port}/metrics")
+        client.start_beats()
+        for owner in client.owners:
+            it = owner.mounting
+            say(f"{it.id}: {it.capacity_bytes >> 20} MiB of {it.tier} at {rpc.url}")
+        await stop.wait()
+        say("leaving: what lies in memory is moved elsewhere, if there is room")
+        await hand_on(client, config.drain_s)
+    say("stopped")
+
+
+async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack) -> HttpRpc:
+    """The master, followed to where it moves if the registry says where it is. ConfigError."""
+    token = config.settings.token.decode()
+    if config.store_url:
+        return HttpRpc(http, config.store_url, token)
+    registry = await open_registry(config.registry)
+    assert registry is not None, "the command gives either"
+    stack.push_async_callback(registry.close)
+    rpc = HttpRpc(http, await find_master(registry, _MASTER_S), token)
+    stack.callback(asyncio.create_task(follow_master(registry, rpc.move)).cancel)
+    return rpc
+
+
+async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:
+    """Health and what the lanes carried. Raises ConfigError where it cannot listen."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(LaneMetrics(client.transfer.stats))
+
+    async def health(request: HttpRequest) -> Response:
+        return json_response({"status": "ok", "id": config.settings.segment})
+
+    async def metrics(request: HttpRequest) -> Response:
+        return Response(body=generate_latest(registry), content_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    routes: dict[tuple[str, str], Handler] = {
+        ("GET", "/health"): health,
+        ("GET", "/metrics"): metrics,
+    }
+    name = f"segment {config.settings.segment}"
+    return await serve(App(routes, name=name), config.settings.host, port, "metrics_port")
+
+
+def _stop_event() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop

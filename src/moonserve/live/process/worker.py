@@ -1,0 +1,358 @@
+"""The worker process: engine, segment, HTTP server and membership in one event loop.
+
+`Worker.start` wires the serving part, for tests too; `run_worker` is the whole process, called by
+the CLI. Prints one line per step for the person who started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from moonserve.core.errors import ConfigError, MoonserveError
+from moonserve.core.kv.keys import Namespace
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
+from moonserve.core.store.words import PutOptions
+from moonserve.core.units import InstanceId, SegmentId
+from moonserve.live.clock import LoopClock
+from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.http.auth import require_token_beyond_loopback
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.server import Server, serve
+from moonserve.live.model.catalog import resolve
+from moonserve.live.model.config import load_config
+from moonserve.live.ports import Engine, KVStore
+from moonserve.live.process.supervise import beat, say
+from moonserve.live.registry.entries import open_registry
+from moonserve.live.store import mooncake_master
+from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.leaving import hand_on
+from moonserve.live.store.remote import HttpRpc, mounted
+from moonserve.live.store.settings import check_reachable, url_of
+from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
+from moonserve.live.transfer.metrics import LaneMetrics
+from moonserve.live.worker.app import WorkerApp, chain_client
+from moonserve.live.worker.config import WorkerConfig
+from moonserve.live.worker.gateways import Gateways
+from moonserve.live.worker.job import Limits
+from moonserve.live.worker.metrics import Metrics
+from moonserve.live.worker.serving import Runner
+from moonserve.live.worker.warm import warm_up
+
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+_FAKE_BLOCKS = 1024
+_CLEAN_UP_S = 30.0
+
+
+class Worker:
+    """A runner that listens; made by `start`, ended by `stop`."""
+
+    def __init__(
+        self, runner: Runner, server: Server, info: InstanceInfo, http: HttpClient
+    ) -> None:
+        self.runner = runner
+        self.info = info
+        self._server = server
+        self._http = http
+
+    @classmethod
+    async def start(
+        cls,
+        config: WorkerConfig,
+        engine: Engine,
+        store: KVStore | None = None,
+        *,
+        model: str,
+        tokenizer: Tokenizer | None = None,
+        epoch: int = 1,
+    ) -> Worker:
+        """Serve `engine` under the name `model`. Raises ConfigError if the port is taken."""
+        shape = engine.shape
+        namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
+        metrics = Metrics(model)
+        metrics.cache(shape.block_size, shape.num_blocks)
+        if isinstance(store, StoreClient):
+            metrics.registry.register(LaneMetrics(store.transfer.stats))
+        limits = Limits(
+            chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs, decode_kv=config.decode_kv
+        )
+        pool_len = shape.num_blocks * shape.block_size
+        http = HttpClient()
+        fetch = chain_client(http, config.token, limits.chain_s)
+        runner = Runner(engine, store, namespace, limits, metrics, LoopClock(), fetch)
+        info = InstanceInfo(
+            id=InstanceId(config.name),
+            epoch=epoch,
+            role=config.role,
+            url="",
+            model=model,
+            namespace=namespace,
+            kv_blocks=shape.num_blocks,
+            block_bytes=shape.block_bytes,
+            max_seqs=config.max_seqs,
+            chunk_tokens=config.chunk_tokens,
+            max_len=min(shape.max_len, pool_len),  # a longer request has no room to run in
+            max_requests=limits.max_seqs + limits.max_waiting,
+            segment=SegmentId(config.name) if isinstance(store, StoreClient) else None,
+            rack=config.rack,
+            # A part is one long pass: whoever decodes would stand still.
+            layers=shape.layers if store and shape.layers > 1 and config.role == "prefill" else 0,
+        )
+        app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
+        try:
+            server = await serve(app.app(), config.host, config.port, "listen")
+        except MoonserveError:
+            await runner.close()
+            raise
+        url = url_of(config.advertise_host or config.host, server.port)
+        app.info = msgspec.structs.replace(info, url=url)
+        return cls(runner, server, app.info, http)
+
+    def load(self) -> InstanceLoad:
+        """What a heartbeat tells. Raises EngineFailed once the worker cannot serve any more."""
+        if self.runner.failure is not None:
+            raise self.runner.failure
+        return self.runner.take_load()
+
+    async def stop(self, drain_s: float) -> None:
+        """Let running requests finish for `drain_s`, cut the rest, stop the runner."""
+        await self._server.stop(drain_s)
+        await self.runner.close()
+        await self._http.close()
+
+
+async def run_worker(config: WorkerConfig, say: Say = say) -> None:
+    """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on."""
+    _check_host(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    engine, tokenizer, model = await asyncio.to_thread(_load, config, say)
+    worker: Worker | None = None
+    try:
+        async with AsyncExitStack() as stack:
+            http = HttpClient()
+            stack.push_async_callback(http.close)
+            if config.engine == "torch":
+                say("warming up: measuring some passes")
+            samples = await warm_up(engine, config.role, config.chunk_tokens)
+            registry = await open_registry(config.registry)
+            if registry is not None:
+                stack.push_async_callback(registry.close)
+            gateways = Gateways(http, config.token, config.gateway, registry)
+            epoch = time.time_ns() // 1000
+            events = None if config.kv_events == "off" else _events(config, say)
+            if events is not None:
+                stack.push_async_callback(events.close)
+            store = await _open(gateways, http, config, epoch, stop)
+            if store is not None:
+                stack.push_async_callback(store.close)
+                stack.push_async_callback(_hand_on, store, stop, config)
+                worker = await Worker.start(
+                    config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
+                )
+                stack.push_async_callback(worker.stop, config.drain_s)
+                worker.runner.measured(samples)
+                if events is not None and isinstance(store, StoreClient):
+                    publish_blocks(worker, store, events)
+                say(f"listening on {worker.info.url}")
+                beat()
+                try:
+                    await _belong(worker, gateways, stop, say)
+                finally:
+                    if worker.runner.passes.hung:  # a clean-up that hangs too must not keep us
+                        threading.Timer(_CLEAN_UP_S, os._exit, (1,)).start()
+    finally:
+        if worker is not None and worker.runner.passes.hung:
+            _end_process(say)
+        await engine.close()
+    say("stopped")
+
+
+async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) -> None:
+    """Leave to others in the pool what lies here, unless this worker ends for a fault."""
+    if stop.is_set() and isinstance(store, StoreClient):
+        await hand_on(store, config.drain_s)
+
+
+def _events(config: WorkerConfig, say: Say) -> Publisher:
+    """Where what lies in the segments is published. Raises ConfigError: it cannot be."""
+    if config.store == "mooncake":
+        why = "the Mooncake store does not tell what it evicts; leave it off"
+        raise ConfigError(why, "kv_events")
+    from moonserve.live.kvevents.publisher import Publisher  # ZMQ costs the others nothing
+
+    endpoint, _, replay = config.kv_events.partition(",")
+    events = Publisher(endpoint, replay or None)
+    say(f"publishing KV events on {events.endpoint}, replay on {events.replay_endpoint}")
+    return events
+
+
+def publish_blocks(worker: Worker, store: StoreClient, events: Publisher) -> None:
+    """Publish what comes to the segments, and what goes."""
+    from moonserve.live.kvevents.publisher import SegmentEvents
+
+    lying = SegmentEvents(worker.info.namespace.block_size, events.publish)
+    for owner in store.owners:
+        owner.watch = lying.segment(owner.mounting.tier, owner.catalogue.held.__contains__)
+    if worker.runner.kv is not None:
+        worker.runner.kv.learned = lying.learned
+
+
+def _end_process(say: Say) -> None:
+    """End at once, for whoever keeps this worker alive to start it anew.
+
+    A thread that hangs in the engine would be waited for at the interpreter's exit, for ever.
+    """
+    say("the engine hangs: ending this process")
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _check_host(config: WorkerConfig) -> None:
+    """Refuse to compute for anyone, to be known by an address that leads nowhere, and to load a
+    model before it is known that bytes can travel.
+    """
+    require_token_beyond_loopback(config.host, config.token, "callers")
+    if config.advertise_host is None:
+        check_reachable(config.host)
+    if config.transport == "mooncake":
+        mooncake_master.require("transport")
+
+
+async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: Say) -> None:
+    """Be a member until a stop is asked for; raises what ends the membership otherwise."""
+    running = gateways.run(worker.info, worker.load, lambda url: say(f"joined {url}"))
+    beating = asyncio.create_task(running)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({beating, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if beating.done():
+        await gateways.leave()
+        beating.result()
+    beating.cancel()
+    say("leaving: letting running requests finish")
+    await gateways.leave()
+
+
+async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | None:
+    """What it comes to; None: a stop was asked for before."""
+    task, stopping = asyncio.create_task(doing), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task})
+    return None
+
+
+async def _open(
+    gateways: Gateways, http: HttpClient, config: WorkerConfig, epoch: int, stop: asyncio.Event
+) -> KVStore | None:
+    """The pool, once who is needed for it is there; None: stopped before. Raises MoonserveError."""
+    if config.store == "mooncake":
+        return await mounted(gateways.ping, partial(_open_mooncake, gateways, config), stop)
+    url = await _unless(stop, gateways.master(config.store_url))
+    if url is None:
+        return None
+    rpc = HttpRpc(http, url, config.token)
+    if not config.store_url:
+        gateways.follow_master(rpc.move)
+    return await mounted(rpc.connect, partial(_open_store, rpc, config, epoch), stop)
+
+
+async def _open_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
+    """One attempt. Raises ConfigError where another is in vain, else MoonserveError."""
+    from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
+
+    settings = MooncakeSettings(
+        master=config.mooncake_master,
+        segment_bytes=config.segment_bytes,
+        host=config.advertise_host or config.host,
+        protocol=config.mooncake_protocol,
+        device=config.mooncake_device,
+    )
+    return await MooncakeStore.open(settings, gateways.blocks)
+
+
+async def _open_store(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
+    """One attempt, as above."""
+    client = await StoreClient.open(
+        rpc,
+        StoreSettings(
+            segment=SegmentId(config.name),
+            epoch=epoch,
+            capacity_bytes=config.segment_bytes,
+            disk_dir=config.disk_dir,
+            disk_bytes=config.disk_bytes,
+            token=config.token.encode(),
+            node=config.node,
+            rack=config.rack,
+            options=PutOptions(replicas=config.replicas),
+            host=config.host,
+            advertise_host=config.advertise_host,
+            cards=config.cards,
+            shared_memory=config.shared_memory,
+            transport=config.transport,
+            mooncake_protocol=config.mooncake_protocol,
+            mooncake_device=config.mooncake_device,
+        ),
+    )
+    client.start_beats()
+    return client
+
+
+def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
+    """Engine, tokenizer and served name. Takes seconds; raises ConfigError."""
+    found = resolve(config.model)
+    say(f"loading {found.name} for the {config.engine} engine")
+    tokenizer = load_tokenizer(found.path)
+    if config.engine == "fake":
+        shape = load_config(found.path)
+        fake = FakeEngine(
+            block_size=config.block_size,
+            num_blocks=config.kv_blocks or _FAKE_BLOCKS,
+            max_len=shape.max_len,
+            vocab_size=shape.vocab_size,
+            words=range(min(1000, shape.vocab_size // 2), min(8000, shape.vocab_size)),
+            eos_token_ids=shape.eos_token_ids,
+            cost=Cost(config.pass_us, learns=False) if config.pass_us else None,
+        )
+        return fake, tokenizer, found.name
+    from moonserve.live.engine.torch_engine import TorchEngine  # torch takes a second to import
+
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    threads = config.threads or (int(said) if said.isdecimal() else None)
+    engine = TorchEngine.load(
+        found.path,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=config.kv_blocks,
+        kv_memory_bytes=config.kv_memory_bytes,
+        threads=threads,
+        progress=say,
+    )
+    return engine, tokenizer, found.name

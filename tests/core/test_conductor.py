@@ -1,0 +1,323 @@
+"""The Conductor's step, fact by fact."""
+
+import msgspec
+
+from moonserve.core.kv.keys import chain_keys
+from moonserve.core.request import Request, Slo
+from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import (
+    Arrived,
+    Beat,
+    BlocksStored,
+    CallFailed,
+    ClientGone,
+    DecodeEnded,
+    InstanceLoad,
+    Joined,
+    Left,
+    PrefillEnded,
+    Tick,
+)
+from moonserve.core.schedule.handoff import MAX_ATTEMPTS
+from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.view import Promised
+from moonserve.core.units import InstanceId, RequestId, SegmentId
+from tests.support.cluster import BLOCK, NAMESPACE, exact, info
+
+PROMPT = tuple(range(41))
+KEYS = tuple(chain_keys(NAMESPACE.root(), PROMPT, BLOCK))
+NOTHING = Promised(0, 0, 0, 0)
+R = RequestId("r")
+
+
+def cluster(*names: str) -> Conductor:
+    """A Conductor with p… as prefill and d… as decode instances."""
+    conductor = Conductor()
+    joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
+    assert conductor.step(0, joins) == []
+    return conductor
+
+
+def arrived(name: str = "r") -> Arrived:
+    """A request of 41 tokens."""
+    return Arrived(Request(RequestId(name), "m", PROMPT), KEYS)
+
+
+def test_who_leaves_in_the_step_of_its_arrival() -> None:
+    """A client that is gone before its request was placed leaves nothing promised: facts that came
+    one after the other may be taken in one step."""
+    conductor = cluster("p0", "d0")
+    assert conductor.step(1, [arrived(), ClientGone(R)]) == [Release(R, ())]
+    assert conductor.promised() == NOTHING
+    [prefill] = conductor.step(2, [arrived()])
+    facts = [ClientGone(R), arrived(), ClientGone(R)]  # its id was used again at once
+    assert conductor.step(3, facts) == [Release(R, (prefill.number,)), Release(R, ())]
+    assert conductor.promised() == NOTHING
+    assert conductor.step(4, [ClientGone(R)]) == []
+
+
+def test_a_life_without_trouble() -> None:
+    """Prefill, decode, release; the ledger holds the promise meanwhile and nothing after."""
+    conductor = cluster("p0", "d0")
+    [prefill] = conductor.step(1, [arrived()])
+    assert isinstance(prefill, Prefill)
+    assert (prefill.to.id, prefill.decision.decode) == ("p0", "d0")
+    promised = conductor.promised()
+    assert (promised.requests, promised.prefills, promised.decodes) == (1, 1, 1)
+    assert promised.prefill_us > 0
+    [decode] = conductor.step(2, [PrefillEnded(R, prefill.number, final=False)])
+    assert isinstance(decode, Decode)
+    assert conductor.promised() == Promised(1, 0, 0, 1)
+    assert conductor.step(3, [DecodeEnded(R, decode.number)]) == [Release(R, (1,))]
+    assert conductor.promised() == NOTHING
+
+
+def test_one_token_needs_no_decode() -> None:
+    """A final prefill ends the life."""
+    conductor = cluster("p0", "d0")
+    [prefill] = conductor.step(1, [arrived()])
+    assert isinstance(prefill, Prefill)
+    assert conductor.step(2, [PrefillEnded(R, prefill.number, final=True)]) == [Release(R, (1,))]
+    assert conductor.promised() == NOTHING
+
+
+def test_nobody_alive_is_refused_at_once() -> None:
+    """Without a decode instance nothing is spent on a prefill."""
+    conductor = cluster("p0")
+    refuse, release = conductor.step(1, [arrived()])
+    assert refuse == Refuse(R, "no decode instance for model m is alive")
+    assert release == Release(R, ())
+    assert conductor.promised() == NOTHING
+
+
+def test_a_refusal_names_the_objective_that_would_break() -> None:
+    """Its own, or that of one that decodes there, with the prediction that exceeds it."""
+    conductor = Conductor(Tuning(held_share=0.0), cost_of=exact)
+    conductor.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+    conductor.step(1, [Arrived(Request(R, "m", PROMPT, slo=Slo(tbt_us=160)), KEYS)])
+    for own, rest in (
+        (Slo(tbt_us=155), "misses the objective of 0.155 ms"),
+        (Slo(), "would break the objective of 0.16 ms of a request that decodes on d0"),
+        (Slo(tbt_us=9_000), "would break the objective of 0.16 ms of a request that decodes on d0"),
+    ):
+        request = Request(RequestId("s"), "m", PROMPT, slo=own)
+        refuse, _ = conductor.step(2, [Arrived(request, KEYS)])
+        assert isinstance(refuse, Refuse)
+        assert (refuse.reason, refuse.why) == ("tbt_slo", f"predicted TBT of 0.204 ms {rest}")
+
+
+def test_the_client_may_leave_at_any_time() -> None:
+    """Leaving releases all, in either phase; what the call says later is of no effect."""
+    for decoding in (False, True):
+        conductor = cluster("p0", "d0")
+        [call] = conductor.step(1, [arrived()])
+        assert isinstance(call, Prefill)
+        if decoding:
+            conductor.step(2, [PrefillEnded(R, call.number, final=False)])
+        assert conductor.step(3, [ClientGone(R)]) == [Release(R, (1,))]
+        assert conductor.promised() == NOTHING
+        assert conductor.step(4, [DecodeEnded(R, 2), ClientGone(R)]) == []
+
+
+def test_a_failed_prefill_goes_to_another_instance() -> None:
+    """One failure is retried elsewhere; three end the life with an error."""
+    conductor = cluster("p0", "p1", "d0")
+    [first] = conductor.step(1, [arrived()])
+    assert isinstance(first, Prefill)
+    assert first.to.id == "p0"
+    [second] = conductor.step(2, [CallFailed(R, first.number, "reset", True, 41, KEYS)])
+    assert isinstance(second, Prefill)
+    assert second.to.id == "p1"
+    assert conductor.promised().prefills == 1
+    [third] = conductor.step(3, [CallFailed(R, second.number, "reset", True, 41, KEYS)])
+    assert isinstance(third, Prefill)
+    last = conductor.step(4, [CallFailed(R, third.number, "reset", True, 41, KEYS)])
+    leases = (first.number, second.number, third.number)
+    assert last == [GiveUp(R, "reset"), Release(R, leases)]
+    assert conductor.promised() == NOTHING
+
+
+def test_what_cannot_be_mended_is_not_retried() -> None:
+    """retry=False gives up at once."""
+    conductor = cluster("p0", "p1", "d0")
+    [first] = conductor.step(1, [arrived()])
+    assert isinstance(first, Prefill)
+    last = conductor.step(2, [CallFailed(R, first.number, "400", False, 41, KEYS)])
+    assert last == [GiveUp(R, "400"), Release(R, (1,))]
+
+
+def test_a_lost_decode_resumes_from_what_was_sent() -> None:
+    """After a decode failure the request is placed again with its longer known sequence."""
+    conductor = cluster("p0", "d0", "d1")
+    [prefill] = conductor.step(1, [arrived()])
+    assert isinstance(prefill, Prefill)
+    [decode] = conductor.step(2, [PrefillEnded(R, prefill.number, final=False)])
+    assert isinstance(decode, Decode)
+    assert decode.to.id == "d0"
+    known = tuple(range(60))
+    keys = tuple(chain_keys(NAMESPACE.root(), known, BLOCK))
+    failed = CallFailed(R, decode.number, "reset", True, len(known), keys)
+    [again] = conductor.step(3, [failed])
+    assert isinstance(again, Prefill)
+    assert again.decision.prompt_tokens == 60
+    assert again.decision.decode == "d1"
+    assert again.number > decode.number
+
+
+def test_silence_is_death() -> None:
+    """An instance not heard of is dropped; calls on it are aborted, its late beats ignored."""
+    conductor = cluster("p0", "d0")
+    [prefill] = conductor.step(1, [arrived()])
+    assert isinstance(prefill, Prefill)
+    beat = Beat(InstanceId("d0"), 1, InstanceLoad())
+    assert conductor.step(5_000_000, [beat, Tick()]) == []
+    [abort] = conductor.step(5_500_000, [Tick()])
+    assert isinstance(abort, Abort)
+    assert abort.number == prefill.number
+    conductor.step(5_500_001, [Beat(InstanceId("p0"), 1, InstanceLoad())])
+    assert list(conductor.view.instances) == ["d0"]
+
+
+def test_a_late_tick_blames_nobody() -> None:
+    """After a pause of our own, silence proves nothing: nobody is dropped before the next tick."""
+    conductor = cluster("p0", "d0")
+    conductor.step(1_000_000, [Tick()])
+    conductor.step(9_000_000, [Tick()])
+    assert list(conductor.view.instances) == ["d0", "p0"]
+    conductor.step(9_500_000, [Tick()])
+    assert list(conductor.view.instances) == []
+
+
+def lost_prefill(conductor: Conductor) -> Prefill:
+    """A request whose only prefill instance refuses connections; it waits now."""
+    [call] = conductor.step(1, [arrived()])
+    assert isinstance(call, Prefill)
+    failed = CallFailed(R, call.number, "refused", True, 41, KEYS, unreachable=True)
+    assert conductor.step(2, [failed]) == []
+    assert "p0" not in conductor.view.instances
+    assert conductor.promised() == Promised(1, 0, 0, 0)
+    return call
+
+
+def test_a_request_outlives_the_restart_of_its_only_instance() -> None:
+    """Nobody left for a retry: the request waits, and is placed when an instance joins."""
+    conductor = cluster("p0", "d0")
+    call = lost_prefill(conductor)
+    assert conductor.step(3, [CallFailed(R, call.number, "again", True, 41, KEYS)]) == []
+    [again] = conductor.step(1_000_000, [Joined(info("p0", "prefill", epoch=2))])
+    assert isinstance(again, Prefill)
+    assert again.number > call.number
+    assert conductor.promised() == Promised(1, 1, conductor.promised().prefill_us, 1)
+
+
+def test_a_restart_uses_up_no_attempt() -> None:
+    """Calls that nobody was there to see count apart from those that failed, and end as well."""
+    conductor = cluster("p0", "d0")
+    [call] = conductor.step(1, [arrived()])
+    assert isinstance(call, Prefill)
+    [decode] = conductor.step(2, [PrefillEnded(R, call.number, final=False)])
+    assert isinstance(decode, Decode)
+    [call] = conductor.step(3, [CallFailed(R, decode.number, "reset", True, 42, KEYS)])
+    calls = 2
+    for turn in range(9):
+        assert isinstance(call, Prefill)
+        failed = CallFailed(R, call.number, "refused", True, 42, KEYS, unreachable=True)
+        ended = conductor.step(10 + turn, [failed])
+        if ended:
+            break
+        [call] = conductor.step(10 + turn, [Joined(info("p0", "prefill", epoch=2 + turn))])
+        calls += 1
+    assert calls == 2 * MAX_ATTEMPTS
+    assert [type(action) for action in ended] == [GiveUp, Release]
+    assert conductor.promised() == NOTHING
+
+
+def test_patience_ends() -> None:
+    """A request that waits too long for an instance has failed; one that leaves is forgotten."""
+    conductor = cluster("p0", "d0")
+    lost_prefill(conductor)
+    conductor.step(29_000_000, [Tick()])
+    assert conductor.promised().requests == 1
+    ended = conductor.step(31_000_000, [Tick()])
+    assert [type(a) for a in ended] == [GiveUp, Release]
+    assert conductor.promised() == NOTHING
+    conductor = cluster("p0", "d0")
+    lost_prefill(conductor)
+    assert conductor.step(3, [ClientGone(R)]) == [Release(R, (1,))]
+    assert conductor.step(4, [Joined(info("p0", "prefill", epoch=2))]) == []
+
+
+def test_an_instance_that_leaves_finishes_what_it_has() -> None:
+    """A goodbye stops new placements and aborts nothing."""
+    conductor = cluster("p0", "d0", "d1")
+    [prefill] = conductor.step(1, [arrived()])
+    assert isinstance(prefill, Prefill)
+    [decode] = conductor.step(2, [PrefillEnded(R, prefill.number, final=False)])
+    assert isinstance(decode, Decode)
+    assert conductor.step(3, [Left(InstanceId(decode.to.id), 1)]) == []
+    assert conductor.step(4, [DecodeEnded(R, decode.number)]) == [Release(R, (1,))]
+    assert conductor.promised() == NOTHING
+
+
+def test_no_instance_is_promised_more_than_it_takes() -> None:
+    """When every instance of a role is full, a request is refused with a time to come back."""
+    conductor = Conductor()
+    small = msgspec.structs.replace(info("d0", "decode"), max_requests=2)
+    conductor.step(0, [Joined(info("p0", "prefill")), Joined(small)])
+    placed = conductor.step(1, [arrived("a"), arrived("b")])
+    assert [type(action) for action in placed] == [Prefill, Prefill]
+    refuse, release = conductor.step(2, [arrived("c")])
+    assert isinstance(refuse, Refuse)
+    assert refuse.why == "every decode instance of model m is full"
+    assert refuse.retry_after_us is not None
+    assert refuse.retry_after_us >= 1_000_000
+    assert release == Release(RequestId("c"), ())
+    assert conductor.promised().requests == 2
+
+
+def test_a_restart_is_another_epoch() -> None:
+    """A newer epoch aborts what ran there; joins and goodbyes of an older one are ignored."""
+    conductor = cluster("p0", "d0")
+    conductor.step(1, [arrived()])
+    [abort] = conductor.step(2, [Joined(info("p0", "prefill", epoch=2))])
+    assert isinstance(abort, Abort)
+    assert conductor.promised().prefills == 0
+    assert conductor.step(3, [Left(InstanceId("p0"), 1)]) == []
+    conductor.step(3, [Joined(info("p0", "prefill", epoch=1))])
+    assert conductor.view.instances[InstanceId("p0")].info.epoch == 2
+    assert "p0" in conductor.view.instances
+    conductor.step(4, [Left(InstanceId("p0"), 2)])
+    assert "p0" not in conductor.view.instances
+
+
+def test_a_decode_instance_lost_before_its_turn_is_replaced() -> None:
+    """When prefill ends and the chosen decode is gone, another is chosen."""
+    conductor = cluster("p0", "d0", "d1")
+    [prefill] = conductor.step(1, [arrived()])
+    assert isinstance(prefill, Prefill)
+    conductor.step(2, [Left(InstanceId("d0"), 1)])
+    [decode] = conductor.step(3, [PrefillEnded(R, prefill.number, final=False)])
+    assert isinstance(decode, Decode)
+    assert decode.to.id == "d1"
+    assert conductor.promised() == Promised(1, 0, 0, 1)
+
+
+def test_facts_of_one_instant_are_taken_in_a_fixed_order() -> None:
+    """Whatever order the mailbox had, blocks are known before arrivals, arrivals go by id."""
+    facts = [
+        arrived("b"),
+        arrived("a"),
+        BlocksStored(SegmentId("p1"), tuple(KEYS), None, "dram", 1),
+        Joined(info("p1", "prefill")),
+        Joined(info("p0", "prefill")),
+        Joined(info("d0", "decode")),
+    ]
+    forwards = Conductor().step(0, facts)
+    backwards = Conductor().step(0, reversed(facts))
+    assert forwards == backwards
+    first, second = forwards
+    assert isinstance(first, Prefill)
+    assert isinstance(second, Prefill)
+    assert [first.request, second.request] == ["a", "b"]
+    assert (first.to.id, first.decision.reused_tokens) == ("p1", 40)

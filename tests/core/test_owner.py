@@ -1,0 +1,167 @@
+"""What owners and clients remember: catalogues, copy tasks, diaries."""
+
+from moonserve.core.store.memory import Catalogue, Diary, Tasks
+from moonserve.core.store.words import (
+    UNSEEN,
+    Change,
+    Copy,
+    Gone,
+    Held,
+    Orders,
+    PutOptions,
+    Replica,
+    Seen,
+    Ticket,
+)
+from tests.support.pool import A, B, key
+
+OPTIONS = PutOptions()
+
+
+def held(number: int, id: int) -> Held:
+    """A replica."""
+    return Held(key(number), 64, 7, id, id, 64 * number, None, OPTIONS)
+
+
+def orders(after: Seen, seen: Seen, *changes: Change) -> Orders:
+    """An answer to a beat."""
+    return Orders(after, changes, seen, False, ())
+
+
+def copy(id: int, left_us: int = 100) -> Copy:
+    """A task."""
+    return Copy(held(1, id), Replica(B, 0), left_us)
+
+
+def test_changes_are_taken_in_order_and_once() -> None:
+    """An answer that does not go on from the last one is left alone."""
+    it = Catalogue()
+    it.apply(orders(UNSEEN, (9, 2), held(1, 5), held(2, 6)))
+    it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5)))
+    assert (sorted(it.held), it.seen) == ([key(1), key(2)], (9, 2))
+    it.apply(orders((9, 2), (9, 3), Gone(key(1), 5)))
+    assert list(it.held) == [key(2)]
+    it.restart()
+    assert it.seen == UNSEEN
+
+
+def test_the_larger_id_stays() -> None:
+    """What a later put or copy wrote is not dropped, or overwritten, by news of an earlier one."""
+    it = Catalogue([held(1, 5)])
+    it.drop(key(1), 4)
+    it.add(held(1, 3))
+    it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 4), held(1, 4)))
+    assert it.held[key(1)].id == 5
+    it.add(held(1, 6))
+    it.drop(key(1), 6)
+    assert it.held == {}
+
+
+def test_what_was_told_as_gone_is_not_added_late() -> None:
+    """The answer to a put may come after the news that its object is evicted."""
+    it = Catalogue()
+    it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5)))
+    it.add(held(1, 5))
+    assert it.held == {}
+    it.add(held(1, 6))
+    assert it.held[key(1)].id == 6
+
+
+def test_a_catalogue_is_told_in_pages() -> None:
+    """All of it, once; an empty one is one empty page."""
+    it = Catalogue([held(n, n) for n in range(5)])
+    assert [len(page) for page in it.pages(2)] == [2, 2, 1]
+    assert [change.id for page in it.pages(2) for change in page] == list(range(5))
+    assert Catalogue().pages(2) == [()]
+    it = Catalogue([held(1, 5)])
+    it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5), held(2, 6)))
+    assert it.pages(1) == [(held(2, 6),), (Gone(key(1), 5),)], "others may still claim it"
+
+
+def test_each_task_is_done_once_and_some_at_a_time() -> None:
+    """Orders repeat what is not answered; the owner does not."""
+    it = Tasks(at_once=1)
+    it.take(0, [copy(1), copy(2)])
+    it.take(10, [copy(1), copy(2)])
+    assert it.next(0) == copy(1)
+    assert it.next(0) is None
+    it.end(1, True)
+    assert it.next(0) == copy(2)
+    assert it.results() == [(1, True)]
+    it.take(0, [copy(1)])
+    it.told([1])
+    it.take(0, [copy(1)])
+    it.end(2, False)
+    assert it.next(0) is None
+    assert it.results() == [(2, False)]
+
+
+def test_tasks_end_with_their_time() -> None:
+    """Counted from when they were asked for; what is late does not start."""
+    it = Tasks(at_once=2)
+    it.take(50, [copy(1, left_us=100), copy(2, left_us=20)])
+    assert it.next(70) == copy(1, left_us=80)
+    assert it.next(70) is None
+
+
+def test_void_tasks_are_stopped_and_not_taken_again() -> None:
+    """When the master gave the segment up, no old order is carried out."""
+    it = Tasks(at_once=1)
+    it.take(0, [copy(1), copy(2)])
+    it.next(0)
+    assert it.forget() == [copy(1)]
+    it.take(0, [copy(1), copy(2)])
+    assert it.next(0) is None
+    it.end(1, True)
+    assert it.results() == []
+
+
+def test_a_diary_claims_what_was_written() -> None:
+    """A put is claimed as under way, then with its checksum, until it is dropped or old."""
+    it = Diary()
+    it.writing(0, Ticket(5, A, 128, 3), key(1), 64, None, OPTIONS)
+    it.writing(0, Ticket(6, A, 192, 3), key(2), 64, key(1), OPTIONS)
+    it.ended(10, 5, 7)
+    (first, second), removed = it.claims(10, 100)
+    assert (first.writing, first.held.checksum, first.held.offset, first.epoch) == (
+        False,
+        7,
+        128,
+        3,
+    )
+    assert (second.writing, second.held.parent) == (True, key(1))
+    assert removed == []
+    assert it.held(5) == first.held
+    it.drop(6)
+    it.forget(10)
+    assert it.claims(30, 100)[0] == [first]
+    it.forget(30)
+    assert it.claims(30, 100)[0] == [first], "what was claimed anew is kept anew"
+    it.forget(31)
+    assert it.claims(31, 100) == ([], [])
+    assert it.held(5) is None
+
+
+def test_a_diary_claims_no_put_that_was_given_up_meanwhile() -> None:
+    """What nobody acknowledged for a put's time to live may lie in another's extent by now."""
+    it = Diary()
+    for ticket in (5, 6, 7):
+        it.writing(0, Ticket(ticket, A, 64 * ticket, 3), key(ticket), 64, None, OPTIONS)
+    for ticket in (6, 7):
+        it.ended(10, ticket, 7)
+    it.acknowledged(20, 7)
+    assert [claim.held.id for claim in it.claims(99, 100)[0]] == [5, 6, 7]
+    assert [claim.held.id for claim in it.claims(100, 100)[0]] == [7], "claims give no more time"
+    assert it.held(6) is not None, "its answer may still come"
+    it.forget(100)
+    assert [claim.held.id for claim in it.claims(101, 100)[0]] == [7]
+    assert it.held(6) is None
+
+
+def test_a_diary_claims_removals() -> None:
+    """The version that was removed, as long as puts are."""
+    it = Diary()
+    it.removed(0, key(1), 5)
+    assert it.claims(0, 100) == ([], [(key(1), 5)])
+    it.forget(1)
+    assert it.claims(1, 100) == ([], [])

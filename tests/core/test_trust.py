@@ -1,0 +1,133 @@
+"""How claims lose and regain their weight, and what others' work does to a view."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonserve.core.kv.index import Match
+from moonserve.core.kv.keys import Namespace
+from moonserve.core.kv.trust import HitSample, Trust
+from moonserve.core.schedule.external_load import NOBODY, Others, others
+from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Role
+from moonserve.core.schedule.placement import Ask, Estimate
+from moonserve.core.schedule.view import ClusterView, InstanceView
+from moonserve.core.units import InstanceId, RequestId, SegmentId
+
+
+def info(name: str = "e", role: Role = "both", fetches: bool = False) -> InstanceInfo:
+    """A foreign engine's instance."""
+    return InstanceInfo(
+        id=InstanceId(name),
+        epoch=1,
+        role=role,
+        url="http://127.0.0.1:1",
+        model="m",
+        namespace=Namespace("m", "", "vllm", 32),
+        kv_blocks=1_000,
+        block_bytes=0,
+        max_seqs=8,
+        chunk_tokens=8_192,
+        max_len=32_000,
+        segment=SegmentId(name),
+        connector="none",
+        fetches=fetches,
+    )
+
+
+def test_a_wrong_index_loses_its_weight_and_proves_right_again() -> None:
+    """Four claims without a hit take the claims' weight; claims that hold give it back."""
+    trust = Trust()
+    for _ in range(3):
+        trust.observe(HitSample(320, 0))
+    assert trust.trusted
+    trust.observe(HitSample(320, 0))
+    assert not trust.trusted
+    assert trust.share == Trust.FLOOR
+    for _ in range(4 * 4):
+        assert not trust.trusted
+        trust.observe(HitSample(32, 32))
+    assert trust.trusted
+
+
+def test_late_evictions_and_silence_cost_no_trust() -> None:
+    """Six claims of ten confirmed is an index that is late; nothing claimed says nothing."""
+    trust = Trust()
+    for _ in range(40):
+        trust.observe(HitSample(320, 192))
+        trust.observe(HitSample(0, 640))
+    assert trust.trusted
+    assert (trust.claimed, trust.found, trust.unclaimed) == (12_800, 7_680, 25_600)
+
+
+def test_doubted_claims_count_by_their_share() -> None:
+    """Placement reuses a share of what a doubted holder claims, of others all; never nothing."""
+    view = ClusterView()
+    for name in ("a", "b"):
+        view.add(InstanceView(info(name), 0))
+    bad = view.instances[InstanceId("a")]
+    view.heard(bad, InstanceLoad(hits=(HitSample(320, 32),) * 4), 0)
+    match = Match(20, {SegmentId("a"): 20, SegmentId("b"): 10})
+    ask = Ask(length=1_000, match=match, doubts=view.doubts)
+    made = Estimate(ask, 32, "never", 1.0, 1.0).options(view.prefills("m"), 0)
+    assert made.reused == [2, 10]
+    view.remove(InstanceId("a"))
+    assert view.doubts == {}
+
+
+def test_who_cannot_fetch_reuses_its_own_only() -> None:
+    """An engine without a shared store cannot start from a prefix that others hold."""
+    views = [InstanceView(info("a", fetches=fetches), 0) for fetches in (False, True)]
+    ask = Ask(length=1_000, match=Match(20, {SegmentId("b"): 20}))
+    made = Estimate(ask, 32, "threshold", 1.0, 1.0).options(views, 0)
+    assert made.reused == [0, 20]
+
+
+@pytest.mark.parametrize(
+    ("role", "running", "waiting", "ours", "want"),
+    [
+        ("both", 2, 3, (3, 2), NOBODY),  # all of them are ours
+        ("both", 4, 4, (0, 0), Others(4, 4, 900)),
+        ("prefill", 3, 3, (2, 0), Others(4, 0, 0)),
+        ("decode", 5, 1, (0, 2), Others(0, 4, 900)),
+    ],
+)
+def test_only_what_exceeds_ours_is_others(
+    role: Role, running: int, waiting: int, ours: tuple[int, int], want: Others
+) -> None:
+    """An engine counts everybody: ours are not counted twice."""
+    load = InstanceLoad(running, waiting, everybody=True, kv_tokens=1_000)
+    assert others(role, load, *ours, context=100) == want
+    quiet = InstanceLoad(running, waiting, kv_tokens=1_000)
+    assert others(role, quiet, *ours, context=100) == NOBODY
+
+
+def test_work_of_others_is_queued_before_ours_and_passes() -> None:
+    """Two waiting prompts of others cost two of our usual prefills, less what time has passed."""
+    view = InstanceView(info(), 0)
+    view.promise_prefill(RequestId("r"), 50_000, 500, 0)
+    assert view.queue_us(0) == 50_000
+    view.heard(InstanceLoad(1, 2, everybody=True), 0)
+    assert view.others == NOBODY  # one may have ended while we asked
+    view.heard(InstanceLoad(1, 2, everybody=True), 0)  # one of the three is ours
+    assert view.others.waiting == 1
+    for _ in range(2):
+        view.heard(InstanceLoad(0, 3, everybody=True), 0)
+    assert view.queue_us(0) == 50_000 + 2 * 50_000
+    assert view.queue_us(60_000) == 50_000 - 50_000 + 40_000
+    view.end_prefill(RequestId("r"), 60_000)
+    view.heard(InstanceLoad(everybody=True), 60_000)
+    assert (view.queue_us(60_000), view.others) == (0, NOBODY)
+
+
+def test_decodes_of_others_take_slots_room_and_time() -> None:
+    """Others in the batch make steps longer, and leave less room."""
+    view = InstanceView(info(), 0)
+    alone_us, room = view.tbt_us(100), view.room_tokens
+    for _ in range(2):
+        view.heard(InstanceLoad(7, 0, everybody=True, kv_tokens=9_000), 0)
+    assert view.room_tokens == room - 9_000
+    assert view.tbt_us(100) == view.cost.decode_step_us(8, 9_100) > alone_us
+    assert view.tbt_now_us(100) == view.tbt_us(100)
+    for _ in range(2):
+        view.heard(InstanceLoad(8, 0, everybody=True, kv_tokens=9_000), 0)
+    assert not view.has_slot(1)

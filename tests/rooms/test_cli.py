@@ -1,0 +1,479 @@
+"""The command line: light, clear in error, and `ask` against a scripted gateway."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner, Result
+
+from moonserve.cli import cli
+from moonserve.cli.settings import child_env
+from moonserve.cli.up import cluster
+from moonserve.config import Logging, Settings, load
+from moonserve.core.request import Slo
+from moonserve.live.process.config import GatewayConfig
+from moonserve.live.worker.config import WorkerConfig
+
+
+def run(*argv: str, stdin: str | None = None) -> Result:
+    """Run the program in this process."""
+    return CliRunner().invoke(cli, argv, input=stdin, prog_name="moonserve")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`moonserve --help` stays instant: no heavy package is imported for it."""
+    code = (
+        "import sys\nfrom moonserve.cli import cli\n"
+        "cli(['--help'], prog_name='moonserve', standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'rich', 'tokenizers', 'jinja2', 'yaml', 'asyncio'}\n"
+        "print('HEAVY', sorted((heavy - {'asyncio'}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "moonserve up" in done.stdout
+    assert "HEAVY []" in done.stdout
+
+
+def test_runs_as_a_module() -> None:
+    """`python -m moonserve` is the program, and knows its version."""
+    done = subprocess.run(
+        [sys.executable, "-m", "moonserve", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("moonserve 0.")
+
+
+WORKER = ["worker", "--role", "both", "--name", "w0"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["up", "--port", "99999"], "error: port: must be 65535 or less"),
+        (["up", "--engine", "vllm"], "error: engine: must be fake or torch"),
+        (["up", "--segment-bytes", "lots"], "error: segment_bytes: 'lots' is not a size"),
+        (["up", "--config", "/no/such.yaml"], "error: config: cannot read /no/such.yaml"),
+        (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0"),
+        ([*WORKER, "--host", "192.0.2.1"], "error: token: bound to 192.0.2.1"),
+        (["up", "--policy", "best"], "error: policy: must be one of random, round_robin"),
+        (["gateway", "--ttft-slo-ms", "-1"], "error: ttft_slo_ms: must be 0.001 or more"),
+        (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
+        (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
+        (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
+        (["ask", "hi", "--url", "http://[::1"], "error: url: http://[::1: Invalid IPv6 URL"),
+        (["store", "get", "ab", "--url", "http://[::1"], "error: url: 'http://[::1': Invalid IPv6"),
+        (["store", "get", "ab", "--url", "x:1"], "error: url: 'x:1' is no address; write it like"),
+        (
+            ["segment", "--name", "s", "--store-url", "http://[::1"],
+            "error: store_url: 'http://[::1': Invalid IPv6",
+        ),
+        (
+            ["segment", "--name", "s", "--store-url", "127.0.0.1:1"],
+            "error: store_url: '127.0.0.1:1' is no address; write it like http://",
+        ),
+        (
+            ["store", "evict", "s", "99999999TiB"],
+            "error: size: '99999999TiB' is more than any size can be: 4194304TiB",
+        ),
+        (
+            [*WORKER, "--store", "mooncake", "--card", "127.0.0.1"],
+            "error: card: only the embedded store has cards",
+        ),
+        (
+            ["up", "--store", "mooncake", "--segment-bytes", "4MiB"],
+            "error: segment_bytes: Mooncake takes segments of 16MiB and more",
+        ),
+        (["segment", "--name", "../x"], "error: name: must be 1 to 64 letters"),
+        (["segment", "--name", "s", "--disk-dir", "/d"], "error: disk_dir: say how much of it"),
+        (["store", "get", "--text", "k" * 300], "error: key: must be at most 256 bytes, not 300"),
+        (["worker", "--role", "both", "--name", ""], "error: name: must be 1 to 64 letters"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: str) -> None:
+    """A wrong setting is one line on stderr that names it; never a traceback."""
+    result = run(*argv)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_worker_everywhere_must_say_where(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wildcard is no address to be reached at: the error names the flag that gives one."""
+    monkeypatch.setenv("MOONSERVE_TOKEN", "secret")
+    result = run(*WORKER, "--host", host)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: advertise_host: ")
+    assert "--advertise-host" in result.stderr
+
+
+@pytest.mark.parametrize("token", ["sch\u014dn", "two\nlines", "\udcff"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["gateway"],
+        WORKER,
+        ["store", "serve", "--listen", "0"],
+        ["segment", "--name", "s", "--store-url", "http://127.0.0.1:1"],
+    ],
+    ids=" ".join,
+)
+def test_a_token_that_no_header_can_carry_is_refused(argv: list[str], token: str) -> None:
+    """In one line that names it, and does not show it."""
+    result = CliRunner().invoke(cli, argv, env={"MOONSERVE_TOKEN": token})
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: token: MOONSERVE_TOKEN has characters beyond Latin-1 or unprintable ones\n"
+    )
+
+
+def test_a_workers_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address, advertised address, token and sizes arrive in the worker's own settings."""
+    given: list[WorkerConfig] = []
+
+    async def note(config: WorkerConfig) -> None:
+        given.append(config)
+
+    monkeypatch.setattr("moonserve.live.process.worker.run_worker", note)
+    monkeypatch.setenv("MOONSERVE_TOKEN", "secret")
+    flags = ["--host", "0.0.0.0", "--advertise-host", "w0.lan", "--kv-memory-bytes", "2GiB"]
+    assert run(*WORKER, *flags, "--segment-bytes", "1MiB", "--rack", "r7").exit_code == 0
+    [config] = given
+    assert (config.host, config.advertise_host, config.token) == ("0.0.0.0", "w0.lan", "secret")
+    assert (config.kv_memory_bytes, config.segment_bytes) == (2 << 30, 1 << 20)
+    assert config.rack == "r7"
+
+
+def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policy, objectives and what refuses; none of them by default."""
+    given: list[GatewayConfig] = []
+
+    async def note(config: GatewayConfig) -> None:
+        given.append(config)
+
+    monkeypatch.setattr("moonserve.live.process.gateway.run_gateway", note)
+    flags = ["--policy", "late_binding", "--ttft-slo-ms", "1500.5", "--admission", "ttft"]
+    assert run("gateway", *flags).exit_code == 0
+    assert run("gateway").exit_code == 0
+    told, plain = given
+    assert (told.policy, told.slo, told.admission) == ("late_binding", Slo(1_500_500, None), "ttft")
+    assert (plain.policy, plain.slo, plain.admission) == ("kvcache_centric", Slo(), "predictive")
+
+
+@pytest.mark.parametrize(
+    ("host", "joined"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("192.0.2.1", "http://192.0.2.1:8000"),
+    ],
+)
+def test_only_the_gateway_gets_the_public_address(host: str, joined: str) -> None:
+    """`up --host` exposes no worker, and tells workers an address that can be connected to."""
+    settings = Settings(host=host)
+    gateway, *workers = cluster(settings, 8000, child_env(settings))
+    assert "--host" not in gateway.argv
+    assert gateway.env["MOONSERVE_HOST"] == host
+    for worker in workers:
+        assert worker.argv[worker.argv.index("--host") + 1] == "127.0.0.1"
+        assert worker.argv[worker.argv.index("--gateway") + 1] == joined
+
+
+def test_up_refuses_a_port_in_use() -> None:
+    """A taken port is said before anything is fetched or started."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run("up", "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 2
+    assert "--port" in result.stderr
+
+
+def test_a_cluster_keeps_secrets_out_of_argv_and_shares_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The token travels by environment; threads are divided among the workers."""
+    monkeypatch.setattr("moonserve.cli.up._cores", lambda: 8)
+    children = cluster(Settings(prefill=2, decode=1), 8000, {"MOONSERVE_TOKEN": "secret"})
+    assert [child.name for child in children] == ["gateway", "p0", "p1", "d0"]
+    assert all("secret" not in " ".join(child.argv) for child in children)
+    assert all(child.env["MOONSERVE_TOKEN"] == "secret" for child in children)
+    assert {child.env["OMP_NUM_THREADS"] for child in children} == {"2"}
+    assert [child.rank for child in children] == [0, 1, 1, 1]
+
+
+def test_children_read_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a child reads from its environment is what the parent was told, by whatever way."""
+    monkeypatch.setenv("MOONSERVE_CONFIG", "/only/the/parent/reads/this.yaml")
+    settings = Settings(
+        model="m",
+        block_size=16,
+        kv_memory_bytes=1 << 20,
+        drain_s=1.5,
+        tbt_slo_ms=2.5,
+        logging=Logging("ERROR", {"core.x": "DEBUG"}),
+    )
+    assert load(None, child_env(settings), {}) == settings
+
+
+CHUNKS = [
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"index": 0, "delta": {"content": "Grüß"}}]},
+    {"choices": [{"index": 0, "delta": {"content": " Gott 🌙"}, "finish_reason": "stop"}]},
+    {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 2051,
+            "completion_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 2016},
+        },
+    },
+]
+DECISION = {
+    "prefill": "p0",
+    "decode": "d0",
+    "reused_tokens": 2016,
+    "holder": "p0",
+    "predicted_ttft_ms": 320.4,
+    "candidates": [],
+}
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Answers as a gateway would; `asked` keeps the last chat request."""
+
+    asked: ClassVar[dict[str, Any]] = {}
+    events: ClassVar[list[dict[str, Any]]] = CHUNKS
+    done = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Be quiet."""
+
+    def _send(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("x-request-id", "r1")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        """Models and decisions."""
+        if self.path == "/v1/models":
+            self._send(200, b'{"data": [{"id": "tiny"}]}')
+        elif self.path == "/api/decisions/r1":
+            self._send(200, json.dumps(DECISION).encode())
+        elif self.path == "/api/decisions/a%2Fb":
+            self._send(200, b'{"request": "a/b", "outcome": "refused", "why": "Too late."}')
+        elif self.path == "/api/decisions/new":
+            self._send(200, b'{"request": "new"}')
+        else:
+            self._send(404, b'{"error": {"message": "no decision is kept"}}')
+
+    def do_POST(self) -> None:
+        """A chat, streamed."""
+        type(self).asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.asked["model"] == "nope":
+            self._send(404, b'{"error": {"message": "no model nope; there is tiny"}}')
+            return
+        lines = [f"data: {json.dumps(event)}\n\n" for event in self.events]
+        body = "".join(lines) + ("data: [DONE]\n\n" if self.done else "")
+        self._send(200, body.encode(), "text/event-stream")
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A scripted gateway's address."""
+    server = HTTPServer(("127.0.0.1", 0), Gateway)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_ask_prints_the_answer_and_how_it_came_about(url: str) -> None:
+    """The text goes to stdout; times, reuse and the decision go to stderr."""
+    result = run("ask", "-", "--url", url, "--system", "Be kind.", stdin="Hello?")
+    assert result.exit_code == 0
+    assert result.stdout == "Grüß Gott 🌙\n"
+    assert "5 tokens, reused 2,016 of 2,051 prompt tokens" in result.stderr
+    assert (
+        "prefill p0 (expected to reuse 2,016 of 2,051 tokens, from p0) → decode d0,"
+        " predicted TTFT 320 ms" in result.stderr
+    )
+    roles = [(m["role"], m["content"]) for m in Gateway.asked["messages"]]
+    assert roles == [("system", "Be kind."), ("user", "Hello?")]
+    assert Gateway.asked["model"] == "tiny"
+
+
+def test_ask_json_is_one_object(url: str) -> None:
+    """`--json` prints one object with the text, the counts and the decision."""
+    result = run("ask", "Hi", "--url", url, "--json", "--model", "tiny")
+    got = json.loads(result.stdout)
+    assert got["text"] == "Grüß Gott 🌙"
+    assert got["cached_tokens"] == 2016
+    assert got["decision"] == DECISION
+    assert got["request_id"] == "r1"
+    assert got["ttft_ms"] > 0
+
+
+def test_explain_shows_what_the_gateway_says(url: str) -> None:
+    """As a text, or with --json as it is; ids of any kind."""
+    result = run("explain", "a/b", "--url", url)
+    assert result.exit_code == 0
+    assert result.stdout == "request a/b: refused\nToo late.\n"
+    assert json.loads(run("explain", "r1", "--url", url, "--json").stdout) == DECISION
+
+
+@pytest.mark.parametrize(
+    ("request_id", "message"),
+    [
+        ("gone", "error: GET /api/decisions/gone: 404 no decision is kept"),
+        ("new", "says it in another way than this version"),
+    ],
+)
+def test_explain_says_what_it_cannot_show(url: str, request_id: str, message: str) -> None:
+    """An unknown request, and a gateway of another version: one line, exit code 1."""
+    result = run("explain", request_id, "--url", url)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_ask_shows_the_gateways_own_error(url: str) -> None:
+    """A refusal is shown in the gateway's words."""
+    result = run("ask", "Hi", "--url", url, "--model", "nope")
+    assert result.exit_code == 1
+    assert "404 no model nope; there is tiny" in result.stderr
+
+
+def test_ask_says_when_an_answer_breaks_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that ends without its end is an error, not an answer."""
+    monkeypatch.setattr(Gateway, "done", False)
+    result = run("ask", "Hi", "--url", url)
+    assert result.exit_code == 1
+    assert "stopped in the middle" in result.stderr
+
+
+def test_ask_shows_an_error_inside_the_stream(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error event in the stream ends it with that error's message."""
+    monkeypatch.setattr(Gateway, "events", [{"error": {"message": "d0 is gone"}}])
+    result = run("ask", "Hi", "--url", url)
+    assert result.exit_code == 1
+    assert "error: d0 is gone" in result.stderr
+
+
+def test_ask_tells_how_to_start_a_gateway() -> None:
+    """Nothing listening is a clear error with its remedy."""
+    result = run("ask", "Hi", "--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "start one with: moonserve up" in result.stderr
+
+
+def test_doctor_prints_json() -> None:
+    """`doctor --json` is a list of findings, each with a verdict."""
+    result = run("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert findings["python"]["verdict"] == "ok"
+    assert set(findings) >= {"torch", "cpu", "cores", "shared memory", "model", "port"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (("ask", "\udcff\udcfe"), "prompt"),
+        (("ask", "hello", "--temperature", "nan"), "temperature"),
+    ],
+)
+def test_ask_names_what_it_cannot_send(argv: tuple[str, ...], field: str) -> None:
+    """Bytes that are no text and numbers that are none are one error line each."""
+    result = run(*argv)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {field}:")
+
+
+def test_ask_refuses_stdin_that_is_not_text() -> None:
+    """The same from a pipe."""
+    result = CliRunner().invoke(cli, ["ask", "-"], input=b"\xff\xfe bad", prog_name="moonserve")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: prompt:")
+
+
+def test_up_names_a_host_it_cannot_listen_on() -> None:
+    """An address that is not ours is the host's fault, not the port's."""
+    result = run("up", "--host", "203.0.113.1", "--port", "0")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: host:")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full: nothing is ever full")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["trace", "synthesize", "-n", "9"],
+        ["trace", "synthesize", "-n", "9", "-o", "/dev/full"],
+        ["trace", "stats", "TRACE", "--json"],
+        ["simulate", "TRACE", "--json"],
+    ],
+)
+def test_a_full_disk_is_one_line_and_exit_code_1(argv: list[str], tmp_path: Path) -> None:
+    """No traceback, not even from the interpreter's own flush at its end."""
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [0]}\n')
+    words = [str(trace) if word == "TRACE" else word for word in argv]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "moonserve", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "error: cannot write: No space left on device\n")
+
+
+@pytest.mark.parametrize(("status", "says"), [(200, "answers, but is no"), (404, "is no")])
+def test_what_is_no_moonserve_is_said_in_one_line(
+    url: str, monkeypatch: pytest.MonkeyPatch, status: int, says: str
+) -> None:
+    """Some page in HTML, found or not, is neither printed nor a traceback."""
+    monkeypatch.setattr(
+        Gateway, "do_GET", lambda self: self._send(status, b"<html>\n<p>", "text/html")
+    )
+    result = run("store", "stat", "--url", url)
+    assert result.exit_code == 1
+    assert url in result.stderr
+    assert f"{says} moonserve\n" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_flags_that_are_no_settings_reach_the_parts_of_a_gateway() -> None:
+    """Engines by flag and the file go to every process as words; settings go by environment."""
+    from moonserve.cli.fronts import children_of, flags_of
+    from moonserve.config import Settings
+
+    params = {"config": Path("a.yaml"), "port": "0", "url": ("http://a", "http://b"), "part": None}
+    words = flags_of({**params, "prefill_url": (), "events": "off"}, Settings())
+    assert words == [
+        "--config",
+        "a.yaml",
+        "--url",
+        "http://a",
+        "--url",
+        "http://b",
+        "--events",
+        "off",
+    ]
+    children = children_of(Settings(workers=2), 81, "/x/link", words)
+    assert [child.name for child in children] == ["conductor", "front0", "front1"]
+    assert all(" ".join(words) in " ".join(child.argv) for child in children)
+    assert {child.env["MOONSERVE_PORT"] for child in children} == {"81"}

@@ -1,0 +1,239 @@
+"""The Conductor's loop: one timer, and a record of every request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import generate_latest
+
+from moonserve.core.errors import StoreError
+from moonserve.core.request import Request, Slo
+from moonserve.core.schedule.actions import Action, GiveUp, Prefill, Refuse, Spread
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import Fact, Joined, PrefillEnded, SpreadUpTo
+from moonserve.core.schedule.policies import Tuning
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, SegmentId
+from moonserve.live.control import loop as module
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.control.metrics import Copies
+from moonserve.live.control.views import explain
+from tests.support.cluster import exact, info
+
+R = RequestId("r")
+
+
+class Sleeper(Conductor):
+    """Does nothing but ask to be woken `naps` times, and notes its steps."""
+
+    def __init__(self, naps: list[Micros]) -> None:
+        super().__init__()
+        self.naps = naps
+        self.steps: list[tuple[Micros, list[Fact]]] = []
+
+    def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
+        """Note it."""
+        self.steps.append((now_us, list(facts)))
+        return []
+
+    def wake_us(self, now_us: Micros) -> Micros | None:
+        """So much later than now; then never."""
+        return now_us + self.naps.pop(0) if self.naps else None
+
+
+def run(test: Callable[[], Any]) -> None:
+    """Inside a deadline."""
+
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await test()
+
+    asyncio.run(main())
+
+
+def fact(name: str = "x") -> Fact:
+    """Any."""
+    return PrefillEnded(RequestId(name), 1, final=True)
+
+
+def test_the_loop_steps_when_the_conductor_asked_for_it() -> None:
+    """With no facts, not before the time, and again as often as it asks."""
+
+    async def test() -> None:
+        core = Sleeper([20_000, 10_000])
+        loop = ConductorLoop(core, lambda lease: None)
+        loop.tell(fact())
+        await asyncio.sleep(0.2)
+        (t0, first), (t1, second), (t2, third) = core.steps
+        assert [len(first), len(second), len(third)] == [1, 0, 0]
+        slack_us = 2_000  # a loop may fire a timer early by its clock's resolution
+        assert t1 >= t0 + 20_000 - slack_us
+        assert t2 >= t1 + 10_000 - slack_us
+
+    run(test)
+
+
+def test_there_is_one_timer_and_stop_cancels_it() -> None:
+    """A later wish replaces the earlier one; after `stop` nothing fires."""
+
+    async def test() -> None:
+        core = Sleeper([30_000, 60 * MICROS_PER_SECOND])
+        loop = ConductorLoop(core, lambda lease: None)
+        loop.tell(fact())
+        await asyncio.sleep(0.01)
+        loop.tell(fact())
+        await asyncio.sleep(0.1)
+        assert len(core.steps) == 2  # the first timer is gone
+        core.naps = [10_000]
+        loop.tell(fact())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        loop.stop()
+        await asyncio.sleep(0.05)
+        assert len(core.steps) == 3
+
+    run(test)
+
+
+def loop_of(**tuning: Any) -> tuple[ConductorLoop, list[LeaseId]]:
+    """A loop with one prefill and one decode instance."""
+    released: list[LeaseId] = []
+    core = Conductor(Tuning(**tuning), cost_of=exact)
+    loop = ConductorLoop(core, released.append)
+    loop.core.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
+    return loop, released
+
+
+async def inbox_of(loop: ConductorLoop, slo: Slo, name: RequestId = R) -> list[Action]:
+    """What the Conductor wants of a request of nine tokens, after some turns of the loop."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    loop.open(Request(name, "m", tuple(range(9)), slo=slo), (), inbox)
+    assert loop.records[name].outcome == "waiting"
+    await asyncio.sleep(0.01)
+    return [inbox.get_nowait() for _ in range(inbox.qsize())]
+
+
+def test_a_refused_request_has_a_record() -> None:
+    """Reason, words, and the decision that was refused; no attempt was made."""
+
+    async def test() -> None:
+        loop, released = loop_of(policy="kvcache_centric")
+        [refuse] = await inbox_of(loop, Slo(ttft_us=1))
+        assert isinstance(refuse, Refuse)
+        loop.close(R, "refused")
+        record = loop.records[R]
+        assert (record.outcome, record.reason, record.attempts) == ("refused", "ttft_slo", 0)
+        assert record.error == refuse.why
+        assert record.decision is not None
+        assert record.decision.predicted_ttft_us == 90
+        assert released == []
+
+    run(test)
+
+
+def test_a_served_request_has_a_record_with_both_times() -> None:
+    """The decision at once, the truth as it comes."""
+
+    async def test() -> None:
+        loop, _ = loop_of(policy="late_binding")
+        [prefill] = await inbox_of(loop, Slo())
+        assert isinstance(prefill, Prefill)
+        record = loop.records[R]
+        assert (record.outcome, record.attempts) == ("running", 1)
+        assert (loop.placed, loop.waited_us) == (1, prefill.decision.waited_us)
+        loop.first_token(R, 4)
+        loop.close(R, "length", 1_234)
+        assert record.ttft_us is not None
+        assert record.ttft_us > 0
+        assert (record.tbt_us, record.cached_tokens, record.outcome) == (1_234, 4, "length")
+
+    run(test)
+
+
+def test_records_are_bounded(monkeypatch: Any) -> None:
+    """The oldest go first; a request whose record is gone is served all the same."""
+
+    async def test() -> None:
+        monkeypatch.setattr(module, "_KEPT_RECORDS", 1)
+        loop, _ = loop_of(policy="kvcache_centric")
+        for name in ("a", "b", "c", "d"):
+            await inbox_of(loop, Slo(), RequestId(name))
+            if name != "a":
+                loop.close(RequestId(name), "length")
+        assert list(loop.records) == ["b", "c", "d"]
+        loop.first_token(RequestId("a"), 0)
+        loop.close(RequestId("a"), "length", 1)
+
+    run(test)
+
+
+def test_a_bug_in_the_conductor_leaves_nobody_waiting() -> None:
+    """Every open request is given up."""
+
+    async def test() -> None:
+        class Broken(Conductor):
+            def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
+                raise AssertionError("a bug")
+
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        loop = ConductorLoop(Broken(), lambda lease: None)
+        [given_up] = await inbox_of(loop, Slo())
+        assert isinstance(given_up, GiveUp)
+
+    run(test)
+
+
+def test_copies_are_asked_for_and_told_of() -> None:
+    """The store is asked in the background; what it will not make the Conductor hears at once."""
+
+    async def test() -> None:
+        asked: list[tuple[int, str, str | None]] = []
+
+        async def copy(keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+            asked.append((len(keys), to, source))
+            if to == "lost":
+                raise StoreError("no such segment")
+            return 2
+
+        keys = tuple(BlockKey(bytes([n])) for n in range(5))
+        order = Spread(
+            request=R,
+            number=7,
+            keys=keys,
+            first=1,
+            source=SegmentId("p0"),
+            to=SegmentId("p1"),
+            tokens=20,
+            count=9.0,
+            missed=False,
+            holder_us=2_000_000,
+            mean_us=900_000,
+            target_us=0,
+        )
+        core = Sleeper([])
+        loop = ConductorLoop(core, lambda lease: None, copy)
+        loop.open(Request(R, "m", (1,)), (), asyncio.Queue())
+        loop._act(order)
+        loop._act(msgspec.structs.replace(order, number=8, to=SegmentId("lost")))
+        loop._act(msgspec.structs.replace(order, number=9, first=3))
+        await asyncio.sleep(0.01)
+        assert asked == [(4, "p1", "p0"), (4, "lost", "p0"), (2, "p1", "p0")]
+        told = [fact for _, facts in core.steps for fact in facts if isinstance(fact, SpreadUpTo)]
+        assert told == [SpreadUpTo(7, 2), SpreadUpTo(8, 0)], "of the third all will come"
+        assert loop.records[R].spread is not None
+        assert explain(R, loop.records[R]).spread == (
+            "Its first 20 tokens are copied from p0 to p1, in the background: about 9 requests "
+            "asked for them of late, and the least loaded one that has them has 2,000 ms to do, "
+            "the mean is 900 ms, p1 has 0 ms."
+        )
+        loop.keep(keys, SegmentId("p1"), None)
+        await asyncio.sleep(0.01)
+        assert (asked[-1], loop.kept_blocks) == ((5, "p1", None), 2)
+        page = generate_latest(Copies(loop))  # type: ignore[arg-type]
+        assert b"moonserve_kept_blocks_total 2.0" in page
+        assert b'moonserve_spread_skipped_total{reason="short"} 0.0' in page
+        loop.stop()
+
+    run(test)

@@ -1,0 +1,172 @@
+"""Settings: layers, and errors that name their field and remedy."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from moonserve.cli.settings import unheeded
+from moonserve.config import Logging, Settings, apply_logging, load, parse_bytes
+from moonserve.core.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A settings file, to be written."""
+    return tmp_path / "moonserve.yaml"
+
+
+def test_flags_over_environment_over_file_over_defaults(file: Path) -> None:
+    """Each layer wins over the one below, field by field."""
+    file.write_text("port: 1\nprefill: 2\ndecode: 3\n")
+    env = {"MOONSERVE_CONFIG": str(file), "MOONSERVE_PORT": "10", "MOONSERVE_PREFILL": "20"}
+    got = load(None, env, {"port": "30", "model": None})
+    assert (got.port, got.prefill, got.decode) == (30, 20, 3)
+    assert got.model == Settings().model
+
+
+def test_logging_layers_merge(file: Path) -> None:
+    """A level from the environment keeps the file's module levels."""
+    file.write_text("logging: {level: INFO, modules: {core.schedule.conductor: DEBUG}}")
+    got = load(file, {"MOONSERVE_LOGGING__LEVEL": "ERROR"}, {})
+    assert got.logging == Logging("ERROR", {"core.schedule.conductor": "DEBUG"})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 512 << 20), ("2 GB", 2 << 30), ("1.5K", 1536), ("4096", 4096), ("7b", 7)],
+)
+def test_sizes_are_human(text: str, size: int) -> None:
+    """Sizes are read in units of 1,024, in flags, environment and file alike."""
+    assert parse_bytes(text) == size
+    assert load(None, {"MOONSERVE_MAX_BODY_BYTES": text}, {}).max_body_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("prot: 1", r"^prot: unknown setting in .*moonserve.yaml; did you mean port\?"),
+        ("port: 99999", r"^port: must be 65535 or less \(99999 from .*moonserve.yaml\)"),
+        ("port: [1]", r"^port: must be a whole number \(\[1\] from"),
+        (
+            "policy: kvcache_centrik",
+            r"^policy: did you mean kvcache_centric\? must be one of",
+        ),
+        ("policy: best", r"^policy: must be one of random, .* \('best' from .*moonserve.yaml\)"),
+        ("instances: [3]", r"^instances\[0\]: must be an object \(from .*moonserve.yaml\)"),
+        ("admission: all", r"^admission: must be early, none, predictive or ttft \('all' from"),
+        ("predictor: oracle", r"^predictor: must be uniform or survival "),
+        ("decode_kv: 0", r"^decode_kv: must be off, end or a number of blocks, 1 or more \(0 from"),
+        ("ttft_slo_ms: 0", r"^ttft_slo_ms: must be 0.001 or more"),
+        ("tbt_slo_ms: soon", r"^tbt_slo_ms: must be a number \('soon' from"),
+        ("engine: tensorrt", r"^engine: must be fake or torch \('tensorrt' from"),
+        ("store: redis", r"^store: must be embedded or mooncake \('redis' from"),
+        ("mooncake_master: here", r"^mooncake_master: write it like 127.0.0.1:50051 \('here' from"),
+        ("segment_bytes: lots", r"^segment_bytes: 'lots' is not a size; write it like 512MiB"),
+        ("segment_bytes: 99999999TiB", r"^segment_bytes: '99999999TiB' is more than any size"),
+        ("disk_bytes: 9223372036854775808", r"^disk_bytes: must be 46116860"),
+        ("segment_bytes: 10", r"^segment_bytes: must be 1MiB or more \(10 from .*moonserve.yaml\)"),
+        ("{disk_bytes: 10, disk_dir: /d}", r"^disk_bytes: must be 1MiB or more \(10 from "),
+        ("disk_bytes: 1GiB", r"^disk_bytes: say in which folder, with disk_dir"),
+        ("{store: mooncake, replicas: 2}", r"^replicas: only the embedded store has .* \(2 from "),
+        ("{store: mooncake, eviction: lfu}", r"^eviction: .* mooncake_master \('lfu' from "),
+        (
+            "{store: mooncake, disk_bytes: 1GiB, disk_dir: /d}",
+            r"^disk_bytes: only the embedded store has a share on disk",
+        ),
+        ("{store: mooncake, node: n}", r"^node: only the embedded store has nodes"),
+        ("{store: mooncake, store_url: 'http://h'}", r"^store_url: .* with mooncake_master"),
+        ("{store: mooncake, transport: mooncake}", r"^transport: only the embedded store has "),
+        ("{store: mooncake, shared_memory: never}", r"^shared_memory: only the embedded store "),
+        ("transport: rdma", r"^transport: must be mooncake or tcp \('rdma' from"),
+        ("shared_memory: no", r"^shared_memory: must be auto or never"),
+        ("mooncake_protocol: rdma", r"^mooncake_protocol: .* needs transport mooncake, or store"),
+        ("{transport: mooncake, mooncake_device: m}", r"^mooncake_device: is of rdma; say so with"),
+        ("{store: mooncake, segment_bytes: 4MiB}", r"^segment_bytes: .* 16MiB and more \(4194304 "),
+        ("rack: x y z", r"^rack: must be 1 to 64 letters, .*, not 'x y z'"),
+        ("node: a:b", r"^node: must be 1 to 64 letters, .*, not 'a:b'"),
+        ("disk_dir: /d", r"^disk_dir: say how much of it, with disk_bytes"),
+        ("logging: {levle: INFO}", r"^logging.levle: unknown setting in .*; did you mean .*level"),
+        ("logging: {modules: {a: LOUD}}", r"^logging.modules: must be DEBUG, ERROR"),
+        ("- a list", r"^config: .* must be a map of settings"),
+        ("a: [", r"^config: .* is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_named_by_field_and_remedy(file: Path, yaml: str, message: str) -> None:
+    """Every error starts with its field, and says where the value came from or what is known."""
+    file.write_text(yaml)
+    with pytest.raises(ConfigError, match=message):
+        load(file, {}, {})
+
+
+def test_absent_file_is_an_error() -> None:
+    """A file that was named must exist."""
+    with pytest.raises(ConfigError, match="cannot read /no/such: No such file"):
+        load(Path("/no/such"), {}, {})
+
+
+def test_environment_typos_are_errors_but_strangers_are_not() -> None:
+    """A name close to a setting is a typo; a Kubernetes service's variables are not ours."""
+    with pytest.raises(ConfigError, match=r"MOONSERVE_PREFIL: .*did you mean MOONSERVE_PREFILL"):
+        load(None, {"MOONSERVE_PREFIL": "2"}, {})
+    load(None, {"MOONSERVE_SERVICE_HOST": "10.0.0.1", "MOONSERVE_TOKEN": "x"}, {})
+
+
+def test_variables_that_nobody_reads_are_named() -> None:
+    """One that is no setting is told with what resembles it; secrets and places are known."""
+    env = dict.fromkeys(
+        (
+            "MOONSERVE_WORKER_COUNT",
+            "MOONSERVE_TOKEN",
+            "MOONSERVE_KEY_A",
+            "MOONSERVE_LIFELINE",
+            "MOONSERVE_TRACES",
+            "MOONSERVE_VLLM_PYTHON",
+            "MOONSERVE_LOGGING__LEVEL",
+            "MOONSERVE_SERVICE_PORT_HTTP",
+            "MOONSERVE_PORT_80_TCP_ADDR",
+            "MOONSERVE_PORT",
+            "HOME",
+        ),
+        "1",
+    )
+    [said] = unheeded(env)
+    assert said.startswith("environment: MOONSERVE_WORKER_COUNT is no setting and is ignored; did")
+    assert "MOONSERVE_WORKERS" in said
+
+
+def test_environment_values_are_checked() -> None:
+    """A wrong value in the environment names the environment."""
+    with pytest.raises(ConfigError, match=r"port: .*'tcp://10.0.0.1:80' from the environment"):
+        load(None, {"MOONSERVE_PORT": "tcp://10.0.0.1:80"}, {})
+
+
+def test_log_lines_are_single_and_levels_are_per_module(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One record is one line on stderr, at its module's level."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        apply_logging(Logging("WARNING", {"core.schedule.conductor": "DEBUG"}))
+        logging.getLogger("moonserve.core.schedule.conductor").debug("two\nlines")
+        logging.getLogger("moonserve.live.store").info("not shown")
+        try:
+            raise ValueError("oops")
+        except ValueError:
+            logging.getLogger("moonserve.live.store").exception("failed")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        for name in ("moonserve", "moonserve.core.schedule.conductor"):
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("DEBUG   core.schedule.conductor: two lines")
+    assert "live.store: failed | Traceback" in second
+    assert second.endswith("ValueError: oops")
+
+
+def test_a_level_for_no_module_is_refused() -> None:
+    """A misspelt module name would be silence; it is an error instead."""
+    with pytest.raises(ConfigError, match=r"logging\.modules: there is no module 'core\.conductr'"):
+        apply_logging(Logging("INFO", {"core.conductr": "DEBUG"}))

@@ -1,0 +1,494 @@
+"""Dispatch: one request's calls, retries and cancellation, with instances played by a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+
+from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive, Overloaded
+from moonserve.core.request import Request, Slo, Stopping
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import InstanceInfo, Joined
+from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.view import Promised
+from moonserve.core.units import BlockKey, LeaseId, RequestId
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.drive.dispatch import Cluster
+from moonserve.live.drive.wire import Decoded, InstanceRefused, Prefilled
+from moonserve.live.http.connection import UpstreamError
+from moonserve.live.ports import Output
+from tests.support.cluster import exact, info
+
+NOTHING = Promised(0, 0, 0, 0)
+PROMPT = tuple(range(9))
+
+
+def next_token(tokens: list[int]) -> int:
+    """The scripted model: a function of all tokens so far."""
+    return (sum(tokens) * 31 + len(tokens)) % 1_000
+
+
+def expected(count: int) -> list[int]:
+    """What one process would generate after PROMPT."""
+    known = list(PROMPT)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(PROMPT) :]
+
+
+class ScriptedWire:
+    """Instances that follow the model, except where `faults` says otherwise, call by call."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[str, str, int]] = []
+        """(role, what, after how many decode tokens): taken by the next call of that role."""
+        self.calls: list[tuple[str, str]] = []
+        self.salts: list[str | None] = []
+        """Of each call."""
+        self.cancelled = 0
+        self.hanging = 0
+        self.prefetches: list[tuple[str, str, int]] = []
+        """(instance, lease, how many blocks) of each."""
+        self.prefetching = 0
+        self.gates: dict[str, asyncio.Event] = {}
+        """Faults that are over when these are set."""
+
+    def _fault(self, role: str) -> tuple[str, int]:
+        for fault in self.faults:
+            if fault[0] == role:
+                self.faults.remove(fault)
+                return fault[1], fault[2]
+        return "", -1
+
+    async def _fail(self, what: str) -> None:
+        if what == "hang":
+            self.hanging += 1
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                self.cancelled += 1
+        if what in self.gates:
+            await self.gates[what].wait()
+        if what == "reset":
+            raise InstanceRefused("connection reset", retry=True)
+        if what == "refused":
+            raise UpstreamError("connection refused", sent=False)
+        if what == "bug":
+            raise KeyError("no such thing")
+        if what == "bad":
+            raise InstanceRefused("answered 400", retry=False)
+
+    async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
+        """One token after the prompt given."""
+        self.calls.append(("prefill", to.id))
+        asked = msgspec.json.decode(body)
+        self.salts.append(asked.get("cache_salt"))
+        assert asked["max_tokens"] == 1
+        await self._fail(self._fault("prefill")[0])
+        token = next_token(asked["prompt"])
+        return Prefilled((token,), "length", 4, {"first_token_id": token})
+
+    async def prefetch(
+        self, to: InstanceInfo, request: Request, lease: LeaseId, keys: Sequence[BlockKey]
+    ) -> None:
+        """Answers when it is stopped, as when a decode call has come."""
+        self.prefetches.append((to.id, lease, len(keys)))
+        self.prefetching += 1
+        try:
+            await self._fail(self._fault("prefetch")[0])
+            await asyncio.sleep(3_600)
+        finally:
+            self.prefetching -= 1
+
+    async def decode(
+        self, to: InstanceInfo, request: Request, body: bytes
+    ) -> AsyncIterator[Decoded]:
+        """The whole completion, first token included, two tokens a piece."""
+        self.calls.append(("decode", to.id))
+        asked = msgspec.json.decode(body)
+        self.salts.append(asked.get("cache_salt"))
+        known = list(asked["prompt"])
+        what, after = self._fault("decode")
+        tokens = []
+        for count in range(asked["max_tokens"]):
+            if count == after:
+                await self._fail(what)
+                if what == "short":
+                    return
+            known.append(next_token(known))
+            tokens.append(known[-1])
+            last = count == asked["max_tokens"] - 1
+            if len(tokens) == 2 or last:
+                yield Decoded(tuple(tokens), "length" if last else None)
+                tokens = []
+                await asyncio.sleep(0)
+
+
+class World:
+    """A cluster of scripted instances, and what was released."""
+
+    def __init__(self, *names: str, tuning: Tuning | None = None) -> None:
+        self.wire = ScriptedWire()
+        self.released: list[LeaseId] = []
+        made = Conductor(tuning, cost_of=exact) if tuning else Conductor()
+        self.loop = ConductorLoop(made, self.released.append)
+        self.cluster = Cluster(self.loop, self.wire, {"m": 100})  # type: ignore[arg-type]
+        joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
+        self.loop.core.step(0, joins)
+
+    def request(self, name: str = "r", count: int = 8) -> AsyncIterator[Output]:
+        """Ask for `count` tokens."""
+        stopping = Stopping(max_tokens=count)
+        return self.cluster.generate(Request(RequestId(name), "m", PROMPT, stopping=stopping))
+
+    async def settled(self) -> Promised:
+        """The ledger after the loop has had its turns."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return self.loop.core.promised()
+
+
+async def collect(outputs: AsyncIterator[Output]) -> tuple[list[int], list[Output]]:
+    """All tokens, and the pieces they came in."""
+    pieces = [piece async for piece in outputs]
+    return [token for piece in pieces for token in piece.token_ids], pieces
+
+
+def run(test: Callable[[], Awaitable[Any]]) -> None:
+    """Run a test's coroutine with a deadline."""
+    asyncio.run(asyncio.wait_for(test(), 10))  # type: ignore[arg-type]
+
+
+def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
+    """The first token comes from prefill, decode's repetition of it is skipped."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        tokens, pieces = await collect(world.request())
+        assert tokens == expected(8)
+        assert pieces[0].token_ids == tuple(expected(1))
+        assert pieces[0].cached_tokens == 4
+        assert [p.finish_reason for p in pieces][-1] == "length"
+        assert world.wire.calls == [("prefill", "p0"), ("decode", "d0")]
+        assert await world.settled() == NOTHING
+        assert world.released == ["r/1"]
+        record = world.loop.records[RequestId("r")]
+        assert (record.attempts, record.cached_tokens, record.outcome) == (1, 4, "length")
+        assert record.ttft_us is not None
+        assert record.tbt_us is not None
+        errors = world.loop.core.outlook.output_errors
+        assert errors.count == 1
+        assert abs(errors.sum) < 0.5  # decode told the whole length: max_tokens
+
+    run(test)
+
+
+def test_the_last_piece_decides_the_outcome() -> None:
+    """A consumer that closes at the last piece has not cancelled; one that closes before it has."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        for name, last in (("whole", True), ("left", False)):
+            outputs = world.request(name)
+            async with aclosing(outputs):  # type: ignore[type-var]
+                async for piece in outputs:
+                    if (piece.finish_reason is not None) or not last:
+                        break
+            assert await world.settled() == NOTHING
+        records = world.loop.records
+        assert records[RequestId("whole")].outcome == "length"
+        assert records[RequestId("left")].outcome == "cancelled"
+
+    run(test)
+
+
+def test_a_single_token_never_reaches_decode() -> None:
+    """max_tokens 1 ends with prefill."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        tokens, pieces = await collect(world.request(count=1))
+        assert tokens == expected(1)
+        assert pieces[-1].finish_reason == "length"
+        assert world.wire.calls == [("prefill", "p0")]
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+@pytest.mark.parametrize("what", ["reset", "short"])
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_a_lost_decode_resumes_without_a_gap_or_a_repeat(what: str, after: int) -> None:
+    """Whenever decode breaks off, the client gets every token once."""
+
+    async def test() -> None:
+        world = World("p0", "d0", "d1")
+        world.wire.faults = [("decode", what, after)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert [who for role, who in world.wire.calls if role == "decode"] == ["d0", "d1"]
+        assert await world.settled() == NOTHING
+        assert world.released == ["r/1", "r/4"]  # one lease per prefill call
+
+    run(test)
+
+
+def test_every_call_has_the_salt() -> None:
+    """Of prefill and decode, retried ones too; a request without one sends none."""
+
+    async def test() -> None:
+        world = World("p0", "p1", "d0", "d1")
+        world.wire.faults = [("prefill", "reset", 0), ("decode", "reset", 4)]
+        request = Request(RequestId("r"), "m", PROMPT, stopping=Stopping(8), cache_salt="A")
+        assert (await collect(world.cluster.generate(request)))[0] == expected(8)
+        assert world.wire.salts == ["A"] * len(world.wire.calls)
+        assert len(world.wire.calls) == 5
+        await collect(world.request("s"))
+        assert world.wire.salts[5:] == [None, None]
+
+    run(test)
+
+
+def test_a_failed_prefill_is_tried_elsewhere() -> None:
+    """The second prefill instance serves the request."""
+
+    async def test() -> None:
+        world = World("p0", "p1", "d0")
+        world.wire.faults = [("prefill", "reset", 0)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert world.wire.calls[:2] == [("prefill", "p0"), ("prefill", "p1")]
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+def test_a_hung_instance_is_aborted_when_it_is_lost() -> None:
+    """An instance that restarts while its call hangs: the call is cancelled, another one serves."""
+
+    async def test() -> None:
+        world = World("p0", "d0", "d1")
+        world.wire.faults = [("decode", "hang", 4)]
+        stream = world.request()
+        pieces = [await anext(stream), await anext(stream)]
+        await asyncio.sleep(0)
+        world.loop.tell(Joined(info("d0", "decode", epoch=2)))
+        pieces += [piece async for piece in stream]
+        assert [t for p in pieces for t in p.token_ids] == expected(8)
+        assert world.wire.cancelled == 1
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_closing_the_stream_cancels_everywhere(role: str) -> None:
+    """A client that leaves in either phase cancels the call; everything is released."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        world.wire.faults = [(role, "hang", 2)]
+        stream = world.request()
+        task = asyncio.ensure_future(collect(stream))
+        async with asyncio.timeout(5):
+            while not world.wire.hanging:
+                await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert await world.settled() == NOTHING
+        assert world.wire.cancelled == 1
+        assert world.released == ["r/1"]
+
+    run(test)
+
+
+def test_a_call_that_breaks_in_an_unforeseen_way_is_a_failed_call() -> None:
+    """Even a bug in a call ends in a retry, never in a request that waits for ever."""
+
+    async def test() -> None:
+        world = World("p0", "p1", "d0")
+        world.wire.faults = [("prefill", "bug", 0)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert world.wire.calls[:2] == [("prefill", "p0"), ("prefill", "p1")]
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_outlives_the_restart_of_its_only_worker(role: str) -> None:
+    """Refused by the only instance of a role, the request goes on when it is back."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        world.wire.faults = [(role, "refused", 0)]
+        task = asyncio.ensure_future(collect(world.request()))
+        await asyncio.sleep(0.01)
+        lost = "p0" if role == "prefill" else "d0"
+        assert lost not in world.loop.core.view.instances
+        assert not task.done()
+        world.loop.tell(Joined(info(lost, role, epoch=2)))  # type: ignore[arg-type]
+        tokens, _ = await task
+        assert tokens == expected(8)
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+def test_a_full_cluster_refuses_with_a_time_to_come_back() -> None:
+    """Overloaded carries a reason and a Retry-After."""
+
+    async def test() -> None:
+        world = World("p0")
+        tiny = msgspec.structs.replace(info("d0", "decode"), max_requests=1)
+        world.loop.core.step(0, [Joined(tiny)])
+        world.wire.faults = [("prefill", "hang", 0)]
+        first = asyncio.ensure_future(collect(world.request("first")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded) as refused:
+            await collect(world.request("second"))
+        assert refused.value.reason == "instances_full"
+        assert refused.value.retry_after_s is not None
+        assert refused.value.retry_after_s >= 1
+        first.cancel()
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+def test_a_refused_request_costs_no_prefill() -> None:
+    """No call goes out for it; where an idle cluster would refuse it too, no time is told."""
+
+    async def test() -> None:
+        tuning = Tuning(admission="predictive", slo=Slo(tbt_us=1), held_share=0.0)
+        world = World("p0", "d0", tuning=tuning)
+        with pytest.raises(Overloaded) as refused:
+            await collect(world.request("a"))
+        assert refused.value.reason == "tbt_slo"
+        assert refused.value.retry_after_s is None
+        assert world.wire.calls == []
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", ["ttft", "early"])
+def test_one_dropped_when_its_prefill_has_ended_leaves_nothing(mode: str) -> None:
+    """Its client sees no token, its lease is released, and its places are free again."""
+
+    async def test() -> None:
+        tuning = Tuning(admission=mode, slo=Slo(tbt_us=125))  # type: ignore[arg-type]
+        world = World("p0", "d0", tuning=tuning)
+        world.wire.gates = {"computes": asyncio.Event(), "decodes": asyncio.Event()}
+        world.wire.faults = [("prefill", "computes", 0), ("decode", "decodes", 2)]
+        late = asyncio.ensure_future(collect(world.request("late")))
+        await asyncio.sleep(0.01)
+        other = asyncio.ensure_future(collect(world.request("other")))
+        await asyncio.sleep(0.01)
+        assert world.loop.core.promised().decodes == 2
+        world.wire.gates["computes"].set()
+        with pytest.raises(Overloaded) as refused:
+            await late
+        assert refused.value.reason == "tbt_slo_late"
+        assert world.loop.core.promised().requests == 1
+        assert world.released == ["late/1"]
+        world.wire.gates["decodes"].set()
+        assert (await other)[0] == expected(8)
+        assert [role for role, _ in world.wire.calls] == ["prefill", "prefill", "decode"]
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+def test_what_the_client_is_told() -> None:
+    """Nobody alive, a hopeless call and a duplicate id each raise their own error."""
+
+    async def test() -> None:
+        with pytest.raises(NobodyAlive):
+            await collect(World().request())
+        with pytest.raises(NobodyAlive):
+            await collect(World("p0").request())
+        world = World("p0", "d0")
+        world.wire.faults = [("prefill", "bad", 0)]
+        with pytest.raises(EngineFailed, match="answered 400"):
+            await collect(world.request())
+        assert await world.settled() == NOTHING
+        world.wire.faults = [("prefill", "hang", 0)]
+        first = asyncio.ensure_future(collect(world.request("same")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(BadRequest):
+            await collect(world.request("same"))
+        first.cancel()
+        assert await world.settled() == NOTHING
+
+    run(test)
+
+
+class Chunked(World):
+    """Prefill instances that take a prompt in several chunks."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            joining = info(name, "prefill" if name[0] == "p" else "decode")
+            small = msgspec.structs.replace(joining, chunk_tokens=4)
+            self.loop.core.step(0, [Joined(small)])
+
+
+@pytest.mark.parametrize("what", ["", "reset", "refused", "bug"])
+def test_decode_is_told_at_assignment(what: str) -> None:
+    """It may pull under prefill's lease; the hint ends with the first token, whatever it did."""
+
+    async def test() -> None:
+        world = Chunked("p0", "d0")
+        if what:
+            world.wire.faults = [("prefetch", what, 0)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        assert world.wire.prefetches == [("d0", "r/1", 2)]
+        assert await world.settled() == NOTHING
+        assert world.wire.prefetching == 0
+
+    run(test)
+
+
+def test_a_prompt_of_one_chunk_is_not_told_of() -> None:
+    """There is nothing to pull before prefill ends."""
+
+    async def test() -> None:
+        world = World("p0", "d0")
+        await collect(world.request())
+        assert world.wire.prefetches == []
+
+    run(test)
+
+
+def test_a_hint_is_taken_back_with_its_call() -> None:
+    """A failed or cancelled prefill ends it; the next attempt gives one under its own lease."""
+
+    async def test() -> None:
+        world = Chunked("p0", "p1", "d0")
+        world.wire.faults = [("prefill", "reset", 0), ("decode", "reset", 3)]
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        leases = [lease for _, lease, _ in world.wire.prefetches]
+        assert leases == ["r/1", "r/3", "r/6"]
+        await world.settled()
+        assert world.wire.prefetching == 0
+        world.wire.faults = [("prefill", "hang", 0)]
+        task = asyncio.ensure_future(collect(world.request("s")))
+        await asyncio.sleep(0.01)
+        assert world.wire.prefetching == 1
+        task.cancel()
+        assert await world.settled() == NOTHING
+        assert world.wire.prefetching == 0
+
+    run(test)

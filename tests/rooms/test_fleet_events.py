@@ -1,0 +1,147 @@
+"""An engine's KV events over ZMQ, from its socket to what the Conductor matches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+
+import zmq
+import zmq.asyncio
+
+from moonserve.core.kv.events import Stored
+from moonserve.core.kv.keys import chain_keys
+from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored, Fact, Left
+from moonserve.core.units import BlockKey, InstanceId, SegmentId
+from moonserve.live.external.events import open_feed
+from moonserve.live.external.feeds import POOL, Hearing
+from moonserve.live.external.fleet import Fleet
+from moonserve.live.http.client import HttpClient
+from moonserve.live.kvevents.wire import encode_batch
+from tests.support.engines import Engine, rig
+
+A = InstanceId("a")
+TOKENS = list(range(64))
+
+
+class Publisher:
+    """An engine's PUB socket."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self.port = socket.bind_to_random_port("tcp://127.0.0.1")
+        self._number = 0
+
+    async def stored(self, tokens: Sequence[int], size: int, skip: int = 0) -> None:
+        """Publish a chain's blocks, named by their place; `skip` batches are lost before."""
+        names = list(range(1, len(tokens) // size + 1))
+        event = Stored([*names], None, list(tokens), size, None, "GPU", None)
+        self._number += skip
+        number = struct.pack(">Q", self._number)
+        self._number += 1
+        batch = encode_batch(float(self._number), [event], 0)
+        await self._socket.send_multipart([b"", number, batch])
+
+
+@contextlib.contextmanager
+def publisher() -> Iterator[Publisher]:
+    """One, closed after."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.PUB)
+    try:
+        yield Publisher(socket)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_what_an_engine_tells_is_what_the_conductor_matches() -> None:
+    """Blocks are known under our keys; a lost batch is an alarm; a restart forgets all."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with asyncio.timeout(20), rig(fake, open_feed=open_feed) as it:
+            with publisher() as engine:
+                where = f"tcp://127.0.0.1:{engine.port}"
+                keeper = await it.up(fake, tokenizer="t", events=where)
+                await it.until(lambda: keeper.feeds[A].counts().connected)
+                index, info = it.conductor.core.index, it.views[A].info
+                keys = chain_keys(info.namespace.root(), TOKENS, 32)
+                assert it.fleet.tells("m")
+                await engine.stored(TOKENS, 32)
+                await it.until(lambda: index.match(keys).by_holder == {"a": 2})
+                assert not [said for said in it.fleet.alarms() if "were lost" in said]
+                await engine.stored(TOKENS, 32, skip=3)
+                await it.until(lambda: keeper.feeds[A].counts().gaps == 1)
+                assert any("events were lost" in said for said in it.fleet.alarms())
+                await fake.restart()
+                await it.until(lambda: A in it.views and it.views[A].info.epoch > info.epoch)
+                await it.until(lambda: index.match(keys).by_holder == {})
+
+    asyncio.run(body())
+
+
+def test_events_with_blocks_of_another_size_are_not_used() -> None:
+    """What the events say differs from what the metrics say: an alarm with the remedy."""
+
+    async def body() -> None:
+        fake = Engine("a")
+        async with asyncio.timeout(20), rig(fake, open_feed=open_feed) as it:
+            with publisher() as engine:
+                where = f"tcp://127.0.0.1:{engine.port}"
+                keeper = await it.up(fake, tokenizer="t", events=where)
+                await it.until(lambda: keeper.feeds[A].counts().connected)
+                await engine.stored(TOKENS, 16)
+                await it.until(lambda: keeper.feeds[A].counts().fault)
+                alarm = next(said for said in it.fleet.alarms() if "not used" in said)
+                assert alarm.startswith("a: its events are not used: their blocks have 16 tokens")
+                assert not len(it.conductor.core.index)
+
+    asyncio.run(body())
+
+
+def test_a_shared_block_is_told_once_whoever_tells_it() -> None:
+    """Two engines that tell of one store's block make one claim; their own blocks all pass."""
+
+    class Heard:
+        def __init__(self) -> None:
+            self.facts: list[Fact] = []
+
+        def now_us(self) -> int:
+            return 5
+
+        def tell(self, *facts: Fact) -> None:
+            self.facts += facts
+
+    heard = Heard()
+    hearing = Hearing(heard)
+    keys = tuple(BlockKey(bytes([number]) * 32) for number in range(3))
+    shared = BlocksStored(POOL, keys, None, "dram", 0)
+    own = BlocksStored(SegmentId("a"), keys, None, "device", 7)
+    hearing.tell(shared, own)
+    hearing.tell(shared)
+    hearing.tell(own, Left(A, 7))
+    assert heard.facts == [shared, own, own, Left(A, 7)]
+
+
+def test_what_was_missed_in_a_shared_store_is_told_as_removed_once() -> None:
+    """A fleet's miss goes by the same ledger as its engines' events."""
+
+    class Heard:
+        def __init__(self) -> None:
+            self.facts: list[Fact] = []
+            self.time_us = 0
+
+        def now_us(self) -> int:
+            return self.time_us
+
+        def tell(self, *facts: Fact) -> None:
+            self.facts += facts
+
+    heard, keys = Heard(), tuple(BlockKey(bytes([number]) * 32) for number in range(3))
+    fleet = Fleet(heard, HttpClient(), lambda ref: NotImplemented, {})  # type: ignore[arg-type]
+    fleet._hearing.tell(BlocksStored(POOL, keys, None, "dram", 0))
+    heard.time_us = 60_000_000
+    fleet.missed(keys[1:])
+    fleet.missed(keys[1:])
+    assert heard.facts[1:] == [BlocksRemoved(POOL, keys[1:], "dram", 0)]

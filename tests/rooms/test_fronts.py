@@ -1,0 +1,333 @@
+"""Fronts and the Conductor's process: what they say, whose requests are whose, and who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import typing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moonserve.core.request import Counted, Request, Slo, Stopping
+from moonserve.core.schedule.actions import Prefill, Refuse
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import Arrived, ClientGone, Fact, Joined
+from moonserve.core.units import RequestId
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.fronts import wire
+from moonserve.live.fronts.counts import Family, lasting, summed
+from moonserve.live.fronts.desk import Desk
+from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.ports import Told
+from tests.support.cluster import exact, info
+
+R = RequestId("r")
+COUNTER = Family("c", "counter", "", [("c_total", (("route", "/a"),), 2.0)])
+GAUGE = Family("g", "gauge", "", [("g", (), 3.0)])
+
+
+class Site:
+    """A desk with two instances behind it, and fronts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path / "link")
+        self.loop = ConductorLoop(Conductor(cost_of=exact), lambda lease: None)
+        self.loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
+        self.desk = Desk(self.loop, "http://127.0.0.1:1")
+        self.fronts: list[RemoteConductor] = []
+
+    async def front(self) -> RemoteConductor:
+        """One more, which knows the instances."""
+        front = RemoteConductor(self.path, lambda: [COUNTER, GAUGE])
+        self.fronts.append(front)
+        await front.start()
+        await until(lambda: len(front.instances()) == 2)
+        return front
+
+    @property
+    def requests(self) -> int:
+        """Under way at the Conductor."""
+        return self.loop.core.promised().requests
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Poll until it holds."""
+    while not true():
+        await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def site(path: Path) -> AsyncIterator[Site]:
+    """All of it, inside a deadline."""
+    async with asyncio.timeout(10):
+        it = Site(path)
+        await it.desk.listen(it.path)
+        yield it
+        for front in it.fronts:
+            await front.leave()
+        await it.desk.close()
+
+
+def run(use: Callable[[Site], Awaitable[None]], path: Path) -> None:
+    """Run a test at a site."""
+
+    async def main() -> None:
+        async with site(path) as it:
+            await use(it)
+
+    asyncio.run(main())
+
+
+def opened(front: RemoteConductor, name: RequestId = R) -> asyncio.Queue[Any]:
+    """A request's inbox."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    front.open(Request(name, "m", tuple(range(9))), (), inbox)
+    return inbox
+
+
+def test_every_fact_can_be_said() -> None:
+    """The wire's union has all facts about requests; an arrival travels as Opened."""
+    facts = {it for it in typing.get_args(Fact) if "request" in it.__struct_fields__}
+    assert facts - {Arrived} <= set(typing.get_args(Told))
+
+
+def test_a_request_arrives_whole_but_for_its_prompt() -> None:
+    """Every field that the Conductor may read is told; the prompt by its length."""
+    stopping = Stopping(9, ("x",), (7,), ignore_eos=True)
+    kept = Request(R, "m", Counted(5), stopping=stopping, slo=Slo(1, 2), priority=-1)
+    kept = msgspec.structs.replace(kept, arrived_us=3, whole=True, tenant="t")
+    told = wire.opened(kept, ()).request()
+    for field in Request.__struct_fields__:
+        mine, theirs = getattr(kept, field), getattr(told, field)
+        if field == "prompt":
+            assert len(mine) == len(theirs)
+        else:
+            assert mine == theirs
+            changed = mine != getattr(Request(R, "m", ()), field)
+            unread = ("id", "model", "sampling", "cache_salt")  # the salt is in the keys
+            assert changed or field in unread, f"{field} is not looked at"
+
+
+def test_an_id_that_another_front_serves_is_refused(tmp_path: Path) -> None:
+    """The second is refused as a duplicate, and nothing it says or does touches the first."""
+
+    async def use(it: Site) -> None:
+        one, two = await it.front(), await it.front()
+        first = opened(one)
+        assert isinstance(await first.get(), Prefill)
+        refuse = await opened(two).get()
+        assert isinstance(refuse, Refuse)
+        assert refuse.reason == "duplicate_request_id"
+        two.tell(ClientGone(R))
+        two.close(R, "refused")
+        other = opened(two, RequestId("other"))
+        assert isinstance(await other.get(), Prefill)
+        assert it.requests == 2
+        assert first.empty()
+
+    run(use, tmp_path)
+
+
+def test_a_front_that_is_gone_has_left_all_its_requests(tmp_path: Path) -> None:
+    """What is reserved for them is free again; another front's go on."""
+
+    async def use(it: Site) -> None:
+        one, two = await it.front(), await it.front()
+        inboxes = [opened(one, RequestId(f"r{i}")) for i in range(5)]
+        await opened(two).get()
+        for inbox in inboxes:
+            await inbox.get()
+        assert it.requests == 6
+        assert one._link is not None
+        one._link.transport.abort()
+        await until(lambda: it.requests == 1)
+        assert it.loop.known(R)
+        assert not it.loop.known(RequestId("r0"))
+
+    run(use, tmp_path)
+
+
+def test_what_cannot_be_said_ends_the_connection(tmp_path: Path) -> None:
+    """Left out, others' messages of that turn would be with it, and those wait for ever."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        inbox = opened(front)
+        front.first_token(R, 1 << 70)
+        assert isinstance(await inbox.get(), Refuse)
+        front.close(R, "failed")
+        await until(lambda: len(front.instances()) == 2)  # it is back
+        assert isinstance(await opened(front).get(), Prefill)
+
+    run(use, tmp_path)
+
+
+def test_a_front_that_does_not_listen_is_sent_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it is bounded."""
+
+    async def use(it: Site) -> None:
+        _, writer = await asyncio.open_unix_connection(it.path)
+        await until(lambda: it.desk._links)
+        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1 << 20)
+        [link] = it.desk._links
+        while it.desk._links:
+            link.say(wire.Welcome("x" * (1 << 18)))
+            await asyncio.sleep(0)
+        writer.close()
+
+    run(use, tmp_path)
+
+
+def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
+    tmp_path: Path,
+) -> None:
+    """What is under way gives up, no instance is known, new ones are refused; then all is well."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        inbox = opened(front)
+        assert isinstance(await inbox.get(), Prefill)
+        await it.desk.close()
+        assert isinstance(await inbox.get(), Refuse)
+        assert "does not answer" in front.missing()
+        front.tell(ClientGone(R))
+        front.close(R, "failed")
+        assert front.instances() == []
+        refuse = await opened(front).get()
+        assert isinstance(refuse, Refuse)
+        assert (refuse.reason, "started again" in refuse.why) == ("nobody_alive", True)
+        front.close(R, "refused")
+        it.desk = Desk(it.loop, "http://127.0.0.1:2")
+        await it.desk.listen(it.path)
+        await until(lambda: len(front.instances()) == 2)
+        assert (front.url, front.missing()) == ("http://127.0.0.1:2", "")
+        assert isinstance(await opened(front).get(), Prefill)
+
+    run(use, tmp_path)
+
+
+def test_who_leaves_the_conductor_has_not_lost_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No warning at the end of a front: nothing has failed."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        await front.leave()
+        await asyncio.sleep(0.05)
+        assert "the Conductor is gone" not in caplog.text
+
+    run(use, tmp_path)
+
+
+def test_a_conductor_that_hangs_is_as_one_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under way gives up; new ones are refused, though it can be connected to, until it
+    speaks again."""
+    monkeypatch.setattr(wire, "_BEAT_S", 0.01)
+
+    async def use(it: Site) -> None:
+        path, hangs, alive = str(tmp_path / "hangs"), asyncio.Event(), asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            said = msgspec.msgpack.encode([wire.Welcome("u"), wire.Instances([info("p0", "both")])])
+            if hangs.is_set():
+                await alive.wait()
+            writer.write(struct.pack("<I", len(said)) + said)
+            hangs.set()
+            while alive.is_set():
+                await asyncio.sleep(0.01)
+                writer.write(struct.pack("<I", 1) + b"\x90")
+
+        async with await asyncio.start_unix_server(serve, path):
+            front = RemoteConductor(path, list)
+            await front.start()
+            await until(front.instances)
+            inbox = opened(front)
+            assert isinstance(await inbox.get(), Refuse)
+            front.close(R, "failed")
+            for _ in range(3):
+                assert isinstance(await opened(front).get(), Refuse)
+                front.close(R, "refused")
+                await asyncio.sleep(0.05)
+            alive.set()
+            await until(front.instances)
+            await asyncio.sleep(0.1)
+            assert front.instances()
+            await front.leave()
+            alive.clear()
+
+    run(use, tmp_path)
+
+
+def test_a_front_that_hangs_has_left_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reserved for it is free after its deadline; another's that speak go on."""
+    monkeypatch.setattr(wire, "_BEAT_S", 0.01)
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        await opened(front).get()
+        _, writer = await asyncio.open_unix_connection(it.path)
+        hung = Request(RequestId("hung"), "m", tuple(range(9)))
+        said = msgspec.msgpack.encode([wire.opened(hung, ())])
+        writer.write(struct.pack("<I", len(said)) + said)
+        await until(lambda: it.requests == 2)
+        await until(lambda: it.requests == 1)
+        assert it.loop.known(R)
+        assert len(it.desk._links) == 1
+        writer.close()
+
+    run(use, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xff\xff\xff\xff", struct.pack("<I", 3) + b"abc", struct.pack("<I", 1) + b"\x01"]
+)
+def test_who_speaks_otherwise_is_cut_off(tmp_path: Path, said: bytes) -> None:
+    """Too large a frame, or one that is no messages, ends that connection and nothing else."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        reader, writer = await asyncio.open_unix_connection(it.path)
+        writer.write(said)
+        with contextlib.suppress(ConnectionResetError):
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+        assert isinstance(await opened(front).get(), Prefill)
+
+    run(use, tmp_path)
+
+
+def test_counts_are_those_of_all_fronts_there_have_been(tmp_path: Path) -> None:
+    """Counters stay when a front is gone, gauges go with it; labels are summed apart."""
+
+    async def use(it: Site) -> None:
+        one, _ = await it.front(), await it.front()
+
+        async def values() -> dict[str, float]:
+            return {f.name: f.samples[0][2] for f in await it.desk.counts()}
+
+        assert await values() == {"c": 4.0, "g": 6.0}
+        await one.leave()
+        await until(lambda: len(it.desk._links) == 1)
+        assert await values() == {"c": 4.0, "g": 3.0}
+
+    run(use, tmp_path)
+    other = msgspec.structs.replace(COUNTER, samples=[("c_total", (("route", "/b"),), 5.0)])
+    [both] = summed([[COUNTER], [other], [COUNTER]])
+    assert [(dict(labels)["route"], value) for _, labels, value in both.samples] == [
+        ("/a", 4.0),
+        ("/b", 5.0),
+    ]
+    assert lasting([COUNTER, GAUGE]) == [COUNTER]

@@ -1,0 +1,217 @@
+"""Two fronts and the Conductor's process before foreign engines, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moonserve.core.units import InstanceId
+from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.http.client import HttpClient
+from moonserve.live.process.config import GatewayConfig
+from moonserve.live.process.fronts import ConductorProcess, FrontProcess
+from tests.support.fake_vllm import Fabric, FakeVllm, spoken
+
+PROMPT = list(range(1, 100))
+
+
+class Site:
+    """All of it; made by `run`."""
+
+    def __init__(self) -> None:
+        self.http = HttpClient()
+        self.fabric = Fabric()
+        self.engines: dict[str, FakeVllm] = {}
+        self.fronts: list[FrontProcess] = []
+        self.conductor: ConductorProcess
+        self.specs: list[InstanceSpec] = []
+
+    async def start(self, path: Path, stack: AsyncExitStack) -> None:
+        """A prefill and a decode engine, joined by mooncake, and two fronts."""
+        specs = self.specs
+        for name, role in (("p0", "prefill"), ("d0", "decode")):
+            engine = await FakeVllm(name, "mooncake", self.fabric).start()
+            stack.push_async_callback(engine.stop)
+            self.engines[name] = engine
+            said: dict[str, Any] = {"name": name, "role": role, "connector": "mooncake"}
+            specs.append(
+                InstanceSpec(url=engine.url, bootstrap=engine.bootstrap, events="off", **said)
+            )
+        stack.push_async_callback(self.http.close)
+        config = GatewayConfig(model="", port=0, workers=2)
+        self.conductor = await ConductorProcess.start(config, str(path / "link"), specs)
+        stack.push_async_callback(self.conductor.stop, 0)
+        for _ in range(2):  # each on a port of its own
+            front = await FrontProcess.start(config, str(path / "link"), foreign=True)
+            stack.push_async_callback(front.stop, 0)
+            self.fronts.append(front)
+        for front in self.fronts:
+            while len(front.conductor.instances()) < 2:
+                await asyncio.sleep(0.01)
+
+    async def complete(
+        self, front: int, prompt: list[int], count: int = 4, id: str | None = None
+    ) -> tuple[int, str]:
+        """Status, and text or error."""
+        headers = {"x-request-id": id} if id else {}
+        body = msgspec.json.encode(
+            {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
+        )
+        url = f"http://127.0.0.1:{self.fronts[front].port}/v1/completions"
+        reply = await self.http.request("POST", url, headers=headers, body=body, timeout_s=10)
+        if reply.status != 200:
+            return reply.status, reply.body.decode()
+        return 200, msgspec.json.decode(reply.body)["choices"][0]["text"]
+
+    async def states(self, front: int) -> dict[str, str]:
+        """Engines by name, as /health says; empty while it does not."""
+        url = f"http://127.0.0.1:{self.fronts[front].port}/health"
+        reply = await self.http.request("GET", url, timeout_s=10)
+        said = msgspec.json.decode(reply.body)
+        return said["instances"] if reply.status == 200 else {}
+
+    async def metrics(self, front: int) -> dict[str, float]:
+        """Samples by name with labels."""
+        url = f"http://127.0.0.1:{self.fronts[front].port}/metrics"
+        reply = await self.http.request("GET", url, timeout_s=10)
+        lines = [line for line in reply.body.decode().splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in (it.rpartition(" ") for it in lines)}
+
+    async def settled(self) -> None:
+        """No reservation is left at the one Conductor."""
+        while self.conductor.control.conductor.core.promised().requests:
+            await asyncio.sleep(0.01)
+
+
+def run(use: Callable[[Site], Awaitable[None]], path: Path) -> None:
+    """With a site, inside a deadline."""
+
+    async def main() -> None:
+        async with asyncio.timeout(30), AsyncExitStack() as stack:
+            site = Site()
+            await site.start(path, stack)
+            await use(site)
+
+    asyncio.run(main())
+
+
+def test_both_fronts_hand_kv_from_prefill_to_decode(tmp_path: Path) -> None:
+    """Whichever front a client comes to: the same tokens, one ledger, sums for all."""
+
+    async def use(site: Site) -> None:
+        wanted = "".join(spoken(PROMPT, 4))
+        calls = [site.complete(i % 2, PROMPT) for i in range(40)]
+        assert await asyncio.gather(*calls) == [(200, wanted)] * 40
+        await site.settled()
+        counted = [await site.metrics(front) for front in (0, 1)]
+        name = 'moonserve_requests_total{route="/v1/completions",status="200"}'
+        assert [it[name] for it in counted] == [40, 40]
+        assert counted[0]['moonserve_prompts_read_total{how="ids"}'] == 40
+        assert counted[0]["moonserve_good_requests_total"] == 40
+        assert {call.path for call in site.engines["d0"].calls} == {"/v1/completions"}
+
+    run(use, tmp_path)
+
+
+def test_one_id_at_all_fronts_at_once_is_several_requests(tmp_path: Path) -> None:
+    """Nobody is refused for what another client calls its request; engines get each by its own."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        calls = [site.complete(i % 2, PROMPT, id="mine") for i in range(8)]
+        assert await asyncio.gather(*calls) == [wanted] * 8
+        ids = [call.headers["x-request-id"] for call in site.engines["d0"].calls]
+        assert len(set(ids)) == 8
+        assert all(it.startswith("mine-") for it in ids)
+
+    run(use, tmp_path)
+
+
+def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) -> None:
+    """Those described over HTTP are asked again, those let go are not; a front says how they are,
+    and meanwhile that nobody is there: not that the model is none."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        url = f"http://127.0.0.1:{site.fronts[0].port}/api/instances"
+        for name in ("a", "b"):
+            engine = await FakeVllm(name).start()
+            site.engines[name] = engine
+            spec = {"name": name, "url": engine.url, "events": "off"}
+            reply = await site.http.request(
+                "POST", url, body=msgspec.json.encode(spec), timeout_s=10
+            )
+            assert reply.status == 200
+        reply = await site.http.request("DELETE", url + "/b", timeout_s=10)
+        assert reply.status == 200
+        await site.conductor.stop(0)
+        while site.fronts[1].conductor.instances():
+            await asyncio.sleep(0.01)
+        status, said = await site.complete(1, PROMPT)
+        assert (status, "unavailable_error" in said) == (503, True)
+        assert await site.states(1) == {}
+        config = GatewayConfig(model="", port=0, workers=2)
+        again = await ConductorProcess.start(config, str(tmp_path / "link"), site.specs)
+        try:
+            while await site.states(1) != {"a": "up", "d0": "up", "p0": "up"}:
+                await asyncio.sleep(0.01)
+            while len(site.fronts[1].conductor.instances()) < 3:
+                await asyncio.sleep(0.01)
+            assert await site.complete(1, PROMPT) == wanted
+        finally:
+            await again.stop(0)
+            for name in ("a", "b"):
+                await site.engines[name].stop()
+
+    run(use, tmp_path)
+
+
+def test_the_loss_of_the_conductor_is_no_fault_of_an_engine(tmp_path: Path) -> None:
+    """Who waits for an engine then, and who comes after it, is told why by 503, to come again."""
+
+    async def use(site: Site) -> None:
+        engine = site.engines["d0"]
+        engine.hold = asyncio.Event()
+        waiting = asyncio.create_task(site.complete(0, PROMPT))
+        while not engine.calls:
+            await asyncio.sleep(0.01)
+        await site.conductor.stop(0)
+        for status, said in (await waiting, await site.complete(0, PROMPT)):
+            assert (status, "Conductor does not answer" in said) == (503, True), said
+
+    run(use, tmp_path)
+
+
+def test_fronts_hear_that_prefill_restarted(tmp_path: Path) -> None:
+    """Another start has another name for its transfers: a front asks for it again, and goes on."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        assert [await site.complete(front, PROMPT) for front in (0, 1)] == [wanted] * 2
+        await site.engines["p0"].restart()
+        for front in (0, 1):
+            assert await site.complete(front, PROMPT) == wanted
+        await site.settled()
+
+    run(use, tmp_path)
+
+
+def test_calls_teach_the_fleet(tmp_path: Path) -> None:
+    """What calls of any front take is measured where costs are fitted."""
+
+    async def use(site: Site) -> None:
+        for i in range(12):
+            assert (await site.complete(i % 2, [i + 1] * 200))[0] == 200
+        fleet = site.conductor._fleet
+        assert fleet is not None
+        watches = {id: it for _, keeper in fleet.keepers() for id, it in keeper.watches.items()}
+        conductor = site.conductor.control.conductor
+        passes, _ = watches[InstanceId("p0")].take(conductor.now_us())
+        assert passes or conductor.core.view.instances[InstanceId("p0")].cost.known
+
+    run(use, tmp_path)

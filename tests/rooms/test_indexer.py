@@ -1,0 +1,256 @@
+"""Answers of the Indexer API's index, and what becomes of engines' events in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.rolling import Rolled, block_keys, token_keys
+from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.core.kv.tiers import Hits, Stream, Tiered, mask
+from moonserve.core.units import SegmentId
+from moonserve.live.kvevents.wire import read_live
+from tests.support.kvevents import fixture, messages
+
+SIZE = 4
+TOKENS = list(range(1, 25))
+
+
+class Site:
+    """A space and the streams in it."""
+
+    def __init__(self) -> None:
+        self.space = Tiered(SIZE, 0)
+        self.streams: dict[str, Rolled] = {}
+
+    def add(
+        self, instance: str, rank: int = 0, kind: str = "vLLM", lora: str = "", salt: str = ""
+    ) -> Rolled:
+        """One more stream."""
+        stream = Stream(SegmentId(f"{instance}/{rank}"), instance, rank, kind == "Mooncake")
+        self.space.join(stream)
+        made = self.streams[stream.id] = Rolled(stream, self.space, lora, salt)
+        return made
+
+    def hits(
+        self, tokens: Sequence[int] = TOKENS, lora: str = "", salt: str = ""
+    ) -> dict[str, Hits]:
+        """What a prompt finds."""
+        return self.space.hits(token_keys(mask(lora, salt), tokens, SIZE, 0))
+
+
+def tell(stream: Rolled, *events: KvEvent) -> None:
+    """One batch."""
+    stream.batch(KvBatch(0.0, events))
+
+
+def stored(
+    first: int,
+    last: int,
+    medium: str | None = "GPU",
+    tokens: Sequence[int] = TOKENS,
+    **more: object,
+) -> Stored:
+    """Blocks first..last-1 of `tokens`; the engine calls block i 100 + i."""
+    names = list(range(100 + first, 100 + last))
+    parent = None if first == 0 else 99 + first
+    fields = {"medium": medium, **more}
+    return msgspec.structs.replace(
+        Stored(list(names), parent, list(tokens[first * SIZE : last * SIZE]), SIZE), **fields
+    )
+
+
+def removed(*blocks: int, medium: str | None = "GPU") -> Removed:
+    """Of the same."""
+    return Removed([100 + block for block in blocks], medium)
+
+
+def test_the_standards_own_example() -> None:
+    """Device of rank 0 has two blocks, of rank 1 one; host memory two, disk the first and third."""
+    site = Site()
+    rank0, rank1 = site.add("vllm-1"), site.add("vllm-1", 1)
+    tell(rank0, stored(0, 2), stored(0, 2, "cpu"), stored(0, 1, "disk"), stored(2, 3, "disk"))
+    tell(rank1, stored(0, 1))
+    assert site.hits() == {"vllm-1": Hits(12, 8, {"0": 8, "1": 4}, 8, 12)}
+    wire = msgspec.json.decode(msgspec.json.encode(site.hits()["vllm-1"]))
+    assert wire == {"longest_matched": 12, "GPU": 8, "DP": {"0": 8, "1": 4}, "CPU": 8, "DISK": 12}
+
+
+def test_lower_tiers_go_on_where_the_tier_above_ends() -> None:
+    """What the device lacks in the middle host memory may have; a gap in all ends the match."""
+    site = Site()
+    one = site.add("a")
+    tell(one, stored(0, 6), stored(0, 6, "cpu"), removed(2), removed(0, 1, 5, medium="cpu"))
+    assert site.hits() == {"a": Hits(5 * SIZE, 2 * SIZE, {"0": 2 * SIZE}, 5 * SIZE, 5 * SIZE)}
+    tell(one, removed(2, medium="cpu"))
+    assert site.hits()["a"].longest_matched == 2 * SIZE
+
+
+def test_a_store_is_everybodys() -> None:
+    """Blocks of a shared store count for every instance of the space, and it is none itself."""
+    site = Site()
+    one, _, store = site.add("a"), site.add("b"), site.add("pool", kind="Mooncake")
+    tell(one, stored(0, 1), stored(3, 4, "cpu"))
+    seqs = rolling(local_hashes(TOKENS, SIZE, 0), 0)
+    tell(store, Stored([seqs[0], seqs[1]], None, [], SIZE, medium="cpu"))
+    tell(store, Stored([seqs[2]], seqs[1], [], SIZE, medium="disk"))
+    found = site.hits()
+    assert found["a"] == Hits(3 * SIZE, SIZE, {"0": SIZE}, 2 * SIZE, 3 * SIZE)
+    assert found["b"] == Hits(3 * SIZE, 0, {"0": 0}, 2 * SIZE, 3 * SIZE)
+    assert sorted(site.space.instances) == ["a", "b"]
+    tell(store, Cleared())
+    assert site.hits() == {"a": Hits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)}
+
+
+def test_hashes_find_what_tokens_find() -> None:
+    """The standard's rolling hashes are the keys."""
+    site = Site()
+    tell(site.add("a"), stored(0, 5))
+    seqs = rolling(local_hashes(TOKENS, SIZE, 0), 0)
+    assert site.space.hits(block_keys(0, seqs)) == site.hits()
+
+
+def test_copies_are_counted() -> None:
+    """Stored twice, a block is gone when it was removed twice; from a tier it is not on, never."""
+    site = Site()
+    one = site.add("a")
+    tell(one, stored(0, 2), stored(1, 2), removed(1), removed(1, medium="cpu"))
+    assert site.hits()["a"].gpu == 2 * SIZE
+    tell(one, removed(1))
+    assert site.hits()["a"].gpu == SIZE
+    tell(one, removed(0), removed(0))
+    assert (site.hits(), site.space.entries) == ({}, 0)
+
+
+def test_lora_and_salt_keep_blocks_apart() -> None:
+    """The same tokens under another adapter or salt are other blocks, and so is what follows."""
+    site = Site()
+    one = site.add("a")
+    tell(one, stored(0, 1, extra_keys=[["tenant-7"]]), stored(1, 2))
+    tell(one, Stored([7], None, TOKENS[:SIZE], SIZE, lora_name="l", extra_keys=[["l"]]))
+    tell(one, Stored([8], None, TOKENS[:SIZE], SIZE, lora_name="l", extra_keys=[["l", "s"]]))
+    assert site.hits() == {}
+    assert site.hits(salt="tenant-7")["a"].gpu == 2 * SIZE
+    assert site.hits(lora="l")["a"].gpu == SIZE
+    assert site.hits(lora="l", salt="s")["a"].gpu == SIZE
+    assert site.hits(lora="s", salt="l") == {}
+    owned = site.add("b", lora="own", salt="w8a8")
+    tell(owned, stored(0, 1))
+    assert site.hits(lora="own", salt="w8a8")["b"].gpu == SIZE
+
+
+def test_a_block_with_an_image_is_not_found_by_its_tokens() -> None:
+    """Nor what comes after it; what comes before is."""
+    site = Site()
+    tell(site.add("a"), stored(0, 3, extra_keys=[None, [["image-hash", 0]], None]))
+    assert site.hits()["a"].gpu == SIZE
+    assert site.space.entries == 3
+
+
+def test_who_comes_before_its_parent_waits() -> None:
+    """An event of an unknown parent counts as soon as the parent is there, in whatever order."""
+    site = Site()
+    one = site.add("a")
+    tell(one, stored(4, 5), stored(2, 4), stored(1, 2))
+    assert site.hits() == {}
+    tell(one, stored(0, 1))
+    assert site.hits()["a"].gpu == 5 * SIZE
+
+
+def test_what_cannot_be_right_is_counted_and_left_out() -> None:
+    """Another block size, too few tokens, and ids that are none."""
+    site = Site()
+    one = site.add("a")
+    tell(one, stored(0, 2, token_ids=TOKENS[:SIZE]), stored(0, 1, token_ids=[-1] * SIZE))
+    assert one.mismatch is None
+    tell(one, stored(0, 1, token_ids=[]), stored(0, 1, block_size=8, token_ids=TOKENS[:8]))
+    assert site.hits() == {}
+    assert (one.stats.mismatches, one.stats.unplaced) == (1, 2 + 1 + 1)
+    tell(other := site.add("b"), stored(0, 1, block_size=8, token_ids=TOKENS[:8]))
+    assert (other.stats.mismatches, other.mismatch) == (1, 8)
+
+
+def test_a_reset_and_a_leave_drop_everything() -> None:
+    """On all tiers; who is left keeps what it has."""
+    site = Site()
+    one, other = site.add("a"), site.add("a", 1)
+    for stream in (one, other):
+        tell(stream, stored(0, 2), stored(0, 3, "cpu"), stored(0, 4, "disk"))
+    one.reset()
+    assert site.hits()["a"] == Hits(4 * SIZE, 2 * SIZE, {"0": 0, "1": 2 * SIZE}, 3 * SIZE, 4 * SIZE)
+    tell(one, stored(0, 1))
+    assert site.hits()["a"].dp == {"0": SIZE, "1": 2 * SIZE}
+    assert site.space.leave(Stream(SegmentId("a/1"), "a", 1))
+    assert site.hits()["a"] == Hits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)
+    assert not site.space.leave(Stream(SegmentId("a/0"), "a", 0))
+    assert (site.hits(), dict(site.space.instances), site.space.entries) == ({}, {}, 0)
+
+
+def test_clearing_an_engine_leaves_what_it_put_below() -> None:
+    """vLLM clears its own cache; blocks that it put into host memory are still there."""
+    site = Site()
+    one = site.add("a")
+    tell(one, stored(0, 3), stored(0, 2, "cpu"), Cleared())
+    assert site.hits()["a"] == Hits(2 * SIZE, 0, {"0": 0}, 2 * SIZE, 2 * SIZE)
+    tell(one, stored(2, 3))  # behind a parent that only host memory has
+    assert site.hits()["a"].longest_matched == 2 * SIZE
+    tell(one, stored(0, 2))
+    assert site.hits()["a"].gpu == 3 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("medium", "found"),
+    [
+        (None, Hits(4, 4, {"0": 4}, 4, 4)),
+        ("GPU", Hits(4, 4, {"0": 4}, 4, 4)),
+        ("npu", Hits(4, 4, {"0": 4}, 4, 4)),
+        ("cpu", Hits(4, 0, {"0": 0}, 4, 4)),
+        ("CPU_PINNED", Hits(4, 0, {"0": 0}, 4, 4)),
+        ("STORAGE", Hits(4, 0, {"0": 0}, 0, 4)),
+    ],
+)
+def test_media(medium: str | None, found: Hits) -> None:
+    """Accelerators are devices, CPU's memory is the host's, all else counts as disk."""
+    site = Site()
+    tell(site.add("a"), stored(0, 1, medium))
+    assert site.hits() == {"a": found}
+
+
+def test_a_real_engine() -> None:
+    """vLLM's captured events: after each batch prompts are found by tokens, adapter and salt."""
+    said = json.loads(fixture("kv_events_requests.json").read_text())
+    tokens = {
+        it["name"].split(":")[0]: it["prompt_token_ids"] + it["output_token_ids"]
+        for it in said
+        if it.get("prompt_token_ids")
+    }
+    prompts = {
+        "A": (tokens["A + 60 -> extends"][:160], "", ""),
+        "B": (tokens["B"], "", ""),
+        "salted": (tokens["A"][:100], "", "tenant-7"),
+        "lora": (tokens["A"][:100], "lora1", ""),
+        "D": (tokens["D"][:64], "", ""),
+    }
+    after = [
+        *({"A": 3}, {"A": 5}, {"A": 5, "B": 1}, {"A": 5, "B": 2}),
+        {"A": 5, "B": 2, "salted": 3},
+        {"A": 5, "B": 2, "salted": 3, "lora": 3},
+        *[{"A": 5, "B": 2, "salted": 3, "lora": 3, "D": 2}] * 5,
+        *[dict[str, int]()] * 4,  # evicted by others
+        *[{"A": 3}] * 2,
+    ]
+    space, stream = Tiered(32, 5), Stream(SegmentId("e"), "e")
+    space.join(stream)
+    it = Rolled(stream, space, "", "")
+    for expected, frames in zip(after, messages("kv_events_capture.bin"), strict=True):
+        it.batch(read_live(frames)[1])
+        found = {
+            name: hits["e"].longest_matched // 32
+            for name, (ids, lora, salt) in prompts.items()
+            if (hits := space.hits(token_keys(mask(lora, salt), ids, 32, 5)))
+        }
+        assert found == expected

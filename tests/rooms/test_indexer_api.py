@@ -1,0 +1,369 @@
+"""Mooncake's Indexer API on a socket; what engines would publish is told to its sinks directly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.kv.events import KvBatch, Stored
+from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.live.external import indexer_api as module
+from moonserve.live.external.indexer_api import IndexerApi
+from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.server import App, serve
+
+if TYPE_CHECKING:
+    from moonserve.live.kvevents.subscriber import Sink
+
+SIZE = 4
+TOKENS = list(range(1, 18))
+TOKEN = "secret"
+BAD = "tcp://bad:1"
+ONE: dict[str, Any] = {
+    "endpoint": "tcp://10.0.0.1:5557",
+    "replay_endpoint": "tcp://10.0.0.1:5558",
+    "type": "vLLM",
+    "modelname": "m",
+    "instance_id": "a",
+    "block_size": SIZE,
+    "dp_rank": 0,
+}
+ASK: dict[str, Any] = {"model": "m", "block_size": SIZE, "token_ids": TOKENS}
+
+
+class ScriptedFeed:
+    """What a test tells is what the sink hears; BAD is no address."""
+
+    def __init__(self, endpoint: str, replay: str | None, topic: str, sink: Sink) -> None:
+        self.endpoint = endpoint
+        self.replay = replay
+        self.topic = topic
+        self.sink = sink
+        self.state = "made"
+        self.connected = False
+
+    async def start(self) -> None:
+        """As EventFeed's."""
+        if self.endpoint == BAD:
+            raise ConfigError("Invalid argument", "events")
+        self.state = "open"
+        self.connected = True
+
+    async def close(self) -> None:
+        """As EventFeed's."""
+        await asyncio.sleep(0)
+        self.state = "closed"
+
+    def tell(self, blocks: int, medium: str = "GPU", tokens: list[int] = TOKENS) -> None:
+        """So many leading blocks are stored."""
+        event = Stored(list(range(blocks)), None, tokens[: blocks * SIZE], SIZE, medium=medium)
+        self.sink.batch(KvBatch(0.0, (event,)))
+
+
+class Rig:
+    """The API, and who asks it."""
+
+    def __init__(self, api: IndexerApi, url: str, feeds: list[ScriptedFeed]) -> None:
+        self.api = api
+        self.url = url
+        self.feeds = feeds
+        self.client = HttpClient()
+
+    async def send(self, path: str, body: Any, token: str = TOKEN) -> ClientResponse:
+        """POST; None: GET."""
+        headers = {"authorization": f"Bearer {token}"}
+        method, data = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+        return await self.client.request(
+            method, self.url + path, headers=headers, body=data, timeout_s=5
+        )
+
+    async def good(self, path: str, body: Any = None) -> Any:
+        """The reply, which is a good one."""
+        reply = await self.send(path, body)
+        assert reply.status == 200, reply.body
+        return json.loads(reply.body)
+
+    async def bad(self, path: str, body: Any) -> tuple[int, str | None]:
+        """Status, and the field at fault."""
+        reply = await self.send(path, body)
+        error = json.loads(reply.body)["error"]
+        assert error["message"]
+        assert "\n" not in error["message"]
+        return reply.status, error["param"]
+
+
+def run(use: Callable[[Rig], Awaitable[None]]) -> None:
+    """With an API that follows nobody yet; no feed is left open."""
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            feeds: list[ScriptedFeed] = []
+
+            def make(*args: Any) -> ScriptedFeed:
+                feeds.append(ScriptedFeed(*args))
+                return feeds[-1]
+
+            api = IndexerApi(TOKEN, make)
+            server = await serve(App(api.routes()), "127.0.0.1", 0)
+            rig = Rig(api, f"http://127.0.0.1:{server.port}", feeds)
+            await use(rig)
+            await api.close()
+            await rig.client.close()
+            await server.stop(0)
+            assert {feed.state for feed in feeds} <= {"closed"}
+
+    asyncio.run(main())
+
+
+def hits(tokens: int, **dp: int) -> dict[str, Any]:
+    """What an instance with so many tokens on its device is said to have."""
+    return {"longest_matched": tokens, "GPU": tokens, "DP": dp, "CPU": tokens, "DISK": tokens}
+
+
+def test_register_query_unregister() -> None:
+    """The standard's exchange, with two ranks of one instance and one of another."""
+
+    async def use(rig: Rig) -> None:
+        told = await rig.good("/register", ONE)
+        assert told == {"status": "registered successfully", "instance_id": "a"}
+        await rig.good("/register", {**ONE, "dp_rank": 1, "endpoint": "tcp://10.0.0.1:5558"})
+        await rig.good("/register", {**ONE, "instance_id": 7, "replay_endpoint": None})
+        assert [(f.endpoint, f.replay) for f in rig.feeds[1:]] == [
+            ("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5558"),
+            ("tcp://10.0.0.1:5557", None),
+        ]
+        nothing = {"default": {"a": hits(0, **{"0": 0, "1": 0}), "7": hits(0, **{"0": 0})}}
+        assert await rig.good("/query", ASK) == nothing
+        rig.feeds[0].tell(2)
+        rig.feeds[1].tell(3)
+        rig.feeds[1].tell(4, "cpu")
+        found = await rig.good("/query", ASK)
+        assert found["default"]["a"] == {
+            "longest_matched": 16,
+            "GPU": 12,
+            "DP": {"0": 8, "1": 12},
+            "CPU": 16,
+            "DISK": 16,
+        }
+        assert found["default"]["7"] == nothing["default"]["7"]
+        only = await rig.good("/query", {**ASK, "instance_id": 7})
+        assert only == {"default": {"7": nothing["default"]["7"]}}
+        seqs = rolling(local_hashes(TOKENS, SIZE))
+        signed = [each - 2**64 if each >= 2**63 else each for each in seqs]
+        assert min(signed) < 0
+        for hashes in ({"seq_hashes": seqs}, {"block_hash": seqs}, {"seq_hashes": signed}):
+            assert await rig.good("/query_by_hash", {"model": "m", **hashes}) == found
+        local = [each - 2**64 if each >= 2**63 else each for each in local_hashes(TOKENS, SIZE)]
+        asked = {"model_name": "m", "block_hashes": local}
+        assert await rig.good("/query_by_hash", asked) == found
+        gone = await rig.good("/unregister", {**ONE, "dp_rank": 1})
+        assert gone == {
+            "status": "unregistered successfully",
+            "removed_instances": ["a|default|1"],
+        }
+        assert (await rig.good("/query", ASK))["default"]["a"] == hits(8, **{"0": 8})
+        await rig.good("/unregister", {"instance_id": "a"})
+        assert list((await rig.good("/query", ASK))["default"]) == ["7"]
+        await rig.good("/unregister", {"instance_id": "7", "dp_rank": 0})
+        assert await rig.bad("/query", ASK) == (404, "model")
+
+    run(use)
+
+
+def test_the_same_again_is_no_news_and_something_else_a_conflict() -> None:
+    """409 names the first field that differs; what is registered stays as it is."""
+
+    async def use(rig: Rig) -> None:
+        for _ in range(2):
+            await rig.good("/register", ONE)
+        for field, value in (
+            ("endpoint", "tcp://10.0.0.2:5557"),
+            ("modelname", "other"),
+            ("lora_name", "l"),
+            ("additionalsalt", "s"),
+            ("block_size", 8),
+            ("type", "SGLang"),
+            ("topic", "kv"),
+            ("seed", 1),
+        ):
+            assert await rig.bad("/register", {**ONE, field: value}) == (409, field)
+        assert await rig.bad("/register", {**ONE, "instance_id": "b", "seed": 1}) == (409, "seed")
+        assert len(rig.feeds) == 1
+        assert (await rig.good("/services"))["count"] == 1
+
+    run(use)
+
+
+def test_spaces_do_not_see_each_other() -> None:
+    """Models, tenants, block sizes, adapters and salts each have their own answers."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", ONE)
+        await rig.good("/register", {**ONE, "tenant_id": "t", "additionalsalt": "w8a8"})
+        await rig.good("/register", {**ONE, "instance_id": "l", "lora_name": "sql"})
+        await rig.good("/register", {**ONE, "instance_id": "b", "block_size": 8})
+        for feed, blocks in zip(rig.feeds, (1, 2, 3, 1), strict=True):
+            feed.tell(blocks)
+        found = await rig.good("/query", ASK)
+        assert found["default"]["a"]["GPU"] == 4
+        assert found["default"]["l"]["GPU"] == 0
+        assert (await rig.good("/query", {**ASK, "lora_name": "sql"}))["default"]["l"]["GPU"] == 12
+        assert (await rig.good("/query", {**ASK, "tenant_id": "t"}))["t"]["a"]["GPU"] == 0
+        salted = {**ASK, "tenant_id": "t", "cache_salt": "w8a8"}
+        assert (await rig.good("/query", salted))["t"]["a"]["GPU"] == 8
+        assert list((await rig.good("/query", {**ASK, "block_size": 8}))["default"]) == ["b"]
+        rows = (await rig.good("/services"))["services"]
+        assert [row["their_block_size"] for row in rows] == [None, None, None, 4]
+        assert all(row["connected"] for row in rows)
+        asked = {key: value for key, value in ASK.items() if key != "block_size"}
+        assert await rig.bad("/query", asked) == (400, "block_size")
+        assert list(await rig.good("/query", {**asked, "tenant_id": "t"})) == ["t"]
+
+    run(use)
+
+
+def test_a_reset_forgets_what_a_stream_told() -> None:
+    """When batches were lost, or the engine restarted, what it had counts no more."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", ONE)
+        rig.feeds[0].tell(4)
+        rig.feeds[0].sink.reset("lost", restarted=False)
+        assert (await rig.good("/query", ASK))["default"]["a"]["longest_matched"] == 0
+        rig.feeds[0].tell(1)
+        assert (await rig.good("/query", ASK))["default"]["a"]["longest_matched"] == 4
+        assert (await rig.good("/services"))["services"][0]["resets"] == 1
+
+    run(use)
+
+
+def test_a_store_that_is_registered_counts_for_all() -> None:
+    """Type Mooncake: its hashes are the standard's own; it is no instance in answers."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", ONE)
+        store = {**ONE, "type": "Mooncake", "instance_id": "pool", "endpoint": "tcp://10.0.0.9:1"}
+        await rig.good("/register", store)
+        seqs = rolling(local_hashes(TOKENS, SIZE))
+        for seq in seqs[1:3]:
+            event = Stored([seq], None, [], SIZE, medium="cpu")
+            rig.feeds[1].sink.batch(KvBatch(0.0, (event,)))
+        rig.feeds[0].tell(1)
+        found = (await rig.good("/query", ASK))["default"]
+        assert found == {"a": {**hits(4, **{"0": 4}), "CPU": 12, "DISK": 12, "longest_matched": 12}}
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"type": "TGI"}, "type: must be Mooncake, SGLang or vLLM"),
+        ({"endpoint": "127.0.0.1:1"}, "write it like tcp://10.0.0.5:5557"),
+        ({"replay_endpoint": "127.0.0.1:1"}, "replay_endpoint: '127.0.0.1:1' is no endpoint"),
+        ({"blocksize": 4}, "blocksize: there is no such field; did you mean block_size?"),
+        ({"instance_id": []}, "instance_id: must be text or a whole number"),
+        ({"block_size": None}, "block_size: must be a whole number, not null"),
+        ({"block_size": 0}, "block_size: must be 1 or more"),
+    ],
+)
+def test_what_is_wrong_is_told_what_would_be_right(body: Any, says: str) -> None:
+    """Values that there are, the field that was meant, the scheme of an address."""
+
+    async def use(rig: Rig) -> None:
+        reply = await rig.send("/register", {**ONE, "dp_rank": 5, **body})
+        assert reply.status == 400
+        assert says in json.loads(reply.body)["error"]["message"]
+
+    run(use)
+
+
+def test_what_others_say_beyond_the_standard_is_skipped() -> None:
+    """A field that is nothing like one of the standard's is no slip."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", {**ONE, "dp_rank": 5, "gpu_model": "H200"})
+        await rig.good("/query", {**ASK, "trace": {"span": [1]}})
+
+    run(use)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/register", {}, 400, "endpoint"),
+        ("/register", [], 400, None),
+        ("/register", {**ONE, "endpoint": ""}, 400, "endpoint"),
+        ("/register", {**ONE, "endpoint": "ipc://x", "dp_rank": 5}, 400, "endpoint"),
+        ("/register", {**ONE, "endpoint": "inproc://x", "dp_rank": 5}, 400, "endpoint"),
+        ("/register", {**ONE, "replay_endpoint": "ipc://x", "dp_rank": 5}, 400, "replay_endpoint"),
+        ("/register", {**ONE, "endpoint": BAD, "dp_rank": 5}, 400, "endpoint"),
+        ("/register", {**ONE, "type": "TGI"}, 400, "type"),
+        ("/register", {**ONE, "tenant": "t"}, 400, "tenant"),
+        ("/query", {**ASK, "tenantid": "t"}, 400, "tenantid"),
+        ("/unregister", {"instance_id": "a", "rank": 1, "dprank": 1}, 400, "dprank"),
+        ("/register", {**ONE, "modelname": None}, 400, "modelname"),
+        ("/register", {**ONE, "block_size": 0}, 400, "block_size"),
+        ("/register", {**ONE, "block_size": "16"}, 400, "block_size"),
+        ("/register", {**ONE, "dp_rank": -1}, 400, "dp_rank"),
+        ("/register", {**ONE, "seed": 2**64}, 400, "seed"),
+        ("/register", {**ONE, "instance_id": None}, 400, "instance_id"),
+        ("/register", {**ONE, "lora_id": 3}, 400, "lora_id"),
+        ("/unregister", {}, 400, "instance_id"),
+        ("/unregister", {"instance_id": "nobody"}, 404, "instance_id"),
+        ("/unregister", {"instance_id": "a", "dp_rank": 3}, 404, "instance_id"),
+        ("/unregister", {"instance_id": "a", "modelname": "other"}, 404, "instance_id"),
+        ("/query", {"block_size": 4, "token_ids": []}, 400, "model"),
+        ("/query", {"model": "m"}, 400, "token_ids"),
+        ("/query", {**ASK, "token_ids": [-1] * 4}, 400, "token_ids"),
+        ("/query", {**ASK, "token_ids": [1.5]}, 400, "token_ids[0]"),
+        ("/query", {**ASK, "model": "other"}, 404, "model"),
+        ("/query", {**ASK, "tenant_id": "other"}, 404, "tenant_id"),
+        ("/query", {**ASK, "block_size": 8}, 404, "block_size"),
+        ("/query", {**ASK, "instance_id": "b"}, 404, "instance_id"),
+        ("/query_by_hash", {"model": "m"}, 400, "seq_hashes"),
+        ("/query_by_hash", {"model": "m", "seq_hashes": ["1"]}, 400, "seq_hashes[0]"),
+        ("/query_by_hash", {"model": "m", "seq_hashes": [2**64]}, 400, "seq_hashes"),
+        ("/query_by_hash", {"model": "m", "block_hashes": [-(2**63) - 1]}, 400, "block_hashes"),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, body: Any, status: int, param: str | None) -> None:
+    """A bad request changes nothing and is told which field is at fault."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", ONE)
+        rig.feeds[0].tell(2)
+        assert await rig.bad(path, body) == (status, param)
+        assert (await rig.good("/query", ASK))["default"] == {"a": hits(8, **{"0": 8})}
+        assert (await rig.good("/services"))["count"] == 1
+
+    run(use)
+
+
+def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than the most is refused, 429, and nothing of it stays."""
+    monkeypatch.setattr(module, "MAX_STREAMS", 1)
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", ONE)
+        reply = await rig.send("/register", {**ONE, "instance_id": "b", "modelname": "n"})
+        assert (reply.status, reply.headers["x-moonserve-reject-reason"]) == (429, "streams")
+        assert await rig.bad("/query", {**ASK, "model": "n"}) == (404, "model")
+
+    run(use)
+
+
+def test_without_the_token_nobody_is_told_anything() -> None:
+    """401 on all paths."""
+
+    async def use(rig: Rig) -> None:
+        for path in ("/register", "/unregister", "/query", "/query_by_hash"):
+            assert (await rig.send(path, ONE, token="wrong")).status == 401
+        assert (await rig.send("/services", None, token="")).status == 401
+
+    run(use)

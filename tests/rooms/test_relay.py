@@ -1,0 +1,883 @@
+"""One request through foreign engines, over real sockets: what passes, what is changed, what fails.
+
+The engines are tests.support.fake_vllm; every test ends with a ledger of zeros.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from moonserve.core.errors import EngineFailed
+from moonserve.core.kv.keys import chain_keys
+from moonserve.core.schedule.facts import BlocksStored, Connector, Fact, PrefillEnded, Role
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.units import InstanceId, RequestId
+from moonserve.live.drive import calls, lease, life
+from moonserve.live.drive.calls import CallLost, Limits, plain
+from moonserve.live.drive.connectors import nixl
+from moonserve.live.external.feeds import POOL
+from moonserve.live.external.pages import Page, RankPage
+from moonserve.live.http.client import ClientResponse
+from moonserve.live.http.connection import UpstreamError
+from tests.support.fake_vllm import spoken
+from tests.support.relay_site import Site, run
+from tests.support.serving import ByteText
+
+Pool = tuple[str, Role, Connector]
+ONE: list[Pool] = [("a", "both", "none")]
+NIXL: list[Pool] = [("p", "prefill", "nixl"), ("d", "decode", "nixl")]
+MOONCAKE: list[Pool] = [("p", "prefill", "mooncake"), ("d", "decode", "mooncake")]
+PROMPT = "the quick brown fox jumps over the lazy dog, and then once more. " * 3
+SAID = spoken(list(PROMPT.encode()), 4)
+ASK = {"prompt": PROMPT, "max_tokens": 4}
+
+
+def parsed(reply: ClientResponse) -> dict[str, Any]:
+    """A reply of 200."""
+    assert reply.status == 200, reply.body
+    return msgspec.json.decode(reply.body)
+
+
+def text(reply: ClientResponse) -> str:
+    """What its first choice says."""
+    return parsed(reply)["choices"][0]["text"]
+
+
+async def streamed(site: Site, body: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    """The words of a streamed completion, and all events."""
+    async with site.stream(body) as events:
+        seen = [event async for event in events]
+    words = [choice["text"] for event in seen for choice in event.get("choices", [])]
+    return words, seen
+
+
+@pytest.mark.parametrize("pools", [ONE, NIXL, MOONCAKE])
+def test_what_one_engine_says_is_what_a_pair_says(pools: list[Pool]) -> None:
+    """Whole and streamed, the text is the engine's; usage is there, and no more cached than is."""
+
+    async def use(site: Site) -> None:
+        reply = parsed(await site.post(ASK, x_request_id="r-1"))
+        assert reply["choices"][0]["text"] == "".join(SAID)
+        assert reply["id"] == "cmpl-r-1"
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        other = {**ASK, "prompt": "x" + PROMPT, "stream_options": {"include_usage": True}}
+        words, events = await streamed(site, other)
+        assert words == spoken(list(("x" + PROMPT).encode()), 4)
+        assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert events[-1]["usage"]["completion_tokens"] == 4
+
+    run(use, *pools)
+
+
+def test_the_record_says_what_an_engine_alone_has_reused() -> None:
+    """As usage does, at the end: whole, of several choices, and streamed."""
+
+    async def use(site: Site) -> None:
+        await site.post({**ASK, "prompt": PROMPT[:100] + "!" * 300})
+        bodies: list[dict[str, Any]] = [{}, {"n": 2}]
+        for number, more in enumerate(bodies):
+            again = {**ASK, "prompt": PROMPT[:100] + str(number) * 300, **more}
+            reply = parsed(await site.post(again, x_request_id=f"r-{number}"))
+            cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == site.conductor.records[RequestId(f"r-{number}")].cached_tokens == 96
+        other = {**ASK, "prompt": PROMPT[:100] + "?" * 300}
+        await streamed(site, {**other, "stream_options": {"include_usage": True}})
+        await site.settled()
+        assert next(reversed(site.conductor.records.values())).cached_tokens == 96
+
+    run(use, *ONE)
+
+
+def test_mooncakes_decode_does_not_claim_the_whole_prompt_as_cached() -> None:
+    """Usage is prefill's: a prompt that is there in part says that part."""
+
+    async def use(site: Site) -> None:
+        await site.post({**ASK, "prompt": PROMPT[:100] + "!" * 300})
+        reply = parsed(await site.post({**ASK, "prompt": PROMPT[:100] + "?" * 300}))
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+        assert site.engines["d"].calls[-1].body["kv_transfer_params"]["do_remote_prefill"]
+
+    run(use, *MOONCAKE)
+
+
+def test_fields_that_engines_know_pass_through_whole() -> None:
+    """Logprobs, several choices and tools are asked of the engine as the client wrote them."""
+
+    async def use(site: Site) -> None:
+        ask = {**ASK, "n": 2, "logprobs": 1, "unheard_of": {"a": [1, None]}}
+        reply = parsed(await site.post(ask))
+        assert [choice["text"] for choice in reply["choices"]] == [
+            "".join(spoken(list(PROMPT.encode()), 4, n)) for n in range(2)
+        ]
+        assert len(reply["choices"][1]["logprobs"]["token_logprobs"]) == 4
+        [call] = site.engines["d"].calls
+        assert call.body == {"model": "m", **ask}
+        assert not site.engines["p"].calls  # KV that is handed on has one reader
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        messages = [{"role": "user", "content": "hi"}]
+        chat = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 3}
+        reply = parsed(await site.post(chat, chat=True))
+        said = reply["choices"][0]["message"]["tool_calls"][0]["function"]
+        assert said == {"name": "look", "arguments": '{"usage": {"a": 1}}'}
+        assert site.engines["p"].calls[0].body["tools"] == [tool]
+
+    run(use, *NIXL)
+
+
+def test_a_body_for_one_engine_goes_as_it_came() -> None:
+    """Not a byte is changed where nothing is handed on."""
+
+    async def use(site: Site) -> None:
+        raw = b' { "prompt" : "hi there" ,\n "max_tokens":3, "model":"m", "stop": ["\\u00e9"] } '
+        assert (await site.post(raw)).status == 200
+        assert site.engines["a"].calls[0].raw == raw
+
+    run(use, *ONE)
+
+
+def test_a_pair_gets_the_same_id_and_each_its_rank() -> None:
+    """X-Request-Id goes to both; a data-parallel rank is named in a header."""
+
+    async def use(site: Site) -> None:
+        await site.add("p", "prefill", "nixl", dp_size=2)
+        await site.add("d", "decode", "nixl")
+        await asyncio.sleep(0)
+        texts = [text(await site.post({**ASK, "prompt": f"{n} " + PROMPT})) for n in range(4)]
+        assert texts[3] == "".join(spoken(list(f"3 {PROMPT}".encode()), 4))
+        firsts, seconds = site.engines["p"].calls, site.engines["d"].calls
+        ids = [call.headers["x-request-id"] for call in firsts]
+        assert ids == [call.headers["x-request-id"] for call in seconds]
+        assert {call.headers["x-data-parallel-rank"] for call in firsts} <= {"0", "1"}
+        assert all("x-data-parallel-rank" not in call.headers for call in seconds)
+
+    run(use)
+
+
+def test_a_decode_instance_that_has_the_prompt_gets_it_alone() -> None:
+    """Conditional hand-over: the second request for a prompt is one call."""
+
+    async def use(site: Site) -> None:
+        for _ in range(2):
+            assert text(await site.post(ASK)) == "".join(SAID)
+        assert [len(site.engines[name].calls) for name in "pd"] == [1, 2]
+        alone = site.engines["d"].calls[1].body
+        assert "kv_transfer_params" not in alone
+        note = site.fleet.notes[-1]
+        assert (note.instance, note.part, note.last) == ("d", "whole", 192)
+
+    run(use, *NIXL)
+
+
+def test_a_token_that_ends_it_hands_nothing_over() -> None:
+    """Where prefill's first token was the last there is no KV to fetch: decode is told of none."""
+
+    async def use(site: Site) -> None:
+        end = {"choices": [{"finish_reason": "stop"}], "kv_transfer_params": None}
+        site.engines["p"].script.append(end)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert "kv_transfer_params" not in site.engines["d"].calls[0].body
+
+    for pools in (NIXL, MOONCAKE):
+        run(use, *pools)
+
+
+def test_sglang_halves_meet_in_a_room() -> None:
+    """Both get one body with host, port and room at the same time; the text is decode's."""
+    pools: list[Pool] = [("p", "prefill", "sglang"), ("d", "decode", "sglang")]
+
+    async def use(site: Site) -> None:
+        assert text(await site.post(ASK)) == "".join(SAID)
+        words, _ = await streamed(site, {**ASK, "prompt": "other " + PROMPT})
+        assert words == spoken(list(("other " + PROMPT).encode()), 4)
+        first, second = site.engines["p"].calls[0], site.engines["d"].calls[0]
+        assert first.raw == second.raw
+        room = first.body.pop("bootstrap_room")
+        assert first.body == {
+            "model": "m",
+            **ASK,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": site.engines["p"].bootstrap_port,
+        }
+        assert 0 <= room < 1 << 63
+        site.engines["d"].statuses.append(500)
+        assert text(await site.post({**ASK, "prompt": "third " + PROMPT}))
+        site.engines["d"].statuses.append(400)
+        assert (await site.post({**ASK, "prompt": "fourth " + PROMPT})).status == 400
+
+    run(use, *pools)
+
+
+def test_sglangs_room_says_which_rank_prefills() -> None:
+    """The rank that is called is the one that the room's number means, and decode is told; what was
+    cached is prefill's word, whole and streamed. Of several choices each has a room."""
+
+    async def use(site: Site) -> None:
+        prefill = await site.add("p", "prefill", "sglang", dp_size=3)
+        decode = await site.add("d", "decode", "sglang", dp_size=2)
+        asks = [{**ASK, "prompt": f"{number} {PROMPT}"} for number in range(9)]
+        for ask, reply in zip(asks, await asyncio.gather(*map(site.post, asks)), strict=True):
+            assert text(reply) == "".join(spoken(list(str(ask["prompt"]).encode()), 4))
+        second = {call.body["bootstrap_room"]: call for call in decode.calls}
+        for first in prefill.calls:
+            rank = int(first.headers["x-data-parallel-rank"])
+            assert first.body["bootstrap_room"] % 3 == rank
+            told = second[first.body["bootstrap_room"]]
+            assert told.body == first.body | {"disagg_prefill_dp_rank": rank}
+            assert told.headers["x-data-parallel-rank"] in ("0", "1")
+        assert len({call.headers["x-data-parallel-rank"] for call in prefill.calls}) > 1
+        ask = {**asks[0], "prompt": "9 " + PROMPT}
+        await site.post(ask)
+        again = parsed(await site.post(ask))["usage"]["prompt_tokens_details"]
+        assert again["cached_tokens"] > 64
+        _, events = await streamed(site, {**ask, "stream_options": {"include_usage": True}})
+        assert events[-1]["usage"]["prompt_tokens_details"] == again
+        several = parsed(await site.post({**ask, "prompt": "10 " + PROMPT, "n": 3}))["choices"]
+        assert [it["text"] for it in several] == [
+            "".join(spoken(list(f"10 {PROMPT}".encode()), 4, choice)) for choice in range(3)
+        ]
+        noted = [note.said for note in site.fleet.notes if note.part == "prefill"][:-1]
+        assert noted[-2:] == [[again["cached_tokens"]]] * 2
+
+    run(use)
+
+
+def test_sglangs_decode_that_is_gone_is_to_blame_not_its_prefill() -> None:
+    """Prefill waits in the room for it: it keeps its place, and another decode is found."""
+    pools: list[Pool] = [("p", "prefill", "sglang"), ("c", "decode", "sglang")]
+
+    async def use(site: Site) -> None:
+        await site.add("d", "decode", "sglang")
+        await site.engines["c"].stop()
+        for number in range(3):
+            assert text(await site.post({**ASK, "prompt": f"{number} {PROMPT}"}))
+        assert {info.id for info in site.conductor.instances()} >= {"p", "d"}
+
+    run(use, *pools)
+
+
+# What fails.
+
+
+def test_what_is_the_gateways_to_say_is_refused() -> None:
+    """Parameters of KV transfer are not a client's; nor is a body without a prompt, or no JSON."""
+
+    async def use(site: Site) -> None:
+        for body, param in (
+            ({**ASK, "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+            ({**ASK, "bootstrap_room": 3}, "bootstrap_room"),
+            ({**ASK, "disagg_prefill_dp_rank": 0}, "disagg_prefill_dp_rank"),
+            ({**ASK, "vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
+            ({"max_tokens": 1}, "prompt"),
+            ({**ASK, "max_tokens": "x"}, "max_tokens"),
+            ({**ASK, "model": None}, "model"),
+            ({**ASK, "prompt": None}, "prompt"),
+            ({**ASK, "prompt": 5}, "prompt"),
+            ({**ASK, "prompt": {}}, "prompt"),
+        ):
+            reply = await site.post(body)
+            assert (reply.status, msgspec.json.decode(reply.body)["error"]["param"]) == (400, param)
+        for messages in (None, "hi", {}):
+            reply = await site.post({"messages": messages}, chat=True)
+            error = msgspec.json.decode(reply.body)["error"]
+            assert (reply.status, error["param"]) == (400, "messages")
+            assert error["message"] == "messages: must be a list of messages"
+        assert (await site.post(b"{")).status == 400
+        assert (await site.post({**ASK, "model": "other"})).status == 404
+        assert not site.engines["a"].calls
+
+    run(use, *ONE)
+
+
+@pytest.mark.parametrize("pools", [ONE, NIXL])
+def test_a_clients_4xx_is_the_clients(pools: list[Pool]) -> None:
+    """The engine's answer reaches it as it is; the engine is not called again, and stays."""
+
+    async def use(site: Site) -> None:
+        reply = await site.post({**ASK, "max_tokens": 4_000, "prompt": "y" * 2_048})
+        assert reply.status == 400
+        error = msgspec.json.decode(reply.body)["error"]
+        assert error["message"] == "maximum context length is 2048 tokens"
+        assert error["type"] == "BadRequestError"
+        assert sum(len(engine.calls) for engine in site.engines.values()) == 1
+        assert len(site.conductor.instances()) == len(pools)
+        assert text(await site.post(ASK)) == "".join(SAID)
+
+    run(use, *pools)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_5xx_is_retried_elsewhere_at_most_three_times(stream: bool) -> None:
+    """Another engine gets it; when three attempts failed, the client is told."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        site.engines["b"].statuses.append(503)
+        assert (await site.post({**ASK, "stream": stream})).status == 200
+        assert sum(len(engine.calls) for engine in site.engines.values()) == 3
+        for engine in site.engines.values():
+            engine.statuses += [500, 500, 500]
+        reply = await site.post({**ASK, "stream": stream})
+        assert reply.status == 502
+        assert sum(len(engine.calls) for engine in site.engines.values()) == 6
+
+    run(use, *pools)
+
+
+@pytest.mark.parametrize("pools", [[("a", "both", "none")], NIXL, MOONCAKE])
+@pytest.mark.parametrize("stream", [False, True])
+def test_engines_that_take_no_more_say_so_themselves(pools: list[Pool], stream: bool) -> None:
+    """All tries end in 429 or 503: that is the client's answer, with the engine's words and time,
+    or a second where it names none."""
+
+    async def use(site: Site) -> None:
+        name, engine = list(site.engines.items())[-1]  # of a pair the decode
+        for status, headers, wait in ((429, {"retry-after": "7"}, "7"), (503, {}, "1")):
+            engine.statuses += [status] * 3
+            engine.headers = headers
+            reply = await site.post({**ASK, "stream": stream})
+            assert (reply.status, reply.headers["retry-after"]) == (status, wait), name
+            assert b'"message":"told to"' in reply.body
+            assert not engine.statuses
+        engine.statuses += [429, 500, 500]
+        assert (await site.post({**ASK, "stream": stream})).status == 502
+        assert not site.conductor.core.promised().requests
+
+    run(use, *pools)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_an_engine_that_does_not_take_our_key_is_no_fault_of_the_client(status: int) -> None:
+    """Another one gets it."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses.append(status)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert site.calls == ["a", "b"]
+
+    run(use, ("a", "both", "none"), ("b", "both", "none"))
+
+
+def test_a_wrong_key_everywhere_is_a_502() -> None:
+    """Never the client's own 401."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses += [401] * 4
+        assert (await site.post(ASK)).status == 502
+
+    run(use, ("a", "both", "none"))
+
+
+def test_the_same_engine_is_not_called_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is left alone gets a moment; another one is called without it."""
+    monkeypatch.setattr(life, "_AGAIN_S", 3600.0)
+
+    async def elsewhere(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        assert (await site.post(ASK)).status == 200
+
+    async def nowhere_else(site: Site) -> None:
+        site.engines["a"].statuses.append(500)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await site.post(ASK)
+        assert site.calls == ["a"]
+
+    run(elsewhere, ("a", "both", "none"), ("b", "both", "none"))
+    run(nowhere_else, ("a", "both", "none"))
+
+
+def test_addresses_of_engines_stay_here() -> None:
+    """What a client reads of a failed call begins behind the address."""
+    for address in ("10.0.0.5:8000", "[::1]:80", "a-b.c:1"):
+        error = UpstreamError(f"{address}: cannot connect: x", sent=False)
+        assert plain(error, InstanceId("e")) == "e: cannot connect: x"
+    assert plain(CallLost("e answered 500: no"), InstanceId("e")) == "e answered 500: no"
+
+
+def test_an_estimated_length_refuses_nobody() -> None:
+    """Images are much text and few tokens: whether a prompt is too long its engine says."""
+
+    async def use(site: Site) -> None:
+        reply = await site.post({**ASK, "prompt": "y" * 1_000_000})
+        assert b"maximum context length is 2048" in reply.body
+        assert len(site.engines["a"].calls) == 1
+
+    run(use, *ONE)
+
+
+def test_a_slow_engine_is_left_only_before_its_first_byte() -> None:
+    """Late with the first token: another gets it. Silent after it: the stream ends in an error."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        site.engines["a"].delay_s = 5
+        words, _ = await streamed(site, ASK)
+        assert words == SAID
+        assert [engine.aborted for engine in site.engines.values()] == [1, 0]
+        site.engines["a"].delay_s = 0
+        for engine in site.engines.values():
+            engine.token_s = 0.5
+        words, events = await streamed(site, ASK)
+        assert words == SAID[:1]
+        assert events[-1]["error"]["type"] == "engine_error"
+
+    run(use, *pools, limits=Limits(0.7, 0.7, 0.2, 0.1))
+
+
+def test_who_failed_in_mid_stream_is_named() -> None:
+    """The error event has the engine's name and not its address."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].cut_after = 2
+        _, events = await streamed(site, ASK)
+        message = events[-1]["error"]["message"]
+        assert message.startswith("a: ")
+        assert "127.0.0.1" not in message
+
+    run(use, *ONE)
+
+
+@pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
+def test_prefill_dies_before_its_kv_is_fetched(pools: list[Pool]) -> None:
+    """Decode cannot have the KV any more: prefill again, and the text is right."""
+
+    async def use(site: Site) -> None:
+        first, second = site.engines["p"], site.engines["d"]
+        second.hold = asyncio.Event()
+        asking = asyncio.create_task(site.post(ASK))
+        while not second.calls:
+            await asyncio.sleep(0.01)
+        await first.restart()
+        second.hold.set()
+        second.hold = None
+        assert text(await asking) == "".join(SAID)
+        assert [len(first.calls), len(second.calls)] == [2, 2]
+        used = [call.body["kv_transfer_params"] for call in second.calls]
+        assert used[0]["remote_engine_id"] != used[1]["remote_engine_id"]
+        name = "remote_request_id" if pools is NIXL else "transfer_id"
+        assert used[0][name] != used[1][name]
+
+    run(use, *pools)
+
+
+def test_a_prefill_that_is_lost_is_broken_off() -> None:
+    """The fleet has noticed that the engine restarted: its call is cut and made again."""
+
+    async def use(site: Site) -> None:
+        first, second = site.engines["p"], site.engines["d"]
+        first.hold = asyncio.Event()
+        asking = asyncio.create_task(site.post(ASK))
+        while not first.calls:
+            await asyncio.sleep(0.01)
+        site.rejoin("p")
+        while not first.aborted:
+            await asyncio.sleep(0.01)
+        first.hold.set()
+        assert text(await asking) == "".join(SAID)
+        assert [len(first.calls), len(second.calls)] == [2, 1]
+
+    run(use, *NIXL)
+
+
+def once_prefilled(site: Site, do: Callable[[], None]) -> None:
+    """Have this happen when the Conductor is first told that a prefill has ended."""
+    tell = site.conductor.tell
+    happened: list[bool] = []
+
+    def told(*facts: Fact) -> None:
+        tell(*facts)
+        if isinstance(facts[0], PrefillEnded) and not happened:
+            happened.append(True)
+            do()
+
+    site.conductor.tell = told  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
+def test_prefill_that_is_another_start_is_not_asked_for_old_kv(pools: list[Pool]) -> None:
+    """Once the fleet has noticed, decode is not even called with the old parameters."""
+
+    async def use(site: Site) -> None:
+        once_prefilled(site, lambda: site.rejoin("p"))
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert [len(site.engines[name].calls) for name in "pd"] == [2, 1]
+
+    run(use, *pools)
+
+
+def test_a_bad_engine_id_is_asked_for_again() -> None:
+    """Mooncake's prefill restarted unseen: decode says 500, the bootstrap is asked, one retry."""
+
+    async def use(site: Site) -> None:
+        assert text(await site.post(ASK)) == "".join(SAID)
+        await site.engines["p"].restart()
+        other = {**ASK, "prompt": "again, " + PROMPT}
+        assert text(await site.post(other)) == "".join(spoken(list(other["prompt"].encode()), 4))
+        names = [c.body["kv_transfer_params"]["remote_engine_id"] for c in site.engines["d"].calls]
+        assert names == ["p-1-dp0", "p-1-dp0", "p-2-dp0"]
+
+    run(use, *MOONCAKE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hung_transfer_ends_by_our_deadline(stream: bool) -> None:
+    """An id that prefill does not know makes decode wait for minutes: cut, and made anew."""
+
+    async def use(site: Site) -> None:
+        site.engines["p"].lost_handovers = 1
+        reply = await site.post({**ASK, "stream": stream})
+        assert reply.status == 200
+        assert reply.body.count(SAID[0].encode()) >= 1
+        assert site.engines["d"].aborted == 1
+        assert len(site.engines["p"].calls) == 2
+
+    run(use, *MOONCAKE, limits=Limits(5, 0.3, 5, 0.05))
+
+
+def test_nixl_parameters_are_not_used_after_their_lease() -> None:
+    """Stale ones give wrong text with 200: a decode that comes too late prefills again."""
+
+    async def use(site: Site) -> None:
+        now_us = site.conductor.now_us
+
+        def time_passes() -> None:
+            site.conductor.now_us = lambda: now_us() + 26_000_000
+
+        once_prefilled(site, time_passes)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert [len(site.engines[name].calls) for name in "pd"] == [2, 1]
+
+    run(use, *NIXL)
+
+
+def slow_decode(site: Site, *pages: tuple[int, int, int] | None) -> None:
+    """The decode engine takes a second for a whole reply. Its counts: who waits, who runs, who has
+    ended, one page after the other; None: it gives none."""
+    engine, left = site.engines["d"], list(pages)
+    engine.delay_s = 1.0
+
+    def page() -> Page:
+        said = left.pop(0) if len(left) > 1 else left[0]
+        if said is None:
+            raise EngineFailed("no page")
+        waiting, running, finished = said
+        return Page(ranks={"0": RankPage(waiting=waiting, running=running, finished=finished)})
+
+    async def load() -> Page:
+        return page()
+
+    site.fleet.members[InstanceId("d")].load = load  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("pages", "prefills"),
+    [
+        ([(1, 3, 9)], 2),  # it waits until the KV's time is over
+        ([(2, 3, 9), None, (3, 3, 10)], 2),  # one of two went in, and the look between failed
+        ([(0, 4, 9)], 1),
+        ([(2, 3, 9), (2, 4, 10)], 1),  # two went in: it waits no more, others do
+        ([None], 1),  # nobody knows
+    ],
+)
+def test_a_whole_reply_is_not_waited_for_beyond_the_time_of_its_kv(
+    pages: list[tuple[int, int, int] | None], prefills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reply that does not stream the engine's counts tell whether it has begun; where it kept
+    the call waiting, the KV may be another's by now, and the prompt is prefilled again."""
+    monkeypatch.setattr(lease, "_LOOK_S", 0.05)
+
+    async def use(site: Site) -> None:
+        slow_decode(site, *pages)
+
+        def again() -> None:
+            site.engines["d"].delay_s = 0.0
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.3, again)
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert len(site.engines["p"].calls) == prefills
+        assert site.engines["d"].aborted == prefills - 1
+
+    run(use, *NIXL, limits=Limits(5, 0.4, 5, 0.5))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("renews", "prefills"), [(True, 1), (False, 2)])
+def test_a_lease_that_decode_renews_does_not_end_while_it_waits(
+    renews: bool, prefills: int, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer vLLM holds the KV from when decode's engine has the request; else the first token must
+    come within the lease."""
+    monkeypatch.setattr(lease, "_LOOK_S", 0.05)
+    monkeypatch.setattr(nixl, "LEASE_US", 300_000)
+
+    async def use(site: Site) -> None:
+        slow_decode(site, (1, 3, 9))
+        site.engines["p"].renews = renews
+        asyncio.get_running_loop().call_later(0.2, setattr, site.engines["d"], "delay_s", 0.0)
+        assert (await site.post({**ASK, "stream": stream})).status == 200
+        assert len(site.engines["p"].calls) == prefills
+
+    run(use, *NIXL)
+
+
+def test_the_time_to_a_first_token_is_noted_where_it_is_known() -> None:
+    """Of streams; of a pair's replies, by prefill's end; of a whole one only if it is its only."""
+
+    async def use(site: Site) -> None:
+        def count() -> int:
+            return sum(ttft._counts)
+
+        ttft = site.relay.metrics.ttft
+        last = site.engines[list(site.engines)[-1]]
+        paired = len(site.engines) > 1
+        await streamed(site, ASK)
+        assert (count(), len(site.fleet.notes[-1].said)) == (1, 1)
+        last.delay_s = 0.3
+        await site.post({**ASK, "prompt": "another " + PROMPT})
+        assert (count(), len(site.fleet.notes[-1].said)) == (1 + paired, 1)
+        before = ttft._sum_s
+        assert not paired or before < 0.3, "prefill's end, not the reply's"
+        await site.post({"prompt": "a third " + PROMPT, "max_tokens": 1})
+        assert count() == 2 + paired
+        assert ttft._sum_s - before >= 0.3
+        assert site.fleet.notes[-1].streams == (not paired)
+
+    for pools in (ONE, NIXL, MOONCAKE):
+        run(use, *pools)
+
+
+def test_decode_dies_in_mid_stream() -> None:
+    """What came is not sent again; the last event says what happened, and both sides are free."""
+
+    async def use(site: Site) -> None:
+        site.engines["d"].cut_after = 2
+        words, events = await streamed(site, ASK)
+        assert words == SAID[:2]
+        assert "error" in events[-1]
+        assert len(site.engines["d"].calls) == 1
+
+    run(use, *NIXL)
+
+
+def test_an_engine_that_says_in_its_stream_that_it_failed() -> None:
+    """Before the first token that is as good as a 5xx; after it the client gets those words."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        site.engines["a"].error_after = 0
+        assert (await streamed(site, ASK))[0] == SAID
+        assert [len(engine.calls) for engine in site.engines.values()] == [1, 1]
+        for engine in site.engines.values():
+            engine.error_after = 2
+        words, events = await streamed(site, ASK)
+        assert (words, events[-1]["error"]["message"]) == (SAID[:2], "EngineCore died")
+        assert [record.outcome for record in site.conductor.records.values()] == [
+            "length",
+            "failed",
+        ]
+
+    run(use, *pools)
+
+
+def test_decode_dies_before_a_whole_reply() -> None:
+    """Nothing was sent, so another does it."""
+
+    async def use(site: Site) -> None:
+        await site.add("e", "decode", "nixl")
+        asked = site.engines["d"], site.engines["e"]
+        for engine in asked:
+            engine.token_s = 0.1
+        asking = asyncio.create_task(site.post(ASK))
+        while not any(engine.running for engine in asked):
+            await asyncio.sleep(0.01)
+        at = next(engine for engine in asked if engine.running)
+        await at.stop()
+        assert text(await asking) == "".join(SAID)
+
+    run(use, *NIXL)
+
+
+@pytest.mark.parametrize("where", ["p", "d", "stream"])
+def test_a_client_that_leaves_frees_both_sides(where: str) -> None:
+    """Whoever works for it is told by the end of its connection; nothing stays promised."""
+
+    async def use(site: Site) -> None:
+        if where == "stream":
+            site.engines["d"].token_s = 0.05
+            async with site.stream({**ASK, "max_tokens": 50}) as events:
+                await anext(events)
+            at = site.engines["d"]
+        else:
+            at = site.engines[where]
+            at.hold = asyncio.Event()
+            asking = asyncio.create_task(site.post(ASK))
+            while not at.calls:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+        async with asyncio.timeout(5):
+            while not at.aborted:
+                await asyncio.sleep(0.01)
+
+    run(use, *NIXL)
+
+
+def test_an_instance_that_is_lost_ends_its_calls() -> None:
+    """Before the first byte it is made again elsewhere, after it the client is told."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        for engine in site.engines.values():
+            engine.hold = asyncio.Event()
+        asking = asyncio.create_task(streamed(site, ASK))
+        while not site.busy:
+            await asyncio.sleep(0.01)
+        [at] = [name for name, engine in site.engines.items() if engine.running]
+        for engine in site.engines.values():
+            engine.hold = None if engine.name != at else engine.hold
+        site.rejoin(at)
+        assert (await asking)[0] == SAID
+        assert site.engines[at].aborted == 1
+        site.engines[at].hold = None
+        for engine in site.engines.values():
+            engine.token_s = 0.1
+        async with site.stream(ASK) as events:
+            seen = [await anext(events)]
+            [at] = [name for name, engine in site.engines.items() if engine.running]
+            site.rejoin(at)
+            seen += [event async for event in events]
+        assert "restarted" in seen[-1]["error"]["message"]
+
+    run(use, *pools)
+
+
+def test_nobody_listens_there() -> None:
+    """An engine that refuses connections is forgotten until it joins again; others serve."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        await site.engines["a"].stop()
+        assert text(await site.post(ASK)) == "".join(SAID)
+        assert [info.id for info in site.conductor.instances()] == ["b"]
+
+    run(use, *pools)
+
+
+# Prompts.
+
+
+def test_prompts_are_read_as_well_as_may_be() -> None:
+    """By the client's ids, our tokenizer, the engine's, or its text; said in the metrics."""
+
+    async def use(site: Site) -> None:
+        tool = {"type": "function", "function": {"name": "look"}}
+        messages = [{"role": "user", "content": "hello there"}]
+        await site.post({"prompt": [1, 2, 3], "max_tokens": 1})
+        await site.post({"prompt": "text", "max_tokens": 1})
+        site.fleet.exact = ByteText()  # type: ignore[assignment]
+        await site.post({"messages": messages, "max_tokens": 1}, chat=True)
+        await site.post({"messages": messages, "tools": [tool], "max_tokens": 1}, chat=True)
+        assert [note.prompt for note in site.fleet.notes] == [3, 1, 18, 66]
+        await site.post({"prompt": ["one", "two"], "max_tokens": 1})
+        how = site.relay._reader.read
+        assert how == {"ids": 1, "text": 1, "tokens": 1, "engine": 1, "unread": 1}
+        assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.relay.metrics.text()
+
+    run(use, *ONE)
+
+
+def test_the_next_engine_makes_tokens_where_one_did_not() -> None:
+    """Who does not answer is asked no second time in a row."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
+
+    async def use(site: Site) -> None:
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        ask = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 1}
+        site.fleet.exact = ByteText()  # type: ignore[assignment]
+        site.fleet.members[InstanceId("a")].url = "http://127.0.0.1:9"
+        for _ in range(3):
+            parsed(await site.post(ask, chat=True))
+        assert site.relay._reader.read == {"unread": 1, "engine": 2}
+
+    run(use, *pools)
+
+
+def test_what_follows_a_streams_end_is_read_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that goes on without end after its last event ends with its client's stream."""
+    monkeypatch.setattr(calls, "_DRAIN_S", 0.2)
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        said = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + said)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b": more\n\n")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    async def use(site: Site) -> None:
+        async with await asyncio.start_server(endless, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            site.fleet.members[InstanceId("a")].url = f"http://127.0.0.1:{port}"
+            async with asyncio.timeout(5):
+                reply = await site.post(ASK | {"stream": True})
+            assert b"data: [DONE]\n\n" in reply.body
+
+    run(use, *ONE)
+
+
+def test_where_nothing_is_told_the_index_follows_what_was_sent() -> None:
+    """A prompt that shares a long beginning goes to who has it, and what was reused confirms it."""
+    pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none"), ("c", "both", "none")]
+
+    async def use(site: Site) -> None:
+        head = PROMPT * 6
+        for tail in ("one", "two", "three", "four"):
+            await site.post({**ASK, "prompt": head + tail})
+            await site.post({**ASK, "prompt": tail * 40})
+        asked = {
+            name: sum(call.body["prompt"].startswith(head) for call in engine.calls)
+            for name, engine in site.engines.items()
+        }
+        assert sorted(asked.values()) == [0, 0, 4]
+        assert site.conductor.core.index.entries > 0
+
+    run(use, *pools, tuning=Tuning(policy="cache_aware"))
+
+
+def test_tbt_and_tokens_are_noted_for_the_fleet() -> None:
+    """Each call is told from its sending to its end, with its tokens and what was cached."""
+
+    async def use(site: Site) -> None:
+        await streamed(site, {**ASK, "stream_options": {"include_usage": True}})
+        first, second = site.fleet.notes
+        assert (first.instance, first.part, first.count, first.said) == ("p", "prefill", 1, [0])
+        assert (second.instance, second.part, second.count) == ("d", "decode", 4)
+        assert (first.over, second.over) == (1, 1)
+
+    run(use, *NIXL)
+
+
+def test_blocks_that_a_shared_store_has_lost_are_told() -> None:
+    """Who fetches from one and reports less cached than was expected did not find the rest."""
+
+    async def use(site: Site) -> None:
+        site.fleet.exact = ByteText()  # type: ignore[assignment]
+        info = site.fleet.members[InstanceId("a")].infos[InstanceId("a")]
+        site.join(msgspec.structs.replace(info, epoch=2, fetches=True))
+        ids, size = list(range(1, 100)), info.namespace.block_size
+        keys = tuple(chain_keys(info.namespace.root(), ids, size))
+        site.conductor.tell(BlocksStored(POOL, keys, None, "dram", 0))
+        for _ in range(2):  # the engine itself has it the second time
+            await site.post({"prompt": ids, "max_tokens": 1})
+            assert tuple(site.fleet.lacking) == keys
+
+    run(use, *ONE)

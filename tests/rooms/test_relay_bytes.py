@@ -1,0 +1,160 @@
+"""Bodies and replies as they pass: what is changed in them, byte by byte."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonserve.core.errors import BadRequest
+from moonserve.live.drive import usage
+from moonserve.live.drive.bodies import Asked, Form
+from moonserve.live.drive.passing import Passing
+
+CHUNK = b'data: {"id":"c","choices":[{"index":0,"text":" a","finish_reason":null}]}\n\n'
+LAST = b'data: {"id":"c","choices":[{"index":0,"text":" \\"usage\\":","finish_reason":"stop"}]}\n\n'
+USAGE = (
+    b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":150,"total_tokens":158,'
+    b'"completion_tokens":8,"prompt_tokens_details":{"cached_tokens":150}}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+STREAM = CHUNK * 7 + LAST + USAGE + DONE
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=12), st.none() | st.integers(0, 200))
+def test_a_stream_passes_whole_however_it_is_cut(cuts: list[int], cached: int | None) -> None:
+    """What goes out ends with an event's end each time, and together it is what came in.
+
+    But for cached_tokens, which are prefill's, and never more than the prompt.
+    """
+    reply = Passing(cached)
+    out = []
+    for begin, end in pairwise(sorted({0, len(STREAM), *cuts})):
+        if whole := reply.whole(STREAM[begin:end]):
+            assert whole.endswith(b"\n\n")
+            out.append(reply.passed(whole))
+    said = 150 if cached is None else min(cached, 150)
+    assert b"".join(out) == STREAM.replace(b'cached_tokens":150', b'cached_tokens":%d' % said)
+    assert (reply.done, reply.failed, reply.finish) == (True, False, "stop")
+    assert (reply.cached, reply.tokens, reply.counted.prompt) == (said, 8, 150)
+
+
+@given(st.lists(st.integers(0, len(STREAM) + STREAM.count(b"\n")), max_size=12))
+def test_lines_may_end_in_two_bytes(cuts: list[int]) -> None:
+    """The standard has three line ends: events with CRLF go on at once too, however cut."""
+    crlf = STREAM.replace(b"\n", b"\r\n")
+    reply, out = Passing(), b""
+    for begin, end in pairwise(sorted({0, len(crlf), *cuts})):
+        whole = reply.whole(crlf[begin:end])
+        out += reply.passed(whole)
+        assert len(crlf[:end].split(b"\r\n\r\n")) == len(out.split(b"\n\n"))
+    assert out == STREAM
+    assert (reply.done, reply.finish, reply.tokens) == (True, "stop", 8)
+
+
+def test_without_usage_tokens_are_counted_by_events() -> None:
+    """Seven and the last, whatever was said of usage in the text."""
+    reply = Passing()
+    reply.passed(CHUNK * 7 + LAST + DONE)
+    assert (reply.tokens, reply.cached, reply.counted) == (8, None, usage.Usage())
+
+
+def test_an_engines_error_in_its_stream_is_seen() -> None:
+    """vLLM tells of a failure as an event."""
+    reply = Passing()
+    reply.passed(CHUNK)
+    assert not reply.failed
+    reply.passed(b'data: {"error":{"message":"EngineCore died","code":500}}\n\n')
+    assert reply.failed
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}', usage.Usage(9)),
+        (b'{"usage":null}', usage.Usage()),
+        (b'{"usage": {"prompt_tokens": 9, "completion_tokens": 2}}', usage.Usage(9, 2)),
+        (
+            b'{"choices":[{"text":"\\"usage\\":{\\"cached_tokens\\":7}"}],"usage":{"prompt_tokens":9,'
+            b'"prompt_tokens_details":{"cached_tokens":12}},"kv":{"remote_prefill_cached_tokens":3}}',
+            usage.Usage(9, None, 9),
+        ),
+        (b"no json", usage.Usage()),
+    ],
+)
+def test_usage_is_read_where_it_stands(body: bytes, said: usage.Usage) -> None:
+    """Only the key itself counts, never the same words in text; cached is at most the prompt."""
+    assert usage.read(body) == said
+    patched = usage.patched(body, 5)
+    if said.cached is None:
+        assert patched == body
+    else:
+        assert patched == body.replace(b'"cached_tokens":12', b'"cached_tokens":5')
+
+
+def test_counts_that_no_engine_can_mean_are_not_read() -> None:
+    """Of thousands of digits."""
+    said = usage.read(b'"usage":{"prompt_tokens":%b,"completion_tokens":3}' % (b"9" * 5_000))
+    assert said.completion == 3
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "n2", "logprobs", "seed", "min_tokens"]), VALUES),
+    st.sampled_from(["chat", "completion"]),
+    st.booleans(),
+)
+def test_prefill_and_decode_get_what_the_client_asked(
+    more: dict[str, object], form: Form, stream: bool
+) -> None:
+    """Every other field stays as it was, in its place; decode's is only added to."""
+    more = {name: value for name, value in more.items() if name != "n2"}
+    asked = {"model": "m", "prompt": "hi", "messages": [], "stream": stream, **more}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    raw = msgspec.json.encode(asked)
+    it = Asked(form, raw)
+    params = b'{"do_remote_decode":true,"x":[1,null]}'
+    first = msgspec.json.decode(it.for_prefill(params))
+    changed = {"max_tokens": 1, "stream": False, "kv_transfer_params": msgspec.json.decode(params)}
+    if form == "chat":
+        changed["max_completion_tokens"] = 1
+    kept = {k: v for k, v in asked.items() if k not in ("min_tokens", "stream_options")}
+    assert first == {**kept, **changed}
+    assert [k for k in first if k in kept] == list(kept)
+    second = it.with_fields({"kv_transfer_params": params})
+    assert second == raw[:-1] + b',"kv_transfer_params":' + params + b"}"
+
+
+@pytest.mark.parametrize(
+    ("more", "whole"),
+    [
+        ({}, False),
+        ({"n": 1, "best_of": 1, "logprobs": True}, False),
+        ({"n": 2}, True),
+        ({"best_of": 3}, True),
+        ({"use_beam_search": True}, True),
+        ({"prompt_logprobs": 0}, True),
+        ({"echo": True}, True),
+    ],
+)
+def test_what_has_several_readers_is_one_engines(more: dict[str, object], whole: bool) -> None:
+    """KV that is handed on is for one reader."""
+    raw = msgspec.json.encode({"model": "m", "prompt": "hi", **more})
+    assert Asked("completion", raw).whole is whole
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"model":1,"prompt":"x"}', b'{"prompt":"x"}', b"{"])
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    """400, before any engine is asked."""
+    with pytest.raises(BadRequest):
+        Asked("completion", body)

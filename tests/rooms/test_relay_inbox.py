@@ -1,0 +1,120 @@
+"""The Conductor's word while an engine is awaited: what ends the wait, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import pytest
+
+from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Refuse, Release
+from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.units import RequestId
+from moonserve.live.drive.calls import CallLost
+from moonserve.live.drive.inbox import Inbox
+
+R = RequestId("r")
+
+
+def run(use: Callable[[Inbox], Awaitable[None]]) -> None:
+    """In a task that has an inbox."""
+
+    async def main() -> None:
+        async with asyncio.timeout(5):
+            await use(Inbox())
+
+    asyncio.run(main())
+
+
+def soon(do: Callable[..., object], *args: object) -> None:
+    """At the loop's next turn."""
+    asyncio.get_running_loop().call_soon(do, *args)
+
+
+def test_an_abort_ends_the_wait_for_its_call_only() -> None:
+    """Of another number it is of no effect; the task goes on after, as if nothing was cancelled."""
+
+    async def use(inbox: Inbox) -> None:
+        inbox.out(2)
+        soon(inbox.put_nowait, Abort(R, 1, "an older one"))
+        await inbox.engine(asyncio.sleep(0.01))
+        soon(inbox.put_nowait, Abort(R, 2, "gone"))
+        with pytest.raises(CallLost, match="gone"):
+            await inbox.engine(asyncio.sleep(4))
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()
+        with pytest.raises(CallLost, match="gone"):
+            await inbox.engine(asyncio.sleep(4))  # lost is lost, until another call goes out
+        inbox.out(3)
+        await inbox.engine(asyncio.sleep(0))
+
+    run(use)
+
+
+def test_an_abort_that_comes_with_its_call_ends_it() -> None:
+    """The Conductor says both in one step: the call must not wait for an engine that is gone."""
+
+    async def use(inbox: Inbox) -> None:
+        decode = Decode(R, 7, cast(InstanceInfo, None))
+        inbox.put_nowait(decode)
+        inbox.put_nowait(Abort(R, 7, "gone"))
+        assert await inbox.get() is decode
+        inbox.out(7)
+        with pytest.raises(CallLost, match="gone"):
+            await inbox.engine(asyncio.sleep(4))
+        inbox.out(8)
+        await inbox.engine(asyncio.sleep(0))
+
+    run(use)
+
+
+def test_an_abort_between_waits_is_not_forgotten() -> None:
+    """It came while the client was written to: the next wait does not begin."""
+
+    async def use(inbox: Inbox) -> None:
+        inbox.out(1)
+        inbox.put_nowait(Abort(R, 1, "gone"))
+        await asyncio.sleep(0)  # no wait for an engine: nothing is cancelled here
+        with pytest.raises(CallLost):
+            await inbox.engine(asyncio.sleep(4))
+
+    run(use)
+
+
+def test_a_client_that_leaves_is_no_lost_call() -> None:
+    """A cancel from elsewhere goes through, also beside an abort at the same moment."""
+
+    async def use(inbox: Inbox) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        inbox.out(1)
+        for abort in (False, True):
+            if abort:
+                soon(inbox.put_nowait, Abort(R, 1, "gone"))
+            soon(task.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await inbox.engine(asyncio.sleep(4))
+            while task.cancelling():
+                task.uncancel()
+
+    run(use)
+
+
+def test_a_refusal_ends_the_wait_and_is_read_then() -> None:
+    """So does giving up; with no call out they are only read. The rest is read in turn."""
+
+    async def use(inbox: Inbox) -> None:
+        inbox.put_nowait(Release(R, ()))
+        for last in (GiveUp(R, "over"), Refuse(R, "no room")):
+            inbox.out(1)
+            soon(inbox.put_nowait, last)
+            with pytest.raises(CallLost, match=last.why):
+                await inbox.engine(asyncio.sleep(4))
+            inbox.out(0)
+        soon(inbox.put_nowait, GiveUp(R, "later"))
+        got = [await inbox.get() for _ in range(4)]
+        assert [type(action) for action in got] == [Release, GiveUp, Refuse, GiveUp]
+
+    run(use)

@@ -1,0 +1,583 @@
+"""Several gateways and workers on one event loop, over a registry in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from moonserve.core.errors import ConfigError, NobodyAlive, RegistryError, StoreError
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import (
+    BlocksStored,
+    InstanceInfo,
+    InstanceLoad,
+    Joined,
+    PassSample,
+    Promises,
+)
+from moonserve.core.units import BlockKey, InstanceId, RequestId
+from moonserve.live import tasks
+from moonserve.live.control import peers, takeover
+from moonserve.live.control.control import Control
+from moonserve.live.control.join import Internal
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.control.peers import Several, Told
+from moonserve.live.external.found import Found
+from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.server import App, Server, serve
+from moonserve.live.process.config import GatewayConfig
+from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry, find_master
+from moonserve.live.store.reports import POOL
+from moonserve.live.worker import gateways as worker_gateways
+from moonserve.live.worker import join
+from moonserve.live.worker.gateways import Gateways
+from tests.support.cluster import info
+from tests.support.engines import Engine, rig
+from tests.support.registry import MemoryRegistry, Shared
+
+TOKEN = "a-secret"
+KEYS = tuple(BlockKey(bytes([n // 256, n % 256])) for n in range(3_000))
+P0 = InstanceId("p0")
+
+
+class Site:
+    """Gateways of one registry, on real sockets."""
+
+    def __init__(self) -> None:
+        self.shared = Shared()
+        self.registry = MemoryRegistry(self.shared)
+        self.http = HttpClient()
+        self._stack = contextlib.AsyncExitStack()
+
+    async def gateway(
+        self, name: str, known: Callable[[], Awaitable[object]] | None = None
+    ) -> Gate:
+        """One more, registered."""
+        gate = Gate(self, known)
+        await gate.start(name)
+        self._stack.push_async_callback(gate.close)
+        return gate
+
+    async def close(self) -> None:
+        """End all."""
+        await self._stack.aclose()
+        await self.http.close()
+
+
+class Gate:
+    """A gateway, as far as several of them need it."""
+
+    def __init__(self, site: Site, known: Callable[[], Awaitable[object]] | None) -> None:
+        self.loop = ConductorLoop(Conductor(), lambda lease: None)
+        self.internal = Internal(self.loop, TOKEN, ["m"])
+        registry = MemoryRegistry(site.shared)
+        self.several = Several(registry, self.loop, self.internal, site.http, TOKEN, known)
+        self.server: Server | None = None
+        self.url = ""
+
+    async def start(self, name: str) -> None:
+        routes = self.internal.routes() | self.several.routes()
+        self.server = await serve(App(routes), "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.port}"
+        await self.several.start(GatewayEntry(name, 1, self.url))
+
+    def knows(self, name: str) -> bool:
+        """Whether it has that instance."""
+        return name in self.loop.core.view.instances
+
+    def queue_us(self) -> int:
+        """Of p0."""
+        return self.loop.core.view.instances[P0].queue_us(self.loop.now_us())
+
+    async def close(self) -> None:
+        assert self.server is not None
+        await self.several.close()
+        await self.server.stop(0)
+        self.loop.stop()
+
+
+def run(test: Callable[[Site], Awaitable[None]]) -> None:
+    """Run one test on a site."""
+
+    async def main() -> None:
+        site = Site()
+        try:
+            async with asyncio.timeout(20):
+                await test(site)
+        finally:
+            await site.close()
+
+    asyncio.run(main())
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Poll until it holds."""
+    while not true():
+        await asyncio.sleep(0.01)
+
+
+def test_what_one_promises_counts_for_the_other_until_it_ends_or_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ledgers meet in the views within moments; a gateway that dies has promised nothing."""
+    monkeypatch.setattr(peers, "_SILENT_S", 0.5)
+
+    async def test(site: Site) -> None:
+        await site.registry.register(INSTANCES + "p0", msgspec.json.encode(info("p0", "prefill")))
+        one, other = await site.gateway("g1"), await site.gateway("g2")
+        await until(lambda: one.knows("p0") and other.knows("p0"))
+        view = one.loop.core.view.instances[P0]
+        view.promise_prefill(RequestId("r"), 60_000_000, 10, one.loop.now_us())
+        await until(lambda: other.queue_us() > 50_000_000)
+        assert other.loop.core.promised().prefills == 0, "the ledger is its own"
+        view.end_prefill(RequestId("r"), one.loop.now_us())
+        await until(lambda: other.queue_us() == 0)
+        view.promise_prefill(RequestId("r"), 60_000_000, 10, one.loop.now_us())
+        await until(lambda: other.queue_us() > 50_000_000)
+        for task in one.several._peers.values():
+            task.cancel()  # as if it hung; its entry is still there
+        await until(lambda: other.queue_us() == 0)
+
+    run(test)
+
+
+def test_a_gateway_that_left_has_promised_nothing_and_an_older_start_is_not_heard() -> None:
+    """Its entry is gone: so are its promises; what a start before it says late has no effect."""
+
+    async def test(site: Site) -> None:
+        one = await site.gateway("g1")
+        one.loop.tell(Joined(info("p0", "prefill")))
+        await until(lambda: one.knows("p0"))
+        entry = await site.registry.register(
+            GATEWAYS + "g9", msgspec.json.encode(GatewayEntry("g9", 7, "http://127.0.0.1:9"))
+        )
+
+        async def say(epoch: int, queue_us: int) -> None:
+            row = Promises(P0, 1, queue_us, 1, 0, 0, 0, 0)
+            body = msgspec.msgpack.encode(Told("g9", epoch, (row,)))
+            url, headers = f"{one.url}/internal/promises", {"authorization": f"Bearer {TOKEN}"}
+            reply = await site.http.request("POST", url, headers=headers, body=body, timeout_s=2)
+            assert reply.status == 200
+            await asyncio.sleep(0)
+
+        await until(lambda: one.several._peers)
+        await say(7, 10**8)
+        assert one.queue_us() > 10**7
+        await say(6, 10**9)
+        assert one.queue_us() < 2 * 10**8
+        await entry.close()
+        await until(lambda: one.queue_us() == 0)
+        refused = await site.http.request(
+            "POST", f"{one.url}/internal/promises", body=b"", timeout_s=2
+        )
+        assert refused.status == 401
+
+    run(test)
+
+
+def test_one_leads_and_when_it_leaves_the_other_does() -> None:
+    """The single duties are with one gateway at a time; hot prefixes are copied there alone."""
+
+    async def test(site: Site) -> None:
+        one, other = await site.gateway("g1"), await site.gateway("g2")
+        await until(lambda: one.loop.core.hot.leads and not other.loop.core.hot.leads)
+        await one.several.close()
+        await until(lambda: other.loop.core.hot.leads and not one.loop.core.hot.leads)
+
+    run(test)
+
+
+def test_a_newcomer_takes_over_what_nobody_else_would_tell_it() -> None:
+    """Blocks of a foreign pool: the same chains, in pieces, and told again they are one copy."""
+
+    async def test(site: Site) -> None:
+        one = await site.gateway("g1")
+        stored = BlocksStored(POOL, KEYS, None, "dram", 0)
+        one.internal.seen([stored])
+        await until(lambda: len(one.loop.core.index) == len(KEYS))
+        other = await site.gateway("g2")
+        assert other.several.not_ready
+        await other.several.gathered.wait()
+        assert other.several.index == f"{len(KEYS)} blocks from {one.url}"
+        index = other.loop.core.index
+        await until(lambda: len(index) == len(KEYS))
+        assert index.match(KEYS).by_holder == {POOL: len(KEYS)}
+        other.internal.seen([stored])
+        await asyncio.sleep(0.01)
+        assert index.inventory(POOL) == [(KEYS, None, "dram", 0)]
+
+    run(test)
+
+
+def test_a_registry_that_is_away_at_the_start_keeps_nobody_from_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot say who has an index: there is none, and that is said."""
+
+    async def away(self: MemoryRegistry, prefix: str) -> dict[str, bytes]:
+        raise RegistryError("etcd is away")
+
+    async def test(site: Site) -> None:
+        one = Gate(site, None)
+        monkeypatch.setattr(MemoryRegistry, "read", away)
+        gathering = asyncio.create_task(one.several._gather())
+        await one.several.gathered.wait()
+        assert one.several.index == "incomplete: etcd is away"
+        assert not one.several.not_ready
+        await gathering
+
+    run(test)
+
+
+def test_a_bug_in_a_task_of_the_registry_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the log, and the task goes on: gateways that come later are found."""
+    monkeypatch.setattr(tasks, "_AGAIN_S", 0.01)
+
+    async def test(site: Site) -> None:
+        one = await site.gateway("one")
+        follow, failed = peers.decoded, list[str]()
+
+        def fails(entries: Any, prefix: str, shape: Any) -> Any:
+            if prefix == GATEWAYS and not failed:
+                failed.append(prefix)
+                raise RuntimeError("a bug")
+            return follow(entries, prefix, shape)
+
+        monkeypatch.setattr(peers, "decoded", fails)
+        await site.gateway("two")
+        while not one.several._peers:
+            await asyncio.sleep(0.01)
+        assert "a bug" in caplog.text
+
+    run(test)
+
+
+@pytest.mark.parametrize("body", [b"", b"\x05\x00\x00\x00oops!", b"\xff\xff\xff\x7f", b"\x05\x00"])
+def test_a_peer_that_tells_nonsense_keeps_nobody_from_serving(body: bytes) -> None:
+    """It is named, the next one is asked, and without one the index is said to be incomplete."""
+
+    async def test(site: Site) -> None:
+        async def index(request: HttpRequest) -> Response:
+            return Response(body=body)
+
+        server = await serve(App({("GET", takeover.PATH): index}), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.port}"
+        entry = GatewayEntry("g0", 1, url)
+        await site.registry.register(GATEWAYS + "g0", msgspec.json.encode(entry))
+        one = await site.gateway("g1")
+        await one.several.gathered.wait()
+        assert one.several.index.startswith(f"incomplete: {url}/internal/index")
+        other = await site.gateway("g2")
+        await other.several.gathered.wait()
+        assert other.several.index == f"0 blocks from {one.url}"
+        await server.stop(0)
+
+    run(test)
+
+
+def test_an_index_that_does_not_come_is_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the deadline the gateway serves with what it has, and says so."""
+    monkeypatch.setattr(peers, "_BOOT_S", 0.05)
+
+    async def test(site: Site) -> None:
+        one = await site.gateway("g1", asyncio.Event().wait)
+        assert one.several.not_ready
+        await one.several.gathered.wait()
+        assert one.several.not_ready == ""
+        assert one.several.index.startswith("incomplete")
+        metrics = {m.name: m.samples[0].value for m in peers.Standing(one.several).collect()}
+        assert metrics["moonserve_index_complete"] == 0
+        assert metrics["moonserve_gateway_leads"] == 1
+
+    run(test)
+
+
+def test_entries_that_cannot_be_used_are_named_and_the_others_are_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No JSON, another model, another layout of KV."""
+
+    async def test(site: Site) -> None:
+        good = info("p1", "prefill")
+        other_layout = msgspec.structs.replace(good.namespace, layout="x")
+        entries = {
+            "p1": msgspec.json.encode(good),
+            "p2": b"{",
+            "p3": msgspec.json.encode(msgspec.structs.replace(good, id="p3", model="other")),
+            "p4": msgspec.json.encode(
+                msgspec.structs.replace(good, id="p4", namespace=other_layout)
+            ),
+        }
+        await site.registry.put(INSTANCES + "p1", entries["p1"])
+        one = await site.gateway("g1")
+        await until(lambda: one.knows("p1"))
+        for name, entry in entries.items():
+            await site.registry.put(INSTANCES + name, entry)
+        await until(lambda: "p4 is not used" in caplog.text)
+        assert list(one.loop.core.view.instances) == ["p1"]
+        assert "instances/p2 is no InstanceInfo" in caplog.text
+        assert "p3 is not used: this gateway serves m, not other" in caplog.text
+
+    run(test)
+
+
+# The worker's side.
+
+
+def test_that_the_registry_is_away_is_an_alarm_of_a_gateway_with_workers() -> None:
+    """As of one before engines: /health says it and stays 200, /metrics counts it."""
+
+    class Away(MemoryRegistry):
+        def alarms(self) -> list[str]:
+            return ["etcd etcd://e does not answer"]
+
+    async def test(site: Site) -> None:
+        config = GatewayConfig(model="m", token=TOKEN)
+        control = Control(config, site.http, "m", registry=Away(site.shared))
+        server = await serve(App(control.routes()), "127.0.0.1", 0)
+        try:
+            url = f"http://127.0.0.1:{server.port}/health"
+            reply = await site.http.request("GET", url, timeout_s=2)
+            said = {"status": "ok", "alarms": ["etcd etcd://e does not answer"]}
+            assert (reply.status, msgspec.json.decode(reply.body)) == (200, said)
+            counted = CollectorRegistry()
+            for collector in control.collectors():
+                counted.register(collector)
+            assert counted.get_sample_value("moonserve_alarms") == 1
+        finally:
+            await server.stop(0)
+            await control.stop()
+
+    run(test)
+
+
+class Listener:
+    """A gateway that writes down who joined, beat and left."""
+
+    def __init__(self, answer: int = 200) -> None:
+        self.said: list[tuple[str, Any]] = []
+        self.answer = answer
+        self.server: Server | None = None
+
+    async def start(self, site: Site, name: str) -> GatewayEntry:
+        paths = ("join", "beat", "leave", "blocks")
+        routes = {("POST", f"/internal/{what}"): self._note for what in paths}
+
+        async def health(request: HttpRequest) -> Response:
+            return Response()
+
+        self.server = await serve(App(routes | {("GET", "/health"): health}), "127.0.0.1", 0)
+        return GatewayEntry(name, 1, f"http://127.0.0.1:{self.server.port}")
+
+    async def _note(self, request: HttpRequest) -> Response:
+        what = request.path.rpartition("/")[2]
+        self.said.append((what, msgspec.msgpack.decode(await request.body())))
+        return Response(self.answer, b"because")
+
+    def heard(self, what: str) -> list[Any]:
+        """What was said of that."""
+        return [body for it, body in self.said if it == what]
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    site: Site, load: Callable[[], InstanceLoad], joined: list[str]
+) -> AsyncIterator[tuple[Gateways, InstanceInfo]]:
+    """A worker's membership, running; at the end it leaves."""
+    gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", MemoryRegistry(site.shared))
+    who = info("p0", "prefill")
+    running = asyncio.create_task(gateways.run(who, load, joined.append))
+    try:
+        yield gateways, who
+    finally:
+        running.cancel()
+        await gateways.leave()
+
+
+def sample(number: int) -> PassSample:
+    """A pass that can be told from others."""
+    return PassSample(number, 0, 0, 0, 0, 1)
+
+
+def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that comes later too; one that goes is not called any more; goodbye is said to all."""
+    monkeypatch.setattr(join, "_BEAT_S", 0.05)
+
+    async def test(site: Site) -> None:
+        count = 0
+
+        def load() -> InstanceLoad:
+            nonlocal count
+            count += 1
+            return InstanceLoad(passes=(sample(count),))
+
+        one, other, late = Listener(), Listener(409), Listener()
+        entries = [await it.start(site, f"g{n}") for n, it in enumerate((one, other, late))]
+        kept = [
+            await site.registry.register(GATEWAYS + it.name, msgspec.json.encode(it))
+            for it in entries[:2]
+        ]
+        joined: list[str] = []
+        async with worker(site, load, joined) as (gateways, who):
+            await until(lambda: len(one.heard("beat")) >= 2)
+            assert other.heard("join"), "asked, and it refuses: the first does not mind"
+            assert joined == [entries[0].url]
+            stored = await site.registry.read(INSTANCES)
+            assert msgspec.json.decode(stored["instances/p0"], type=InstanceInfo) == who
+            await site.registry.put(GATEWAYS + "g2", msgspec.json.encode(entries[2]))
+            await until(lambda: len(late.heard("beat")) >= 2)
+            for listener in (one, late):
+                told = [
+                    it["prefill_new"]
+                    for body in listener.heard("beat")
+                    for it in body["load"]["passes"]
+                ]
+                assert told == sorted(set(told)), "none twice"
+                assert len(told) >= 2
+            assert late.server is not None
+            await late.server.stop(0)
+            await site.registry.remove(GATEWAYS + "g2")
+            await until(lambda: entries[2] not in gateways._tasks)
+            await kept[0].close()
+            beats = len(one.heard("beat"))
+            await until(lambda: len(one.heard("beat")) > beats), "unlisted, but it answers"
+        assert len(one.heard("leave")) == 1
+        assert await site.registry.read(INSTANCES) == {}
+        for it in (one, other):
+            assert it.server is not None
+            await it.server.stop(0)
+
+    run(test)
+
+
+def test_what_a_worker_saw_of_a_foreign_pool_all_gateways_are_told() -> None:
+    """One that cannot be told is an error, so that it is told again; without any it is one too."""
+
+    async def test(site: Site) -> None:
+        gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", MemoryRegistry(site.shared))
+        with pytest.raises(NobodyAlive):
+            await gateways.ping()
+        one, other = Listener(), Listener()
+        for n, it in enumerate((one, other)):
+            entry = await it.start(site, f"g{n}")
+            await site.registry.put(GATEWAYS + entry.name, msgspec.json.encode(entry))
+        await gateways.ping()
+        events = [BlocksStored(POOL, KEYS[:2], None, "dram", 0)]
+        await gateways.blocks(events)
+        assert [len(it.heard("blocks")) for it in (one, other)] == [1, 1]
+        other.answer = 500
+        with pytest.raises(StoreError):
+            await gateways.blocks(events)
+        for it in (one, other):
+            assert it.server is not None
+            await it.server.stop(0)
+
+    run(test)
+
+
+def test_a_worker_that_cannot_serve_any_more_says_so_whoever_listens() -> None:
+    """What `load` raises ends the membership at all gateways."""
+
+    async def test(site: Site) -> None:
+        class Broken(Exception):
+            pass
+
+        def load() -> InstanceLoad:
+            raise Broken
+
+        one = Listener()
+        entry = await one.start(site, "g0")
+        await site.registry.put(GATEWAYS + "g0", msgspec.json.encode(entry))
+        gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", site.registry)
+        with pytest.raises(Broken):
+            await gateways.run(info("p0", "prefill"), load, print)
+        await gateways.leave()
+        assert one.server is not None
+        await one.server.stop(0)
+
+    run(test)
+
+
+def test_refusals_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that refused a worker may be another one later, at the same address."""
+    monkeypatch.setattr(worker_gateways, "_REFUSED_S", 0.05)
+
+    async def test(site: Site) -> None:
+        one = Listener(409)
+        entry = await one.start(site, "g0")
+        await site.registry.put(GATEWAYS + "g0", msgspec.json.encode(entry))
+        joined: list[str] = []
+        async with worker(site, InstanceLoad, joined):
+            await until(lambda: len(one.heard("join")) >= 2)
+            one.answer = 200
+            await until(lambda: joined)
+        assert one.server is not None
+        await one.server.stop(0)
+
+    run(test)
+
+
+# Foreign engines.
+
+
+def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Added, described anew, and let go as their entries are; what cannot be used is left out."""
+
+    async def test() -> None:
+        engine = Engine()
+        async with rig(engine) as site:
+            registry = MemoryRegistry()
+            found = Found(registry, site.fleet)
+            following = asyncio.create_task(found.follow())
+            settled = asyncio.create_task(found.settled())
+            await settled, "there is none"
+            spec = InstanceSpec(name="e0", url=engine.url, events="off")
+            entries = {
+                "e0": msgspec.json.encode(spec),
+                "e1": b'{"name": "e1", "url": "http://127.0.0.1:1", "colour": 1}',
+                "e2": msgspec.json.encode(spec),
+                "e3": msgspec.json.encode(msgspec.structs.replace(spec, name="e3", role="prefill")),
+            }
+            for name, entry in entries.items():
+                await registry.put(ENGINES + name, entry)
+            await site.until(lambda: list(site.views) == ["e0"])
+            await found.settled()
+            assert [source for source, _ in site.fleet.keepers()] == ["the registry"]
+            again = msgspec.structs.replace(spec, rack="r1")
+            await registry.put(ENGINES + "e0", msgspec.json.encode(again))
+            await site.until(lambda: site.keeper("e0").member.spec == again)
+            await registry.remove(ENGINES + "e0")
+            await site.until(lambda: not site.views)
+            assert "e0: removed by the registry" in caplog.text
+            said = [text.partition(" is not used")[0] for text in site.fleet.alarms()]
+            assert said == [*(f"registry: engines/e{n}" for n in (1, 2, 3)), "no engines are known"]
+            assert caplog.text.count("engines/e1 is not used") == 1
+            following.cancel()
+
+    asyncio.run(test())
+
+
+def test_a_wait_for_the_stores_master_is_told_before_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Who starts a gateway first reads what it waits for, then that it was in vain."""
+    caplog.set_level("INFO", "moonserve")
+    with pytest.raises(ConfigError, match="start `moonserve store serve`"):
+        asyncio.run(find_master(MemoryRegistry(), 0.05))
+    assert "waiting 0.05 s for a store's master to register" in caplog.text

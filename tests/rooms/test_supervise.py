@@ -1,0 +1,256 @@
+"""The supervisor, over `python -c` children."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moonserve.live.process import supervise
+from moonserve.live.process.supervise import Child, GaveUp, Restarts, Supervisor
+
+OBEDIENT = "import time; print('up', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "print('up', flush=True); time.sleep(60)"
+)
+FAST = Restarts(backoff_s=0.01)
+
+
+def child(name: str, code: str, **kwargs: object) -> Child:
+    """A child that runs `code`."""
+    return Child(name, (sys.executable, "-c", code), dict(os.environ), **kwargs)  # type: ignore[arg-type]
+
+
+async def until(true: Callable[[], bool], deadline_s: float = 10) -> None:
+    """Poll until it holds; a deadline fails the test."""
+    async with asyncio.timeout(deadline_s):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ended (a zombie has)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
+
+
+def test_stop_goes_rank_by_rank() -> None:
+    """A child of a higher rank is asked to stop only after the lower ranks are gone."""
+    say = (
+        "import signal, sys, time\n"
+        "def bye(*_):\n"
+        "    print('asked', flush=True); time.sleep(0.2); print('bye', flush=True); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, bye); print('up', flush=True); time.sleep(60)"
+    )
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        boss = Supervisor(
+            [child("late", say, rank=1), child("early", say)], lambda *line: told.append(line)
+        )
+        running = asyncio.create_task(boss.run())
+        await until(lambda: {("late", "up"), ("early", "up")} <= set(told))
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+        assert boss.pids == {}
+
+    asyncio.run(scene())
+    assert told.index(("early", "bye")) < told.index(("late", "asked"))
+
+
+def test_stubborn_child_is_killed_after_its_grace() -> None:
+    """What outlives its grace gets SIGKILL, and that is said."""
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        boss = Supervisor([child("mule", STUBBORN, grace_s=0.1)], lambda *line: told.append(line))
+        running = asyncio.create_task(boss.run())
+        await until(lambda: ("mule", "up") in told)
+        await asyncio.wait_for(boss.stop(), 5)
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    assert any("killed" in line for _, line in told)
+
+
+def test_kill_cuts_a_stop_short() -> None:
+    """A kill ends a stop that is still being patient."""
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        boss = Supervisor([child("mule", STUBBORN, grace_s=600)], lambda *line: told.append(line))
+        running = asyncio.create_task(boss.run())
+        await until(lambda: ("mule", "up") in told)
+        stopping = asyncio.create_task(boss.stop())
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        boss.kill()
+        await asyncio.wait_for(running, 5)
+        await stopping
+
+    asyncio.run(scene())
+
+
+def test_dead_child_is_started_again() -> None:
+    """A death nobody asked for is said loudly and followed by a restart."""
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        boss = Supervisor([child("w", OBEDIENT)], lambda *line: told.append(line), FAST)
+        running = asyncio.create_task(boss.run())
+        await until(lambda: ("w", "up") in told)
+        first = boss.pids["w"]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: told.count(("w", "up")) == 2)
+        assert boss.pids["w"] != first
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    assert any("KILLED BY SIGKILL" in line for _, line in told)
+
+
+def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loop that stands still is a death; one that goes round lives; who never beat is let be."""
+    monkeypatch.setattr(supervise, "_BEAT_S", 0.05)
+    program = (
+        "import asyncio, time\nfrom moonserve.live import supervise\nsupervise._BEAT_S = 0.05\n"
+        "async def main():\n"
+        "    supervise.beat(); print('up', flush=True); await asyncio.sleep(0.2); {}\n"
+        "asyncio.run(main())"
+    )
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        children = [
+            child("hung", program.format("time.sleep(60)"), silence_s=0.5),
+            child("busy", program.format("await asyncio.sleep(60)"), silence_s=0.5),
+            child("other", OBEDIENT, silence_s=0.5),
+        ]
+        boss = Supervisor(children, lambda *line: told.append(line), FAST)
+        running = asyncio.create_task(boss.run())
+        await until(lambda: {("busy", "up"), ("other", "up")} <= set(told))
+        kept = {name: boss.pids[name] for name in ("busy", "other")}
+        await until(lambda: told.count(("hung", "up")) == 2)
+        assert kept.items() <= boss.pids.items()
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    said = [line for name, line in told if name == "hung"]
+    assert said[1:3] == [
+        "hangs: nothing of it for 0.5 s: killed",
+        "WAS KILLED BY SIGKILL; starting it again in 0.01 s",
+    ]
+
+
+def test_gives_up_and_stops_the_others() -> None:
+    """A child that keeps dying ends everything with an error that names it and its exit code."""
+    told: list[tuple[str, str]] = []
+    pids: list[int] = []
+
+    async def scene() -> None:
+        boss = Supervisor(
+            [child("ok", OBEDIENT), child("bad", "raise SystemExit(3)")],
+            lambda *line: told.append(line),
+            FAST,
+        )
+        running = asyncio.create_task(boss.run())
+        await until(lambda: "ok" in boss.pids)
+        pids.append(boss.pids["ok"])
+        with pytest.raises(GaveUp, match=r"bad died with exit code 3, 5 times"):
+            await asyncio.wait_for(running, 20)
+
+    asyncio.run(scene())
+    assert gone(pids[0])
+    assert sum("starting it again" in line for _, line in told) == 4
+
+
+def test_no_restart_where_none_can_help() -> None:
+    """A child that says by its exit code that a setting is wrong is not started again."""
+    told: list[str] = []
+
+    async def scene() -> None:
+        boss = Supervisor([child("w", "raise SystemExit(2)")], lambda _, line: told.append(line))
+        with pytest.raises(GaveUp, match="w died with exit code 2, and would again"):
+            await asyncio.wait_for(boss.run(), 10)
+
+    asyncio.run(scene())
+    assert not told
+
+
+def test_cancelled_run_leaves_no_child() -> None:
+    """Cancelling run ends the children too."""
+
+    async def scene() -> int:
+        boss = Supervisor([child("w", OBEDIENT)], lambda *_: None)
+        running = asyncio.create_task(boss.run())
+        await until(lambda: "w" in boss.pids)
+        pid = boss.pids["w"]
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return pid
+
+    assert gone(asyncio.run(scene()))
+
+
+def test_very_long_lines_are_passed_on_in_pieces() -> None:
+    """A line without end neither stops the pump nor grows without bound."""
+    told: list[str] = []
+
+    async def scene() -> None:
+        code = "print('x' * 200_000); print('end', flush=True); import time; time.sleep(60)"
+        boss = Supervisor([child("w", code)], lambda _, line: told.append(line))
+        running = asyncio.create_task(boss.run())
+        await until(lambda: "end" in told)
+        await boss.stop()
+        await running
+
+    asyncio.run(scene())
+    assert sum(len(line) for line in told) == 200_003
+    assert max(map(len, told)) < 100_000
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at /proc")
+def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    """SIGKILL of the supervisor, which it cannot answer, still ends its children."""
+    pid_file = tmp_path / "pid"
+    grandchild = (
+        "import os, time\nfrom moonserve.live.process.supervise import die_with_parent\n"
+        f"die_with_parent(); open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)"
+    )
+    boss_code = (
+        "import asyncio, os, sys\nfrom moonserve.live.process.supervise import Child, Supervisor\n"
+        f"c = Child('w', (sys.executable, '-c', {grandchild!r}), dict(os.environ))\n"
+        "async def main(): await Supervisor([c], print).run()\n"
+        "asyncio.run(main())"
+    )
+    boss = subprocess.Popen([sys.executable, "-c", boss_code])
+    try:
+        _wait(lambda: pid_file.exists() and pid_file.read_text() != "")
+        pid = int(pid_file.read_text())
+        assert not gone(pid)
+    finally:
+        boss.kill()
+        boss.wait()
+    _wait(lambda: gone(pid))
+
+
+def _wait(true: Callable[[], bool], deadline_s: float = 10) -> None:
+    end = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)

@@ -1,0 +1,110 @@
+"""Calls to a group: all replies, or one failure with the right one to blame, and all broken off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from moonserve.core.units import InstanceId
+from moonserve.live.drive.gather_group import MemberFailed, together
+from moonserve.live.drive.wire import InstanceRefused, Prefilled
+from moonserve.live.http.connection import UpstreamError
+
+A, B, C = (InstanceId(name) for name in "abc")
+
+
+class Members:
+    """Calls that end as they are told, and note when they are broken off."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+        self.ended: list[InstanceId] = []
+
+    async def call(self, name: str, after_s: float, error: Exception | None = None) -> Prefilled:
+        """A reply, or an error, after so long."""
+        try:
+            await asyncio.sleep(after_s)
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        if error is not None:
+            raise error
+        return Prefilled((ord(name),), "length", 0, {})
+
+    async def run(self, calls: dict[InstanceId, Coroutine[Any, Any, Prefilled]]) -> list[Prefilled]:
+        """All of them together."""
+        return await together(calls, self.ended.append)
+
+
+def refused(retry: bool = True) -> InstanceRefused:
+    """What a worker answers whose neighbour is gone."""
+    return InstanceRefused("it broke off", retry=retry)
+
+
+def test_all_replies_in_order() -> None:
+    """Replies come in the order of calls, ends as they happen."""
+
+    async def main() -> None:
+        members = Members()
+        calls = {A: members.call("a", 0.02), B: members.call("b", 0.0)}
+        assert [reply.token_ids for reply in await members.run(calls)] == [(97,), (98,)]
+        assert members.ended == [B, A]
+
+    asyncio.run(main())
+
+
+def test_one_failure_breaks_the_others_off() -> None:
+    """The failing one is named; nobody's call goes on."""
+
+    async def main() -> None:
+        members = Members()
+        calls = {
+            A: members.call("a", 60),
+            B: members.call("b", 0, refused()),
+            C: members.call("c", 60),
+        }
+        with pytest.raises(MemberFailed) as caught:
+            await members.run(calls)
+        assert caught.value.member == B
+        assert members.cancelled == ["a", "c"]
+
+    asyncio.run(main())
+
+
+def test_who_is_gone_is_to_blame() -> None:
+    """Of several failures in a row, the one that answers no more, else the first in the chain."""
+
+    async def main() -> None:
+        gone = UpstreamError("connection reset", sent=True)
+        for b_error, blamed in ((gone, B), (refused(), A)):
+            members = Members()
+            calls = {
+                A: members.call("a", 0.0, refused()),
+                B: members.call("b", 0.01, b_error),
+                C: members.call("c", 0.0, refused()),
+            }
+            with pytest.raises(MemberFailed) as caught:
+                await members.run(calls)
+            assert caught.value.member == blamed
+
+    asyncio.run(main())
+
+
+def test_cancelled_from_outside_all_are() -> None:
+    """Who is not waited for any more is broken off everywhere before the cancellation ends."""
+
+    async def main() -> None:
+        members = Members()
+        calls = {A: members.call("a", 60), B: members.call("b", 60)}
+        task = asyncio.create_task(members.run(calls))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert members.cancelled == ["a", "b"]
+
+    asyncio.run(main())
