@@ -16,8 +16,6 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_FUNCTION = 70
-MAX_FILE = 400
 PURE = {
     *("__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "enum"),
     *("functools", "hashlib", "heapq", "itertools", "math", "operator", "pickle", "statistics"),
@@ -148,26 +146,10 @@ def core_iterates_no_set(file: File) -> Iterator[str]:
                 yield f"{over.lineno}: iterate sorted(…) or dict.fromkeys(…), not a set"
 
 
-def functions_fit_a_screen(file: File) -> Iterator[str]:
-    """No function is longer than a screen."""
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            if length > MAX_FUNCTION:
-                yield f"{node.lineno}: {node.name} has {length} lines; split it by what it decides"
-
-
 def modules_say_what_they_are_for(file: File) -> Iterator[str]:
     """Every module has a docstring: the notice on its door."""
     if not ast.get_docstring(file.tree) and file.text.strip():
         yield "1: say what this module is for and who may call it, in a docstring"
-
-
-def files_fit_in_the_head(file: File) -> Iterator[str]:
-    """No product file is longer than one can keep in mind."""
-    length = file.text.count("\n")
-    if file.path.startswith("src/") and length > MAX_FILE:
-        yield f"1: {length} lines; find the two things in it and give each a file"
 
 
 def nothing_is_caught_blindly(file: File) -> Iterator[str]:
@@ -243,9 +225,7 @@ PYTHON_RULES: list[Callable[[File], Iterator[str]]] = [
     torch_stays_in_the_engine,
     cli_is_light,
     core_iterates_no_set,
-    functions_fit_a_screen,
     modules_say_what_they_are_for,
-    files_fit_in_the_head,
     nothing_is_caught_blindly,
 ]
 CORE, LIVE, CLI = (f"src/moonserve/{room}/x.py" for room in ("core", "live", "cli"))
@@ -260,9 +240,7 @@ BROKEN = [
     (cli_is_light, CLI, "import rich"),
     (core_iterates_no_set, CORE, "for x in {1, 2}: pass"),
     (core_iterates_no_set, CORE, "y = [x for x in set(a)]"),
-    (functions_fit_a_screen, LIVE, "def f():\n" + "    x = 1\n" * 70),
     (modules_say_what_they_are_for, LIVE, "x = 1"),
-    (files_fit_in_the_head, LIVE, "x = 1\n" * 401),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept (OSError, Exception): pass"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception: pass  # noqa: BLE001"),
     (names_no_machine, "README.md", "cd /wo" + "rk/main"),
@@ -272,7 +250,6 @@ FINE = [
     (core_is_pure, CORE, "if TYPE_CHECKING:\n    from random import Random"),
     (core_iterates_no_set, CORE, "for x in sorted({1, 2}): pass"),
     (cli_is_light, CLI, "def f():\n    import rich"),
-    (functions_fit_a_screen, LIVE, "def f():\n" + "    x = 1\n" * 69),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception:  # noqa: BLE001 - why\n    0"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept BaseException:\n    raise"),
     (names_no_machine, LIVE, "path = tmp_path / 'work/x'"),
