@@ -236,7 +236,7 @@ BROKEN = [
     (rooms_keep_their_floor, LIVE, "import moonserve.cli"),
     (sim_and_show_never_wait, "src/moonserve/sim/x.py", "import time"),
     (torch_stays_in_the_engine, LIVE, "def f():\n    import torch.nn"),
-    (cli_is_light, CLI, "from moonserve.live.gateway import process"),
+    (cli_is_light, CLI, "from moonserve.live.process import gateway"),
     (cli_is_light, CLI, "import rich"),
     (core_iterates_no_set, CORE, "for x in {1, 2}: pass"),
     (core_iterates_no_set, CORE, "y = [x for x in set(a)]"),
