@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from moonserve.live.external.pages import RankPage, read_page
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import HttpRequest, Response
 from tests.support.engines import Engine, rig
+from tests.support.kvevents import fixture
 from tests.support.serving import ByteText
 
 KEYS = (BlockKey(b"a" * 32), BlockKey(b"b" * 32))
@@ -512,10 +512,7 @@ def test_a_key_is_sent_and_a_missing_one_is_named() -> None:
 
 def test_a_page_of_real_vllm_is_read() -> None:
     """A whole page as vLLM 0.32 gives it."""
-    path = Path(__file__).parents[3] / "shared/fixtures/vllm-0.32/metrics_e1.txt"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not in ../shared/fixtures/vllm-0.32")
-    page = read_page(path.read_text())
+    page = read_page(fixture("metrics_e1.txt").read_text())
     assert page.started_s == 1.79581777743e9
     assert page.ranks == {"0": RankPage(finished=19, gaps=48, gaps_s=8.361423954999964)}
     assert (page.cache["block_size"], page.cache["kv_cache_size_tokens"]) == ("32", "1280")

@@ -1,6 +1,6 @@
 """Exchanges captured from real vLLM, made again by the relay: the same bodies in the same order.
 
-Reads ../shared/fixtures/vllm-0.32 and is skipped, aloud, where that is absent.
+Reads the exchanges in tests/fixtures/vllm-0.32.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from moonserve.core.units import InstanceId
 from tests.support.fake_vllm import Call
 from tests.support.relay_site import Site, run
 
-FIXTURES = Path(__file__).parents[3] / "shared" / "fixtures" / "vllm-0.32"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
 
 
 def trace(name: str) -> list[dict[str, Any]]:
     """The exchanges of a capture."""
-    path = FIXTURES / name
-    if not path.exists():
-        pytest.skip(f"{path.name} is absent: ../shared is not here")
-    return msgspec.json.decode(path.read_bytes())
+    return msgspec.json.decode((FIXTURES / name).read_bytes())
 
 
 def client_body(decode: dict[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,8 @@ def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
     """A loop that stands still is a death; one that goes round lives; who never beat is let be."""
     monkeypatch.setattr(supervise, "_BEAT_S", 0.05)
     program = (
-        "import asyncio, time\nfrom moonserve.live.process import supervise\nsupervise._BEAT_S = 0.05\n"
+        "import asyncio, time\nfrom moonserve.live.process import supervise\n"
+        "supervise._BEAT_S = 0.05\n"
         "async def main():\n"
         "    supervise.beat(); print('up', flush=True); await asyncio.sleep(0.2); {}\n"
         "asyncio.run(main())"

@@ -6,23 +6,19 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
 from moonserve.core.kv.events import EngineHash, Stored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
 from moonserve.core.schedule.facts import BlockEvent, BlocksRemoved, BlocksStored
 
-FOLDER = Path(__file__).parents[3] / "shared" / "fixtures" / "vllm-0.32"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
+"""What a real vLLM 0.32 sent; see tests/fixtures/README.md."""
 _MAGIC = b"KVEV1\n"
 
 
 def fixture(name: str) -> Path:
-    """A file captured from a real engine; skips the test where it is not here."""
-    path = FOLDER / name
-    if not path.is_file():
-        pytest.skip(f"no {name} here: what was captured from vLLM lies in {FOLDER}")
-    return path
+    """A file captured from a real engine."""
+    return FOLDER / name
 
 
 def messages(name: str) -> Iterator[list[bytes]]:

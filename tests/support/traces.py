@@ -1,18 +1,21 @@
-"""Where the public traces lie: beside the checkout, or where MOONSERVE_TRACES says."""
+"""The public traces that tests read: in the repository, compressed."""
 
 from __future__ import annotations
 
-import os
+import lzma
+import tempfile
+from functools import cache
 from pathlib import Path
 
-import pytest
+_PACKED = Path(__file__).parents[1] / "fixtures" / "traces"
+_UNPACKED = tempfile.TemporaryDirectory(prefix="moonserve-traces-")
+"""Removed when the run of the tests ends."""
 
-_BESIDE = Path(__file__).parents[3] / "shared" / "traces"
 
-
+@cache
 def public_trace(name: str) -> Path:
-    """The file of a public trace, as "conversation"; skips the test where it is not here."""
-    path = Path(os.environ.get("MOONSERVE_TRACES", _BESIDE)) / f"mooncake_{name}.jsonl"
-    if not path.is_file():
-        pytest.skip(f"no {path.name} here; MOONSERVE_TRACES names the folder of public traces")
+    """The file of a public trace, as "conversation"; unpacked once in a run of the tests."""
+    packed = _PACKED / f"mooncake_{name}.jsonl.xz"
+    path = Path(_UNPACKED.name) / packed.stem
+    path.write_bytes(lzma.decompress(packed.read_bytes()))
     return path
