@@ -29,10 +29,10 @@ from typing import Any
 import zmq
 
 from common import machine_line
-from moonserve.core.kv.events import KvBatch, Stored
+from moonserve.core.kv.events import KvBatch, StoredEvent
 from moonserve.core.kv.rolling import Rolled, token_keys
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.tiers import Stream, Tiered
+from moonserve.core.kv.tiers import Source, TieredIndex
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import encode_batch
 
@@ -60,7 +60,7 @@ def world(workers: int, rng: random.Random) -> list[list[list[int]]]:
     return [[prompt() for _ in range(2)] for _ in range(workers)]
 
 
-def events_of(prompts: Sequence[Sequence[int]]) -> list[Stored]:
+def events_of(prompts: Sequence[Sequence[int]]) -> list[StoredEvent]:
     """One worker's; its own hashes are what rolling ones with another seed are."""
     held: dict[int, None] = {}
     events = []
@@ -72,7 +72,7 @@ def events_of(prompts: Sequence[Sequence[int]]) -> list[Stored]:
             held.update(dict.fromkeys(piece))
             parent = names[at - 1] if at else None
             ids = list(tokens[at * SIZE : (at + len(piece)) * SIZE])
-            events.append(Stored(list(piece), parent, ids, SIZE, medium="GPU"))
+            events.append(StoredEvent(list(piece), parent, ids, SIZE, medium="GPU"))
     return events
 
 
@@ -139,7 +139,7 @@ def free_port() -> int:
         return int(socket.bind_to_random_port("tcp://127.0.0.1"))
 
 
-def fill(servers: Sequence[Server], told: Sequence[Sequence[Stored]]) -> None:
+def fill(servers: Sequence[Server], told: Sequence[Sequence[StoredEvent]]) -> None:
     """Register every worker's publisher and publish all; says what taking it cost."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4_096)
@@ -230,11 +230,13 @@ def over_http(servers: Sequence[Server], told: list[list[list[int]]], rounds: in
             print(line, flush=True)
 
 
-def alone(told: list[list[list[int]]], events: Sequence[Sequence[Stored]], rounds: int) -> None:
+def alone(
+    told: list[list[list[int]]], events: Sequence[Sequence[StoredEvent]], rounds: int
+) -> None:
     """The index without HTTP and JSON, in this process."""
-    space = Tiered(SIZE, 1337)
+    space = TieredIndex(SIZE, 1337)
     for worker, of_worker in enumerate(events):
-        stream = Stream(SegmentId(str(worker)), str(worker))
+        stream = Source(SegmentId(str(worker)), str(worker))
         space.join(stream)
         rolled = Rolled(stream, space, "", "")
         for event in of_worker:

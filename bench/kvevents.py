@@ -23,10 +23,10 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent))  # also when imported as bench.kvevents
 
 from common import machine_line
-from moonserve.core.kv.events import Cleared, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.kv.stream import Stream
+from moonserve.core.kv.stream import EventStream
 from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import decode_batch, encode_batch
@@ -38,7 +38,7 @@ class _Bare(msgspec.Struct, array_like=True):
     """What msgspec alone makes of a batch."""
 
     ts: float
-    events: list[Stored | Removed | Cleared]
+    events: list[StoredEvent | RemovedEvent | ClearedEvent]
     dp_rank: int | None = None
 
 
@@ -49,7 +49,7 @@ def workload(count: int, rng: Random) -> list[list[KvEvent]]:
         for _ in range(8)
     ]
     batches: list[list[KvEvent]] = [
-        [Stored(hashes, None, tokens, SIZE, None, "GPU", None, [None] * SHARED, 0)]
+        [StoredEvent(hashes, None, tokens, SIZE, None, "GPU", None, [None] * SHARED, 0)]
         for hashes, tokens in heads
     ]
     live: list[list[int]] = []
@@ -59,10 +59,10 @@ def workload(count: int, rng: Random) -> list[list[KvEvent]]:
         parent = heads[number % len(heads)][0][-1]
         events: list[KvEvent] = []
         if len(live) >= HELD:
-            events += [Removed([hash], "GPU", 0) for hash in reversed(live.pop(0))]
+            events += [RemovedEvent([hash], "GPU", 0) for hash in reversed(live.pop(0))]
         kind = "full_attention"
         none: list[list[Any] | None] = [None] * len(own)
-        events.append(Stored([*own], parent, tokens, SIZE, None, "GPU", None, none, 0, kind))
+        events.append(StoredEvent([*own], parent, tokens, SIZE, None, "GPU", None, none, 0, kind))
         live.append(own)
         batches.append(events)
     return batches
@@ -72,7 +72,7 @@ def as_arrays(payload: bytes) -> bytes:
     """The same batch in the form of old versions."""
     ts, events, rank = msgspec.msgpack.decode(payload)
     names = {
-        "BlockStored": Stored.__struct_fields__[:7],
+        "BlockStored": StoredEvent.__struct_fields__[:7],
         "BlockRemoved": ("block_hashes", "medium"),
     }
     rows = [[it["type"], *(it.get(name) for name in names[it["type"]])] for it in events]
@@ -96,7 +96,7 @@ def ways() -> dict[str, Doing]:
                 index.removed(fact.segment, fact.keys, fact.tier, fact.epoch)
 
     space, index = Namespace("m", "r", "l", SIZE), PrefixIndex()
-    alone, stream = (Stream(SegmentId("p0"), 1, space) for _ in range(2))
+    alone, stream = (EventStream(SegmentId("p0"), 1, space) for _ in range(2))
     return {"decode": decode_batch, "stream": to_stream, "index": to_index}
 
 
@@ -133,7 +133,7 @@ def main() -> None:
     maps = [encode_batch(float(n), it, 0) for n, it in enumerate(batches)]
     warm = 8 + HELD
     rest = [event for it in batches[warm:] for event in it]
-    blocks = sum(len(it.block_hashes) for it in rest if not isinstance(it, Cleared))
+    blocks = sum(len(it.block_hashes) for it in rest if not isinstance(it, ClearedEvent))
     print(machine_line())
     print(f"{len(batches) - warm} batches, {len(rest)} events, {blocks} blocks told")
     for form, frames in (("map", maps), ("array", [as_arrays(it) for it in maps])):

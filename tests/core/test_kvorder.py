@@ -1,12 +1,12 @@
 """Order: what is asked for, and what is said to be lost; the law of it is in tests/law."""
 
-from moonserve.core.kv.events import Cleared, KvBatch
+from moonserve.core.kv.events import ClearedEvent, KvBatch
 from moonserve.core.kv.order import Order, Reset, Step
 
 
 def at(ts: float) -> KvBatch:
     """A batch of that time."""
-    return KvBatch(ts, (Cleared(),))
+    return KvBatch(ts, (ClearedEvent(),))
 
 
 def times(steps: list[Step]) -> list[float | str]:

@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonserve.core.kv.events import KvBatch, Stored
+from moonserve.core.kv.events import KvBatch, StoredEvent
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import BlocksStored, Joined
 from moonserve.core.units import SegmentId
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.placement_api import Selection
+from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.external.indexer_api import Feed, IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
@@ -37,7 +37,7 @@ class TwoBlocks:
 
     async def start(self) -> None:
         """Tell them."""
-        event = Stored([1, 2], None, TOKENS[: 2 * BLOCK], BLOCK, medium="GPU")
+        event = StoredEvent([1, 2], None, TOKENS[: 2 * BLOCK], BLOCK, medium="GPU")
         self._sink.batch(KvBatch(0.0, (event,)))
 
     async def close(self) -> None:
@@ -65,7 +65,7 @@ async def replies() -> dict[str, list[Any]]:
     loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
     keys = tuple(chain_keys(NAMESPACE.root(), TOKENS, BLOCK))
     loop.tell(BlocksStored(SegmentId("p0"), keys[:2], None, "dram", 1))
-    api, selection = IndexerApi("", make_feed), Selection(loop, lambda model: None, "")
+    api, selection = IndexerApi("", make_feed), PlacementApi(loop, lambda model: None, "")
     server = await serve(App(api.routes() | selection.routes()), "127.0.0.1", 0)
     client, said = HttpClient(), dict[str, list[Any]]()
     for path, body, shown in examples():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.kv.events import Cleared, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
@@ -78,7 +78,7 @@ class Engine:
         names = [name_of(block) for block in fresh]
         parent = None if first == 0 else name_of(path[:first])
         fields: list[Any] = [names, parent, tokens_of(path)[first * SIZE :], SIZE, None, tier]
-        self.publish(Stored(*fields))
+        self.publish(StoredEvent(*fields))
 
     def remove(self, rng: random.Random, tier: str, leaf_first: bool) -> None:
         """A few blocks: leaves, as engines do, or any."""
@@ -90,13 +90,13 @@ class Engine:
             while leaf_first and (below := [b for b in held if b[:-1] == block]):
                 block = rng.choice(below)
             del held[block]
-            self.publish(Removed([name_of(block)], tier))
+            self.publish(RemovedEvent([name_of(block)], tier))
 
     def clear(self) -> None:
         """All of it, where nothing lies below the device (dynamo clears all tiers, vLLM one)."""
         if not self.held["CPU"] and not self.held["DISK"]:
             self.held["GPU"].clear()
-            self.publish(Cleared())
+            self.publish(ClearedEvent())
 
     def mark(self, number: int) -> Path:
         """A block of its own, to be looked for."""

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from moonserve.core.kv.events import KvBatch, Removed, Stored
+from moonserve.core.kv.events import KvBatch, RemovedEvent, StoredEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import chain_keys
-from moonserve.core.kv.stream import Stream
+from moonserve.core.kv.stream import EventStream
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
 from moonserve.core.schedule.facts import BlockEvent
 from moonserve.core.units import BlockKey, SegmentId
@@ -28,14 +28,14 @@ ANY = "tcp://127.0.0.1:0"
 class Follower:
     """A sink that keeps what it hears."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: EventStream) -> None:
         self.stream = stream
         self.index = PrefixIndex()
-        self.events: list[Stored | Removed] = []
+        self.events: list[StoredEvent | RemovedEvent] = []
         self.facts: list[BlockEvent] = []
 
     def batch(self, batch: KvBatch) -> None:
-        self.events += [it for it in batch.events if isinstance(it, Stored | Removed)]
+        self.events += [it for it in batch.events if isinstance(it, StoredEvent | RemovedEvent)]
         self.facts += (facts := self.stream.batch(batch))
         feed(self.index, facts)
 
@@ -52,7 +52,7 @@ def test_what_a_worker_stores_and_loses_is_known() -> None:
             worker = await it.add("w", "both")
             store, events = it.stores["w"], Publisher(ANY, ANY)
             publish_blocks(worker, store, events)
-            stream = Stream(SegmentId("w"), 1, worker.info.namespace)
+            stream = EventStream(SegmentId("w"), 1, worker.info.namespace)
             follower = Follower(stream)
             feed_ = EventFeed(events.endpoint, events.replay_endpoint, "", follower)
             prompt = [*range(1000, 1000 + 5 * BLOCK)]
@@ -72,7 +72,7 @@ def test_what_a_worker_stores_and_loses_is_known() -> None:
             await feed_.close()
             await events.close()
             first = follower.events[0]
-            assert isinstance(first, Stored)
+            assert isinstance(first, StoredEvent)
             parent = root_hash("sha256_cbor")
             for at, hash in enumerate(first.block_hashes):
                 parent = block_hash("sha256_cbor", parent, prompt[at * BLOCK : (at + 1) * BLOCK])
@@ -93,7 +93,7 @@ def test_blocks_of_a_salted_request_are_told_as_vllms_are() -> None:
             store, events = it.stores["w"], Publisher(ANY, ANY)
             publish_blocks(worker, store, events)
             namespace = worker.info.namespace
-            follower = Follower(Stream(SegmentId("w"), 1, namespace))
+            follower = Follower(EventStream(SegmentId("w"), 1, namespace))
             feed_ = EventFeed(events.endpoint, events.replay_endpoint, "", follower)
             await feed_.start()
             prompt = [*range(1000, 1000 + 3 * BLOCK)]
@@ -107,7 +107,7 @@ def test_blocks_of_a_salted_request_are_told_as_vllms_are() -> None:
             for salt in ("A", ""):
                 found = follower.index.match(chain_keys(namespace.salted(salt), tokens, BLOCK))
                 assert found.by_holder == {SegmentId("w"): 4}, salt
-            stored = [it for it in follower.events if isinstance(it, Stored)]
+            stored = [it for it in follower.events if isinstance(it, StoredEvent)]
             extras = [it.extra_keys for it in stored if it.parent_block_hash is None]
             assert [it and it[0] for it in extras] == [["A"], None]
             parent = root_hash("sha256_cbor")

@@ -6,7 +6,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.core.kv.pending import Coming, _Run
+from moonserve.core.kv.pending import PendingPrefixes, _PromisedRun
 from moonserve.core.units import BlockKey, SegmentId
 
 tokens = st.lists(st.integers(0, 1), max_size=9)
@@ -29,7 +29,7 @@ def test_each_holder_has_its_longest_common_prefix(
     told: list[tuple[SegmentId, list[int], int]], asked: list[list[int]]
 ) -> None:
     """A holder's run is the longest that a chain promised to it has in common; none is absent."""
-    coming = Coming()
+    coming = PendingPrefixes()
     now: list[tuple[SegmentId, list[int]]] = []
     for holder, of, number in told:
         if now and number < 40:
@@ -44,13 +44,13 @@ def test_each_holder_has_its_longest_common_prefix(
                 run = common(promised, query)
                 runs[name] = max(run, runs.get(name, 0))
             assert coming.match(chain(query)) == {name: run for name, run in runs.items() if run}
-        fresh = Coming()
+        fresh = PendingPrefixes()
         for name, promised in now:
             fresh.add(name, chain(promised))
         assert shape(coming._heads) == shape(fresh._heads)
 
 
-def shape(runs: dict[BlockKey, _Run]) -> object:
+def shape(runs: dict[BlockKey, _PromisedRun]) -> object:
     """All that a tree is, whatever way it came to be."""
     return {
         key: (run.stop, run.keys[: run.stop], run.counts, shape(run.after))

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonserve.core.kv.index import Tier
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.tiers import TIERS, Hits, Key, Stream, Tiered, keyed
+from moonserve.core.kv.tiers import TIERS, Key, Source, TieredIndex, TierHits, keyed
 from moonserve.core.units import SegmentId
 
 SIZE = 2
@@ -31,8 +31,8 @@ class Law(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.space = Tiered(SIZE, 1)
-        self.streams: dict[tuple[str, int], Stream] = {}
+        self.space = TieredIndex(SIZE, 1)
+        self.streams: dict[tuple[str, int], Source] = {}
         self.copies: dict[tuple[str, int], dict[Tier, Counter[Key]]] = {}
         self.started = 0
 
@@ -42,7 +42,7 @@ class Law(RuleBasedStateMachine):
         if who not in self.streams:
             self.started += 1
             name = SegmentId(f"{who} {self.started}")
-            self.streams[who] = Stream(name, who[0], who[1], shared=who[0] == "pool")
+            self.streams[who] = Source(name, who[0], who[1], shared=who[0] == "pool")
             self.copies[who] = {tier: Counter() for tier in TIERS}
         self.space.join(self.streams[who])
 
@@ -85,7 +85,7 @@ class Law(RuleBasedStateMachine):
             self.space.cleared(self.streams[who], tier)
             self.copies[who][tier].clear()
 
-    def expected(self, keys: list[Key]) -> dict[str, Hits]:
+    def expected(self, keys: list[Key]) -> dict[str, TierHits]:
         """By looking at every block."""
         found = {}
         for name in INSTANCES:
@@ -104,7 +104,7 @@ class Law(RuleBasedStateMachine):
             if any(end[-1] for end in ends.values()):
                 gpu, cpu, disk = (max(end[at] for end in ends.values()) for at in range(3))
                 dp = {str(rank): end[0] for rank, end in ends.items()}
-                found[name] = Hits(disk, gpu, dp, cpu, disk)
+                found[name] = TierHits(disk, gpu, dp, cpu, disk)
         return found
 
     @invariant()

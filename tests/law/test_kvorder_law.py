@@ -1,4 +1,4 @@
-"""Order and Stream against an engine whose batches are lost, doubled, late and out of order."""
+"""Order and EventStream, against an engine whose batches are lost, doubled, late, out of order."""
 
 from collections import Counter
 
@@ -6,11 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.kv.order import Order, Reset, Step
-from moonserve.core.kv.stream import Stream
+from moonserve.core.kv.stream import EventStream
 from moonserve.core.units import BlockKey, SegmentId
 from tests.support.kvevents import feed
 
@@ -42,7 +42,7 @@ class OrderAgainstEngine(RuleBasedStateMachine):
     def begin(self, replays: bool, held: int) -> None:
         self.replays = replays
         self.order = Order(replays, max_held=held)
-        self.stream = Stream(ME, 1, SPACE)
+        self.stream = EventStream(ME, 1, SPACE)
         self.index = PrefixIndex()
         self.engine = Engine()
         self.run = 0
@@ -80,7 +80,7 @@ class OrderAgainstEngine(RuleBasedStateMachine):
         names = [*map(self.name, keys)]
         parent = names[start - 1] if start else None
         tokens = CHAINS[chain][start * SIZE : stop * SIZE]
-        self.publish(Stored([*names[start:stop]], parent, tokens, SIZE), c)
+        self.publish(StoredEvent([*names[start:stop]], parent, tokens, SIZE), c)
 
     @rule(at=st.integers(0, 99), c=copies)
     def remove(self, at: int, c: int) -> None:
@@ -88,12 +88,12 @@ class OrderAgainstEngine(RuleBasedStateMachine):
         if held:
             key = held[at % len(held)]
             self.engine.copies -= Counter([key])
-            self.publish(Removed([self.name(key)]), c)
+            self.publish(RemovedEvent([self.name(key)]), c)
 
     @rule(c=copies)
     def clear(self, c: int) -> None:
         self.engine.copies.clear()
-        self.publish(Cleared(), c)
+        self.publish(ClearedEvent(), c)
 
     @rule(at=st.sampled_from([0, 0, 0, 1, 2]))
     def arrive(self, at: int) -> None:
@@ -127,7 +127,7 @@ class OrderAgainstEngine(RuleBasedStateMachine):
     def settle(self) -> None:
         """All arrives, and one batch more of this run; the connection is made anew, and replays are
         served until none is wanted."""
-        self.publish(Removed([]), 1)
+        self.publish(RemovedEvent([]), 1)
         for _ in range(len(self.wire)):
             self.arrive(0)
         self.do(self.order.connected())

@@ -71,14 +71,17 @@ def test_an_engine_joins_as_it_is() -> None:
         async with rig(Engine("a", model="smol", block_size=16, max_len=900)) as it:
             engine = Engine("b", model="smol", block_size=16, dp_size=2)
             await engine.start()
-            keeper = await it.up(engine, dp_size=2, role="prefill", connector="nixl", rack="r1")
+            monitor = await it.up(engine, dp_size=2, role="prefill", connector="nixl", rack="r1")
             info = it.views[InstanceId("b/dp1")].info
             assert (info.model, info.namespace.block_size, info.max_len) == ("smol", 16, 2048)
             assert (info.kv_blocks, info.dp_rank, info.role) == (100, 1, "prefill")
             assert (info.connector, info.rack, info.segment) == ("nixl", "r1", "b/dp1")
             assert (info.fetches, info.layers, info.epoch) == (False, 0, 1_001_000)
-            assert keeper.found is not None
-            assert (keeper.found.version, keeper.found.hash_algorithm) == ("0.32.0", "sha256_cbor")
+            assert monitor.found is not None
+            assert (monitor.found.version, monitor.found.hash_algorithm) == (
+                "0.32.0",
+                "sha256_cbor",
+            )
             assert it.fleet.member(InstanceId("b/dp1")).url == engine.url
             await engine.stop()
 
@@ -118,8 +121,8 @@ def test_a_mismatch_is_refused_by_name(
         async with rig(fake, text=Shouting()) as it:
             fields = {"name": "a", "url": fake.url, "events": "off", **described}
             await it.fleet.add("test", InstanceSpec(**fields))
-            await it.until(lambda: it.keeper("a").state == "refused")
-            assert it.keeper("a").why.startswith(says), it.keeper("a").why
+            await it.until(lambda: it.monitor("a").state == "refused")
+            assert it.monitor("a").why.startswith(says), it.monitor("a").why
             assert not it.views
             assert says in it.fleet.alarms()[0]
 
@@ -148,9 +151,9 @@ def test_a_bug_keeps_no_engine_out_for_ever() -> None:
         async with rig(fake, open_feed=open_feed) as it:
             fields = {"events": "tcp://127.0.0.1:1", "tokenizer": "bytes"}
             await it.fleet.add("test", InstanceSpec(name="a", url=fake.url, **fields))
-            await it.until(lambda: it.keeper("a").state == "lost")
+            await it.until(lambda: it.monitor("a").state == "lost")
             assert "ValueError" in it.fleet.alarms()[0]
-            await it.until(lambda: it.keeper("a").state == "up" and it.keeper("a").feeds)
+            await it.until(lambda: it.monitor("a").state == "up" and it.monitor("a").feeds)
             assert opened == ["a", "a"]
             assert InstanceId("a") in it.views
 
@@ -166,8 +169,8 @@ def test_blocks_of_two_sizes_do_not_go_together() -> None:
             await it.up(first)
             spec = InstanceSpec(name="b", url=second.url, events="off")
             await it.fleet.add("test", spec)
-            await it.until(lambda: it.keeper("b").state == "refused")
-            assert "those of a 16: start all of m with one --block-size" in it.keeper("b").why
+            await it.until(lambda: it.monitor("b").state == "refused")
+            assert "those of a 16: start all of m with one --block-size" in it.monitor("b").why
             second.block_size = 16
             await it.until(lambda: InstanceId("b") in it.views)
 
@@ -204,8 +207,8 @@ def test_engines_that_share_a_store_name_blocks_alike() -> None:
             await it.up(first, shared_store=True)
             fields = {"name": "b", "url": second.url, "events": "off", "shared_store": True}
             await it.fleet.add("test", InstanceSpec(**fields))
-            await it.until(lambda: it.keeper("b").state == "refused")
-            assert "start both with one --prefix-caching-hash-algo" in it.keeper("b").why
+            await it.until(lambda: it.monitor("b").state == "refused")
+            assert "start both with one --prefix-caching-hash-algo" in it.monitor("b").why
 
     run(body)
 
@@ -237,9 +240,11 @@ def test_an_engine_restarted_at_the_same_address_is_another_one(
         fake, feeds = Engine("a", "mooncake"), Feeds()
         async with rig(fake, open_feed=feeds.open) as it:
             where = {"events": "tcp://127.0.0.1:5557", "bootstrap": fake.bootstrap}
-            keeper = await it.up(fake, tokenizer="t", role="prefill", connector="mooncake", **where)
+            monitor = await it.up(
+                fake, tokenizer="t", role="prefill", connector="mooncake", **where
+            )
             info = it.views[InstanceId("a")].info
-            assert keeper.member.engine_id(None) == "a-1-dp0"
+            assert monitor.member.engine_id(None) == "a-1-dp0"
             hold(feeds, info)
             await it.until(lambda: len(it.conductor.core.index))
             await fake.restart()
@@ -249,7 +254,7 @@ def test_an_engine_restarted_at_the_same_address_is_another_one(
                     and it.views[InstanceId("a")].info.epoch > info.epoch
                 )
             )
-            assert keeper.member.engine_id(None) == "a-2-dp0"
+            assert monitor.member.engine_id(None) == "a-2-dp0"
             await it.until(lambda: not len(it.conductor.core.index))
             hold(feeds, info)  # a late word of the old one
             await asyncio.sleep(0.05)
@@ -270,14 +275,16 @@ def test_a_restart_is_noticed_by_the_events_and_by_the_bootstrap_too() -> None:
         fake.started_s = None
         async with rig(fake, open_feed=feeds.open) as it:
             where = {"events": "tcp://127.0.0.1:5557", "bootstrap": fake.bootstrap}
-            keeper = await it.up(fake, tokenizer="t", role="prefill", connector="mooncake", **where)
-            first = keeper.epoch
+            monitor = await it.up(
+                fake, tokenizer="t", role="prefill", connector="mooncake", **where
+            )
+            first = monitor.epoch
             feeds.sinks[InstanceId("a")].restarted()
-            await it.until(lambda: keeper.epoch > first)
-            second = keeper.epoch
+            await it.until(lambda: monitor.epoch > first)
+            second = monitor.epoch
             fake.engine_ids = ["other"]
-            assert await keeper.member.requery()
-            await it.until(lambda: keeper.epoch > second)
+            assert await monitor.member.requery()
+            await it.until(lambda: monitor.epoch > second)
 
     run(body)
 
@@ -291,12 +298,12 @@ def test_a_silent_engine_is_lost_and_comes_back_with_what_it_held(
     async def body() -> None:
         fake, feeds = Engine("a"), Feeds()
         async with rig(fake, open_feed=feeds.open) as it:
-            keeper = await it.up(fake, tokenizer="t", events="tcp://127.0.0.1:5557")
+            monitor = await it.up(fake, tokenizer="t", events="tcp://127.0.0.1:5557")
             hold(feeds, it.views[InstanceId("a")].info)
             await it.until(lambda: len(it.conductor.core.index))
             fake.health = 503
             await it.until(lambda: not it.views)
-            assert (keeper.state, keeper.why) == ("lost", "GET /health answered 503")
+            assert (monitor.state, monitor.why) == ("lost", "GET /health answered 503")
             fake.health = 200
             await it.until(lambda: it.views)
             assert len(it.conductor.core.index) == 2
@@ -312,8 +319,8 @@ def test_who_calls_badly_makes_nobody_unhealthy() -> None:
     async def body() -> None:
         fake = Engine("a")
         async with rig(fake) as it:
-            keeper = await it.up(fake)
-            epoch = keeper.epoch
+            monitor = await it.up(fake)
+            epoch = monitor.epoch
             for _ in range(10):
                 bad = b'{"model":"m","prompt":[1],"min_tokens":99}'
                 reply = await it.http.request(
@@ -323,7 +330,7 @@ def test_who_calls_badly_makes_nobody_unhealthy() -> None:
                 call = it.fleet.began(InstanceId("a"), "whole", 1, 0)
                 call.ended()
             await asyncio.sleep(0.1)
-            assert (keeper.state, keeper.epoch, [*it.views]) == ("up", epoch, ["a"])
+            assert (monitor.state, monitor.epoch, [*it.views]) == ("up", epoch, ["a"])
 
     run(body)
 
@@ -500,11 +507,11 @@ def test_a_key_is_sent_and_a_missing_one_is_named() -> None:
                 await it.up(fake, api_key_env="OTHER")
             spec = InstanceSpec(name="a", url=fake.url, events="off")
             await it.fleet.add("test", spec)
-            await it.until(lambda: it.keeper("a").state == "refused")
-            assert "name the variable with its key in api_key_env" in it.keeper("a").why
-            keeper = await it.up(fake, api_key_env="ENGINE_KEY")
+            await it.until(lambda: it.monitor("a").state == "refused")
+            assert "name the variable with its key in api_key_env" in it.monitor("a").why
+            monitor = await it.up(fake, api_key_env="ENGINE_KEY")
             fake.key = "another"
-            await it.until(lambda: keeper.state == "refused")
+            await it.until(lambda: monitor.state == "refused")
             assert "correct the key in ENGINE_KEY" in it.fleet.alarms()[0]
 
     run(body)

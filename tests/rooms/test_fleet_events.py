@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import zmq
 import zmq.asyncio
 
-from moonserve.core.kv.events import Stored
+from moonserve.core.kv.events import StoredEvent
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored, Fact, Left
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
@@ -36,7 +36,7 @@ class Publisher:
     async def stored(self, tokens: Sequence[int], size: int, skip: int = 0) -> None:
         """Publish a chain's blocks, named by their place; `skip` batches are lost before."""
         names = list(range(1, len(tokens) // size + 1))
-        event = Stored([*names], None, list(tokens), size, None, "GPU", None)
+        event = StoredEvent([*names], None, list(tokens), size, None, "GPU", None)
         self._number += skip
         number = struct.pack(">Q", self._number)
         self._number += 1
@@ -63,8 +63,8 @@ def test_what_an_engine_tells_is_what_the_conductor_matches() -> None:
         async with asyncio.timeout(20), rig(fake, open_feed=open_feed) as it:
             with publisher() as engine:
                 where = f"tcp://127.0.0.1:{engine.port}"
-                keeper = await it.up(fake, tokenizer="t", events=where)
-                await it.until(lambda: keeper.feeds[A].counts().connected)
+                monitor = await it.up(fake, tokenizer="t", events=where)
+                await it.until(lambda: monitor.feeds[A].counts().connected)
                 index, info = it.conductor.core.index, it.views[A].info
                 keys = chain_keys(info.namespace.root(), TOKENS, 32)
                 assert it.fleet.tells("m")
@@ -72,7 +72,7 @@ def test_what_an_engine_tells_is_what_the_conductor_matches() -> None:
                 await it.until(lambda: index.match(keys).by_holder == {"a": 2})
                 assert not [said for said in it.fleet.alarms() if "were lost" in said]
                 await engine.stored(TOKENS, 32, skip=3)
-                await it.until(lambda: keeper.feeds[A].counts().gaps == 1)
+                await it.until(lambda: monitor.feeds[A].counts().gaps == 1)
                 assert any("events were lost" in said for said in it.fleet.alarms())
                 await fake.restart()
                 await it.until(lambda: A in it.views and it.views[A].info.epoch > info.epoch)
@@ -89,10 +89,10 @@ def test_events_with_blocks_of_another_size_are_not_used() -> None:
         async with asyncio.timeout(20), rig(fake, open_feed=open_feed) as it:
             with publisher() as engine:
                 where = f"tcp://127.0.0.1:{engine.port}"
-                keeper = await it.up(fake, tokenizer="t", events=where)
-                await it.until(lambda: keeper.feeds[A].counts().connected)
+                monitor = await it.up(fake, tokenizer="t", events=where)
+                await it.until(lambda: monitor.feeds[A].counts().connected)
                 await engine.stored(TOKENS, 16)
-                await it.until(lambda: keeper.feeds[A].counts().fault)
+                await it.until(lambda: monitor.feeds[A].counts().fault)
                 alarm = next(said for said in it.fleet.alarms() if "not used" in said)
                 assert alarm.startswith("a: its events are not used: their blocks have 16 tokens")
                 assert not len(it.conductor.core.index)

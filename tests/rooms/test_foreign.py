@@ -340,8 +340,8 @@ def test_whatever_engines_do_requests_are_answered_and_the_ledger_is_zero() -> N
             stats = await it.get("/api/stats")
             assert not any(stats[name] for name in ("requests", "prefill_us_promised"))
             assert not any(stats[f"{part}s_promised"] for part in ("prefill", "decode"))
-            for _, keeper in it.gateway.fleet.keepers():
-                for watch in keeper.watches.values():
+            for _, monitor in it.gateway.fleet.monitors():
+                for watch in monitor.watches.values():
                     assert not {**watch._prefilling, **watch._decoding, **watch._hidden}
 
     asyncio.run(body())

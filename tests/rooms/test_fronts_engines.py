@@ -209,7 +209,7 @@ def test_calls_teach_the_fleet(tmp_path: Path) -> None:
             assert (await site.complete(i % 2, [i + 1] * 200))[0] == 200
         fleet = site.conductor._fleet
         assert fleet is not None
-        watches = {id: it for _, keeper in fleet.keepers() for id, it in keeper.watches.items()}
+        watches = {id: it for _, monitor in fleet.monitors() for id, it in monitor.watches.items()}
         conductor = site.conductor.control.conductor
         passes, _ = watches[InstanceId("p0")].take(conductor.now_us())
         assert passes or conductor.core.view.instances[InstanceId("p0")].cost.known

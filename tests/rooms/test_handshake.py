@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.live.external.handshake import Found, handshake
+from moonserve.live.external.handshake import EngineFacts, handshake
 from moonserve.live.external.member import Member, Mismatch
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
@@ -19,7 +19,7 @@ from moonserve.live.http.server import App, Handler, serve
 MODELS = {"data": [{"id": "m"}]}
 
 
-def shake(pages: Mapping[str, Any], **described: Any) -> Found:
+def shake(pages: Mapping[str, Any], **described: Any) -> EngineFacts:
     """A handshake with a server of these pages: bytes as they are, else JSON."""
 
     def page(said: Any) -> Handler:
@@ -28,7 +28,7 @@ def shake(pages: Mapping[str, Any], **described: Any) -> Found:
 
         return handler
 
-    async def main() -> Found:
+    async def main() -> EngineFacts:
         app = App({("GET", path): page(said) for path, said in pages.items()}, name="engine")
         server, http = await serve(app, "127.0.0.1", 0), HttpClient()
         try:
@@ -141,6 +141,6 @@ def test_a_hash_block_size_of_its_own_is_that_of_the_keys() -> None:
 
 @pytest.mark.parametrize("said", [b'{"data": [{"id": "\xff"}]}', b"[" * 100_000, b"no"])
 def test_what_is_no_list_of_models_is_a_mismatch(said: bytes) -> None:
-    """Bytes that are no JSON, no text or no end: the keeper must live on."""
+    """Bytes that are no JSON, no text or no end: the monitor must live on."""
     with pytest.raises(Mismatch, match="gave no list of models"):
         shake({"/health": b"", "/v1/models": said, "/metrics": b""})

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.rolling import Rolled, block_keys, token_keys
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.tiers import Hits, Stream, Tiered, mask
+from moonserve.core.kv.tiers import Source, TieredIndex, TierHits, mask
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import read_live
 from tests.support.kvevents import fixture, messages
@@ -24,21 +24,21 @@ class Site:
     """A space and the streams in it."""
 
     def __init__(self) -> None:
-        self.space = Tiered(SIZE, 0)
+        self.space = TieredIndex(SIZE, 0)
         self.streams: dict[str, Rolled] = {}
 
     def add(
         self, instance: str, rank: int = 0, kind: str = "vLLM", lora: str = "", salt: str = ""
     ) -> Rolled:
         """One more stream."""
-        stream = Stream(SegmentId(f"{instance}/{rank}"), instance, rank, kind == "Mooncake")
+        stream = Source(SegmentId(f"{instance}/{rank}"), instance, rank, kind == "Mooncake")
         self.space.join(stream)
         made = self.streams[stream.id] = Rolled(stream, self.space, lora, salt)
         return made
 
     def hits(
         self, tokens: Sequence[int] = TOKENS, lora: str = "", salt: str = ""
-    ) -> dict[str, Hits]:
+    ) -> dict[str, TierHits]:
         """What a prompt finds."""
         return self.space.hits(token_keys(mask(lora, salt), tokens, SIZE, 0))
 
@@ -54,19 +54,19 @@ def stored(
     medium: str | None = "GPU",
     tokens: Sequence[int] = TOKENS,
     **more: object,
-) -> Stored:
+) -> StoredEvent:
     """Blocks first..last-1 of `tokens`; the engine calls block i 100 + i."""
     names = list(range(100 + first, 100 + last))
     parent = None if first == 0 else 99 + first
     fields = {"medium": medium, **more}
     return msgspec.structs.replace(
-        Stored(list(names), parent, list(tokens[first * SIZE : last * SIZE]), SIZE), **fields
+        StoredEvent(list(names), parent, list(tokens[first * SIZE : last * SIZE]), SIZE), **fields
     )
 
 
-def removed(*blocks: int, medium: str | None = "GPU") -> Removed:
+def removed(*blocks: int, medium: str | None = "GPU") -> RemovedEvent:
     """Of the same."""
-    return Removed([100 + block for block in blocks], medium)
+    return RemovedEvent([100 + block for block in blocks], medium)
 
 
 def test_the_standards_own_example() -> None:
@@ -75,7 +75,7 @@ def test_the_standards_own_example() -> None:
     rank0, rank1 = site.add("vllm-1"), site.add("vllm-1", 1)
     tell(rank0, stored(0, 2), stored(0, 2, "cpu"), stored(0, 1, "disk"), stored(2, 3, "disk"))
     tell(rank1, stored(0, 1))
-    assert site.hits() == {"vllm-1": Hits(12, 8, {"0": 8, "1": 4}, 8, 12)}
+    assert site.hits() == {"vllm-1": TierHits(12, 8, {"0": 8, "1": 4}, 8, 12)}
     wire = msgspec.json.decode(msgspec.json.encode(site.hits()["vllm-1"]))
     assert wire == {"longest_matched": 12, "GPU": 8, "DP": {"0": 8, "1": 4}, "CPU": 8, "DISK": 12}
 
@@ -85,7 +85,7 @@ def test_lower_tiers_go_on_where_the_tier_above_ends() -> None:
     site = Site()
     one = site.add("a")
     tell(one, stored(0, 6), stored(0, 6, "cpu"), removed(2), removed(0, 1, 5, medium="cpu"))
-    assert site.hits() == {"a": Hits(5 * SIZE, 2 * SIZE, {"0": 2 * SIZE}, 5 * SIZE, 5 * SIZE)}
+    assert site.hits() == {"a": TierHits(5 * SIZE, 2 * SIZE, {"0": 2 * SIZE}, 5 * SIZE, 5 * SIZE)}
     tell(one, removed(2, medium="cpu"))
     assert site.hits()["a"].longest_matched == 2 * SIZE
 
@@ -96,14 +96,14 @@ def test_a_store_is_everybodys() -> None:
     one, _, store = site.add("a"), site.add("b"), site.add("pool", kind="Mooncake")
     tell(one, stored(0, 1), stored(3, 4, "cpu"))
     seqs = rolling(local_hashes(TOKENS, SIZE, 0), 0)
-    tell(store, Stored([seqs[0], seqs[1]], None, [], SIZE, medium="cpu"))
-    tell(store, Stored([seqs[2]], seqs[1], [], SIZE, medium="disk"))
+    tell(store, StoredEvent([seqs[0], seqs[1]], None, [], SIZE, medium="cpu"))
+    tell(store, StoredEvent([seqs[2]], seqs[1], [], SIZE, medium="disk"))
     found = site.hits()
-    assert found["a"] == Hits(3 * SIZE, SIZE, {"0": SIZE}, 2 * SIZE, 3 * SIZE)
-    assert found["b"] == Hits(3 * SIZE, 0, {"0": 0}, 2 * SIZE, 3 * SIZE)
+    assert found["a"] == TierHits(3 * SIZE, SIZE, {"0": SIZE}, 2 * SIZE, 3 * SIZE)
+    assert found["b"] == TierHits(3 * SIZE, 0, {"0": 0}, 2 * SIZE, 3 * SIZE)
     assert sorted(site.space.instances) == ["a", "b"]
-    tell(store, Cleared())
-    assert site.hits() == {"a": Hits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)}
+    tell(store, ClearedEvent())
+    assert site.hits() == {"a": TierHits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)}
 
 
 def test_hashes_find_what_tokens_find() -> None:
@@ -131,8 +131,8 @@ def test_lora_and_salt_keep_blocks_apart() -> None:
     site = Site()
     one = site.add("a")
     tell(one, stored(0, 1, extra_keys=[["tenant-7"]]), stored(1, 2))
-    tell(one, Stored([7], None, TOKENS[:SIZE], SIZE, lora_name="l", extra_keys=[["l"]]))
-    tell(one, Stored([8], None, TOKENS[:SIZE], SIZE, lora_name="l", extra_keys=[["l", "s"]]))
+    tell(one, StoredEvent([7], None, TOKENS[:SIZE], SIZE, lora_name="l", extra_keys=[["l"]]))
+    tell(one, StoredEvent([8], None, TOKENS[:SIZE], SIZE, lora_name="l", extra_keys=[["l", "s"]]))
     assert site.hits() == {}
     assert site.hits(salt="tenant-7")["a"].gpu == 2 * SIZE
     assert site.hits(lora="l")["a"].gpu == SIZE
@@ -181,12 +181,14 @@ def test_a_reset_and_a_leave_drop_everything() -> None:
     for stream in (one, other):
         tell(stream, stored(0, 2), stored(0, 3, "cpu"), stored(0, 4, "disk"))
     one.reset()
-    assert site.hits()["a"] == Hits(4 * SIZE, 2 * SIZE, {"0": 0, "1": 2 * SIZE}, 3 * SIZE, 4 * SIZE)
+    assert site.hits()["a"] == TierHits(
+        4 * SIZE, 2 * SIZE, {"0": 0, "1": 2 * SIZE}, 3 * SIZE, 4 * SIZE
+    )
     tell(one, stored(0, 1))
     assert site.hits()["a"].dp == {"0": SIZE, "1": 2 * SIZE}
-    assert site.space.leave(Stream(SegmentId("a/1"), "a", 1))
-    assert site.hits()["a"] == Hits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)
-    assert not site.space.leave(Stream(SegmentId("a/0"), "a", 0))
+    assert site.space.leave(Source(SegmentId("a/1"), "a", 1))
+    assert site.hits()["a"] == TierHits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)
+    assert not site.space.leave(Source(SegmentId("a/0"), "a", 0))
     assert (site.hits(), dict(site.space.instances), site.space.entries) == ({}, {}, 0)
 
 
@@ -194,8 +196,8 @@ def test_clearing_an_engine_leaves_what_it_put_below() -> None:
     """vLLM clears its own cache; blocks that it put into host memory are still there."""
     site = Site()
     one = site.add("a")
-    tell(one, stored(0, 3), stored(0, 2, "cpu"), Cleared())
-    assert site.hits()["a"] == Hits(2 * SIZE, 0, {"0": 0}, 2 * SIZE, 2 * SIZE)
+    tell(one, stored(0, 3), stored(0, 2, "cpu"), ClearedEvent())
+    assert site.hits()["a"] == TierHits(2 * SIZE, 0, {"0": 0}, 2 * SIZE, 2 * SIZE)
     tell(one, stored(2, 3))  # behind a parent that only host memory has
     assert site.hits()["a"].longest_matched == 2 * SIZE
     tell(one, stored(0, 2))
@@ -205,15 +207,15 @@ def test_clearing_an_engine_leaves_what_it_put_below() -> None:
 @pytest.mark.parametrize(
     ("medium", "found"),
     [
-        (None, Hits(4, 4, {"0": 4}, 4, 4)),
-        ("GPU", Hits(4, 4, {"0": 4}, 4, 4)),
-        ("npu", Hits(4, 4, {"0": 4}, 4, 4)),
-        ("cpu", Hits(4, 0, {"0": 0}, 4, 4)),
-        ("CPU_PINNED", Hits(4, 0, {"0": 0}, 4, 4)),
-        ("STORAGE", Hits(4, 0, {"0": 0}, 0, 4)),
+        (None, TierHits(4, 4, {"0": 4}, 4, 4)),
+        ("GPU", TierHits(4, 4, {"0": 4}, 4, 4)),
+        ("npu", TierHits(4, 4, {"0": 4}, 4, 4)),
+        ("cpu", TierHits(4, 0, {"0": 0}, 4, 4)),
+        ("CPU_PINNED", TierHits(4, 0, {"0": 0}, 4, 4)),
+        ("STORAGE", TierHits(4, 0, {"0": 0}, 0, 4)),
     ],
 )
-def test_media(medium: str | None, found: Hits) -> None:
+def test_media(medium: str | None, found: TierHits) -> None:
     """Accelerators are devices, CPU's memory is the host's, all else counts as disk."""
     site = Site()
     tell(site.add("a"), stored(0, 1, medium))
@@ -243,7 +245,7 @@ def test_a_real_engine() -> None:
         *[dict[str, int]()] * 4,  # evicted by others
         *[{"A": 3}] * 2,
     ]
-    space, stream = Tiered(32, 5), Stream(SegmentId("e"), "e")
+    space, stream = TieredIndex(32, 5), Source(SegmentId("e"), "e")
     space.join(stream)
     it = Rolled(stream, space, "", "")
     for expected, frames in zip(after, messages("kv_events_capture.bin"), strict=True):

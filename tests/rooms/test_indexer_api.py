@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.kv.events import KvBatch, Stored
+from moonserve.core.kv.events import KvBatch, StoredEvent
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.live.external import indexer_api as module
 from moonserve.live.external.indexer_api import IndexerApi
@@ -61,7 +61,7 @@ class ScriptedFeed:
 
     def tell(self, blocks: int, medium: str = "GPU", tokens: list[int] = TOKENS) -> None:
         """So many leading blocks are stored."""
-        event = Stored(list(range(blocks)), None, tokens[: blocks * SIZE], SIZE, medium=medium)
+        event = StoredEvent(list(range(blocks)), None, tokens[: blocks * SIZE], SIZE, medium=medium)
         self.sink.batch(KvBatch(0.0, (event,)))
 
 
@@ -251,7 +251,7 @@ def test_a_store_that_is_registered_counts_for_all() -> None:
         await rig.good("/register", store)
         seqs = rolling(local_hashes(TOKENS, SIZE))
         for seq in seqs[1:3]:
-            event = Stored([seq], None, [], SIZE, medium="cpu")
+            event = StoredEvent([seq], None, [], SIZE, medium="cpu")
             rig.feeds[1].sink.batch(KvBatch(0.0, (event,)))
         rig.feeds[0].tell(1)
         found = (await rig.good("/query", ASK))["default"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonserve.core.kv.events import Cleared
+from moonserve.core.kv.events import ClearedEvent
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
@@ -60,7 +60,7 @@ def test_an_engine_is_followed_from_what_it_told_before() -> None:
             await until(url, client, 3 * SIZE)
             engine.publish([stored(TOKENS, SIZE, 3)])
             await until(url, client, 4 * SIZE)
-            engine.publish([Cleared()])
+            engine.publish([ClearedEvent()])
             await until(url, client, 0)
             await api.close()
             await engine.close()

@@ -10,10 +10,10 @@ from itertools import count
 import pytest
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
-from moonserve.core.kv.stream import Stream
+from moonserve.core.kv.stream import EventStream
 from moonserve.core.kv.vllm_hash import algorithm_of
 from moonserve.core.units import BlockKey, SegmentId
 from tests.support.kvevents import feed, stored
@@ -54,7 +54,7 @@ class Gateway:
     """A sink: a stream, and the index it feeds."""
 
     def __init__(self) -> None:
-        self.stream = Stream(ME, 1, SPACE)
+        self.stream = EventStream(ME, 1, SPACE)
         self.index = PrefixIndex()
         self.resets: list[tuple[str, bool]] = []
         self.batches = 0
@@ -135,8 +135,8 @@ def test_a_gap_is_replayed() -> None:
             engine.publish([stored(B, SIZE)])
             await until(lambda: gateway.has(B) == 2)
             engine.lose(stored(A, SIZE), stored(A, SIZE))
-            engine.lose(stored(B, SIZE), Cleared(), stored(A, SIZE), stored(A, SIZE))
-            engine.publish([Removed(stored(A, SIZE).block_hashes, "GPU")])
+            engine.lose(stored(B, SIZE), ClearedEvent(), stored(A, SIZE), stored(A, SIZE))
+            engine.publish([RemovedEvent(stored(A, SIZE).block_hashes, "GPU")])
             await until(lambda: gateway.batches == 4)
             assert (gateway.has(A), gateway.has(B), gateway.resets) == (3, 0, [])
             assert follower.order.stats.gaps == 1
@@ -154,7 +154,7 @@ def test_a_gap_without_replay_is_said() -> None:
         ):
             engine.publish([stored(A, SIZE)])
             await until(lambda: gateway.has(A) == 3)
-            engine.lose(Removed(stored(A, SIZE).block_hashes, "GPU"))
+            engine.lose(RemovedEvent(stored(A, SIZE).block_hashes, "GPU"))
             engine.publish([stored(B, SIZE)])
             await until(lambda: gateway.has(B) == 2)
             assert gateway.has(A) == 0
@@ -171,7 +171,7 @@ def test_a_gap_that_nobody_replays_any_more_is_said() -> None:
         async with engine_at() as engine, following(engine, replay_s=0.1) as (follower, gateway):
             engine.publish([stored(A, SIZE)])
             await until(lambda: gateway.has(A) == 3)
-            engine.lose(Cleared())
+            engine.lose(ClearedEvent())
             engine._kept.clear()
             engine.publish([stored(B, SIZE)])
             await until(lambda: gateway.has(B) == 2)
@@ -179,7 +179,7 @@ def test_a_gap_that_nobody_replays_any_more_is_said() -> None:
             assert [restarted for _, restarted in gateway.resets] == [False]
             assert engine._replaying is not None
             engine._replaying.cancel()
-            engine.lose(Cleared())
+            engine.lose(ClearedEvent())
             engine.publish([stored(A, SIZE)])
             await until(lambda: gateway.has(A) == 3)
             assert gateway.has(B) == 0
@@ -239,7 +239,7 @@ def test_a_restart_at_the_same_address_is_noticed(replay: bool) -> None:
                     assert gateway.has(A) == 0
                     if replay:
                         reborn.lose(stored(A, SIZE))
-                        reborn.publish([Cleared()])
+                        reborn.publish([ClearedEvent()])
                         await until(lambda: gateway.batches == 5)
                         assert gateway.index.entries == 0
 
@@ -343,12 +343,12 @@ def test_what_lies_in_a_segment_is_published() -> None:
     asyncio.run(run())
     first = stored(A, SIZE, medium="CPU")
     (one,), (gone,), (brought,) = told
-    assert isinstance(one, Stored)
+    assert isinstance(one, StoredEvent)
     assert one.block_hashes == first.block_hashes
     assert (one.token_ids, one.parent_block_hash, one.medium) == (A, None, "CPU")
     assert algorithm_of(one.block_hashes[0], A[:SIZE]) == "sha256_cbor"
-    assert gone == Removed(first.block_hashes[2:], "CPU")
-    assert isinstance(brought, Stored)
+    assert gone == RemovedEvent(first.block_hashes[2:], "CPU")
+    assert isinstance(brought, StoredEvent)
     assert brought.token_ids == B[:SIZE]
 
 

@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.live.kvevents.wire import decode_batch, encode_batch
 from tests.support.kvevents import stored
 
 EVENTS: list[KvEvent] = [
     stored([*range(96)], 32),
     stored([*range(128)], 32, 2, "CPU"),
-    Removed([2**64 - 1, 1], "CPU"),
-    Cleared(),
+    RemovedEvent([2**64 - 1, 1], "CPU"),
+    ClearedEvent(),
 ]
 
 
@@ -52,7 +52,7 @@ class Counting:
         self.resets: list[str] = []
 
     def batch(self, batch: KvBatch) -> None:
-        self.hashes += [e.block_hashes[0] for e in batch.events if isinstance(e, Stored)]
+        self.hashes += [e.block_hashes[0] for e in batch.events if isinstance(e, StoredEvent)]
 
     def reset(self, why: str, restarted: bool) -> None:
         self.resets.append(why)

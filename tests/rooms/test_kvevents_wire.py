@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.core.kv.events import Cleared, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, RemovedEvent, StoredEvent
 from moonserve.live.kvevents.wire import (
     BadFrame,
     decode_batch,
@@ -31,11 +31,11 @@ MAP = bytes.fromhex(
 )
 HASH = 0xB194C1F0E4A3D5B0
 EVENTS = [
-    Stored(
+    StoredEvent(
         [HASH], None, [1, 2], 2, None, "GPU", None, group_idx=0, kv_cache_spec_kind="full_attention"
     ),
-    Removed([HASH], "GPU", 0),
-    Cleared(),
+    RemovedEvent([HASH], "GPU", 0),
+    ClearedEvent(),
 ]
 
 
@@ -75,7 +75,7 @@ def test_another_engines_capture() -> None:
     """The same format with fewer fields, as another engine's mocker writes it."""
     ((seq, batch),) = [read_live(frames) for frames in messages("kv_events_dynmock.bin")]
     (event,) = batch.events
-    assert isinstance(event, Stored)
+    assert isinstance(event, StoredEvent)
     assert (seq, len(event.block_hashes), event.medium, event.group_idx) == (0, 3, None, 0)
 
 
@@ -93,10 +93,10 @@ def test_a_replay_with_and_without_topic(topic: bool) -> None:
 @pytest.mark.parametrize(
     ("raw", "event"),
     [
-        (["BlockStored", [1], None, [1, 2], 2, None], Stored([1], None, [1, 2], 2)),
+        (["BlockStored", [1], None, [1, 2], 2, None], StoredEvent([1], None, [1, 2], 2)),
         (
             ["BlockStored", [b"h" * 32], 5, [1], 1, 3, "GPU", "lo"],
-            Stored([b"h" * 32], 5, [1], 1, 3, "GPU", "lo"),
+            StoredEvent([b"h" * 32], 5, [1], 1, 3, "GPU", "lo"),
         ),
         (
             [
@@ -115,27 +115,33 @@ def test_a_replay_with_and_without_topic(topic: bool) -> None:
                 *"abc",
                 "new",
             ],
-            Stored([1], None, [1], 1, None, "CPU", None, [["s"]], 0, "x", 1, "a", "b", "c"),
+            StoredEvent([1], None, [1], 1, None, "CPU", None, [["s"]], 0, "x", 1, "a", "b", "c"),
         ),
-        (["BlockRemoved", [1, b"2"]], Removed([1, b"2"])),
-        (["BlockRemoved", [1], "GPU"], Removed([1], "GPU")),
-        (["AllBlocksCleared"], Cleared()),
-        ({"type": "AllBlocksCleared", "future": {"x": [1]}}, Cleared()),
+        (["BlockRemoved", [1, b"2"]], RemovedEvent([1, b"2"])),
+        (["BlockRemoved", [1], "GPU"], RemovedEvent([1], "GPU")),
+        (["AllBlocksCleared"], ClearedEvent()),
+        ({"type": "AllBlocksCleared", "future": {"x": [1]}}, ClearedEvent()),
         (
             ["BlockStored", [-5], -6, [1], 1, None, "CPU_PINNED", {"cache_salt": "s"}],
-            Stored([-5], -6, [1], 1, None, "CPU_PINNED"),
+            StoredEvent([-5], -6, [1], 1, None, "CPU_PINNED"),
         ),
         (
             ["BlockStored", [1, -2], None, [1, 2], 1, None, "GPU", {"cache_salt": "s"}],
-            Stored([1, -2], None, [1, 2], 1, None, "GPU", None, [["s"]]),
+            StoredEvent([1, -2], None, [1, 2], 1, None, "GPU", None, [["s"]]),
         ),
         (
             ["BlockStored", [1], None, [1], 1, None, "GPU", ["kv"]],
-            Stored([1], None, [1], 1, None, "GPU"),
+            StoredEvent([1], None, [1], 1, None, "GPU"),
         ),
-        (SALTED, Stored([1], None, [1], 1, None, "GPU", None, [["s"]])),
-        (SALTED | {"extra_keys": [["s"]]}, Stored([1], None, [1], 1, None, "GPU", None, [["s"]])),
-        ({"type": "BlockRemoved", "block_hashes": [2**64 - 1], "new": 1}, Removed([2**64 - 1])),
+        (SALTED, StoredEvent([1], None, [1], 1, None, "GPU", None, [["s"]])),
+        (
+            SALTED | {"extra_keys": [["s"]]},
+            StoredEvent([1], None, [1], 1, None, "GPU", None, [["s"]]),
+        ),
+        (
+            {"type": "BlockRemoved", "block_hashes": [2**64 - 1], "new": 1},
+            RemovedEvent([2**64 - 1]),
+        ),
     ],
 )
 @pytest.mark.parametrize("mixed", [False, True])

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from moonserve.core.kv.event_keys import mixed
-from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
-from moonserve.core.kv.stream import Stream
+from moonserve.core.kv.stream import EventStream
 from moonserve.core.kv.vllm_hash import algorithm_of, block_hash, event_hash, root_hash
 from moonserve.core.schedule.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.units import SegmentId
@@ -29,9 +29,9 @@ def keys_of(tokens: Sequence[int], **fields: str) -> list[bytes]:
     return [*chain_keys(replace(PLAIN, **fields).root(), tokens, SIZE)]
 
 
-def stream(pool: SegmentId | None = None, **bounds: int) -> Stream:
+def stream(pool: SegmentId | None = None, **bounds: int) -> EventStream:
     """One of an engine with our block size."""
-    return Stream(ME, 7, PLAIN, pool, **bounds)
+    return EventStream(ME, 7, PLAIN, pool, **bounds)
 
 
 def batch(*events: KvEvent) -> KvBatch:
@@ -42,7 +42,7 @@ def batch(*events: KvEvent) -> KvBatch:
 class Indexed:
     """A stream and the index that it feeds."""
 
-    def __init__(self, it: Stream | None = None) -> None:
+    def __init__(self, it: EventStream | None = None) -> None:
         self.stream = stream() if it is None else it
         self.index = PrefixIndex()
 
@@ -132,7 +132,7 @@ def test_recomputed_hashes_are_those_of_the_engine(name: str, algorithm: Any) ->
     digests, checked = {}, 0
     for frames in messages(name):
         for event in read_live(frames)[1].events:
-            if not isinstance(event, Stored) or event.lora_name is not None:
+            if not isinstance(event, StoredEvent) or event.lora_name is not None:
                 continue
             parent = root_hash(algorithm)
             if event.parent_block_hash is not None:
@@ -166,8 +166,8 @@ def test_store_events_belong_to_the_pool() -> None:
     assert (counts.unplaced, counts.orphans, counts.unknown_removed) == (0, 0, 0)
     events = [e for f in messages("kv_events_mcstore.bin") for e in read_live(f)[1].events]
     first, salted = events[0], events[4]
-    assert isinstance(first, Stored)
-    assert isinstance(salted, Stored)
+    assert isinstance(first, StoredEvent)
+    assert isinstance(salted, StoredEvent)
     assert salted.extra_keys == [["t1"], None, None]
     for keys in (keys_of(first.token_ids), keys_of(salted.token_ids, tenant_salt="t1")):
         assert it.has(keys, POOL) == 3
@@ -192,7 +192,7 @@ def test_a_block_stored_twice_goes_with_its_second_removal() -> None:
     first = stored(A, SIZE)
     assert len(it.batch(batch(first))) == 1
     assert it.batch(batch(first)) == []
-    gone = Removed(first.block_hashes, "GPU", 0)
+    gone = RemovedEvent(first.block_hashes, "GPU", 0)
     assert it.batch(batch(gone)) == []
     assert it.batch(batch(gone)) == [BlocksRemoved(ME, (*keys_of(A),), "device", 7)]
     assert it.batch(batch(gone)) == []
@@ -206,10 +206,10 @@ def test_tiers_are_counted_apart() -> None:
         it.tell(stored(A, SIZE, medium=medium))
     first = keys_of(A)[0]
     assert it.index.tiers(first, ME) == ("device", "dram", "disk")
-    it.tell(Cleared())
+    it.tell(ClearedEvent())
     assert it.index.tiers(first, ME) == ("dram", "disk")
     names = stored(A, SIZE).block_hashes
-    it.tell(Removed(names, "CPU"), Removed(names, "STORAGE"))
+    it.tell(RemovedEvent(names, "CPU"), RemovedEvent(names, "STORAGE"))
     assert it.index.entries == it.stream.blocks == 0
 
 
@@ -218,7 +218,7 @@ def test_events_without_tokens_are_placed_by_their_hash() -> None:
     it = Indexed()
     it.tell(stored(A, SIZE))
     names = stored(A, SIZE).block_hashes
-    it.tell(Stored([*names[1:3], 5], None, [], 0, None, "CPU"))
+    it.tell(StoredEvent([*names[1:3], 5], None, [], 0, None, "CPU"))
     assert it.index.tiers(keys_of(A)[2], ME) == ("device", "dram")
     assert it.stream.stats.unplaced == 1
 
@@ -230,7 +230,7 @@ def test_a_child_waits_for_its_parent() -> None:
     it.tell(stored(A, SIZE, 3), stored(A[: 3 * SIZE], SIZE, 1))
     assert it.index.entries == 0
     assert it.stream.stats.orphans == 3
-    it.tell(Removed([names[3]], "GPU", 0))
+    it.tell(RemovedEvent([names[3]], "GPU", 0))
     it.tell(stored(A[:SIZE], SIZE))
     assert it.has(keys_of(A)) == 3
     assert it.stream.stats.orphans_dropped == 0
@@ -251,7 +251,7 @@ def test_orphans_are_bounded() -> None:
 def test_a_parent_may_be_gone_when_its_child_comes() -> None:
     """A block that was evicted a moment ago still places what follows it."""
     it = Indexed()
-    it.tell(stored(A[: 2 * SIZE], SIZE), Removed(stored(A, SIZE).block_hashes[:2], "GPU", 0))
+    it.tell(stored(A[: 2 * SIZE], SIZE), RemovedEvent(stored(A, SIZE).block_hashes[:2], "GPU", 0))
     it.tell(stored(A, SIZE, 2))
     assert it.index.entries == 2
     it.tell(stored(A[: 2 * SIZE], SIZE))
@@ -262,23 +262,23 @@ def test_a_chain_stored_anew_around_a_block_that_stayed() -> None:
     """A hole in a chain is filled by a second copy of what comes after it, counted as such."""
     it = Indexed(stream(max_retired=0))
     names = stored(A, SIZE).block_hashes
-    it.tell(stored(A, SIZE), Removed(names[:1], "GPU", 0), stored(A, SIZE))
+    it.tell(stored(A, SIZE), RemovedEvent(names[:1], "GPU", 0), stored(A, SIZE))
     assert (it.has(keys_of(A)), it.stream.blocks) == (4, 4)
-    it.tell(Removed(names, "GPU", 0))
+    it.tell(RemovedEvent(names, "GPU", 0))
     assert it.index.tiers(keys_of(A)[1], ME) == ("device",)
-    it.tell(Removed(names[1:], "GPU", 0))
+    it.tell(RemovedEvent(names[1:], "GPU", 0))
     assert it.index.entries == it.stream.blocks == it.stream.stats.unknown_removed == 0
 
 
 def test_orphans_go_with_their_tier() -> None:
     """Clearing the device takes what waits for a parent there; what is adopted waits no more."""
     it = Indexed()
-    it.tell(stored(A, SIZE, 1), Cleared(), stored(A[:SIZE], SIZE))
+    it.tell(stored(A, SIZE, 1), ClearedEvent(), stored(A[:SIZE], SIZE))
     assert it.index.entries == 1
-    it.tell(Removed(stored(A, SIZE).block_hashes, "GPU", 0))
+    it.tell(RemovedEvent(stored(A, SIZE).block_hashes, "GPU", 0))
     assert it.stream.stats.unknown_removed == 3
     it.tell(stored(A, SIZE, 2), stored(A, SIZE, 1), stored(A, SIZE))
-    it.tell(*[Removed(stored(A, SIZE).block_hashes, "GPU", 0)] * 3)
+    it.tell(*[RemovedEvent(stored(A, SIZE).block_hashes, "GPU", 0)] * 3)
     assert it.index.entries == it.stream.blocks == 0
     assert it.stream.stats.unknown_removed == 3 + 3
 
@@ -288,7 +288,7 @@ def test_clearing_empties_the_device_only() -> None:
     still be a parent."""
     it = Indexed(stream(POOL))
     it.tell(stored(A, SIZE), stored(A, SIZE, medium="cpu"))
-    assert it.stream.batch(batch(Cleared())) == [BlocksCleared(ME, "device", 7)]
+    assert it.stream.batch(batch(ClearedEvent())) == [BlocksCleared(ME, "device", 7)]
     assert it.has(keys_of(A), POOL) == 4
     assert it.stream.blocks == 0
 
@@ -315,7 +315,7 @@ def test_another_block_size_is_said_and_not_indexed() -> None:
 def test_blocks_filled_in_part_are_left_out() -> None:
     """A smaller block of an engine with our size is no mismatch of the engine."""
     it = stream()
-    it.batch(batch(stored(A, SIZE), Stored([9], None, [1] * 8, 8, None, "GPU")))
+    it.batch(batch(stored(A, SIZE), StoredEvent([9], None, [1] * 8, 8, None, "GPU")))
     assert (it.mismatch, it.stats.mismatches) == (None, 1)
 
 
@@ -327,9 +327,9 @@ def test_one_cache_of_a_hybrid_model_counts() -> None:
     again = replace(full, group_idx=2)
     it.tell(window, full, again)
     names = full.block_hashes
-    it.tell(Removed(names, "GPU", 0), Removed(names, "GPU", 2))
+    it.tell(RemovedEvent(names, "GPU", 0), RemovedEvent(names, "GPU", 2))
     assert it.has(keys_of(A)) == 4
-    it.tell(Removed(names, "GPU", 1))
+    it.tell(RemovedEvent(names, "GPU", 1))
     assert it.has(keys_of(A)) == 0
     assert it.stream.stats.other_groups == 16
 
@@ -370,22 +370,22 @@ def test_whole_hashes_do_as_well_as_numbers() -> None:
     it = Indexed()
     event = stored(A, SIZE)
     names = [hash.to_bytes(32, "big") for hash in event.block_hashes if isinstance(hash, int)]
-    it.tell(replace(event, block_hashes=[*names]), Removed([*names[2:]], None))
+    it.tell(replace(event, block_hashes=[*names]), RemovedEvent([*names[2:]], None))
     assert it.has(keys_of(A)) == 2
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        Stored([1], None, [1 << 32] * SIZE, SIZE),
-        Stored([1], None, [-1] * SIZE, SIZE),
-        Stored([1, 2], None, [1] * SIZE, SIZE),
-        Stored([1], None, [1] * SIZE, SIZE, None, "a medium of its own"),
-        Stored([], None, [], SIZE),
-        Stored([1, 1], 1, [1] * 2 * SIZE, SIZE),
+        StoredEvent([1], None, [1 << 32] * SIZE, SIZE),
+        StoredEvent([1], None, [-1] * SIZE, SIZE),
+        StoredEvent([1, 2], None, [1] * SIZE, SIZE),
+        StoredEvent([1], None, [1] * SIZE, SIZE, None, "a medium of its own"),
+        StoredEvent([], None, [], SIZE),
+        StoredEvent([1, 1], 1, [1] * 2 * SIZE, SIZE),
     ],
 )
-def test_nonsense_is_counted_and_not_indexed(event: Stored) -> None:
+def test_nonsense_is_counted_and_not_indexed(event: StoredEvent) -> None:
     """What an engine should never say makes no claim and no fault."""
     it = Indexed()
     it.tell(event)

@@ -53,7 +53,7 @@ class Site:
         """Wait until just these instances are, each with its events."""
 
         def there() -> bool:
-            feeds = {i: f for _, it in self.gateway.fleet.keepers() for i, f in it.feeds.items()}
+            feeds = {i: f for _, it in self.gateway.fleet.monitors() for i, f in it.feeds.items()}
             views = self.gateway.conductor.core.view.instances
             fed = all(InstanceId(it) in feeds for it in names)
             return {*names} == {*views} and fed and all(f.counts().trusted for f in feeds.values())
@@ -211,8 +211,8 @@ def test_another_number_of_ranks_is_refused(
     async def body() -> None:
         engine = Ranks("e", has)
         async with site(monkeypatch, engine, e={"dp_size": told}) as it:
-            keeper = it.gateway.fleet.keepers()[0][1]
-            await it.until(lambda: keeper.state == "refused")
-            assert f"it has {has} data-parallel ranks, not {told}" in keeper.why
+            monitor = it.gateway.fleet.monitors()[0][1]
+            await it.until(lambda: monitor.state == "refused")
+            assert f"it has {has} data-parallel ranks, not {told}" in monitor.why
 
     asyncio.run(body())

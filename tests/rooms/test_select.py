@@ -19,7 +19,7 @@ from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, SegmentId
 from moonserve.live.control import placement_api as module
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.placement_api import Selection
+from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App, serve
 from tests.support.cluster import BLOCK, NAMESPACE, info
@@ -35,7 +35,7 @@ TOKEN = "secret"
 class Rig:
     """The service, and who asks it."""
 
-    def __init__(self, loop: ConductorLoop, selection: Selection, url: str) -> None:
+    def __init__(self, loop: ConductorLoop, selection: PlacementApi, url: str) -> None:
         self.loop = loop
         self.selection = selection
         self.url = url
@@ -80,7 +80,7 @@ def run(
             loop.tell(*(Joined(info(name, "prefill")) for name in ("p0", "p1")))
             loop.tell(*(Joined(info(name, "decode")) for name in ("d0", "d1")))
             loop.tell(BlocksStored(SegmentId("p1"), KEYS[:6], None, "dram", 1))
-            selection = Selection(loop, {"m": ByteText()}.get, TOKEN)
+            selection = PlacementApi(loop, {"m": ByteText()}.get, TOKEN)
             server = await serve(App(selection.routes()), "127.0.0.1", 0)
             rig = Rig(loop, selection, f"http://127.0.0.1:{server.port}")
             try:

@@ -28,7 +28,7 @@ from moonserve.live.control.control import Control
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.peers import Several, Told
-from moonserve.live.external.found import Found
+from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
@@ -543,7 +543,7 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
         engine = Engine()
         async with rig(engine) as site:
             registry = MemoryRegistry()
-            found = Found(registry, site.fleet)
+            found = RegistryEngines(registry, site.fleet)
             following = asyncio.create_task(found.follow())
             settled = asyncio.create_task(found.settled())
             await settled, "there is none"
@@ -558,10 +558,10 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
                 await registry.put(ENGINES + name, entry)
             await site.until(lambda: list(site.views) == ["e0"])
             await found.settled()
-            assert [source for source, _ in site.fleet.keepers()] == ["the registry"]
+            assert [source for source, _ in site.fleet.monitors()] == ["the registry"]
             again = msgspec.structs.replace(spec, rack="r1")
             await registry.put(ENGINES + "e0", msgspec.json.encode(again))
-            await site.until(lambda: site.keeper("e0").member.spec == again)
+            await site.until(lambda: site.monitor("e0").member.spec == again)
             await registry.remove(ENGINES + "e0")
             await site.until(lambda: not site.views)
             assert "e0: removed by the registry" in caplog.text

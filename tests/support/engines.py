@@ -15,7 +15,7 @@ from moonserve.core.units import InstanceId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.feeds import FeedOpener
 from moonserve.live.external.fleet import Fleet
-from moonserve.live.external.monitor import Keeper, Times
+from moonserve.live.external.monitor import EngineMonitor, Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
@@ -104,9 +104,9 @@ class Rig:
         """What the Conductor believes."""
         return self.conductor.core.view.instances
 
-    def keeper(self, name: str) -> Keeper:
+    def monitor(self, name: str) -> EngineMonitor:
         """Of the engine of that name."""
-        return next(it for _, it in self.fleet.keepers() if it.member.spec.name == name)
+        return next(it for _, it in self.fleet.monitors() if it.member.spec.name == name)
 
     async def until(self, true: Callable[[], Any], timeout_s: float = 10.0) -> None:
         """Wait, Conductor's ticks included, for something to be so."""
@@ -115,15 +115,15 @@ class Rig:
                 self.conductor.tell(Tick())
                 await asyncio.sleep(0.01)
 
-    async def up(self, engine: FakeVllm, **described: Any) -> Keeper:
+    async def up(self, engine: FakeVllm, **described: Any) -> EngineMonitor:
         """Add an engine, and wait until it is up."""
         fields: dict[str, Any] = {"name": engine.name, "url": engine.url, "events": "off"}
         await self.fleet.add("test", InstanceSpec(**{**fields, **described}))
-        keeper = self.keeper(described.get("name", engine.name))
+        monitor = self.monitor(described.get("name", engine.name))
         await self.until(
-            lambda: keeper.state == "up" and set(keeper.member.infos) <= set(self.views)
+            lambda: monitor.state == "up" and set(monitor.member.infos) <= set(self.views)
         )
-        return keeper
+        return monitor
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.kv.pending import Coming
+from moonserve.core.kv.pending import PendingPrefixes
 from moonserve.core.request import Counted, Held, Request
 from moonserve.core.schedule.actions import Spread
 from moonserve.core.schedule.facts import BlocksCleared, BlocksStored, SpreadUpTo
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self, policy: str = "cache_aware", most: int = 1 << 30, busy: int = 1) -> None:
         self.tuning = Tuning(policy=policy, spread_bytes=most)
-        self.view, self.index, self.coming = ClusterView(), PrefixIndex(), Coming()
+        self.view, self.index, self.coming = ClusterView(), PrefixIndex(), PendingPrefixes()
         for name in ("p0", "p1", "p2", "p3"):
             self.view.add(view(name, "prefill"))
         self.view.add(view("d0", "decode"))

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moonserve.core.kv.events import EngineHash, Stored
+from moonserve.core.kv.events import EngineHash, StoredEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
 from moonserve.core.schedule.facts import BlockEvent, BlocksRemoved, BlocksStored
@@ -62,9 +62,9 @@ def hashes_of(tokens: Sequence[int], size: int) -> list[int]:
     return made
 
 
-def stored(tokens: Sequence[int], size: int, start: int = 0, medium: str = "GPU") -> Stored:
+def stored(tokens: Sequence[int], size: int, start: int = 0, medium: str = "GPU") -> StoredEvent:
     """The full blocks of a plain chain from number `start` on, as one event."""
     names: list[EngineHash] = [*hashes_of(tokens, size)]
     before = names[start - 1] if start else None
     run = list(tokens[start * size : len(names) * size])
-    return Stored(names[start:], before, run, size, None, medium, None, group_idx=0)
+    return StoredEvent(names[start:], before, run, size, None, medium, None, group_idx=0)

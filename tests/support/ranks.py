@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from moonserve.core.kv.events import Stored
+from moonserve.core.kv.events import StoredEvent
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.kvevents.publisher import Publisher
@@ -66,7 +66,7 @@ class Ranks(Engine):
             name = event_hash(digest)
             if name not in told:
                 told.add(name)
-                event = Stored([name], before, run, self.block_size, None, "GPU")
+                event = StoredEvent([name], before, run, self.block_size, None, "GPU")
                 self._publishers[rank].publish([event])
             before = name
 

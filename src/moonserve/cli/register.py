@@ -65,7 +65,7 @@ def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None)
 
 async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str | None]:
     """The URLs of those replaced, by name. Raises ConfigError."""
-    from moonserve.live.external.found import register
+    from moonserve.live.external.registry_engines import register
     from moonserve.live.registry.entries import open_registry
 
     registry = await open_registry(_given(url))

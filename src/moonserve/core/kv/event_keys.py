@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.kv.events import Stored
+from moonserve.core.kv.events import StoredEvent
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.units import BlockKey
 
@@ -25,7 +25,7 @@ def mixed(parent: bytes, extra: Sequence[Any]) -> bytes:
     return sha256(_EXTRA + parent + msgspec.msgpack.encode(extra)).digest()
 
 
-def covered(event: Stored, heads: bool) -> tuple[str, str, list[list[Any]]]:
+def covered(event: StoredEvent, heads: bool) -> tuple[str, str, list[list[Any]]]:
     """What an event's hashes cover besides tokens: LoRA, salt, and what else each block holds.
 
     heads: whether its first block heads a chain, as only such a one names a salt. The last is empty
@@ -43,7 +43,7 @@ def covered(event: Stored, heads: bool) -> tuple[str, str, list[list[Any]]]:
 
 
 def event_keys(
-    plain: Namespace, root: bytes, event: Stored, at: int, parent: BlockKey | None
+    plain: Namespace, root: bytes, event: StoredEvent, at: int, parent: BlockKey | None
 ) -> list[BlockKey]:
     """The keys of an event's blocks from number `at` on.
 

@@ -18,7 +18,7 @@ def _none() -> None:
     """The default of what may be missing when read, and is written nevertheless, as vLLM does."""
 
 
-class Stored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
+class StoredEvent(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
     """A run of blocks of one chain is in the cache. The fields' order is that of the array form."""
 
     block_hashes: list[EngineHash]
@@ -45,7 +45,7 @@ class Stored(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True)
     """Of the request; an engine asked for full reports repeats with it what that request reused."""
 
 
-class Removed(msgspec.Struct, frozen=True, tag="BlockRemoved", omit_defaults=True):
+class RemovedEvent(msgspec.Struct, frozen=True, tag="BlockRemoved", omit_defaults=True):
     """One copy less of each of these blocks."""
 
     block_hashes: list[EngineHash]
@@ -55,11 +55,11 @@ class Removed(msgspec.Struct, frozen=True, tag="BlockRemoved", omit_defaults=Tru
     ownership: str | None = None
 
 
-class Cleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+class ClearedEvent(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
     """The engine's own cache is empty; other tiers may not be."""
 
 
-KvEvent: TypeAlias = Stored | Removed | Cleared
+KvEvent: TypeAlias = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class KvBatch(msgspec.Struct, frozen=True):

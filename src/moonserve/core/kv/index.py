@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from itertools import compress
 from typing import Literal, TypeAlias
 
-from moonserve.core.kv.pieces import Holder, Piece, parting, span
+from moonserve.core.kv.pieces import ChainPiece, HolderState, parting, span
 from moonserve.core.units import SegmentId
 
 Tier: TypeAlias = Literal["device", "dram", "disk"]
@@ -99,8 +99,8 @@ class PrefixIndex:
         """Blocks not taken, since the index was full."""
         self.late = 0
         """Blocks of facts ignored, since their epoch was over."""
-        self._where: dict[Hashable, Piece] = {}
-        self._holders: dict[SegmentId, Holder] = {}
+        self._where: dict[Hashable, ChainPiece] = {}
+        self._holders: dict[SegmentId, HolderState] = {}
         self._free: list[int] = []
         self._names: tuple[SegmentId, ...] = ()
         """By bit; a name stays after its holder went, until the bit is given anew."""
@@ -268,15 +268,15 @@ class PrefixIndex:
             self._drop(it, epoch)
         return epoch < newest
 
-    def _add(self, name: SegmentId, epoch: int) -> Holder:
+    def _add(self, name: SegmentId, epoch: int) -> HolderState:
         """A holder with a bit of its own, and no entries yet."""
         at = self._free.pop() if self._free else len(self._names)
         self._names = (*self._names[:at], name, *self._names[at + 1 :])
-        it = self._holders[name] = Holder(name, epoch, 1 << at)
+        it = self._holders[name] = HolderState(name, epoch, 1 << at)
         self._gone.pop(name, None)
         return it
 
-    def _forget(self, it: Holder, oldest_epoch: int) -> None:
+    def _forget(self, it: HolderState, oldest_epoch: int) -> None:
         """It holds nothing any more: its bit may name another from now on."""
         del self._holders[it.name]
         self._free.append(it.bit.bit_length() - 1)
@@ -288,7 +288,7 @@ class PrefixIndex:
         if len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
 
-    def _drop(self, it: Holder, oldest_epoch: int) -> None:
+    def _drop(self, it: HolderState, oldest_epoch: int) -> None:
         """All that a holder has goes."""
         for piece in list(it.pieces):
             self._lose(it, piece)
@@ -296,11 +296,11 @@ class PrefixIndex:
 
     # Pieces
 
-    def _new(self, keys: list[Hashable], parent: Hashable | None) -> Piece:
+    def _new(self, keys: list[Hashable], parent: Hashable | None) -> ChainPiece:
         """A piece of the leading ones of `keys` that nobody holds, of which keys[0] is one."""
         if not self._where.keys().isdisjoint(keys):
             keys = keys[: next(i for i, key in enumerate(keys) if key in self._where)]
-        piece = Piece(keys, parent, 0, {})
+        piece = ChainPiece(keys, parent, 0, {})
         fresh = dict.fromkeys(keys, piece)
         if len(fresh) < len(keys):  # no chain, but no reason to go astray
             piece.keys = list(fresh)[:1]
@@ -311,7 +311,7 @@ class PrefixIndex:
             before.next = keys[0]
         return piece
 
-    def _cut(self, piece: Piece, start: int, stop: int) -> Piece:
+    def _cut(self, piece: ChainPiece, start: int, stop: int) -> ChainPiece:
         """A part of a piece as a piece of its own."""
         if stop < len(piece.keys):
             piece, _ = self._split(piece, stop)
@@ -319,21 +319,21 @@ class PrefixIndex:
             _, piece = self._split(piece, start)
         return piece
 
-    def _split(self, piece: Piece, at: int) -> tuple[Piece, Piece]:
+    def _split(self, piece: ChainPiece, at: int) -> tuple[ChainPiece, ChainPiece]:
         """Two of one; the larger one stays what it is."""
         head, tail = piece.keys[:at], piece.keys[at:]
         if len(head) < len(tail):
-            new = Piece(head, piece.parent, piece.mask, dict(piece.counts))
+            new = ChainPiece(head, piece.parent, piece.mask, dict(piece.counts))
             piece.keys, piece.parent, new.next = tail, head[-1], tail[0]
             first, second = new, piece
         else:
-            new = Piece(tail, head[-1], piece.mask, dict(piece.counts))
+            new = ChainPiece(tail, head[-1], piece.mask, dict(piece.counts))
             piece.keys, piece.next, new.next = head, tail[0], piece.next
             first, second = piece, new
         self._where.update(dict.fromkeys(new.keys, new))
         return first, second
 
-    def _join(self, piece: Piece) -> None:
+    def _join(self, piece: ChainPiece) -> None:
         """Join a piece with the ones before and after it where they have become alike."""
         before = self._where.get(piece.parent)
         if before is not None and before.keys[-1] == piece.parent:
@@ -343,7 +343,7 @@ class PrefixIndex:
         if after is not None and after.parent == piece.keys[-1] and after is not piece:
             self._joined(piece, after)
 
-    def _joined(self, head: Piece, tail: Piece) -> Piece:
+    def _joined(self, head: ChainPiece, tail: ChainPiece) -> ChainPiece:
         """One of two if they are alike, else the tail; the larger one stays."""
         if head is tail or head.mask != tail.mask or head.counts != tail.counts:
             return tail
@@ -360,7 +360,7 @@ class PrefixIndex:
             del holder.pieces[gone]
         return kept
 
-    def _lose(self, it: Holder, piece: Piece) -> None:
+    def _lose(self, it: HolderState, piece: ChainPiece) -> None:
         """The last copies of a piece are gone from a holder."""
         del piece.counts[it], it.pieces[piece]
         piece.mask ^= it.bit
@@ -368,7 +368,7 @@ class PrefixIndex:
         if not piece.mask:
             self._delete(piece.keys)
 
-    def _shorten(self, piece: Piece, stop: int) -> None:
+    def _shorten(self, piece: ChainPiece, stop: int) -> None:
         """The end of a piece is gone from its only holder: the common case, without a cut."""
         self.entries -= len(piece.keys) - stop
         self._delete(piece.keys[stop:])

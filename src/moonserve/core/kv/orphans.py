@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Literal, TypeAlias
 
-from moonserve.core.kv.events import EngineHash, Stored
+from moonserve.core.kv.events import EngineHash, StoredEvent
 from moonserve.core.kv.index import Tier
 
 Place: TypeAlias = Tier | Literal["pool"]
@@ -20,7 +20,7 @@ class Orphan:
 
     __slots__ = ("event", "parent", "place", "removed")
 
-    def __init__(self, event: Stored, parent: EngineHash, place: Place) -> None:
+    def __init__(self, event: StoredEvent, parent: EngineHash, place: Place) -> None:
         self.event = event
         self.parent = parent
         self.place = place
@@ -41,7 +41,7 @@ class Orphans:
     def __len__(self) -> int:
         return self._count
 
-    def put(self, event: Stored, place: Place) -> int:
+    def put(self, event: StoredEvent, place: Place) -> int:
         """One more; how many blocks of others were given up for it."""
         parent = event.parent_block_hash
         assert parent is not None, "who has no parent is no orphan"

@@ -12,7 +12,7 @@ from moonserve.core.kv.pieces import parting
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 
 
-class _Run:
+class _PromisedRun:
     """Blocks that the same promised chains go through, up to `stop` of any of them."""
 
     __slots__ = ("after", "counts", "keys", "stop")
@@ -22,7 +22,7 @@ class _Run:
         keys: Sequence[BlockKey],
         stop: int,
         counts: dict[SegmentId, int],
-        after: dict[BlockKey, _Run],
+        after: dict[BlockKey, _PromisedRun],
     ) -> None:
         self.keys = keys
         """One of those chains, from its head."""
@@ -33,11 +33,11 @@ class _Run:
         """What comes next, by its first key."""
 
 
-class Coming:
+class PendingPrefixes:
     """Holders and the chains promised to them; keys are chained hashes, as in PrefixIndex."""
 
     def __init__(self) -> None:
-        self._heads: dict[BlockKey, _Run] = {}
+        self._heads: dict[BlockKey, _PromisedRun] = {}
         self._of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
 
     def promised(self, request: RequestId, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
@@ -56,10 +56,10 @@ class Coming:
         while at < len(keys):
             run = after.get(keys[at])
             if run is None:
-                run = after[keys[at]] = _Run(keys, len(keys), {}, {})
+                run = after[keys[at]] = _PromisedRun(keys, len(keys), {}, {})
             stop = at + parting(run.keys, at, keys, at, run.stop - at)
             if stop < run.stop:
-                rest = _Run(run.keys, run.stop, run.counts.copy(), run.after)
+                rest = _PromisedRun(run.keys, run.stop, run.counts.copy(), run.after)
                 run.stop, run.after = stop, {run.keys[stop]: rest}
             run.counts[holder] = run.counts.get(holder, 0) + 1
             at, after = stop, run.after
@@ -67,7 +67,7 @@ class Coming:
     def remove(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
         """What `add` was told before is over, kept or not."""
         at, after = 0, self._heads
-        way: list[_Run] = []
+        way: list[_PromisedRun] = []
         while at < len(keys):
             run = after[keys[at]]
             run.counts[holder] -= 1

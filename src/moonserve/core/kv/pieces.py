@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from moonserve.core.units import SegmentId
 
 
-class Holder:
+class HolderState:
     """One holder: its bit, and its pieces."""
 
     __slots__ = ("bit", "epoch", "name", "pieces")
@@ -19,16 +19,20 @@ class Holder:
         self.name = name
         self.epoch = epoch
         self.bit = bit
-        self.pieces: dict[Piece, None] = {}
+        self.pieces: dict[ChainPiece, None] = {}
 
 
-class Piece:
+class ChainPiece:
     """A run of keys that the same holders hold, each with one count for all of it."""
 
     __slots__ = ("counts", "keys", "mask", "next", "parent")
 
     def __init__(
-        self, keys: list[Hashable], parent: Hashable | None, mask: int, counts: dict[Holder, int]
+        self,
+        keys: list[Hashable],
+        parent: Hashable | None,
+        mask: int,
+        counts: dict[HolderState, int],
     ) -> None:
         self.keys = keys
         self.parent = parent

@@ -16,13 +16,12 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from moonserve.core.kv.event_keys import covered
-from moonserve.core.kv.events import Cleared, EngineHash, KvBatch, Stored
+from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, StoredEvent
 from moonserve.core.kv.index import Tier
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.stream import Keys, StreamStats
-from moonserve.core.kv.stream import Stream as EventStream
-from moonserve.core.kv.tiers import TIERS, Key, Stream, Tiered, keyed, mask, salted
+from moonserve.core.kv.stream import EventStream, Keys, StreamStats
+from moonserve.core.kv.tiers import TIERS, Key, Source, TieredIndex, keyed, mask, salted
 from moonserve.core.units import Tokens
 
 _U64 = (1 << 64) - 1
@@ -31,7 +30,7 @@ _U64 = (1 << 64) - 1
 class Rolled:
     """See the module. Puts what a stream tells into `space`."""
 
-    def __init__(self, stream: Stream, space: Tiered, lora: str, salt: str) -> None:
+    def __init__(self, stream: Source, space: TieredIndex, lora: str, salt: str) -> None:
         """lora, salt: of all its blocks, where they say none."""
         self._stream = stream
         self._space = space
@@ -65,7 +64,7 @@ class Rolled:
         for tier in TIERS:
             self._space.cleared(self._stream, tier)
 
-    def _keys(self, event: Stored, at: int, parent: Key | None) -> list[Key]:
+    def _keys(self, event: StoredEvent, at: int, parent: Key | None) -> list[Key]:
         """See kvstream.Keys."""
         size = event.block_size
         local = local_hashes(event.token_ids[at * size :], size, self._space.seed)
@@ -83,12 +82,12 @@ class Rolled:
         """By name alone: an object is a block, and its hash is the standard's."""
         cover = mask(self._lora, self._salt)
         for event in batch.events:
-            if isinstance(event, Cleared):
+            if isinstance(event, ClearedEvent):
                 self.reset()
                 continue
             tier: Tier = "dram" if (event.medium or "CPU").upper() == "CPU" else "disk"
             keys = [keyed(cover, _number(name)) for name in event.block_hashes]
-            if not isinstance(event, Stored):
+            if not isinstance(event, StoredEvent):
                 self._space.removed(self._stream, keys, tier)
                 continue
             before = event.parent_block_hash

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from moonserve.core.kv.event_keys import event_keys
-from moonserve.core.kv.events import Cleared, EngineHash, KvBatch, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, RemovedEvent, StoredEvent
 from moonserve.core.kv.index import Tier
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.orphans import Orphans, Place
@@ -50,7 +50,7 @@ _MAX_KINDS = 64
 _POOL_TIER: Tier = "dram"
 
 
-Keys: TypeAlias = Callable[[Stored, int, BlockKey | None], list[BlockKey]]
+Keys: TypeAlias = Callable[[StoredEvent, int, BlockKey | None], list[BlockKey]]
 """The names of an event's blocks from a number on, behind the one before. May raise OverflowError;
 see core.kvkeys."""
 
@@ -112,7 +112,7 @@ class _Note:
         self.parent = parent
 
 
-class Stream:
+class EventStream:
     """See the module. One per engine rank and epoch."""
 
     def __init__(
@@ -168,16 +168,16 @@ class Stream:
         """What the next batch changes, in order."""
         for event in batch.events:
             self.stats.events += 1
-            if isinstance(event, Cleared):
+            if isinstance(event, ClearedEvent):
                 self._on_cleared()
                 continue
-            kind = event.kv_cache_spec_kind if isinstance(event, Stored) else None
+            kind = event.kv_cache_spec_kind if isinstance(event, StoredEvent) else None
             place = self._place(event.medium, event.locality)
             if not self._is_counted(event.group_idx, kind):
                 self.stats.other_groups += len(event.block_hashes)
             elif place is None:
                 self.stats.unplaced += len(event.block_hashes)
-            elif isinstance(event, Removed):
+            elif isinstance(event, RemovedEvent):
                 self._on_removed(event.block_hashes, place)
             else:
                 self._on_stored(event, place)
@@ -222,7 +222,7 @@ class Stream:
 
     # Stored
 
-    def _on_stored(self, event: Stored, place: Place) -> None:
+    def _on_stored(self, event: StoredEvent, place: Place) -> None:
         count = len(event.block_hashes)
         if event.token_ids:
             if self.block_size is None:
@@ -242,7 +242,7 @@ class Stream:
             if self._orphans:
                 self._adopt(event.block_hashes[: len(found)])
 
-    def _find_all(self, event: Stored, place: Place) -> list[_Block] | None:
+    def _find_all(self, event: StoredEvent, place: Place) -> list[_Block] | None:
         """The event's blocks, up to one that cannot be known; None: their parent is not known."""
         found: list[_Block] = []
         before = None
@@ -279,7 +279,7 @@ class Stream:
     def _find(self, hash: EngineHash) -> _Block | None:
         return self._known.get(hash) or self._retired.get(hash)
 
-    def _heads(self, event: Stored, place: Place) -> bool:
+    def _heads(self, event: StoredEvent, place: Place) -> bool:
         """Whether an event without parent heads a chain as its fields say.
 
         Events of the pool do not tell of LoRA and salt: without these the hash must come out.
@@ -295,7 +295,7 @@ class Stream:
             self.algorithm = made or "other"
         return True
 
-    def _add(self, event: Stored, place: Place, found: Sequence[_Block]) -> None:
+    def _add(self, event: StoredEvent, place: Place, found: Sequence[_Block]) -> None:
         """One copy more of each; those that are there already where a request's reuse is told."""
         report = event.session_id is not None and event.parent_block_hash is None
         for hash, made in zip(event.block_hashes, found, strict=False):

@@ -1,7 +1,7 @@
 """Which engine has how much of a prompt, on which tier: the answers of the Indexer API.
 
-One Tiered per Space, with a PrefixIndex per tier, whose holders are streams: the KV events of one
-rank of one instance, or of a store that many instances read. Its keys are rolling hashes
+One TieredIndex per Space, with a PrefixIndex per tier, whose holders are sources: the KV
+events of one rank of one instance, or of a store that many instances read. Its keys are rolling hashes
 (core.kv.rolling_hash), those of blocks with a LoRA or a salt marked by these: so blocks that
 differ in them never meet, and who asks by hashes needs none but the standard's. Fed by
 live.external.indexer_api. The Conductor's own index is another: this one knows the instances that
@@ -56,7 +56,7 @@ def salted(owner: str, engine: str) -> str:
     return "|".join(filter(None, (owner, engine)))
 
 
-class Stream(msgspec.Struct, frozen=True):
+class Source(msgspec.Struct, frozen=True):
     """Whose blocks a stream of events tells of."""
 
     id: SegmentId
@@ -66,7 +66,7 @@ class Stream(msgspec.Struct, frozen=True):
     """All instances of the space read them, as from a store; then it is no instance itself."""
 
 
-class Hits(
+class TierHits(
     msgspec.Struct,
     frozen=True,
     rename={"gpu": "GPU", "dp": "DP", "cpu": "CPU", "disk": "DISK"},
@@ -85,7 +85,7 @@ class Hits(
     disk: Tokens
 
 
-class Tiered:
+class TieredIndex:
     """The blocks of one Space."""
 
     def __init__(self, block_size: Tokens, seed: int) -> None:
@@ -101,7 +101,7 @@ class Tiered:
         """Streams that have had something below the device."""
         self._nothing: dict[str, msgspec.Raw] | None = None
 
-    def join(self, stream: Stream) -> None:
+    def join(self, stream: Source) -> None:
         """It may have blocks here from now on; again: of no effect."""
         if stream.shared:
             self._shared[stream.id] = None
@@ -110,7 +110,7 @@ class Tiered:
             self._ranks.setdefault(stream.instance, {})[stream.id] = str(stream.rank)
         self._nothing = None
 
-    def leave(self, stream: Stream) -> bool:
+    def leave(self, stream: Source) -> bool:
         """Whatever it has here goes. Whether somebody is left."""
         for index in self._on.values():
             index.cleared(stream.id)
@@ -124,7 +124,7 @@ class Tiered:
         self._nothing = None
         return bool(self._of or self._shared)
 
-    def heard(self, stream: Stream, fact: BlockEvent) -> None:
+    def heard(self, stream: Source, fact: BlockEvent) -> None:
         """What core.kv.stream says of the stream's blocks, its keys being ours."""
         match fact:
             case BlocksStored(_, keys, parent, tier, _):
@@ -134,17 +134,17 @@ class Tiered:
             case BlocksCleared(_, tier, _):
                 self.cleared(stream, tier)
 
-    def stored(self, stream: Stream, keys: Sequence[Key], parent: Key | None, tier: Tier) -> None:
+    def stored(self, stream: Source, keys: Sequence[Key], parent: Key | None, tier: Tier) -> None:
         """It has these blocks of a chain, the first of them after `parent`."""
         if tier != "device":
             self._below[stream.id] = None
         self._on[tier].stored(stream.id, keys, parent)
 
-    def removed(self, stream: Stream, keys: Sequence[Key], tier: Tier) -> None:
+    def removed(self, stream: Source, keys: Sequence[Key], tier: Tier) -> None:
         """It has one copy less of each."""
         self._on[tier].removed(stream.id, keys)
 
-    def cleared(self, stream: Stream, tier: Tier) -> None:
+    def cleared(self, stream: Source, tier: Tier) -> None:
         """It has nothing there."""
         self._on[tier].cleared(stream.id)
 
@@ -159,28 +159,28 @@ class Tiered:
         if self._nothing is None:
             self._nothing = {}
             for name, ranks in self._ranks.items():
-                none = Hits(0, 0, dict.fromkeys(ranks.values(), 0), 0, 0)
+                none = TierHits(0, 0, dict.fromkeys(ranks.values(), 0), 0, 0)
                 self._nothing[name] = msgspec.Raw(msgspec.json.encode(none))
         return self._nothing
 
-    def hits(self, keys: Sequence[Key]) -> dict[str, Hits]:
+    def hits(self, keys: Sequence[Key]) -> dict[str, TierHits]:
         """What each instance has of the chain `keys`; who has nothing is absent."""
         gpu = cpu = disk = self._on["device"].match(keys).by_holder
         if self._below:
             cpu = self._go_on(self._on["dram"], keys, gpu)
             disk = self._go_on(self._on["disk"], keys, cpu)
-        size, of, found = self.block_size, self._of, dict[str, Hits]()
+        size, of, found = self.block_size, self._of, dict[str, TierHits]()
         for stream, blocks in disk.items():
             name = of[stream]
             ranks = self._ranks[name]
             if len(ranks) == 1:
                 most, on_cpu, on_gpu = blocks * size, cpu.get(stream, 0), gpu.get(stream, 0)
                 dp = {ranks[stream]: on_gpu * size}
-                found[name] = Hits(most, on_gpu * size, dp, on_cpu * size, most)
+                found[name] = TierHits(most, on_gpu * size, dp, on_cpu * size, most)
             elif name not in found:
                 dp = {rank: size * gpu.get(one, 0) for one, rank in ranks.items()}
                 tiers = [size * max([tier.get(one, 0) for one in ranks]) for tier in (cpu, disk)]
-                found[name] = Hits(tiers[1], max(dp.values()), dp, *tiers)
+                found[name] = TierHits(tiers[1], max(dp.values()), dp, *tiers)
         return found
 
     def _go_on(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.kv.pending import Coming
+from moonserve.core.kv.pending import PendingPrefixes
 from moonserve.core.schedule import admission, connectors, groups
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.schedule.admission_state import Outlook
@@ -68,7 +68,7 @@ class Conductor:
         self.view = ClusterView()
         self._presence = Presence(self.view, self.tuning, cost_of)
         self.index = PrefixIndex()
-        self._coming = Coming()
+        self._coming = PendingPrefixes()
         self.hot = Hot(self.tuning, self.view, self.index, self._coming)
         self._lives: dict[RequestId, Handoff] = {}
         self._rooms: dict[str, WaitingRoom] = {}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.kv.pending import Coming
+from moonserve.core.kv.pending import PendingPrefixes
 from moonserve.core.kv.pieces import parting
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Spread
@@ -159,7 +159,7 @@ class Hot:
     """
 
     def __init__(
-        self, tuning: Tuning, view: ClusterView, index: PrefixIndex, coming: Coming
+        self, tuning: Tuning, view: ClusterView, index: PrefixIndex, coming: PendingPrefixes
     ) -> None:
         self.most_bytes = tuning.spread_bytes
         self.leads = True

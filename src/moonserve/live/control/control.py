@@ -25,7 +25,7 @@ from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.metrics import Alarms, Copies, Predictions, Served
 from moonserve.live.control.peers import Several, Standing
-from moonserve.live.control.placement_api import Selection
+from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.control.views import Api
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
@@ -110,7 +110,7 @@ class Control:
         self.several = None if registry is None else self._among(registry, settled)
         self.alarms: Callable[[], list[str]] = list if registry is None else registry.alarms
         """What somebody should look at, in words."""
-        self._selection = Selection(self.conductor, tools, config.token)
+        self._selection = PlacementApi(self.conductor, tools, config.token)
         self._indexer = IndexerApi(config.token)
         self._ticker: asyncio.Task[None] | None = None
 

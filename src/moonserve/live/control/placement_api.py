@@ -33,7 +33,7 @@ from moonserve.core.schedule.facts import (
 from moonserve.core.schedule.placement import Decision
 from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens
 from moonserve.live.control.loop import ConductorLoop, lease_of
-from moonserve.live.control.placement_asks import Ask, Asks
+from moonserve.live.control.placement_asks import Asks, PlacementBody
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
 from moonserve.live.drive.dispatch import owed
 from moonserve.live.http.auth import guarded
@@ -44,7 +44,7 @@ from moonserve.live.text.tools import TextTools
 MAX_RESERVATIONS = 16_384
 
 
-class Release(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ReleaseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What became of a reserved request."""
 
     id: str
@@ -61,7 +61,7 @@ class Release(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """failed: nobody listens at the address that the call went to."""
 
 
-class _Held:
+class _Reservation:
     """One reservation."""
 
     def __init__(self, request: Request, keys: tuple[BlockKey, ...], ttl_s: float) -> None:
@@ -81,7 +81,7 @@ class _Held:
         self.lock = asyncio.Lock()
 
 
-class Selection:
+class PlacementApi:
     """Handlers of /api/select, /api/reserve and /api/release.
 
     tools: a model's text tools, where it has a tokenizer here.
@@ -93,7 +93,7 @@ class Selection:
         self._conductor = conductor
         self._asks = Asks(conductor, tools)
         self._token = token
-        self._held: dict[RequestId, _Held] = {}
+        self._held: dict[RequestId, _Reservation] = {}
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -115,7 +115,7 @@ class Selection:
                 held.timer.cancel()
 
     async def _select(self, http: HttpRequest) -> Response:
-        ask = decode_json(await http.body(), Ask)
+        ask = decode_json(await http.body(), PlacementBody)
         request, keys = await self._asks.request(ask, http.id)
         core, now_us = self._conductor.core, self._conductor.now_us()
         found = look(core, request, keys, now_us)
@@ -127,26 +127,26 @@ class Selection:
         return json_response(_placement(placed))
 
     async def _reserve(self, http: HttpRequest) -> Response:
-        ask = decode_json(await http.body(), Ask)
+        ask = decode_json(await http.body(), PlacementBody)
         if len(self._held) >= MAX_RESERVATIONS:
             raise Overloaded(f"{len(self._held)} reservations are open", "reservations", 1.0)
         request, keys = await self._asks.request(ask, ask.id or http.id)
         if self._conductor.known(request.id):
             raise Conflict(f"a request with id {request.id} is under way", "id")
         http.cancel_on_disconnect()
-        held = self._held[request.id] = _Held(request, keys, ask.ttl_s)
+        held = self._held[request.id] = _Reservation(request, keys, ask.ttl_s)
         self._conductor.open(request, keys, held.inbox)
         return json_response(await self._next(held))
 
     async def _release(self, http: HttpRequest) -> Response:
-        told = decode_json(await http.body(), Release)
+        told = decode_json(await http.body(), ReleaseBody)
         held = self._held.get(RequestId(told.id))
         if held is None:
             return json_response({"id": told.id, "released": False})
         async with held.lock:
             return json_response(await self._released(held, told))
 
-    async def _released(self, held: _Held, told: Release) -> dict[str, Any]:
+    async def _released(self, held: _Reservation, told: ReleaseBody) -> dict[str, Any]:
         request, number = held.request.id, held.number
         over = {"id": request, "released": True}
         if request not in self._held:  # meanwhile
@@ -181,7 +181,7 @@ class Selection:
         self._over(held, told.outcome)
         return over
 
-    async def _next(self, held: _Held) -> dict[str, Any]:
+    async def _next(self, held: _Reservation) -> dict[str, Any]:
         """What the caller is to do now; where that is nothing, the reservation is over."""
         outcome = "failed"
         try:
@@ -209,20 +209,20 @@ class Selection:
             held.reply, held.joint = _placement(action), action.decision.joint
         return self._renewed(held)
 
-    def _go_on(self, held: _Held) -> dict[str, Any]:
+    def _go_on(self, held: _Reservation) -> dict[str, Any]:
         """Prefill has ended, and the same call decodes."""
         held.decodes = True
         held.reply = {"id": held.request.id, "decode": held.reply["decode"]}
         return self._renewed(held)
 
-    async def _action(self, held: _Held) -> Prefill | Decode | Refuse | GiveUp:
+    async def _action(self, held: _Reservation) -> Prefill | Decode | Refuse | GiveUp:
         """The next one that is an answer; whose instance is lost the caller finds out itself."""
         while True:
             action = await held.inbox.get()
             if isinstance(action, Prefill | Decode | Refuse | GiveUp):
                 return action
 
-    def _renewed(self, held: _Held) -> dict[str, Any]:
+    def _renewed(self, held: _Reservation) -> dict[str, Any]:
         """The reply, from which on the reservation lasts as long again."""
         if held.timer is not None:
             held.timer.cancel()
@@ -231,7 +231,7 @@ class Selection:
         held.reply["deadline_s"] = held.ttl_s
         return held.reply
 
-    def _over(self, held: _Held, outcome: str) -> None:
+    def _over(self, held: _Reservation, outcome: str) -> None:
         """The Conductor frees what it reserved, however this ended."""
         if held.timer is not None:
             held.timer.cancel()

@@ -40,7 +40,7 @@ _Tenant: TypeAlias = Annotated[
 _Ms: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
 
 
-class Ask(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PlacementBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What is to be placed: its prompt as text, as token ids, or as block keys and a length."""
 
     model: str
@@ -71,7 +71,7 @@ class Asks:
         self._tools = tools
         self._prompts = Prompts(16 << 10, 16 << 20)
 
-    async def request(self, ask: Ask, name: str) -> tuple[Request, tuple[BlockKey, ...]]:
+    async def request(self, ask: PlacementBody, name: str) -> tuple[Request, tuple[BlockKey, ...]]:
         """The request as the Conductor sees it, with its key chain. Raises BadRequest."""
         infos = [info for info in self._conductor.instances() if info.model == ask.model]
         if not infos:
@@ -93,7 +93,7 @@ class Asks:
         return request, keys
 
     async def _prompt(
-        self, ask: Ask, namespace: Namespace, max_len: Tokens
+        self, ask: PlacementBody, namespace: Namespace, max_len: Tokens
     ) -> tuple[tuple[int, ...] | Counted, tuple[BlockKey, ...]]:
         given = [ask.prompt, ask.token_ids, ask.block_keys]
         if sum(each is not None for each in given) != 1:

@@ -20,7 +20,7 @@ from moonserve.live.drive import usage
 from moonserve.live.drive.bodies import Asked
 from moonserve.live.drive.calls import Answer, Caller, CallLost, Passed
 from moonserve.live.drive.connectors import mooncake, nixl, sglang
-from moonserve.live.external.observed import Call
+from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import UNREADABLE
 
@@ -68,7 +68,7 @@ class Handed:
         self.at: InstanceId | None = None
         """sglang: where the decode is that was called already, and below its stream."""
         self.stream: asyncio.Task[ClientStream] | None = None
-        self.note: Call | None = None
+        self.note: OutgoingCall | None = None
         self._params = params
         self._until_us = until_us
 

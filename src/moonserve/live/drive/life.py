@@ -34,7 +34,7 @@ from moonserve.live.drive.inbox import Inbox
 from moonserve.live.drive.lease import Watch
 from moonserve.live.drive.passing import Passing
 from moonserve.live.drive.prompt_info import Reading
-from moonserve.live.external.observed import Call
+from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.http.message import JSON, error_reply
@@ -68,7 +68,7 @@ class Life:
         self._cached: Tokens | None = None
         """Prompt tokens that prefill reused; None: there was none, or it did not say."""
         self._stream: ClientStream | None = None
-        self._note: Call | None = None
+        self._note: OutgoingCall | None = None
         self._at: tuple[InstanceInfo, Tokens] | None = None
         """Who is called for the client's reply, and how much it was expected to reuse."""
         self._owes_prefilled = False

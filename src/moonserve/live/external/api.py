@@ -16,7 +16,7 @@ from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import instance_row
 from moonserve.live.external.fleet import Fleet, Unknown
-from moonserve.live.external.found import Found
+from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.rows import rows
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import check_token
@@ -43,7 +43,11 @@ class FleetApi:
     """Handlers, to be mounted by the gateway process over those of gateway.api."""
 
     def __init__(
-        self, fleet: Fleet, conductor: ConductorLoop, token: str, found: Found | None = None
+        self,
+        fleet: Fleet,
+        conductor: ConductorLoop,
+        token: str,
+        found: RegistryEngines | None = None,
     ) -> None:
         """found: engines of a registry, where there is one."""
         self._fleet, self._conductor, self._token, self._found = fleet, conductor, token, found
@@ -64,7 +68,7 @@ class FleetApi:
     def _changed(self) -> None:
         if self._kept is None:
             return
-        specs = [it.member.spec for source, it in self._fleet.keepers() if source == SOURCE]
+        specs = [it.member.spec for source, it in self._fleet.monitors() if source == SOURCE]
         new = self._kept.with_suffix(".new")
         try:
             new.write_bytes(msgspec.json.encode(specs))
@@ -133,7 +137,7 @@ class FleetApi:
 
     async def _health(self, request: HttpRequest) -> Response:
         """200: this process is well; what is wrong with engines is said beside that."""
-        states = {keeper.member.spec.name: keeper.state for _, keeper in self._fleet.keepers()}
+        states = {monitor.member.spec.name: monitor.state for _, monitor in self._fleet.monitors()}
         return json_response({"status": "ok", "instances": states, "alarms": self._fleet.alarms()})
 
     async def _no_workers(self, request: HttpRequest) -> Response:

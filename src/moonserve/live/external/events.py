@@ -1,9 +1,9 @@
-"""Follows the KV events of one engine rank for its keeper: batches in, facts for the index out."""
+"""Follows the KV events of one engine rank for its monitor: batches in, facts for the index out."""
 
 from __future__ import annotations
 
 from moonserve.core.kv.events import KvBatch
-from moonserve.core.kv.stream import Stream
+from moonserve.core.kv.stream import EventStream
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.live.external.feeds import POOL, Feed, FeedCounts, FeedSink
 from moonserve.live.external.spec import InstanceSpec
@@ -16,7 +16,7 @@ class _Followed:
     def __init__(self, info: InstanceInfo, spec: InstanceSpec, rank: int, to: FeedSink) -> None:
         assert info.segment is not None, "engines hold their own KV"
         pool = POOL if spec.shared_store else None
-        self._stream = Stream(info.segment, info.epoch, info.namespace, pool)
+        self._stream = EventStream(info.segment, info.epoch, info.namespace, pool)
         self._to = to
         replay = spec.replay_of(rank) or None
         self.feed = EventFeed(spec.events_of(rank), replay, spec.topic, self)

@@ -65,7 +65,7 @@ FeedOpener: TypeAlias = Callable[[InstanceInfo, InstanceSpec, int, FeedSink], Aw
 
 
 class Hearer(Protocol):
-    """The Conductor, as far as a keeper needs it."""
+    """The Conductor, as far as a monitor needs it."""
 
     def now_us(self) -> Micros:
         """Its clock."""
@@ -75,7 +75,7 @@ class Hearer(Protocol):
 
 
 class Hearing:
-    """The Conductor as keepers tell it: of a store that engines share, each block is told once.
+    """The Conductor as monitors tell it: of a store that engines share, each block is told once.
 
     Nobody tells what that store evicts, so of many blocks the longest unheard of go.
     """

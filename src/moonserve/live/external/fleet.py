@@ -1,4 +1,4 @@
-"""The foreign engines of one gateway: which are described, and by whom; a keeper for each.
+"""The foreign engines of one gateway: which are described, and by whom; a monitor for each.
 
 Descriptions come from the cluster file, over HTTP or from a registry, each source with its own
 names; the relay asks here whom it calls, and tells what its calls came to.
@@ -19,9 +19,9 @@ from moonserve.core.schedule.observed import Part, Watch
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.feeds import POOL, FeedCounts, FeedOpener, Hearing
-from moonserve.live.external.handshake import Found, beside
+from moonserve.live.external.handshake import EngineFacts, beside
 from moonserve.live.external.member import Member
-from moonserve.live.external.monitor import Keeper, Times
+from moonserve.live.external.monitor import EngineMonitor, Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.text.tools import TextTools
@@ -52,11 +52,11 @@ class Unknown(BadRequest):
 
 class _Kept(msgspec.Struct):
     source: str
-    keeper: Keeper
+    monitor: EngineMonitor
     task: asyncio.Task[None]
 
 
-class Call(observed.Call):
+class WatchedCall(observed.Call):
     """See observed.Observer: one call that is out, on the gateway's clock."""
 
     __slots__ = ("_now_us", "_watch")
@@ -104,7 +104,7 @@ class Fleet:
         self._load_text, self._environ, self._open_feed = load_text, environ, open_feed
         self._texts: dict[str, TextTools] = {}
         self._kept: dict[str, _Kept] = {}
-        self._by_id: dict[InstanceId, Keeper] = {}
+        self._by_id: dict[InstanceId, EngineMonitor] = {}
         self._changing = asyncio.Lock()
         self.also: Callable[[], list[str]] = list
         """Further alarms, of where descriptions come from."""
@@ -149,7 +149,7 @@ class Fleet:
         if spec.api_key_env and not key:
             raise ConfigError(f"{spec.api_key_env} is not set in the environment", "api_key_env")
         for name, kept in self._kept.items():
-            if name != spec.name and kept.keeper.member.spec.place() == spec.place():
+            if name != spec.name and kept.monitor.member.spec.place() == spec.place():
                 what = f"{spec.url} is {name}, described by {kept.source}"
                 raise Taken(f"{what}: remove one of {name} and {spec.name}", "url")
         return key, await self._text(spec.tokenizer) if spec.tokenizer else None
@@ -157,11 +157,11 @@ class Fleet:
     async def _add(self, source: str, spec: InstanceSpec) -> bool:
         old = self._kept.get(spec.name)
         key, tools = await self._needs(source, spec)
-        if old is not None and old.keeper.member.spec == spec:
+        if old is not None and old.monitor.member.spec == spec:
             return False
         if old is not None:
             await self._remove(old)
-        keeper = Keeper(
+        monitor = EngineMonitor(
             Member(spec, self._http, key),
             self._http,
             self._hearing,
@@ -171,10 +171,10 @@ class Fleet:
             self._check,
             self._open_feed,
         )
-        task = asyncio.create_task(keeper.run(), name=f"keeper of {spec.name}")
+        task = asyncio.create_task(monitor.run(), name=f"monitor of {spec.name}")
         task.add_done_callback(_ended)
-        self._kept[spec.name] = _Kept(source, keeper, task)
-        self._by_id.update(dict.fromkeys(spec.ids(), keeper))
+        self._kept[spec.name] = _Kept(source, monitor, task)
+        self._by_id.update(dict.fromkeys(spec.ids(), monitor))
         return True
 
     async def remove(self, source: str, name: str) -> None:
@@ -194,7 +194,7 @@ class Fleet:
         return kept
 
     async def _remove(self, kept: _Kept) -> None:
-        spec = kept.keeper.member.spec
+        spec = kept.monitor.member.spec
         del self._kept[spec.name]
         for instance in spec.ids():
             self._by_id.pop(instance, None)
@@ -215,7 +215,7 @@ class Fleet:
                 raise ConfigError(str(error).removeprefix("model: "), "tokenizer") from None
         return self._texts[ref]
 
-    def _check(self, member: Member, found: Found) -> Found:
+    def _check(self, member: Member, found: EngineFacts) -> EngineFacts:
         """An engine must go with the others of its model that are up; adds what is doubtful of it.
         Raises Mismatch."""
         others = [(it.member, it.found) for it in self._of(found.model) if it.state == "up"]
@@ -225,23 +225,23 @@ class Fleet:
 
     def member(self, instance: InstanceId) -> Member:
         """The engine of an instance that has joined. Raises NobodyAlive where it is gone."""
-        keeper = self._by_id.get(instance)
-        if keeper is None:
+        monitor = self._by_id.get(instance)
+        if monitor is None:
             raise NobodyAlive(f"instance {instance} is gone")
-        return keeper.member
+        return monitor.member
 
     def tells(self, model: str) -> bool:
         """Whether instances of the model tell KV events: keys are then those of its tokens."""
         for kept in self._kept.values():  # asked for every request
-            keeper = kept.keeper
-            if keeper.feeds and keeper.found is not None and keeper.found.model == model:
+            monitor = kept.monitor
+            if monitor.feeds and monitor.found is not None and monitor.found.model == model:
                 return True
         return False
 
     def tells_of(self, instance: InstanceId) -> bool:
         """Whether this instance does."""
-        keeper = self._by_id.get(instance)
-        return keeper is not None and instance in keeper.feeds
+        monitor = self._by_id.get(instance)
+        return monitor is not None and instance in monitor.feeds
 
     def text(self, model: str) -> TextTools | None:
         """The model's tokenizer and template as its engines have them; None: not known here."""
@@ -258,22 +258,22 @@ class Fleet:
         prompt: Tokens,
         predicted: Tokens,
         streams: bool = True,
-    ) -> Call:
+    ) -> WatchedCall:
         """See observed.Observer."""
-        keeper = self._by_id.get(instance)
-        watch = None if keeper is None else keeper.watches.get(instance)
+        monitor = self._by_id.get(instance)
+        watch = None if monitor is None else monitor.watches.get(instance)
         now_us = self._conductor.now_us
-        return Call(part, prompt, predicted, streams, watch or Watch(1), now_us)
+        return WatchedCall(part, prompt, predicted, streams, watch or Watch(1), now_us)
 
-    def _of(self, model: str) -> list[Keeper]:
-        keepers = [kept.keeper for kept in self._kept.values()]
-        return [it for it in keepers if it.found is not None and it.found.model == model]
+    def _of(self, model: str) -> list[EngineMonitor]:
+        monitors = [kept.monitor for kept in self._kept.values()]
+        return [it for it in monitors if it.found is not None and it.found.model == model]
 
     # For people and programs.
 
-    def keepers(self) -> list[tuple[str, Keeper]]:
-        """(source, keeper) of every engine, in order of name."""
-        return [(kept.source, kept.keeper) for _, kept in sorted(self._kept.items())]
+    def monitors(self) -> list[tuple[str, EngineMonitor]]:
+        """(source, monitor) of every engine, in order of name."""
+        return [(kept.source, kept.monitor) for _, kept in sorted(self._kept.items())]
 
     def alarms(self) -> list[str]:
         """What somebody should look at, in words."""
@@ -281,20 +281,20 @@ class Fleet:
         if not self._kept:
             found.append("no engines are known")
         warned: dict[str, list[str]] = {}
-        for _, keeper in self.keepers():
-            name = keeper.member.spec.name
-            if keeper.state != "up":
-                found.append(f"{name}: {keeper.state}: {keeper.why or 'not asked yet'}")
-            elif keeper.found is not None:
-                for text in keeper.found.warnings:
+        for _, monitor in self.monitors():
+            name = monitor.member.spec.name
+            if monitor.state != "up":
+                found.append(f"{name}: {monitor.state}: {monitor.why or 'not asked yet'}")
+            elif monitor.found is not None:
+                for text in monitor.found.warnings:
                     warned.setdefault(text, []).append(name)
-            for instance, watch in keeper.watches.items():
+            for instance, watch in monitor.watches.items():
                 if watch.unsaid >= _SILENT and not watch.said:
                     found.append(
                         f"{instance}: replies do not say what was cached, so nothing confirms what "
-                        f"it is taken to hold: start it with {_TELLS[keeper.member.spec.engine]}"
+                        f"it is taken to hold: start it with {_TELLS[monitor.member.spec.engine]}"
                     )
-            for instance, feed in keeper.feeds.items():
+            for instance, feed in monitor.feeds.items():
                 found += [f"{instance}: {text}" for text in _of_feed(feed.counts())]
         core = self._conductor.core
         for view in core.view.instances.values():
@@ -311,7 +311,7 @@ class Fleet:
 
     def _halves(self) -> list[str]:
         """Engines that serve nobody, since their other half is not described."""
-        specs = [(kept.keeper.member.spec, kept.keeper.found) for kept in self._kept.values()]
+        specs = [(kept.monitor.member.spec, kept.monitor.found) for kept in self._kept.values()]
         known: dict[tuple[str, str], set[str]] = {}
         """What those of a role and a connector serve; "": it did not say yet."""
         for it, of in specs:
@@ -329,7 +329,7 @@ class Fleet:
 
     def _index_empty(self) -> bool:
         views = self._conductor.core.view.instances
-        feeds = [it for _, keeper in self.keepers() for it in keeper.feeds if it in views]
+        feeds = [it for _, monitor in self.monitors() for it in monitor.feeds if it in views]
         return bool(feeds) and self._conductor.placed > 0 and not len(self._conductor.core.index)
 
 
@@ -355,4 +355,4 @@ def _ended(task: asyncio.Task[None]) -> None:
 async def _stop(kept: _Kept) -> None:
     kept.task.cancel()
     await asyncio.gather(kept.task, return_exceptions=True)
-    await kept.keeper.close()
+    await kept.monitor.close()

@@ -1,7 +1,7 @@
 """What a foreign engine is asked before it is used, and what keeps it from being used.
 
 It must answer as described, or it is refused (Mismatch: field, what it says, what to do); what only
-costs speed is a warning. Nothing is kept here; the keeper asks again after every loss.
+costs speed is a warning. Nothing is kept here; the monitor asks again after every loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SMALL: Tokens = 8
 """Blocks of fewer tokens, as SGLang has unless told otherwise, cost a key for every one or few."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class EngineFacts(msgspec.Struct, frozen=True):
     """What the engine says of itself."""
 
     model: str
@@ -77,7 +77,7 @@ async def ask(
     )
 
 
-async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -> Found:
+async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -> EngineFacts:
     """Ask all. Raises Mismatch; other MoonserveErrors where it does not answer (yet)."""
     spec, warnings = member.spec, list[str]()
     health = await ask(http, member, "/health")
@@ -104,7 +104,7 @@ async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -
     events = await _listens(spec.events_of(0)) if spec.events == "auto" else spec.events != "off"
     if events and page.cache.get("enable_prefix_caching") == "False":
         warnings.append("it keeps no prefixes: start it without --no-enable-prefix-caching")
-    return Found(
+    return EngineFacts(
         model=card.id,
         max_len=max_len,
         block_size=block_size,
@@ -322,7 +322,9 @@ async def _listens(endpoint: str) -> bool:
     return True
 
 
-def beside(member: Member, found: Found, others: Sequence[tuple[Member, Found]]) -> Found:
+def beside(
+    member: Member, found: EngineFacts, others: Sequence[tuple[Member, EngineFacts]]
+) -> EngineFacts:
     """Whether it goes with the others of its model; with warnings added where it does by halves.
     Raises Mismatch."""
     warnings = list(found.warnings)

@@ -19,7 +19,7 @@ from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
 from moonserve.core.kv.events import KvBatch
 from moonserve.core.kv.rolling import Rolled, block_keys, token_keys
 from moonserve.core.kv.rolling_hash import SEED, rolling
-from moonserve.core.kv.tiers import Key, Space, Stream, Tiered, mask, salted
+from moonserve.core.kv.tiers import Key, Source, Space, TieredIndex, mask, salted
 from moonserve.core.units import SegmentId, Tokens
 from moonserve.live.external.spec import check_tcp
 from moonserve.live.http.auth import guarded
@@ -47,7 +47,7 @@ class NotRegistered(BadRequest):
     status = 404
 
 
-class _Named(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _SpaceFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A model, by whichever of its names on the wire, and what else tells spaces apart."""
 
     model: _Name | None = None
@@ -86,7 +86,7 @@ class _Named(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return mask(self.lora_name or "", self.salt)
 
 
-class Register(_Named, kw_only=True):
+class Register(_SpaceFields, kw_only=True):
     """POST /register."""
 
     endpoint: _Text
@@ -99,14 +99,14 @@ class Register(_Named, kw_only=True):
     seed: _Seed = SEED
 
 
-class Unregister(_Named, kw_only=True):
+class Unregister(_SpaceFields, kw_only=True):
     """POST /unregister."""
 
     instance_id: _Name | int
     dp_rank: _Rank | None = None
 
 
-class Query(_Named, kw_only=True):
+class Query(_SpaceFields, kw_only=True):
     """POST /query and /query_by_hash."""
 
     block_size: _BlockSize | None = None
@@ -165,7 +165,7 @@ class _Source:
     """One stream that is followed: what its feed tells goes into its space."""
 
     def __init__(
-        self, key: _Key, registered: Registered, stream: Stream, space: Space, tiered: Tiered
+        self, key: _Key, registered: Registered, stream: Source, space: Space, tiered: TieredIndex
     ) -> None:
         self.key = key
         self.registered = registered
@@ -200,7 +200,7 @@ class IndexerApi:
         self._token = token
         self._make_feed = make_feed
         self._sources: dict[_Key, _Source] = {}
-        self._spaces: dict[Space, Tiered] = {}
+        self._spaces: dict[Space, TieredIndex] = {}
         self._numbers = count()
 
     def routes(self) -> dict[tuple[str, str], Handler]:
@@ -247,8 +247,8 @@ class IndexerApi:
             raise Overloaded(f"{len(self._sources)} streams are registered", "streams", 60.0)
         instance, _, rank = key
         own = SegmentId(f"{instance} {rank} {next(self._numbers)}")
-        stream = Stream(own, instance, rank, shared=told.type == "Mooncake")
-        tiered = self._spaces.setdefault(space, Tiered(space.block_size, told.seed))
+        stream = Source(own, instance, rank, shared=told.type == "Mooncake")
+        tiered = self._spaces.setdefault(space, TieredIndex(space.block_size, told.seed))
         if tiered.seed != told.seed:
             what = f"others of this model, tenant and block size hash with {tiered.seed}"
             raise Conflict(f"seed: {what}", "seed")
@@ -348,7 +348,7 @@ class IndexerApi:
         ]
         return json_response({"count": len(rows), "services": rows})
 
-    def _space(self, asked: Query) -> tuple[Space, Tiered]:
+    def _space(self, asked: Query) -> tuple[Space, TieredIndex]:
         """Which one is meant. Raises BadRequest, NotRegistered."""
         model = asked.named("model")
         if asked.block_size is None:

@@ -31,7 +31,7 @@ from moonserve.core.schedule.observed import Watch
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.live.external.feeds import Feed, FeedOpener, Hearer
-from moonserve.live.external.handshake import Found, ask, handshake, models
+from moonserve.live.external.handshake import EngineFacts, ask, handshake, models
 from moonserve.live.external.member import Member, Mismatch
 from moonserve.live.external.pages import Page, RankPage, read_page
 from moonserve.live.http.client import HttpClient
@@ -66,7 +66,7 @@ class Times(msgspec.Struct, frozen=True):
         return self.failures * (self.poll_s + asked * self.answer_s) + 1.0
 
 
-class Keeper:
+class EngineMonitor:
     """One engine's standing. `run` never returns; cancel it, then `close`."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Keeper:
         views: Callable[[], Mapping[InstanceId, InstanceView]],
         tools: TextTools | None,
         times: Times,
-        check: Callable[[Member, Found], Found],
+        check: Callable[[Member, EngineFacts], EngineFacts],
         open_feed: FeedOpener | None,
     ) -> None:
         """`views`: what the Conductor believes; `check`: Fleet's, raises Mismatch; `tools`: of its
@@ -86,7 +86,7 @@ class Keeper:
         self.state: State = "asking"
         self.why = ""
         """Why it is not up."""
-        self.found: Found | None = None
+        self.found: EngineFacts | None = None
         """At the last handshake that went well."""
         self.watches: dict[InstanceId, Watch] = {}
         self.feeds: dict[InstanceId, Feed] = {}
@@ -136,7 +136,7 @@ class Keeper:
 
     # Joining.
 
-    async def _join(self, found: Found) -> None:
+    async def _join(self, found: EngineFacts) -> None:
         last, started_s = self.found, found.started_s
         same = (
             last is not None
@@ -166,7 +166,7 @@ class Keeper:
             await self._begin(found)
             self._new_process = False  # not before: what fails in there is done again
 
-    async def _begin(self, found: Found) -> None:
+    async def _begin(self, found: EngineFacts) -> None:
         """What was known of an earlier process counts no more; follow the new one's events."""
         await self._close_feeds()
         chunk = self.member.spec.chunk_tokens or _CHUNK_TOKENS
@@ -203,7 +203,7 @@ class Keeper:
 
     # Watching.
 
-    async def _watch(self, found: Found) -> None:
+    async def _watch(self, found: EngineFacts) -> None:
         """Return when it is lost, or may be another process."""
         failures = 0
         while True:

@@ -1,21 +1,19 @@
 """What the relay tells of each call to a foreign engine, as it goes on.
 
-`Observer.began` when a call is sent, then on the Call it gives: `answered` at the first byte of
-its reply, `count` raised with every token, and `ended` on every path.
+`Observer.began` when a call is sent, then on the OutgoingCall it gives: `answered` at the first
+byte of its reply, `count` raised with every token, and `ended` on every path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
+from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Tokens
 
-Part: TypeAlias = Literal["prefill", "decode", "whole"]
-"""Of a request: its prefill alone (one token), the decode after a remote prefill, or both."""
 
-
-class Call(Protocol):
+class OutgoingCall(Protocol):
     """One call that is out."""
 
     count: Tokens
@@ -44,7 +42,7 @@ class Observer(Protocol):
         prompt: Tokens,
         predicted: Tokens,
         streams: bool = True,
-    ) -> Call:
+    ) -> OutgoingCall:
         """A call goes out now. prompt: its length; predicted: the part that is taken to be cached
         there (Decision.reused_tokens); streams: whether its tokens come one by one.
         """

@@ -13,7 +13,7 @@ from moonserve.core.units import InstanceId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.feeds import FeedCounts
 from moonserve.live.external.fleet import Fleet
-from moonserve.live.external.monitor import Keeper
+from moonserve.live.external.monitor import EngineMonitor
 
 _COUNTS = (
     ("events_batches", "Batches of KV events that came.", "batches"),
@@ -27,15 +27,15 @@ _COUNTS = (
 def rows(fleet: Fleet) -> dict[InstanceId, dict[str, Any]]:
     """By instance, what only the fleet knows; those that are not used included."""
     found = {}
-    for source, keeper in fleet.keepers():
-        for instance in keeper.member.spec.ids():
-            found[instance] = _row(source, keeper, instance)
+    for source, monitor in fleet.monitors():
+        for instance in monitor.member.spec.ids():
+            found[instance] = _row(source, monitor, instance)
     return found
 
 
-def _row(source: str, keeper: Keeper, instance: InstanceId) -> dict[str, Any]:
-    spec, said = keeper.member.spec, keeper.found
-    feed = keeper.feeds.get(instance)
+def _row(source: str, monitor: EngineMonitor, instance: InstanceId) -> dict[str, Any]:
+    spec, said = monitor.member.spec, monitor.found
+    feed = monitor.feeds.get(instance)
     return {
         "id": instance,
         "name": spec.name,
@@ -45,8 +45,8 @@ def _row(source: str, keeper: Keeper, instance: InstanceId) -> dict[str, Any]:
         "connector": spec.connector,
         "url": spec.url,
         "model": spec.model if said is None else said.model,
-        "state": keeper.state,
-        "why": keeper.why,
+        "state": monitor.state,
+        "why": monitor.why,
         "warnings": [] if said is None else said.warnings,
         "version": "" if said is None else said.version,
         "hash_algorithm": "" if said is None else said.hash_algorithm,
@@ -63,29 +63,29 @@ class FleetMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry."""
-        keepers = [
-            (instance, keeper)
-            for _, keeper in self._fleet.keepers()
-            for instance in keeper.member.spec.ids()
+        monitors = [
+            (instance, monitor)
+            for _, monitor in self._fleet.monitors()
+            for instance in monitor.member.spec.ids()
         ]
-        feeds = {i: keeper.feeds[i].counts() for i, keeper in keepers if i in keeper.feeds}
+        feeds = {i: monitor.feeds[i].counts() for i, monitor in monitors if i in monitor.feeds}
         views = self._conductor.core.view.instances
         yield _gauge(
             "instance_up",
             "Whether the engine answers and is used.",
-            [(i, float(keeper.state == "up" and i in views)) for i, keeper in keepers],
+            [(i, float(monitor.state == "up" and i in views)) for i, monitor in monitors],
         )
         yield _gauge(
             "instance_events",
             "Whether its KV events are followed; 0: what it holds is guessed.",
-            [(i, float(i in feeds)) for i, _ in keepers],
+            [(i, float(i in feeds)) for i, _ in monitors],
         )
         yield _gauge(
             "instance_events_trusted",
             "Whether its events add up to what it holds.",
             [(i, float(_adds_up(it))) for i, it in feeds.items()],
         )
-        yield from self._of_views([views[i] for i, _ in keepers if i in views])
+        yield from self._of_views([views[i] for i, _ in monitors if i in views])
         for name, text, field in _COUNTS:
             family = CounterMetricFamily(f"moonserve_instance_{name}", text, labels=("instance",))
             for instance, counts in feeds.items():

@@ -18,7 +18,7 @@ from moonserve.core.units import RequestId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.feeds import POOL
 from moonserve.live.external.fleet import Fleet
-from moonserve.live.external.observed import Call
+from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
 
@@ -60,10 +60,10 @@ class Desk:
         """Tell fronts of foreign engines that have changed; to be called about twice a second."""
         if self._fleet is None:
             return
-        keepers = [keeper for _, keeper in self._fleet.keepers()]
+        monitors = [monitor for _, monitor in self._fleet.monitors()]
         engines = [
             wire.Engine(it.member.spec, list(it.member.infos.values()), list(it.feeds))
-            for it in keepers
+            for it in monitors
         ]
         if engines != self._engines:
             self._engines = engines
@@ -148,7 +148,7 @@ class _Link(wire.Frames):
     def __init__(self, desk: Desk) -> None:
         super().__init__("a front", wire.ToConductor)
         self.lives: set[RequestId] = set()
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, OutgoingCall] = {}
         """Its calls to foreign engines that are out."""
         self.counted: list[Family] = []
         """What it has counted, as it said last."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from moonserve.core.errors import ConfigError, NobodyAlive
 from moonserve.core.schedule.facts import BlocksRemoved, InstanceInfo
+from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Tokens
 from moonserve.live.external.feeds import POOL
 from moonserve.live.external.member import Member
-from moonserve.live.external.observed import Part
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.http.client import HttpClient

@@ -19,6 +19,7 @@ import msgspec
 from moonserve.core.request import Counted, Request, Slo, Stopping
 from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.schedule.observed import Part
 from moonserve.core.units import (
     BlockKey,
     Bytes,
@@ -28,7 +29,6 @@ from moonserve.core.units import (
     SegmentId,
     Tokens,
 )
-from moonserve.live.external.observed import Part
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.counts import Family
 from moonserve.live.ports import Told

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.kv.events import EngineHash, KvEvent, Removed, Stored
+from moonserve.core.kv.events import EngineHash, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.vllm_hash import Algorithm, block_hash, event_hash, root_hash
 from moonserve.core.units import BlockKey, Tokens
 from moonserve.live.kvevents.wire import batch_frames, encode_batch, replay_answer, replay_since
@@ -175,23 +175,23 @@ class SegmentEvents:
             self._add(self._stored(medium, hash, before, tokens, salt))
         elif not here and told is not None:
             del self._told[medium, key]
-            self._add(Removed([told], medium))
+            self._add(RemovedEvent([told], medium))
 
     def _stored(
         self, medium: str, hash: int, before: EngineHash | None, tokens: list[int], salt: str
-    ) -> Stored:
+    ) -> StoredEvent:
         """One block; together with the one before it, where that was told just now."""
         last = self._events[-1] if self._events else None
-        follows = isinstance(last, Stored) and last.block_hashes[-1] == before
-        if isinstance(last, Stored) and follows and last.medium == medium:
+        follows = isinstance(last, StoredEvent) and last.block_hashes[-1] == before
+        if isinstance(last, StoredEvent) and follows and last.medium == medium:
             self._events.pop()
             hashes, run = [*last.block_hashes, hash], [*last.token_ids, *tokens]
             extras = last.extra_keys and [*last.extra_keys, None]
-            return Stored(
+            return StoredEvent(
                 hashes, last.parent_block_hash, run, self._size, None, medium, extra_keys=extras
             )
         extras = [[salt]] if salt else None
-        return Stored([hash], before, tokens, self._size, None, medium, extra_keys=extras)
+        return StoredEvent([hash], before, tokens, self._size, None, medium, extra_keys=extras)
 
     def _add(self, event: KvEvent) -> None:
         if not self._events:

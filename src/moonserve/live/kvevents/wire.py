@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.kv.events import Cleared, KvBatch, KvEvent, Removed, Stored
+from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.live.http.message import UNREADABLE
 
 END_SEQ = (1 << 64) - 1
@@ -30,21 +30,21 @@ class BadFrame(MoonserveError):
     """What was received is no batch of KV events."""
 
 
-class _StoredArray(Stored, frozen=True, tag="BlockStored", array_like=True):
+class _StoredArray(StoredEvent, frozen=True, tag="BlockStored", array_like=True):
     pass
 
 
-class _RemovedArray(Removed, frozen=True, tag="BlockRemoved", array_like=True):
+class _RemovedArray(RemovedEvent, frozen=True, tag="BlockRemoved", array_like=True):
     pass
 
 
-class _ClearedArray(Cleared, frozen=True, tag="AllBlocksCleared", array_like=True):
+class _ClearedArray(ClearedEvent, frozen=True, tag="AllBlocksCleared", array_like=True):
     pass
 
 
 class _MapBatch(msgspec.Struct, frozen=True, array_like=True):
     ts: float
-    events: list[Stored | Removed | Cleared]
+    events: list[StoredEvent | RemovedEvent | ClearedEvent]
     data_parallel_rank: int | None = None
 
 
@@ -97,7 +97,9 @@ def _event(raw: Any) -> KvEvent | None:
     """One event; None: of a type that nobody knows. Raises msgspec.ValidationError."""
     if isinstance(raw, dict):
         if raw.get("type") in _KNOWN:
-            return _salted(msgspec.convert(raw, Stored | Removed | Cleared), raw.get(_SALT))
+            return _salted(
+                msgspec.convert(raw, StoredEvent | RemovedEvent | ClearedEvent), raw.get(_SALT)
+            )
     elif isinstance(raw, list) and raw:
         if raw[0] in _KNOWN:
             more = raw[_SHARED] if len(raw) > _SHARED and raw[0] == "BlockStored" else None
@@ -112,7 +114,7 @@ def _event(raw: Any) -> KvEvent | None:
 
 def _salted(event: KvEvent, salt: object) -> KvEvent:
     """With a salt as vLLM tells it: of the first block of a chain."""
-    if not isinstance(event, Stored) or not isinstance(salt, str) or not salt:
+    if not isinstance(event, StoredEvent) or not isinstance(salt, str) or not salt:
         return event
     if event.parent_block_hash is not None or any(event.extra_keys or ()):
         return event

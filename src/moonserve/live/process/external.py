@@ -21,9 +21,9 @@ from moonserve.live.drive.engines import Engines
 from moonserve.live.external.api import FleetApi
 from moonserve.live.external.events import open_feed
 from moonserve.live.external.fleet import Fleet
-from moonserve.live.external.found import Found
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.observed import Observer
+from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.rows import FleetMetrics
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import require_token_beyond_loopback
@@ -58,7 +58,7 @@ class ForeignControl:
     def __init__(
         self, config: GatewayConfig, http: HttpClient, times: Times, registry: Registry | None
     ) -> None:
-        self._found: Found | None = None
+        self._found: RegistryEngines | None = None
         """Engines from the registry."""
         self._following: asyncio.Task[None] | None = None
         self._control = Control(
@@ -80,7 +80,7 @@ class ForeignControl:
         )
         self._control.alarms = self.fleet.alarms
         if registry is not None:
-            self._found = Found(registry, self.fleet)
+            self._found = RegistryEngines(registry, self.fleet)
         self._api = FleetApi(self.fleet, conductor, config.token, self._found)
 
     def routes(self) -> dict[tuple[str, str], Handler]:

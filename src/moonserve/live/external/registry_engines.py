@@ -16,7 +16,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.live.external.fleet import Fleet
-from moonserve.live.external.monitor import Keeper
+from moonserve.live.external.monitor import EngineMonitor
 from moonserve.live.external.spec import InstanceSpec, normal
 from moonserve.live.http.message import UNREADABLE, decode_json
 from moonserve.live.ports import Registry
@@ -67,7 +67,7 @@ class _Addressed(msgspec.Struct):
     url: str
 
 
-class Found:
+class RegistryEngines:
     """See the module. `follow` until it is cancelled."""
 
     def __init__(self, registry: Registry, fleet: Fleet) -> None:
@@ -154,13 +154,13 @@ class Found:
         """Return once all have been asked, and those that tell events have told everything."""
         await self._read.wait()
         while True:
-            if all(_standing(keeper) for _, keeper in self._fleet.keepers()):
+            if all(_standing(monitor) for _, monitor in self._fleet.monitors()):
                 return
             await asyncio.sleep(_POLL_S)
 
 
-def _standing(keeper: Keeper) -> bool:
-    if keeper.state == "asking" and not keeper.why:
+def _standing(monitor: EngineMonitor) -> bool:
+    if monitor.state == "asking" and not monitor.why:
         return False
-    counts = [feed.counts() for feed in keeper.feeds.values()]
+    counts = [feed.counts() for feed in monitor.feeds.values()]
     return all(it.fault or (it.connected and it.trusted) for it in counts)
