@@ -56,8 +56,10 @@ up: $(RUN) ## start a cluster on this machine
 model: $(RUN) ## fetch the default model
 	@$(PY) -m moonserve model pull >/dev/null
 
+# COVER=1 counts the lines of src that these tests run, and prints their share.
 test: $(DEV) model ## the quick suite, real processes and the real model included
-	$(PY) -m pytest $(ARGS)
+	$(PY) $(if $(COVER),-m coverage run --source src/moonserve) -m pytest $(ARGS)
+	$(if $(COVER),@$(PY) -m coverage report --format=total | sed 's/^/line coverage in per cent: /')
 
 # A process of its own: a fault in the wheel's native code ends these tests only.
 test-mooncake: $(DEV) model ## the same contracts and clusters on the real Mooncake Store
