@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
+import jinja2
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from moonserve.sim.charts import Band, Goal, Line, columns, heatmap, line_chart
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import RequestRow, Result, percent
-from moonserve.sim.page import PAGE
 from moonserve.sim.served import Served
 
 Numbers = NDArray[np.float64]
@@ -32,22 +32,20 @@ def report(sim: Simulation, result: Result, title: str, subtitle: str) -> str:
     """The whole page. `title` and `subtitle` say what was simulated."""
     charts = [*_curves(sim, result), *_load(sim), *_over_arrivals(sim, result)]
     charts.append(_calibration(sim))
-    slots = {
-        "title": escape(title),
-        "subtitle": escape(subtitle),
-        "tiles": "\n".join(_tiles(sim, result.summary)),
-        "charts": "\n".join(charts),
-        "timelines": _timelines(sim, result.summary),
-        "slowest": "\n".join(_slowest(sim, result.rows)),
-        "figures": "\n".join(
-            f"<tr><th>{name}</th><td>{escape(_plain(value))}</td></tr>"
-            for name, value in result.summary.items()
-        ),
-    }
-    page = PAGE
-    for name, text in slots.items():
-        page = page.replace(f"[[{name}]]", text)
-    return page
+    pages = jinja2.Environment(
+        loader=jinja2.PackageLoader("moonserve.sim", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return pages.get_template("report.html").render(
+        title=title,
+        subtitle=subtitle,
+        tiles=_tiles(sim, result.summary),
+        charts=charts,
+        timelines=_timelines(sim, result.summary),
+        slowest=_slowest(sim, result.rows),
+        figures=[(name, _plain(value)) for name, value in result.summary.items()],
+    )
 
 
 def why_slow(served: Served) -> str:
@@ -80,35 +78,35 @@ def why_slow(served: Served) -> str:
 # Headline.
 
 
-def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[str]:
+class _Tile(msgspec.Struct, frozen=True):
+    """One headline figure; `met` says whether its goal was met, None where it has none."""
+
+    label: str
+    value: str
+    below: str
+    met: bool | None = None
+
+
+def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[_Tile]:
     goal, s = sim.setup.goal, summary
     ttft = "no goal" if goal.ttft_us is None else f"{goal.ttft_us / 1e6:g} s"
     tbt = "no goal" if goal.tbt_us is None else f"{goal.tbt_us / 1e3:g} ms"
     lost = f"of {s['requests']:,}; {s['rejected']:,} refused, {s['failed']:,} failed"
-    held = f"{s['hit_rate_available']:.1%} were held by someone"
+    held = f"{s['hit_rate_available']:.1%} were held by an instance"
     tokens = f"{s['goodput_tokens_per_s']:,.0f} tokens/s within both goals"
     return [
-        _tile("Both goals", percent(s["attainment"]), *_verdict(s["attainment"], "both")),
-        _tile("TTFT p99", _s(s["ttft_p99_s"]), *_verdict(s["attainment_ttft"], ttft)),
-        _tile("TBT p99", _ms(s["tbt_p99_ms"]), *_verdict(s["attainment_tbt"], tbt)),
-        _tile("Goodput", f"{s['goodput_rps']:.2f} /s", tokens),
-        _tile("Prompt reused", f"{s['hit_rate_tokens']:.1%}", held),
-        _tile("Completed", f"{s['completed']:,}", lost),
+        _goal_tile("Both goals", percent(s["attainment"]), s["attainment"], "both"),
+        _goal_tile("TTFT p99", _s(s["ttft_p99_s"]), s["attainment_ttft"], ttft),
+        _goal_tile("TBT p99", _ms(s["tbt_p99_ms"]), s["attainment_tbt"], tbt),
+        _Tile("Goodput", f"{s['goodput_rps']:.2f} /s", tokens),
+        _Tile("Prompt reused", f"{s['hit_rate_tokens']:.1%}", held),
+        _Tile("Completed", f"{s['completed']:,}", lost),
     ]
 
 
-def _verdict(share: float, goal: str) -> tuple[str, str]:
-    """What is to be said of a goal, and whether that is good or bad."""
-    return f"{goal} met by {percent(share)} of all requests", "good" if share >= ASKED else "bad"
-
-
-def _tile(label: str, value: str, below: str, kind: str = "") -> str:
-    mark = {
-        "good": "<span class='good'>✓ met:</span> ",
-        "bad": "<span class='bad'>✗ missed:</span> ",
-    }
-    said = mark.get(kind, "") + escape(below)
-    return f"<div class='tile'><h2>{label}</h2><b>{value}</b><p>{said}</p></div>"
+def _goal_tile(label: str, value: str, share: float, goal: str) -> _Tile:
+    """A figure with its goal, which counts as met when ASKED of the requests meet it."""
+    return _Tile(label, value, f"{goal} met by {percent(share)} of all requests", share >= ASKED)
 
 
 # Distributions.
@@ -328,25 +326,35 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
 # Requests.
 
 
-def _slowest(sim: Simulation, rows: Sequence[RequestRow]) -> list[str]:
+class _Slow(msgspec.Struct, frozen=True):
+    """One line of the table of the longest times to first token, as text."""
+
+    id: str
+    ttft: str
+    tbt: str
+    arrived: str
+    input: str
+    reused: str
+    why: str
+
+
+def _slowest(sim: Simulation, rows: Sequence[RequestRow]) -> list[_Slow]:
     order = sorted(
         (at for at, row in enumerate(rows) if row.ttft_s is not None),
         key=lambda at: (-(rows[at].ttft_s or 0.0), at),
     )
-    parts = []
-    for at in order[:_SLOWEST]:
-        row = rows[at]
-        cells = [
-            f"<th>{row.id}</th>",
-            f"<td>{_s(row.ttft_s)}</td>",
-            f"<td>{_ms(row.tbt_ms)}</td>",
-            f"<td>{row.arrived_s:,.0f} s</td>",
-            f"<td>{row.input_tokens:,}</td>",
-            f"<td>{row.cached_tokens:,}</td>",
-            f"<td class='text'>{escape(why_slow(sim.served[at]))}</td>",
-        ]
-        parts.append(f"<tr>{''.join(cells)}</tr>")
-    return parts
+    return [
+        _Slow(
+            id=rows[at].id,
+            ttft=_s(rows[at].ttft_s),
+            tbt=_ms(rows[at].tbt_ms),
+            arrived=f"{rows[at].arrived_s:,.0f} s",
+            input=f"{rows[at].input_tokens:,}",
+            reused=f"{rows[at].cached_tokens:,}",
+            why=why_slow(sim.served[at]),
+        )
+        for at in order[:_SLOWEST]
+    ]
 
 
 def _s(value: float | None) -> str:

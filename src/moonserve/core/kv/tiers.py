@@ -1,8 +1,8 @@
 """Which engine has how much of a prompt, on which tier: the answers of the Indexer API.
 
 One TieredIndex per Space, with a PrefixIndex per tier, whose holders are sources: the KV
-events of one rank of one instance, or of a store that many instances read. Its keys are rolling hashes
-(core.kv.rolling_hash), those of blocks with a LoRA or a salt marked by these: so blocks that
+events of one rank of one instance, or of a store that many instances read. Its keys are rolling
+hashes (core.kv.rolling_hash), those of blocks with a LoRA or a salt marked by these: so blocks that
 differ in them never meet, and who asks by hashes needs none but the standard's. Fed by
 live.external.indexer_api. The Conductor's own index is another: this one knows the instances that
 were registered for it, and they need not be any that the Conductor places requests on.
