@@ -57,6 +57,7 @@ class Moonserve:
     def __init__(self, work: Work, instances: int, setup: str) -> None:
         from moonserve.core import request
         from moonserve.core.kv import keys
+        from moonserve.core.kv.facts import BlocksStored
         from moonserve.core.schedule import facts
         from moonserve.core.schedule.conductor import Conductor
         from moonserve.core.schedule.cost import Cost
@@ -72,7 +73,7 @@ class Moonserve:
         for worker, parent, nodes in work.events:
             keys = self.chain(parent, nodes)
             before = None if parent < 0 else self.keys[parent]
-            self.step(facts.BlocksStored(name(worker), keys, before, "dram", 1))
+            self.step(BlocksStored(name(worker), keys, before, "dram", 1))
         self.running: list[tuple[str, int]] = []
 
     async def fill(self) -> None:

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # also when imported as bench.kv
 
 from common import machine_line
 from moonserve.core.kv.events import ClearedEvent, KvEvent, RemovedEvent, StoredEvent
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.stream import EventStream
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import decode_batch, encode_batch
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import BadRequest, ConfigError, DeadlineExceeded
-from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.store.words import Card, Terms
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire

@@ -1,23 +1,20 @@
 """What engines that tell nothing are taken to hold."""
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.guess import Guess, Ratio, text_keys
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.schedule.facts import BlocksStored
 from moonserve.core.units import BlockKey, SegmentId
-from tests.support.cluster import info
 
 ROOT = b"r" * 32
 
 
 def guess(blocks: int) -> Guess:
     """Of an instance with so many blocks."""
-    one = msgspec.structs.replace(info("e", "both"), kv_blocks=blocks, segment=SegmentId("e"))
-    return Guess(one)
+    return Guess(SegmentId("e"), 1, blocks)
 
 
 def test_texts_share_keys_as_far_as_they_agree() -> None:

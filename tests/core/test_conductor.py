@@ -2,6 +2,7 @@
 
 import msgspec
 
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse, Release
@@ -9,7 +10,6 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import (
     Arrived,
     Beat,
-    BlocksStored,
     CallFailed,
     ClientGone,
     DecodeEnded,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moonserve.core.schedule.facts import BlocksCleared, BlocksStored, SpreadUpTo
+from moonserve.core.kv.facts import BlocksCleared, BlocksStored
+from moonserve.core.schedule.facts import SpreadUpTo
 from moonserve.core.schedule.hot import EACH, HALF_LIFE_US, OFF, ON, Heat
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 from tests.support.hot import BLOCK_BYTES, HEAD, World

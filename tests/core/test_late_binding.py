@@ -7,6 +7,7 @@ from random import Random
 import msgspec
 import pytest
 
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
@@ -14,7 +15,6 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import (
     Arrived,
-    BlocksStored,
     CallFailed,
     ClientGone,
     DecodeEnded,

@@ -7,12 +7,13 @@ import random
 
 import pytest
 
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.dry_run import look
-from moonserve.core.schedule.facts import Arrived, BlocksStored, Joined
+from moonserve.core.schedule.facts import Arrived, Joined
 from moonserve.core.schedule.placement import Decision
 from moonserve.core.schedule.policies import POLICIES, Tuning
 from moonserve.core.units import RequestId, SegmentId

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import UnknownSegment
-from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Address, Exists, Full, Holder, Mount, Terms, Ticket
 from moonserve.core.units import BlockKey, LeaseId, SegmentId

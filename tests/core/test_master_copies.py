@@ -2,7 +2,7 @@
 
 import msgspec
 
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Full, PutOptions, Terms, Ticket, TooLarge
 from moonserve.core.units import BlockKey, SegmentId

@@ -3,7 +3,7 @@
 import pytest
 
 from moonserve.core.errors import Recovering
-from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Claim, Gone, Held, PutOptions, Removal, Ticket
 from moonserve.core.units import BlockKey, LeaseId

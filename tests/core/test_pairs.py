@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request
 from moonserve.core.schedule import explain
@@ -12,7 +13,6 @@ from moonserve.core.schedule.actions import GiveUp, Prefill, Refuse, Release
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import (
     Arrived,
-    BlocksStored,
     CallFailed,
     Connector,
     DecodeEnded,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.reported import Reported
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored
 from moonserve.core.units import BlockKey, SegmentId
 
 POOL = SegmentId("pool")

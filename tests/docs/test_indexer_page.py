@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonserve.core.kv.events import KvBatch, StoredEvent
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import BlocksStored, Joined
+from moonserve.core.schedule.facts import Joined
 from moonserve.core.units import SegmentId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_api import PlacementApi

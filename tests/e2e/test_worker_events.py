@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from moonserve.core.kv.events import KvBatch, RemovedEvent, StoredEvent
+from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.kv.stream import EventStream
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
-from moonserve.core.schedule.facts import BlockEvent
 from moonserve.core.units import BlockKey, SegmentId
 from moonserve.live.process.worker import publish_blocks
 from tests.support.inproc import BLOCK, site

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
@@ -16,7 +17,6 @@ from moonserve.core.schedule.cost import LAPTOP_PASS, Cost
 from moonserve.core.schedule.facts import (
     Arrived,
     Beat,
-    BlocksStored,
     CallFailed,
     ClientGone,
     Connector,

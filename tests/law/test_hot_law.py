@@ -4,8 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.facts import BlocksCleared, BlocksRemoved, BlocksStored, SpreadUpTo
+from moonserve.core.schedule.facts import SpreadUpTo
 from moonserve.core.units import RequestId, SegmentId
 from tests.support.hot import BLOCK_BYTES, HEAD, World
 

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moonserve.core.kv.index import PrefixIndex, Tier
+from moonserve.core.kv.facts import Tier
+from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.units import SegmentId
 
 TIERS: list[Tier] = ["device", "dram", "disk"]

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.kv.index import Tier
+from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.core.kv.tiers import TIERS, Key, Source, TieredIndex, TierHits, keyed
 from moonserve.core.units import SegmentId

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.store.extents import aligned
 from moonserve.core.store.master import Master
 from moonserve.core.store.memory import Catalogue

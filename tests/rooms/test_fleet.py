@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from moonserve.core.errors import ConfigError, NobodyAlive
-from moonserve.core.schedule.facts import BlocksStored, InstanceInfo
+from moonserve.core.kv.facts import BlocksStored
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
 from moonserve.live.external.feeds import Feed, FeedCounts, FeedSink
 from moonserve.live.external.fleet import Taken, Unknown

@@ -11,8 +11,9 @@ import zmq
 import zmq.asyncio
 
 from moonserve.core.kv.events import StoredEvent
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.keys import chain_keys
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored, Fact, Left
+from moonserve.core.schedule.facts import Fact, Left
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
 from moonserve.live.external.events import open_feed
 from moonserve.live.external.feeds import POOL, Hearing

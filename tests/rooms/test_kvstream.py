@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from moonserve.core.kv.event_keys import mixed
 from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
+from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.kv.stream import EventStream
 from moonserve.core.kv.vllm_hash import algorithm_of, block_hash, event_hash, root_hash
-from moonserve.core.schedule.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import read_live
 from tests.support.kvevents import feed, fixture, hashes_of, messages, stored

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moonserve.core.errors import ConfigError, StoreError
-from moonserve.core.schedule.facts import BlockEvent, BlocksStored
+from moonserve.core.kv.facts import BlockEvent, BlocksStored
 from moonserve.core.units import LeaseId
 from moonserve.live.store import mooncake, mooncake_master
 from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore

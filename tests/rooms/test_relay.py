@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import EngineFailed
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
-from moonserve.core.schedule.facts import BlocksStored, Connector, Fact, PrefillEnded, Role
+from moonserve.core.schedule.facts import Connector, Fact, PrefillEnded, Role
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId, RequestId
 from moonserve.live.drive import calls, lease, life

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.facts import BlocksStored, Connector, InstanceInfo, Joined, Left, Role
+from moonserve.core.schedule.facts import Connector, InstanceInfo, Joined, Left, Role
 from moonserve.core.schedule.policies import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, SegmentId

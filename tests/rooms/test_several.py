@@ -12,15 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from moonserve.core.errors import ConfigError, NobodyAlive, RegistryError, StoreError
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import (
-    BlocksStored,
-    InstanceInfo,
-    InstanceLoad,
-    Joined,
-    PassSample,
-    Promises,
-)
+from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Joined, PassSample, Promises
 from moonserve.core.units import BlockKey, InstanceId, RequestId
 from moonserve.live import tasks
 from moonserve.live.control import peers, takeover

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import BadRequest, MoonserveError, StoreError
+from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.schedule.facts import BlockEvent
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Address, Mount, Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.pending import PendingPrefixes
 from moonserve.core.request import Counted, Held, Request
 from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.facts import BlocksCleared, BlocksStored, SpreadUpTo
+from moonserve.core.schedule.facts import SpreadUpTo
 from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.placement import Ask
 from moonserve.core.schedule.policies import Memory, Tuning, decide

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moonserve.core.kv.events import EngineHash, StoredEvent
+from moonserve.core.kv.facts import BlockEvent, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
-from moonserve.core.schedule.facts import BlockEvent, BlocksRemoved, BlocksStored
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
 """What a real vLLM 0.32 sent; see tests/fixtures/README.md."""

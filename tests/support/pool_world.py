@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from moonserve.core.errors import Recovering, UnknownSegment
-from moonserve.core.schedule.facts import BlocksCleared, BlocksStored
+from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.store.extents import ALIGN
 from moonserve.core.store.master import Master
 from moonserve.core.units import SegmentId

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from moonserve.core.engine.batch import Pass, PassResult
+from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import (
-    BlockEvent,
     CallFailed,
     ClientGone,
     DecodeEnded,

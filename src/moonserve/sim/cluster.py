@@ -14,6 +14,7 @@ import msgspec
 
 from moonserve.core.engine.batch import Progress
 from moonserve.core.errors import BadRequest
+from moonserve.core.kv.facts import BlocksCleared
 from moonserve.core.request import Counted, Request
 from moonserve.core.schedule.actions import (
     Abort,
@@ -30,7 +31,6 @@ from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.events import Digest, Event, events
 from moonserve.core.schedule.facts import (
     Arrived,
-    BlocksCleared,
     CallFailed,
     DecodeEnded,
     Fact,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored, Fact
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
+from moonserve.core.schedule.facts import Fact
 from moonserve.core.units import BlockKey, SegmentId, Tokens
 from moonserve.sim.cache import Cache
 from moonserve.sim.node import Node

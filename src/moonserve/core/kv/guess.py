@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_128_digest
 
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored, InstanceInfo
-from moonserve.core.units import BlockKey, Bytes, Tokens
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
+from moonserve.core.units import BlockKey, Bytes, SegmentId, Tokens
 
 _BYTES_PER_TOKEN = 4.0
 """Of English text, about; each model's own is learnt."""
@@ -65,11 +65,10 @@ class Ratio:
 class Guess:
     """What one start of one instance is taken to hold: keys, the latest used last."""
 
-    def __init__(self, info: InstanceInfo) -> None:
-        assert info.segment is not None, "an instance without one holds nothing"
-        self.epoch = info.epoch
-        self._segment = info.segment
-        self._most = info.kv_blocks
+    def __init__(self, segment: SegmentId, epoch: int, kv_blocks: int) -> None:
+        self.epoch = epoch
+        self._segment = segment
+        self._most = kv_blocks
         self._share = 1.0
         self._keys: OrderedDict[BlockKey, None] = OrderedDict()
 

@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import compress
-from typing import Literal, TypeAlias
 
+from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.pieces import ChainPiece, HolderState, parting, span
 from moonserve.core.units import SegmentId
-
-Tier: TypeAlias = Literal["device", "dram", "disk"]
-"""G1, G2 and G3 of KV events: the engine's own pool, host memory, local disk."""
 
 _FIELD = (1 << 20) - 1
 _ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}

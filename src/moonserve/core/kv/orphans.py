@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import Literal, TypeAlias
 
 from moonserve.core.kv.events import EngineHash, StoredEvent
-from moonserve.core.kv.index import Tier
+from moonserve.core.kv.facts import Tier
 
 Place: TypeAlias = Tier | Literal["pool"]
 """A tier of the engine's own, or the store that it shares with others."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from moonserve.core.schedule.facts import BlockEvent, BlocksRemoved, BlocksStored
+from moonserve.core.kv.facts import BlockEvent, BlocksRemoved, BlocksStored
 from moonserve.core.units import BlockKey, Micros, SegmentId
 
 _CROSSING_US: Micros = 10_000_000

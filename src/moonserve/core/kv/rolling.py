@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from moonserve.core.kv.event_keys import covered
 from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, StoredEvent
-from moonserve.core.kv.index import Tier
+from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.core.kv.stream import EventStream, Keys, StreamStats

@@ -22,11 +22,10 @@ import msgspec
 
 from moonserve.core.kv.event_keys import event_keys
 from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, RemovedEvent, StoredEvent
-from moonserve.core.kv.index import Tier
+from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.orphans import Orphans, Place
 from moonserve.core.kv.vllm_hash import Algorithm, algorithm_of
-from moonserve.core.schedule.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.units import BlockKey, SegmentId, Tokens
 
 _TIERS: dict[str, Tier] = {

@@ -18,8 +18,8 @@ from typing import TypeAlias, cast
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from moonserve.core.kv.index import PrefixIndex, Tier
-from moonserve.core.schedule.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
+from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
+from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.units import SegmentId, Tokens
 
 TIERS: tuple[Tier, ...] = ("device", "dram", "disk")

@@ -10,16 +10,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from moonserve.core.kv.facts import OfBlocks
 from moonserve.core.request import Held, Request, Slo
 from moonserve.core.schedule.actions import Refuse
-from moonserve.core.schedule.facts import (
-    Arrived,
-    ClientGone,
-    DecodeEnded,
-    Fact,
-    OfBlocks,
-    PrefillEnded,
-)
+from moonserve.core.schedule.facts import Arrived, ClientGone, DecodeEnded, Fact, PrefillEnded
 from moonserve.core.schedule.forecast import forecast, place_us, room_in_us
 from moonserve.core.schedule.handoff import Handoff, LifeFact
 from moonserve.core.schedule.placement import Decision, Look

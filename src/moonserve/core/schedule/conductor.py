@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from moonserve.core.kv.facts import OfBlocks
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.pending import PendingPrefixes
 from moonserve.core.schedule import admission, connectors, groups
@@ -28,7 +29,6 @@ from moonserve.core.schedule.facts import (
     Joined,
     Leading,
     Left,
-    OfBlocks,
     PeerPromised,
     PrefillEnded,
     SpreadUpTo,

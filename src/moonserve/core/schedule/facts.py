@@ -7,13 +7,12 @@ which facts of one instant are taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.kv.index import Tier
+from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.trust import HitSample
 from moonserve.core.request import Request
@@ -203,40 +202,6 @@ class Leading(msgspec.Struct, frozen=True, tag=True):
     leads: bool
 
 
-class OfBlocks(msgspec.Struct, frozen=True):
-    """A fact about blocks on one tier of one segment, in one epoch of its owner."""
-
-    rank: ClassVar[int] = 3
-    subject: ClassVar[str] = ""  # the sender's own order is kept
-    segment: SegmentId
-
-
-class BlocksStored(OfBlocks, frozen=True, tag=True):
-    """A segment now holds a piece of a chain, complete and readable."""
-
-    keys: tuple[BlockKey, ...]
-    """In chain order."""
-    parent: BlockKey | None
-    """The key before keys[0], held or not; None where keys[0] heads its chain."""
-    tier: Tier
-    epoch: int
-
-
-class BlocksRemoved(OfBlocks, frozen=True, tag=True):
-    """A segment holds one copy less of each of these blocks, in any order."""
-
-    keys: tuple[BlockKey, ...]
-    tier: Tier
-    epoch: int
-
-
-class BlocksCleared(OfBlocks, frozen=True, tag=True):
-    """A segment emptied a tier."""
-
-    tier: Tier
-    epoch: int
-
-
 class SpreadUpTo(msgspec.Struct, frozen=True, tag=True):
     """Of copy `number` only the first `blocks` of those that were lacking are to come; 0: no more.
 
@@ -323,7 +288,6 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
 
 ORDER = attrgetter("rank", "subject")
 """In which facts of one instant are taken."""
-BlockEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 Fact: TypeAlias = (
     Joined
     | Beat
@@ -342,32 +306,3 @@ Fact: TypeAlias = (
     | Arrived
     | Tick
 )
-
-
-def merged(events: Sequence[BlockEvent]) -> list[BlockEvent]:
-    """The same told shorter: stores along one chain as one, and removals in a row; order kept.
-
-    All are taken to be of one tier.
-    """
-    told: list[tuple[BlockEvent, list[BlockKey]]] = []
-    for event in events:
-        keys = [] if isinstance(event, BlocksCleared) else list(event.keys)
-        if told and _goes_on(event, *told[-1]):
-            told[-1][1].extend(keys)
-        else:
-            told.append((event, keys))
-    return [
-        event
-        if isinstance(event, BlocksCleared)
-        else msgspec.structs.replace(event, keys=tuple(keys))
-        for event, keys in told
-    ]
-
-
-def _goes_on(event: BlockEvent, last: BlockEvent, keys: Sequence[BlockKey]) -> bool:
-    """Whether `event` can be told together with `last`, which has `keys` by now."""
-    if (event.segment, event.epoch) != (last.segment, last.epoch):
-        return False
-    if isinstance(event, BlocksStored):
-        return isinstance(last, BlocksStored) and event.parent == keys[-1]
-    return isinstance(event, BlocksRemoved) and isinstance(last, BlocksRemoved)

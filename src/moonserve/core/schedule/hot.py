@@ -20,19 +20,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.pending import PendingPrefixes
 from moonserve.core.kv.pieces import parting
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.facts import (
-    BlockEvent,
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    Leading,
-    SpreadUpTo,
-)
+from moonserve.core.schedule.facts import Leading, SpreadUpTo
 from moonserve.core.schedule.placement import Decision
 from moonserve.core.schedule.policies import Tuning, policy_of
 from moonserve.core.schedule.view import ClusterView, InstanceView

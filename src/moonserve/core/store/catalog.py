@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moonserve.core.schedule.facts import (
-    BlockEvent,
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    merged,
-)
+from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, merged
 from moonserve.core.store.chains import Chains
 from moonserve.core.store.extents import aligned
 from moonserve.core.store.ledger import Shelf

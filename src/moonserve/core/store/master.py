@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from heapq import nsmallest
 
 from moonserve.core.errors import UnknownSegment
-from moonserve.core.schedule.facts import BlockEvent
+from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.store.catalog import Object, Stock
 from moonserve.core.store.copies import Copies
 from moonserve.core.store.leases import Leases

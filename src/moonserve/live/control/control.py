@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 from prometheus_client.registry import Collector
 
+from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import BlockEvent, Tick
+from moonserve.core.schedule.facts import Tick
 from moonserve.core.schedule.policies import Tuning
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms

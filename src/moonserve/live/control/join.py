@@ -13,16 +13,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from moonserve.core.errors import BadRequest
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.reported import Reported
-from moonserve.core.schedule.facts import (
-    Beat,
-    BlocksRemoved,
-    BlocksStored,
-    InstanceInfo,
-    InstanceLoad,
-    Joined,
-    Left,
-)
+from moonserve.core.schedule.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left
 from moonserve.core.units import InstanceId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.auth import guarded

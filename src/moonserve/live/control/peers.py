@@ -19,13 +19,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest, MoonserveError, RegistryError
-from moonserve.core.schedule.facts import (
-    BlocksStored,
-    InstanceInfo,
-    Leading,
-    PeerPromised,
-    Promises,
-)
+from moonserve.core.kv.facts import BlocksStored
+from moonserve.core.schedule.facts import InstanceInfo, Leading, PeerPromised, Promises
 from moonserve.live.control import takeover
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from moonserve.core.errors import MoonserveError, RegistryError
+from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.schedule.facts import BlocksStored
 from moonserve.core.units import SegmentId
 from moonserve.live.http.client import HttpClient
 

@@ -15,9 +15,10 @@ from uuid import uuid4
 import msgspec
 
 from moonserve.core.errors import MoonserveError
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.guess import Guess
 from moonserve.core.request import Request
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored, InstanceInfo
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, Tokens
 from moonserve.live.control.metrics import Metrics
 from moonserve.live.drive.bodies import PATHS, Asked
@@ -106,7 +107,7 @@ class Guesses:
             return []
         guess = self._by_instance.get(to.id)
         if guess is None or guess.epoch != to.epoch:
-            guess = self._by_instance[to.id] = Guess(to)
+            guess = self._by_instance[to.id] = Guess(to.segment, to.epoch, to.kv_blocks)
             while len(self._by_instance) > _MOST_GUESSED:
                 del self._by_instance[next(iter(self._by_instance))]
         told = guess.served(keys)

@@ -7,14 +7,9 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from moonserve.core.kv.facts import BlockEvent, BlocksRemoved, BlocksStored
 from moonserve.core.kv.reported import Reported
-from moonserve.core.schedule.facts import (
-    BlockEvent,
-    BlocksRemoved,
-    BlocksStored,
-    Fact,
-    InstanceInfo,
-)
+from moonserve.core.schedule.facts import Fact, InstanceInfo
 from moonserve.core.units import Micros, SegmentId
 from moonserve.live.external.spec import InstanceSpec
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive
+from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule import observed
-from moonserve.core.schedule.facts import BlocksRemoved
 from moonserve.core.schedule.observed import Part, Watch
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 from moonserve.live.control.loop import ConductorLoop

@@ -15,18 +15,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.kv.index import Tier
+from moonserve.core.kv.facts import BlockEvent, BlocksCleared, Tier
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.schedule.facts import (
-    Beat,
-    BlockEvent,
-    BlocksCleared,
-    InstanceInfo,
-    InstanceLoad,
-    Joined,
-    Left,
-    PassSample,
-)
+from moonserve.core.schedule.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left, PassSample
 from moonserve.core.schedule.observed import Watch
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us

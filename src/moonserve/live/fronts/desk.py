@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule.actions import Prefill, Refuse
-from moonserve.core.schedule.facts import BlocksRemoved, ClientGone
+from moonserve.core.schedule.facts import ClientGone
 from moonserve.core.units import RequestId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.feeds import POOL

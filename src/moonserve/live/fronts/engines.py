@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from moonserve.core.errors import ConfigError, NobodyAlive
-from moonserve.core.schedule.facts import BlocksRemoved, InstanceInfo
+from moonserve.core.kv.facts import BlocksRemoved
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Tokens
 from moonserve.live.external.feeds import POOL

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import BadRequest, Recovering
-from moonserve.core.schedule.facts import BlockEvent
+from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, json_response

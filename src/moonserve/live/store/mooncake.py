@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from moonserve.core.errors import ConfigError, StoreError
-from moonserve.core.schedule.facts import BlocksRemoved, BlocksStored
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.store.words import Found
 from moonserve.core.units import LEAST_MOONCAKE_BYTES, BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store.mooncake_calls import Lane, Lanes, called

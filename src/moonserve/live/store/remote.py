@@ -23,7 +23,7 @@ from moonserve.core.errors import (
     MoonserveError,
     StoreError,
 )
-from moonserve.core.schedule.facts import BlockEvent, BlocksCleared
+from moonserve.core.kv.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import ClientResponse, HttpClient, check_url
 from moonserve.live.http.connection import BadReply

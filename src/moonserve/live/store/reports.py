@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.schedule.facts import BlockEvent, merged
+from moonserve.core.kv.facts import BlockEvent, merged
 from moonserve.core.units import SegmentId
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from moonserve.core.schedule.facts import BlocksCleared, BlocksRemoved, BlocksStored
+from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.store import words
 from moonserve.core.store.words import (
     Address,

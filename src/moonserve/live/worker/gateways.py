@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonserve.core.errors import ConfigError, NobodyAlive
-from moonserve.core.schedule.facts import BlockEvent, InstanceInfo, InstanceLoad
+from moonserve.core.kv.facts import BlockEvent
+from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.live.http.client import HttpClient
 from moonserve.live.ports import Registration, Registry
 from moonserve.live.registry.entries import (

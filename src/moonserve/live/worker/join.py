@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonserve.core.errors import ConfigError, MoonserveError, StoreError
-from moonserve.core.schedule.facts import BlockEvent, InstanceInfo, InstanceLoad
+from moonserve.core.kv.facts import BlockEvent
+from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.live.http.client import ClientResponse, HttpClient
 
 log = logging.getLogger(__name__)
