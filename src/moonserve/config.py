@@ -1,8 +1,9 @@
-"""Settings: one YAML file, environment MOONSERVE_…, flags, in rising order.
+"""Every setting, written once: its flag, environment variable, YAML key, help and checks.
 
-Called by the CLI only; rooms below it are given plain values. Every error is a ConfigError that
-names its field, where the value came from, and the remedy. Nothing here starts or opens anything
-but the file; `apply_logging` is the one place that configures logging.
+The command line calls `load`, which merges one YAML file, the environment and the flags, in rising
+order. Every error is a ConfigError that names the field, the source of the value and the remedy.
+Nothing here starts or opens anything but the file. `apply_logging` is the only place that
+configures logging.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 
@@ -22,109 +24,350 @@ from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Tokens
 from moonserve.invalid import in_words, nearest
 
 ENV_PREFIX = "MOONSERVE_"
-_Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
 Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
-_Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+_Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
+_Processes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-_Objective: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
+_Milliseconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
 _Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES)]
+_SizeOrNone: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """How one setting looks on the command line."""
+
+    metavar: str
+    """What stands for its value in --help. A value of SIZE may have a unit, such as 512MiB."""
+    text: str
+    """The help text; without the default, which is appended."""
+    commands: frozenset[str]
+    """Which commands have the flag; a command that has it also reads the setting."""
+
+
+def _flag(commands: str, metavar: str, text: str) -> Flag:
+    return Flag(metavar, text, frozenset(commands.split()))
 
 
 class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is said on stderr: `{level: INFO, modules: {core.schedule.conductor: DEBUG}}`."""
+    """What is logged on stderr: `{level: INFO, modules: {core.schedule.conductor: DEBUG}}`."""
 
     level: Level = "INFO"
     modules: dict[str, Level] = {}
-    """Level by module, named below `moonserve.`; a module stands for all under it."""
+    """Level by module, named below `moonserve.`; it also applies to all modules below that one."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every setting there is; a field's name is its key in the file and in MOONSERVE_<NAME>."""
+    """Every setting there is. A field's name is its YAML key and, in capitals after MOONSERVE_,
+    its environment variable; with dashes it is its flag. `moonserve COMMAND --help` lists them in
+    this order. A field without `_flag` can be set in the YAML file only.
+    """
 
-    model: str = "smollm2-135m-instruct"
-    host: str = "127.0.0.1"
-    port: _Port = 8000
-    """The gateway's; 0 takes a free one."""
-    workers: _Count = 1
-    """Processes of the gateway that serve clients."""
-    prefill: _Count = 1
-    decode: _Count = 1
-    engine: Literal["torch", "fake"] = "torch"
-    profile: str = ""
-    """How long the fake engine's passes take: a profile's name or file; empty: next to nothing."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    block_size: Annotated[Tokens, msgspec.Meta(ge=1, le=1024)] = 32
-    segment_bytes: _Size = 512 << 20
-    """Each worker's share of the KV store."""
-    disk_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)] = 0
-    """Each worker's share of it on disk; 0: none."""
-    disk_dir: str = ""
-    """The folder for that; each worker makes one of its own in it."""
-    replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
-    """Copies of each block, on different nodes."""
-    node: str = ""
-    """What fails together with a worker or segment; empty: it alone."""
-    store_url: str = ""
-    """Where the store's master is; empty: in the gateway."""
-    registry: str = ""
-    """Where gateways, workers and the store's master find each other; empty: they are told."""
-    eviction: str = "lru"
-    """One of core.store.evict.EVICTIONS, for the store's master."""
-    store: Literal["embedded", "mooncake"] = "embedded"
-    """Whose KV store; mooncake: the real one, by its wheel."""
-    mooncake_master: str = ""
-    """host:port of its master; empty: `up` starts one."""
-    transport: Literal["tcp", "mooncake"] = "tcp"
-    """How bytes of the embedded store travel; mooncake: its Transfer Engine, by its wheel."""
-    shared_memory: Literal["auto", "never"] = "auto"
-    """Whether they go by memory on one host."""
-    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
-    mooncake_device: str = ""
-    """Of Mooncake's Transfer Engine; the device for rdma, empty: all that are found."""
-    max_seqs: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
-    """Requests in one pass of a worker."""
-    kv_memory_bytes: _Size = 1 << 30
-    """Each torch worker's own pool for the KV of running requests."""
-    decode_kv: Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)] = "end"
-    """When workers store the KV of generated tokens: never, at the end, or every so many blocks."""
-    max_body_bytes: _Size = 8 << 20
-    threshold: Annotated[float, msgspec.Meta(ge=1, le=1e9)] = 1.0
-    """Algorithm 1's kvcache_balancing_threshold: how much longer than an instance's own prefix
-    the best one must be before it is fetched rather than computed."""
-    policy: str = "kvcache_centric"
-    """One of core.schedule.policies.POLICIES."""
-    ttft_slo_ms: _Objective | None = None
-    """Objectives of requests whose headers bring none; None: none."""
-    tbt_slo_ms: _Objective | None = None
-    admission: _Admission = "predictive"
-    """What refuses a request; see core.schedule.policies.Admission."""
-    admission_low: _Admission | None = None
-    admission_high: _Admission | None = None
-    """The same for requests of a priority below, and above, 0."""
-    predictor: Literal["uniform", "survival"] = "survival"
-    """How admission predicts who still decodes when a prefill ends; see core.predict."""
-    spread_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)] = 8 << 30
-    """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
-    cpp: _Count = 8
-    """The most prefill workers that may share one prompt, where one alone would miss its TTFT
-    objective; 1: none does."""
-    alone_tokens: Annotated[Tokens, msgspec.Meta(ge=0, le=1 << 20)] = 256
-    """A foreign engine that decodes, and has all but so many tokens of a prompt, gets it without a
-    prefill elsewhere; 0: never."""
-    rack: str = ""
-    """Where a worker stands; transfers between racks are taken to last longer."""
+    model: Annotated[
+        str,
+        _flag(
+            "up gateway worker",
+            "REF",
+            "model to serve: a name (see `moonserve model list`), a Hugging Face folder or a .gguf"
+            " file; for external engines, the name that they must serve",
+        ),
+    ] = "smollm2-135m-instruct"
+    prefill: Annotated[_Processes, _flag("up", "N", "number of prefill workers")] = 1
+    decode: Annotated[_Processes, _flag("up", "M", "number of decode workers")] = 1
+    engine: Annotated[
+        Literal["torch", "fake"],
+        _flag("up worker", "NAME", "torch, or fake, which needs no torch and invents its tokens"),
+    ] = "torch"
+    profile: Annotated[
+        str,
+        _flag(
+            "up worker",
+            "NAME",
+            "how long a pass of the fake engine takes: a profile of the simulator, or a file with"
+            " one; none: almost no time",
+        ),
+    ] = ""
+    host: Annotated[
+        str,
+        _flag("up gateway worker serve segment", "ADDRESS", "address to listen on"),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=65535),
+        _flag("up gateway", "PORT", "port of the gateway; 0 takes a free one"),
+    ] = 8000
+    workers: Annotated[
+        _Processes,
+        _flag(
+            "up gateway",
+            "N",
+            "number of gateway processes that serve clients; several share one Conductor, which"
+            " then has its own process",
+        ),
+    ] = 1
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _flag(
+            "up worker",
+            "TYPE",
+            "float32, bfloat16, or auto, which takes bfloat16 if the CPU can multiply it",
+        ),
+    ] = "auto"
+    block_size: Annotated[
+        Tokens,
+        msgspec.Meta(ge=1, le=1024),
+        _flag("up worker", "TOKENS", "tokens in one KV block"),
+    ] = 32
+    registry: Annotated[
+        str,
+        _flag(
+            "gateway worker register unregister serve segment",
+            "URL",
+            "registry in which all processes find each other, such as etcd://host:port; none: each"
+            " process gets the addresses by flags",
+        ),
+    ] = ""
+    store_url: Annotated[
+        str,
+        _flag(
+            "gateway worker segment",
+            "URL",
+            "URL of the KV store's master; none: the master runs in the gateway",
+        ),
+    ] = ""
+    segment_bytes: Annotated[
+        _Size, _flag("up worker segment", "SIZE", "memory that each worker gives to the KV store")
+    ] = 512 << 20
+    disk_bytes: Annotated[
+        _SizeOrNone,
+        _flag("up worker segment", "SIZE", "disk space that each worker gives to the KV store"),
+    ] = 0
+    disk_dir: Annotated[
+        str,
+        _flag(
+            "up worker segment",
+            "FOLDER",
+            "folder for the KV store's disk space; each worker makes its own folder there",
+        ),
+    ] = ""
+    replicas: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=8),
+        _flag("up worker", "N", "copies of each block in the KV store, on different nodes"),
+    ] = 1
+    node: Annotated[
+        str,
+        _flag(
+            "worker segment",
+            "NAME",
+            "failure domain, such as the name of the host; copies of a block are on different"
+            " nodes; none: each process is its own node",
+        ),
+    ] = ""
+    eviction: Annotated[
+        str,
+        _flag(
+            "up gateway serve",
+            "NAME",
+            "which blocks the KV store evicts first; a wrong name prints all names",
+        ),
+    ] = "lru"
+    store: Annotated[
+        Literal["embedded", "mooncake"],
+        _flag(
+            "up gateway worker",
+            "NAME",
+            "KV store: embedded (our own) or mooncake (needs the package of Mooncake)",
+        ),
+    ] = "embedded"
+    mooncake_master: Annotated[
+        str,
+        _flag(
+            "up worker",
+            "ADDRESS",
+            "host:port of Mooncake's master; none: `moonserve up` starts one",
+        ),
+    ] = ""
+    transport: Annotated[
+        Literal["tcp", "mooncake"],
+        _flag(
+            "up worker segment",
+            "NAME",
+            "how the embedded KV store moves bytes: tcp, or mooncake for Mooncake's Transfer"
+            " Engine (needs the package of Mooncake)",
+        ),
+    ] = "tcp"
+    shared_memory: Annotated[
+        Literal["auto", "never"],
+        _flag(
+            "up worker segment",
+            "WHEN",
+            "auto: processes on one host exchange bytes by shared memory; never: for measurements",
+        ),
+    ] = "auto"
+    mooncake_protocol: Annotated[
+        Literal["tcp", "rdma"],
+        _flag("up worker segment", "NAME", "protocol of Mooncake's Transfer Engine: tcp or rdma"),
+    ] = "tcp"
+    mooncake_device: Annotated[
+        str,
+        _flag(
+            "up worker segment",
+            "NAME",
+            "RDMA device of Mooncake's Transfer Engine; none: all devices that it finds",
+        ),
+    ] = ""
+    max_seqs: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=4096),
+        _flag("up worker", "N", "most requests in one pass of a worker"),
+    ] = 16
+    kv_memory_bytes: Annotated[
+        _Size,
+        _flag("up worker", "SIZE", "memory of each torch worker for the KV of running requests"),
+    ] = 1 << 30
+    decode_kv: Annotated[
+        Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)],
+        _flag(
+            "up worker",
+            "WHEN",
+            "when workers store the KV of generated tokens: off, end (of the request), or a number:"
+            " after so many blocks",
+        ),
+    ] = "end"
+    policy: Annotated[
+        str,
+        _flag(
+            "up gateway",
+            "NAME",
+            "policy that picks the instances for a request; a wrong name prints all names",
+        ),
+    ] = "kvcache_centric"
+    ttft_slo_ms: Annotated[
+        _Milliseconds | None,
+        _flag("up gateway", "MS", "default SLO for the time to the first token (TTFT)"),
+    ] = None
+    tbt_slo_ms: Annotated[
+        _Milliseconds | None,
+        _flag("up gateway", "MS", "default SLO for the time between tokens (TBT)"),
+    ] = None
+    admission: Annotated[
+        _Admission,
+        _flag(
+            "up gateway",
+            "MODE",
+            "which requests the Conductor refuses because they would miss their SLO: none; ttft;"
+            " early (also looks at the decode load now); predictive (at the decode load when"
+            " prefill will have ended)",
+        ),
+    ] = "predictive"
+    admission_low: Annotated[
+        _Admission | None,
+        _flag("up gateway", "MODE", "--admission for requests of a priority below 0"),
+    ] = None
+    admission_high: Annotated[
+        _Admission | None,
+        _flag("up gateway", "MODE", "--admission for requests of a priority above 0"),
+    ] = None
+    predictor: Annotated[
+        Literal["uniform", "survival"],
+        _flag(
+            "up gateway",
+            "NAME",
+            "how predictive admission estimates the remaining decode time of running requests:"
+            " uniform or survival",
+        ),
+    ] = "survival"
+    cpp: Annotated[
+        _Processes,
+        _flag(
+            "up gateway",
+            "N",
+            "most prefill workers that may share one prompt; they share it if one worker alone"
+            " would miss the TTFT SLO; 1: never",
+        ),
+    ] = 8
+    threshold: Annotated[
+        float,
+        msgspec.Meta(ge=1, le=1e9),
+        _flag(
+            "up gateway",
+            "RATIO",
+            "kvcache_balancing_threshold of Algorithm 1: an instance fetches a prefix that is more"
+            " than so many times longer than its own, and else computes it",
+        ),
+    ] = 1.0
+    spread_bytes: Annotated[
+        _SizeOrNone,
+        _flag(
+            "up gateway",
+            "SIZE",
+            "most bytes of frequently used prefixes that are being copied to less loaded workers"
+            " at one time; 0: no copies",
+        ),
+    ] = 8 << 30
+    alone_tokens: Annotated[
+        Tokens,
+        msgspec.Meta(ge=0, le=1 << 20),
+        _flag(
+            "gateway",
+            "N",
+            "an external decode engine prefills the rest of a prompt itself if it lacks at most so"
+            " many tokens; 0: never",
+        ),
+    ] = 256
+    max_body_bytes: Annotated[
+        _Size, _flag("up gateway", "SIZE", "largest request body that the gateway accepts")
+    ] = 8 << 20
+    rack: Annotated[
+        str,
+        _flag(
+            "worker segment",
+            "NAME",
+            "rack of this process; a transfer between racks is expected to take longer",
+        ),
+    ] = ""
+    start_s: Annotated[
+        _Seconds, _flag("up", "SECONDS", "longest wait until all processes are ready")
+    ] = 180.0
+    drain_s: Annotated[
+        _Seconds,
+        _flag("up gateway segment", "SECONDS", "longest wait for running requests at the end"),
+    ] = 30.0
     instances: tuple[dict[str, object], ...] | None = None
-    """Foreign engines that a gateway serves with; see cli.instances. In the file only. Empty: those
-    that are named later; None: a gateway has workers of ours."""
-    start_s: _Seconds = 180.0
-    drain_s: _Seconds = 30.0
+    """External engines that a gateway serves with, as docs/engines.md describes them. Empty: they
+    are described later, over HTTP or in a registry. None: the gateway serves with workers."""
     logging: Logging = Logging()
 
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
-FILE_ONLY = ("logging", "instances")
-"""Settings of parts, which the environment has no one variable for."""
+_Filled = TypeVar("_Filled", bound=msgspec.Struct)
+
+
+@cache
+def all_flags() -> dict[str, Flag]:
+    """The settings that flags and environment variables set, in the order of `Settings`."""
+    hints = get_type_hints(Settings, include_extras=True)
+    return {
+        name: marked
+        for name in FIELDS
+        for marked in getattr(hints[name], "__metadata__", ())
+        if isinstance(marked, Flag)
+    }
+
+
+def filled(kind: type[_Filled], settings: Settings, command: str, /, **others: Any) -> _Filled:
+    """Make a `kind` from the settings of one command that its fields are named after.
+
+    `others`: the values of its other fields; they win over settings of the same name.
+    """
+    own = {
+        name: getattr(settings, name)
+        for name, flag in all_flags().items()
+        if command in flag.commands and name in kind.__struct_fields__
+    }
+    return kind(**{**own, **others})
+
+
 _LEAST_SEGMENT: Bytes = 1 << 20
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -143,7 +386,9 @@ def parse_bytes(text: str | int) -> Bytes:
     return int(size)
 
 
-def load(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object | None]) -> Settings:
+def load(
+    file: Path | None, env: Mapping[str, str], by_flags: Mapping[str, object | None]
+) -> Settings:
     """Merge the three layers over the defaults; a flag of None was not given.
 
     Without `file`, MOONSERVE_CONFIG may name one. Raises ConfigError.
@@ -152,7 +397,7 @@ def load(file: Path | None, env: Mapping[str, str], flags: Mapping[str, object |
         file = Path(named)
     merged: dict[str, object] = {}
     origin: dict[str, str] = {}
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in by_flags.items() if value is not None}
     layers = [(_from_env(env), "the environment"), (given, "the command line")]
     if file is not None:
         layers.insert(0, (_from_file(file), str(file)))
@@ -187,18 +432,19 @@ def _from_file(file: Path) -> dict[str, object]:
 def _from_env(env: Mapping[str, str]) -> dict[str, object]:
     """MOONSERVE_PORT=8001, MOONSERVE_LOGGING__LEVEL=DEBUG, MOONSERVE_LOGGING__MODULES={a: DEBUG}.
 
-    A name that only resembles a setting is an error; others are someone else's (a Kubernetes
-    service named moonserve, say, puts MOONSERVE_SERVICE_HOST into every pod).
+    A name that only resembles a setting is an error. Other names belong to other programs: for
+    example, Kubernetes puts MOONSERVE_SERVICE_HOST into every pod for a service named moonserve.
     """
     import yaml
 
-    names = {ENV_PREFIX + field.upper(): field for field in FIELDS}
+    names = {ENV_PREFIX + name.upper(): name for name in all_flags()}
+    of_file = {ENV_PREFIX + name.upper() for name in FIELDS} - names.keys()
     out: dict[str, object] = {}
     nested: dict[str, object] = {}
     for name, text in env.items():
         if not name.startswith(ENV_PREFIX):
             continue
-        if name in names and names[name] not in FILE_ONLY:
+        if name in names:
             out[names[name]] = text
         elif name == ENV_PREFIX + "LOGGING__LEVEL":
             nested["level"] = text
@@ -207,6 +453,8 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
                 nested["modules"] = yaml.safe_load(text)
             except yaml.YAMLError as err:
                 raise ConfigError("write it like {core.schedule.conductor: DEBUG}", name) from err
+        elif name in of_file:
+            raise ConfigError("is read from the YAML file only (see --config)", name)
         elif difflib.get_close_matches(name, names, 1, 0.9):
             raise _unknown(name, names, "the environment")
     return {**out, **({"logging": nested} if nested else {})}
@@ -217,14 +465,8 @@ def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
 
 
 def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
-    for name in (
-        "segment_bytes",
-        "disk_bytes",
-        "kv_memory_bytes",
-        "max_body_bytes",
-        "spread_bytes",
-    ):
-        if isinstance(value := merged.get(name), str):
+    for name, flag in all_flags().items():
+        if flag.metavar == "SIZE" and isinstance(value := merged.get(name), str):
             try:
                 merged[name] = parse_bytes(value)
             except ValueError as err:

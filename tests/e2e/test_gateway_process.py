@@ -42,7 +42,7 @@ def test_a_drain_outlasts_the_silence_that_means_death() -> None:
         assert await stream == it.reference(PROMPT, 80)
         await stopping
 
-    run(test, dead_after_s=1.5)
+    run(test, dead_after_us=1_500_000)
 
 
 def test_who_may_join() -> None:

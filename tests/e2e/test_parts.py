@@ -110,7 +110,7 @@ def test_a_worker_that_hangs_and_falls_silent_ends_the_group() -> None:
         raise EngineFailed("after all")
 
     async def main() -> None:
-        async with site(admission="none", dead_after_s=2.0) as it:
+        async with site(admission="none", dead_after_us=2_000_000) as it:
             await cluster(it)
             silent = it.workers["p1"]
             silent.runner.passes.run = hang  # type: ignore[assignment,method-assign]

@@ -18,7 +18,7 @@ from moonserve.cli.settings import child_env
 from moonserve.cli.up import cluster
 from moonserve.config import Logging, Settings, load
 from moonserve.core.request import Slo
-from moonserve.live.process.config import GatewayConfig
+from moonserve.live.process.config import LIVE, GatewayConfig
 from moonserve.live.worker.config import WorkerConfig
 
 
@@ -161,8 +161,9 @@ def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("gateway", *flags).exit_code == 0
     assert run("gateway").exit_code == 0
     told, plain = given
-    assert (told.policy, told.slo, told.admission) == ("late_binding", Slo(1_500_500, None), "ttft")
-    assert (plain.policy, plain.slo, plain.admission) == ("kvcache_centric", Slo(), "predictive")
+    assert (told.tuning.policy, told.tuning.admission) == ("late_binding", "ttft")
+    assert told.tuning.slo == Slo(1_500_500, None)
+    assert plain.tuning == LIVE
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moonserve.cli.settings import unheeded
-from moonserve.config import Logging, Settings, apply_logging, load, parse_bytes
+from moonserve.config import Logging, Settings, all_flags, apply_logging, load, parse_bytes
 from moonserve.core.errors import ConfigError
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.live.process.config import GatewayConfig
+from moonserve.live.worker.config import WorkerConfig
 
 
 @pytest.fixture
@@ -23,6 +27,18 @@ def test_flags_over_environment_over_file_over_defaults(file: Path) -> None:
     got = load(None, env, {"port": "30", "model": None})
     assert (got.port, got.prefill, got.decode) == (30, 20, 3)
     assert got.model == Settings().model
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [(GatewayConfig, "gateway"), (Tuning, "gateway"), (WorkerConfig, "worker")]
+)
+def test_a_room_has_the_defaults_of_its_settings(kind: type[msgspec.Struct], command: str) -> None:
+    """A struct of a room that repeats a setting has the same default; what differs is named."""
+    differs = {"cpp", "model", "shared_memory", "kv_memory_bytes", "disk_dir"}
+    for field in msgspec.structs.fields(kind):
+        flag = all_flags().get(field.name)
+        if flag is not None and command in flag.commands and field.name not in differs:
+            assert field.default == getattr(Settings(), field.name), field.name
 
 
 def test_logging_layers_merge(file: Path) -> None:
@@ -133,6 +149,12 @@ def test_variables_that_nobody_reads_are_named() -> None:
     [said] = unheeded(env)
     assert said.startswith("environment: MOONSERVE_WORKER_COUNT is no setting and is ignored; did")
     assert "MOONSERVE_WORKERS" in said
+
+
+def test_environment_has_no_variable_for_lists() -> None:
+    """The list of external engines stands in the file only."""
+    with pytest.raises(ConfigError, match="MOONSERVE_INSTANCES: is read from the YAML file only"):
+        load(None, {"MOONSERVE_INSTANCES": "[]"}, {})
 
 
 def test_environment_values_are_checked() -> None:

@@ -9,14 +9,17 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
+
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Role
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.store.words import Found
 from moonserve.core.units import Micros, SegmentId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
-from moonserve.live.process.config import GatewayConfig
+from moonserve.live.process.config import LIVE, GatewayConfig
 from moonserve.live.process.gateway import Gateway
 from moonserve.live.process.worker import Worker
 from moonserve.live.store.client import StoreClient, StoreSettings
@@ -174,8 +177,13 @@ def _slowed(read: Any, us: Micros) -> Any:
 
 @contextlib.asynccontextmanager
 async def site(**config: Any) -> AsyncIterator[Site]:
-    """A gateway without workers; all is stopped at the end."""
-    settings = GatewayConfig(model=DEFAULT_MODEL, token=TOKEN, **{"port": 0, **config})
+    """A gateway without workers; all is stopped at the end. `config`: fields of GatewayConfig and
+    of its Tuning."""
+    tuned = {name: config.pop(name) for name in Tuning.__struct_fields__ if name in config}
+    tuning = msgspec.structs.replace(LIVE, **tuned)
+    settings = GatewayConfig(
+        model=DEFAULT_MODEL, token=TOKEN, tuning=tuning, **{"port": 0, **config}
+    )
     async with contextlib.AsyncExitStack() as stack:
         gateway = await Gateway.start(settings)
         http = HttpClient()

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+from moonserve.config import FIELDS
+
 ROOT = Path(__file__).parents[2]
 PURE = {
     *("__future__", "abc", "array", "bisect", "collections", "contextlib", "dataclasses", "enum"),
@@ -210,6 +212,17 @@ def unreached(files: list[File]) -> Iterator[str]:
             yield f"{path}:1: only tests load it; move it to them, or have it used"
 
 
+def settings_are_written_once(file: File) -> Iterator[str]:
+    """No setting is copied by hand into the structs that are named after it."""
+    if file.path.startswith("src/moonserve/cli/"):
+        for node in ast.walk(file.tree):
+            match node:
+                case ast.keyword(
+                    arg=str(name), value=ast.Attribute(attr=attr, value=ast.Name(id="settings"))
+                ) if name == attr and name in FIELDS:
+                    yield f"{node.lineno}: config.filled copies {name} and all others by name"
+
+
 def names_no_machine(file: File) -> Iterator[str]:
     """No machine's path and no registry's host is named anywhere."""
     for number, line in enumerate(file.text.splitlines(), 1):
@@ -227,6 +240,7 @@ PYTHON_RULES: list[Callable[[File], Iterator[str]]] = [
     core_iterates_no_set,
     modules_say_what_they_are_for,
     nothing_is_caught_blindly,
+    settings_are_written_once,
 ]
 CORE, LIVE, CLI = (f"src/moonserve/{room}/x.py" for room in ("core", "live", "cli"))
 BROKEN = [
@@ -243,6 +257,7 @@ BROKEN = [
     (modules_say_what_they_are_for, LIVE, "x = 1"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept (OSError, Exception): pass"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception: pass  # noqa: BLE001"),
+    (settings_are_written_once, CLI, "GatewayConfig(eviction=settings.eviction)"),
     (names_no_machine, "README.md", "cd /wo" + "rk/main"),
     (names_no_machine, "Makefile", "pip --index https://pypi" + ".org/simple"),
 ]
@@ -252,6 +267,7 @@ FINE = [
     (cli_is_light, CLI, "def f():\n    import rich"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception:  # noqa: BLE001 - why\n    0"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept BaseException:\n    raise"),
+    (settings_are_written_once, CLI, "filled(WorkerConfig, settings, port=listen)"),
     (names_no_machine, LIVE, "path = tmp_path / 'work/x'"),
 ]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@settings_options("registry")
+@settings_options("register")
 @instances_options
 @click.option(
     "--name", metavar="NAME", help="of the one engine that flags name [default: HOST-PORT]"
@@ -55,7 +55,7 @@ def register(
 
 @click.command()
 @click.argument("names", nargs=-1, required=True)
-@settings_options("registry")
+@settings_options("unregister")
 def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None) -> None:
     """Take engines NAMES out of the registry; what they have they still finish."""
     settings = read_settings(config, flags)

@@ -21,7 +21,7 @@ from moonserve.cli.settings import (
     read_token,
     settings_options,
 )
-from moonserve.config import check_name
+from moonserve.config import check_name, filled
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--part", type=click.Choice(["front", "conductor"]), hidden=True)
 @click.option("--link", hidden=True, help="The socket where the parts of one gateway meet.")
-@settings_options(
-    "model", "host", "port", "workers", "registry", "store_url", "store", "eviction", "policy",
-    "ttft_slo_ms", "tbt_slo_ms", "admission", "admission_low", "admission_high",
-    "predictor", "cpp", "threshold", "spread_bytes", "alone_tokens", "max_body_bytes", "drain_s",
-)  # fmt: skip
+@settings_options("gateway")
 @instances_options
 @advertise_host_option
 def gateway(
@@ -65,32 +61,26 @@ def gateway(
         words = flags_of(click.get_current_context().params, settings)
         asyncio.run(serve_fronts(settings, token, words))
         return
-    from moonserve.live.process.config import GatewayConfig
+    from moonserve.core.schedule.tuning import Tuning
+    from moonserve.live.process.config import LIVE, GatewayConfig
     from moonserve.live.process.gateway import run_gateway
 
-    made = GatewayConfig(
-        host=settings.host,
-        port=settings.port,
+    slo = Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms))
+    tuning = filled(
+        Tuning,
+        settings,
+        "gateway",
+        kvcache_balancing_threshold=settings.threshold,
+        slo=slo,
+        bind_ahead_us=LIVE.bind_ahead_us,
+    )
+    made = filled(
+        GatewayConfig,
+        settings,
+        "gateway",
         token=token,
-        model=settings.model,
-        registry=settings.registry,
         advertise_host=advertise_host,
-        workers=settings.workers,
-        store_url=settings.store_url,
-        store=settings.store,
-        eviction=settings.eviction,
-        drain_s=settings.drain_s,
-        threshold=settings.threshold,
-        policy=settings.policy,
-        slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
-        admission=settings.admission,
-        admission_low=settings.admission_low,
-        admission_high=settings.admission_high,
-        predictor=settings.predictor,
-        spread_bytes=settings.spread_bytes,
-        cpp=settings.cpp,
-        alone_tokens=settings.alone_tokens,
-        max_body_bytes=settings.max_body_bytes,
+        tuning=tuning,
     )
     if part is not None:
         from moonserve.live.process.fronts import run_conductor, run_front
@@ -125,12 +115,7 @@ def gateway(
 )
 @advertise_host_option
 @cards_option
-@settings_options(
-    "model", "host", "rack", "engine", "profile", "dtype", "block_size", "segment_bytes",
-    "disk_bytes", "disk_dir", "replicas", "node", "registry", "store_url", "store",
-    "mooncake_master", "transport", "shared_memory", "mooncake_protocol", "mooncake_device",
-    "max_seqs", "kv_memory_bytes", "decode_kv",
-)  # fmt: skip
+@settings_options("worker")
 def worker(
     config: Path | None,
     role: Literal["prefill", "decode", "both"],
@@ -156,43 +141,23 @@ def worker(
     from moonserve.live.worker.config import WorkerConfig
 
     check_url(gateway, "gateway")
-    run_role(
-        run_worker(
-            WorkerConfig(
-                name=name,
-                role=role,
-                host=settings.host,
-                port=listen,
-                advertise_host=advertise_host,
-                cards=cards,
-                gateway=gateway,
-                token=token,
-                rack=settings.rack,
-                model=settings.model,
-                engine=settings.engine,
-                pass_us=pass_us,
-                dtype=settings.dtype,
-                block_size=settings.block_size,
-                segment_bytes=settings.segment_bytes,
-                disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
-                disk_bytes=settings.disk_bytes,
-                replicas=settings.replicas,
-                node=settings.node,
-                registry=settings.registry,
-                store_url=settings.store_url,
-                store=settings.store,
-                mooncake_master=settings.mooncake_master,
-                shared_memory=settings.shared_memory == "auto",
-                transport=settings.transport,
-                mooncake_protocol=settings.mooncake_protocol,
-                mooncake_device=settings.mooncake_device,
-                max_seqs=settings.max_seqs,
-                kv_memory_bytes=settings.kv_memory_bytes,
-                decode_kv=settings.decode_kv,
-                kv_events=kv_events,
-            )
-        )
+    made = filled(
+        WorkerConfig,
+        settings,
+        "worker",
+        name=name,
+        role=role,
+        port=listen,
+        advertise_host=advertise_host,
+        cards=cards,
+        gateway=gateway,
+        token=token,
+        pass_us=pass_us,
+        disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
+        shared_memory=settings.shared_memory == "auto",
+        kv_events=kv_events,
     )
+    run_role(run_worker(made))
 
 
 def _us(ms: float | None) -> Micros | None:

@@ -26,7 +26,7 @@ from moonserve.cli.settings import (
     settings_options,
     size_of,
 )
-from moonserve.config import check_name
+from moonserve.config import check_name, filled
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def store() -> None:
 
 
 @store.command()
-@settings_options("host", "registry", "eviction")
+@settings_options("serve")
 @click.option(
     "--listen",
     type=click.IntRange(0, 65535),
@@ -97,25 +97,24 @@ def serve(
     from moonserve.core.store.words import Terms
     from moonserve.live.process.store import MasterConfig, run_master
 
-    terms = Terms(
-        eviction=settings.eviction,
+    terms = filled(
+        Terms,
+        settings,
+        "serve",
         segment_ttl_us=round(segment_ttl_s * 1_000_000),
         quotas=dict(_quota(text) for text in quotas),
     )
-    token = read_token()
-    run_role(
-        run_master(
-            MasterConfig(
-                host=settings.host,
-                port=listen,
-                token=token,
-                recover_s=recover_s,
-                terms=terms,
-                registry=settings.registry,
-                advertise_host=advertise_host,
-            )
-        )
+    made = filled(
+        MasterConfig,
+        settings,
+        "serve",
+        port=listen,
+        token=read_token(),
+        recover_s=recover_s,
+        terms=terms,
+        advertise_host=advertise_host,
     )
+    run_role(run_master(made))
 
 
 @click.command()
@@ -134,21 +133,7 @@ def serve(
     type=click.IntRange(0, 65535),
     help="Serve /health and Prometheus' /metrics at this port of --host; 0 takes a free one.",
 )
-@settings_options(
-    "store_url",
-    "registry",
-    "host",
-    "node",
-    "rack",
-    "segment_bytes",
-    "disk_bytes",
-    "disk_dir",
-    "transport",
-    "shared_memory",
-    "mooncake_protocol",
-    "mooncake_device",
-    "drain_s",
-)
+@settings_options("segment")
 def segment(
     config: Path | None,
     name: str,
@@ -169,29 +154,26 @@ def segment(
     from moonserve.live.process.store import SegmentConfig, run_segment
     from moonserve.live.store.client import StoreSettings
 
-    mine = StoreSettings(
+    mine = filled(
+        StoreSettings,
+        settings,
+        "segment",
         segment=SegmentId(name),
         epoch=time.time_ns() // 1_000,
         capacity_bytes=settings.segment_bytes,
         disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
-        disk_bytes=settings.disk_bytes,
         token=read_token().encode(),
-        node=settings.node,
-        rack=settings.rack,
-        host=settings.host,
         port=listen,
         advertise_host=advertise_host,
         cards=cards,
         shared_memory=settings.shared_memory == "auto",
-        transport=settings.transport,
-        mooncake_protocol=settings.mooncake_protocol,
-        mooncake_device=settings.mooncake_device,
     )
-    made = SegmentConfig(
+    made = filled(
+        SegmentConfig,
+        settings,
+        "segment",
         settings=mine,
         store_url=settings.store_url or ("" if settings.registry else URL),
-        registry=settings.registry,
-        drain_s=settings.drain_s,
         metrics_port=metrics_port,
     )
     run_role(run_segment(made))

@@ -37,45 +37,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command(short_help="Start a whole cluster on this machine.")
-@settings_options(
-    "model",
-    "prefill",
-    "decode",
-    "engine",
-    "profile",
-    "port",
-    "host",
-    "workers",
-    "dtype",
-    "block_size",
-    "segment_bytes",
-    "disk_bytes",
-    "disk_dir",
-    "replicas",
-    "eviction",
-    "store",
-    "mooncake_master",
-    "transport",
-    "shared_memory",
-    "mooncake_protocol",
-    "mooncake_device",
-    "max_seqs",
-    "kv_memory_bytes",
-    "decode_kv",
-    "policy",
-    "ttft_slo_ms",
-    "tbt_slo_ms",
-    "admission",
-    "admission_low",
-    "admission_high",
-    "predictor",
-    "cpp",
-    "threshold",
-    "spread_bytes",
-    "max_body_bytes",
-    "start_s",
-    "drain_s",
-)
+@settings_options("up")
 def up(config: Path | None, **flags: str | None) -> None:
     """Start a gateway, prefill workers and decode workers on this machine.
 

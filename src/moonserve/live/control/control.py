@@ -17,10 +17,9 @@ from prometheus_client.registry import Collector
 from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import Tick
-from moonserve.core.schedule.policies import Tuning
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
-from moonserve.core.units import BlockKey, LeaseId, Micros, SegmentId, seconds_to_us
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
@@ -45,9 +44,6 @@ from moonserve.live.text.tools import TextTools
 _TICK_S = 0.5
 _MASTER_S = 15.0
 """Longest wait for the store's master to be found in a registry."""
-_BIND_AHEAD_US: Micros = 20_000
-"""Late binding: before an instance is free, its next call travels there, and KV is looked up and
-loaded: some milliseconds each, and the predicted end errs by some more. Longer binds too early."""
 
 
 async def registered(config: GatewayConfig) -> tuple[GatewayConfig, Registry | None]:
@@ -89,21 +85,7 @@ class Control:
         self._config = config
         self._http = http
         self._model = model
-        tuning = Tuning(
-            policy=config.policy,
-            kvcache_balancing_threshold=config.threshold,
-            slo=config.slo,
-            admission=config.admission,
-            admission_low=config.admission_low,
-            admission_high=config.admission_high,
-            predictor=config.predictor,
-            spread_bytes=config.spread_bytes,
-            cpp=config.cpp,
-            alone_tokens=config.alone_tokens,
-            bind_ahead_us=_BIND_AHEAD_US,
-            dead_after_us=seconds_to_us(config.dead_after_s),
-        )
-        core = Conductor(tuning, random.Random(0))
+        core = Conductor(config.tuning, random.Random(0))
         self.conductor = ConductorLoop(core, self._release, self._copy)
         self.pool = self._open_pool()
         self._internal = Internal(self.conductor, config.token, [model])

@@ -6,10 +6,13 @@ from typing import Literal
 
 import msgspec
 
-from moonserve.core.request import Slo
-from moonserve.core.schedule.policies import Admission
-from moonserve.core.schedule.residency import PredictorName
-from moonserve.core.units import Bytes, Tokens
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.units import Bytes
+
+LIVE = Tuning(cpp=8, bind_ahead_us=20_000)
+"""Tuning of a gateway without settings. Late binding binds 20 ms before an instance is free: the
+next call travels there and its KV is looked up and loaded in some milliseconds each, and the
+predicted end is some milliseconds off. A longer time binds too early."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,25 +42,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     process."""
     drain_s: float = 30.0
     """How long running requests may take to finish after a stop was asked for."""
-    threshold: float = 1.0
-    """kvcache_balancing_threshold of Algorithm 1."""
-    policy: str = "kvcache_centric"
-    """One of core.schedule.policies.POLICIES."""
-    slo: Slo = Slo()
-    """Objectives of requests whose headers bring none."""
-    admission: Admission = "predictive"
-    """What refuses a request."""
-    admission_low: Admission | None = None
-    admission_high: Admission | None = None
-    """The same for a priority below, and above, 0; None: as for the others."""
-    predictor: PredictorName = "survival"
-    """How it is predicted who still decodes when a prefill ends; not oracle."""
-    spread_bytes: Bytes = 8 << 30
-    """Of hot prefixes, so much is copied to other segments at a time; 0: none."""
-    alone_tokens: Tokens = 256
-    """Tuning.alone_tokens."""
-    cpp: int = 8
-    """The most prefill instances that may share one prompt."""
+    tuning: Tuning = LIVE
+    """How the Conductor places and admits requests."""
     max_body_bytes: Bytes = 8 << 20
     workers: int = 1
     """Processes that serve clients; several share one Conductor, in a process of its own."""
@@ -67,5 +53,3 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill call, its wait on the instance included, may take this long."""
     token_timeout_s: float = 60.0
     """Longest silence between two tokens of a decode before it is taken for lost."""
-    dead_after_s: float = 5.0
-    """Instances not heard of for this long are taken for dead."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.registry import Collector
 
+from moonserve.core.units import seconds_to_us
 from moonserve.live.api.relay import RelayApp
 from moonserve.live.control.control import Control, registered
 from moonserve.live.drive import calls
@@ -48,8 +49,11 @@ FILE = "the cluster file"
 
 def settings_before(config: GatewayConfig, times: Times) -> GatewayConfig:
     """The configuration as it is with foreign engines: there is no store of ours, and no groups."""
-    changed = {"store": "none", "spread_bytes": 0, "cpp": 1, "dead_after_s": times.longest_s}
-    return msgspec.structs.replace(config, **changed)
+    dead_after_us = seconds_to_us(times.longest_s)
+    tuning = msgspec.structs.replace(
+        config.tuning, spread_bytes=0, cpp=1, dead_after_us=dead_after_us
+    )
+    return msgspec.structs.replace(config, store="none", tuning=tuning)
 
 
 class ForeignControl:
