@@ -10,9 +10,9 @@ from typing import Any
 
 from bench.paper.lab import Lab, Page
 
+from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
-from moonserve.sim.sweep import setup_of
 from moonserve.sim.trace import Row, Trace, head, read_trace, scale
 
 FORMS = {"chain": "parts of the prompt", "layers": "shares of the layers"}

@@ -8,9 +8,9 @@ from typing import Any
 from bench.paper.lab import Lab, Page
 
 from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
-from moonserve.sim.sweep import setup_of
 from moonserve.sim.synthesize import Shape, synthesize
 
 SHAPE = Shape(hot_share=0.6, hot_tokens=8_192, output_tokens=100)

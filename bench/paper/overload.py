@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from bench.paper.lab import Lab, Page
 
+from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.seesaw import loads
-from moonserve.sim.sweep import setup_of
 from moonserve.sim.trace import Row, Trace, read_trace, scale
 
 ARMS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,7 @@ from typing import Any
 from bench.paper.lab import Lab, Page
 
 from moonserve.core.schedule.policies import POLICIES
+from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.plan import (
     Misses,
@@ -22,7 +23,7 @@ from moonserve.sim.plan import (
     prefill_bound,
 )
 from moonserve.sim.setup import Setup
-from moonserve.sim.sweep import Cell, grid, setup_of
+from moonserve.sim.sweep import Cell, grid
 from moonserve.sim.trace import Trace, read_trace, scale
 
 TRACES = ["conversation", "synthetic"]

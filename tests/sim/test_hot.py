@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moonserve.core.schedule.view import Promised
+from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
-from moonserve.sim.sweep import setup_of
 from moonserve.sim.synthesize import Shape, synthesize
 
 SHAPE = Shape(hot_share=0.6, turns=1.0, sigma=0.5, output_tokens=20)

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from moonserve.core.request import Slo
+from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
-from moonserve.sim.sweep import setup_of
 from moonserve.sim.trace import Row, Trace
 
 MODES: dict[str, dict[str, Any]] = {

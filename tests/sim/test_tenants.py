@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
-from moonserve.sim.sweep import setup_of
 from moonserve.sim.trace import Row, Trace
 
 

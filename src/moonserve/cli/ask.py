@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from moonserve.cli.client import URL, Client
+from moonserve.cli.output import print_json
 from moonserve.core.errors import ConfigError, EngineFailed
 
 
@@ -82,7 +83,7 @@ def ask(
         with contextlib.suppress(EngineFailed):  # forgotten
             answer.decision = client.decision(answer.request_id)
     if as_json:
-        click.echo(msgspec.json.encode(answer).decode())
+        print_json(answer)
         return
     click.echo()
     sys.stdout.flush()

@@ -13,6 +13,7 @@ from typing import Literal
 import click
 import msgspec
 
+from moonserve.cli.output import json_option, print_json
 from moonserve.config import Settings
 from moonserve.core.errors import MoonserveError
 
@@ -29,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def doctor(as_json: bool) -> None:
     """Check that this machine can run moonserve.
 
@@ -38,7 +39,7 @@ def doctor(as_json: bool) -> None:
     checks = (_python, _torch, _cpu, _cores, _memory, _shared_memory, _mooncake, _models, _port)
     findings = [finding for check in checks for finding in check()]
     if as_json:
-        click.echo(msgspec.json.encode(findings).decode())
+        print_json(findings)
     else:
         for finding in findings:
             colour = {"ok": "green", "warn": "yellow", "bad": "red"}[finding.verdict]

@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from moonserve.cli.client import URL, Client
+from moonserve.cli.output import print_json
 from moonserve.core.errors import EngineFailed
 
 
@@ -20,7 +21,7 @@ def explain(request_id: str, url: str, as_json: bool) -> None:
     """
     said = Client(url).decision(request_id)
     if as_json:
-        click.echo(msgspec.json.encode(said).decode())
+        print_json(said)
         return
     from moonserve.core.schedule.explain import Explanation
     from moonserve.show.explain import lines

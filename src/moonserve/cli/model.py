@@ -5,10 +5,11 @@ A face over live/model/catalog; nothing else imports it. Heavy imports stay insi
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
+
+from moonserve.cli.output import json_option, print_json
 
 
 @click.group()
@@ -45,16 +46,15 @@ def pull(name: str | None) -> None:
 
 
 @model.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def list_(as_json: bool) -> None:
     """List the named models and where they lie."""
-    import msgspec
 
     from moonserve.live.model import catalog
 
     models = catalog.list_models()
     if as_json:
-        sys.stdout.write(msgspec.json.encode(models, enc_hook=str).decode() + "\n")
+        print_json(models)
         return
     for entry in models:
         place = entry.path or f"not pulled; moonserve model pull {entry.name}"

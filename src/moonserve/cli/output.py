@@ -1,6 +1,6 @@
-"""Where a command writes what it found: looked at before it works for minutes, not after.
+"""What commands print and write: JSON for programs, and output files.
 
-For `moonserve simulate`, `sweep`, `plan`, `trace` and `replay`. Writes nothing itself.
+A command checks its output files before it works for minutes, not after. All commands use this.
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import click
+import msgspec
 
 from moonserve.core.errors import ConfigError
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout; paths and other values become text."""
+    click.echo(msgspec.json.encode(value, enc_hook=str))
 
 
 class Output(click.File):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moonserve.cli.output import input_path
+from moonserve.cli.output import input_path, json_option, print_json
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.profiles import PROFILES
 
@@ -68,7 +68,7 @@ _option = partial(click.option, show_default=True)
     metavar="X",
     help="Speeds are tried in steps of this.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def plan(
     trace: Path,
     ttft_slo: float,
@@ -88,10 +88,9 @@ def plan(
     is bounded by. A trace may be faster, above all a short one: what
     waits when its last request has come still has until its objective.
     """
-    import msgspec
 
+    from moonserve.sim.axes import setup_of, value_of
     from moonserve.sim.plan import plan as search
-    from moonserve.sim.sweep import setup_of, value_of
     from moonserve.sim.trace import read_trace
 
     for name, value in (("attainment", attainment), ("tolerance", tolerance)):
@@ -110,7 +109,7 @@ def plan(
     if as_json:
         asked = {"trace": read.name, **settings, **goals, "nodes": nodes, "attainment": attainment}
         found = {"best": best, "requests_per_s": _rps(read, best), "splits": splits}
-        click.echo(msgspec.json.encode({**asked, **found}))
+        print_json({**asked, **found})
     else:
         click.echo(_verdict(read, best))
 

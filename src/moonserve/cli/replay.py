@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from moonserve.cli.client import URL, Client
-from moonserve.cli.output import Output, check_apart, input_path
+from moonserve.cli.output import Output, check_apart, input_path, print_json
 from moonserve.core.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def replay(
         if compare:
             found["simulated"] = watch.simulate(read)
     if as_json:
-        click.echo(msgspec.json.encode(found))
+        print_json(found)
         return
     click.echo(_table(found))
     failures = sorted({answer.error for answer in answers if answer.outcome == "failed"})

@@ -24,8 +24,8 @@ from moonserve.cli.figures import (
     unusual,
     write_rows,
 )
-from moonserve.cli.output import Output, check_apart, input_path
-from moonserve.cli.settings import read_profile, size_of
+from moonserve.cli.output import Output, check_apart, input_path, print_json
+from moonserve.cli.settings import size_of
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.policies import POLICIES
 from moonserve.core.schedule.profiles import PROFILES
@@ -165,17 +165,10 @@ def _setup(
     prefill: int | None,
     decode: int | None,
     mixed: int,
-    policy: str,
     threshold: float,
     spread_bytes: str,
     ttft_slo: float,
     tbt_slo: float,
-    admission: Any,
-    admission_low: Any,
-    admission_high: Any,
-    predictor: Any,
-    cpp: int,
-    profile: str,
     cache_blocks: str,
     pool: str,
     chunk_tokens: int | None,
@@ -184,9 +177,7 @@ def _setup(
     **same: Any,
 ) -> Setup:
     """What is to be simulated, from the options' values. Raises ConfigError naming the option."""
-    from moonserve.core.request import Slo
-    from moonserve.core.schedule.policies import Tuning
-    from moonserve.sim.setup import ALONE, Setup
+    from moonserve.sim.axes import setup_of
 
     for name, value in (("threshold", threshold), ("ttft-slo", ttft_slo), ("tbt-slo", tbt_slo)):
         if not 0 < value < float("inf"):
@@ -195,35 +186,23 @@ def _setup(
         raise ConfigError(f"{cache_blocks} is neither a count nor infinite", "--cache-blocks")
     if chunk_tokens is not None:
         same["chunk_tokens"] = chunk_tokens
-    goal = Slo(round(ttft_slo * 1e6), round(tbt_slo * 1e3))
     apart = 0 if mixed else 8
-    setup = Setup(
-        prefill=apart if prefill is None else prefill,
-        decode=apart if decode is None else decode,
-        mixed=mixed,
-        profile=read_profile(profile),
-        tuning=Tuning(
-            policy=policy,
-            kvcache_balancing_threshold=threshold,
-            spread_bytes=size_of(spread_bytes, "--spread-bytes"),
-            slo=goal,
-            admission=admission,
-            admission_low=admission_low,
-            admission_high=admission_high,
-            predictor=predictor,
-            cpp=cpp,
-            tbt_share=ALONE if same["first_token"] == "decode" else Tuning().tbt_share,
-            join_passes=0.0 if same["first_token"] == "decode" else Tuning().join_passes,
-        ),
-        goal=goal,
-        cache_blocks=None if cache_blocks == "infinite" else int(cache_blocks),
-        pooled=pool == "global",
-        overlap=not no_overlap,
-        breakdowns=tuple(map(_breakdown, fault)),
+    values = {
         **same,
-    )
-    setup.check()
-    return setup
+        "split": (
+            apart if prefill is None else prefill,
+            apart if decode is None else decode,
+            mixed,
+        ),
+        "kvcache_balancing_threshold": threshold,
+        "spread_bytes": size_of(spread_bytes, "--spread-bytes"),
+        "ttft_slo_s": ttft_slo,
+        "tbt_slo_ms": tbt_slo,
+        "cache_blocks": None if cache_blocks == "infinite" else int(cache_blocks),
+        "pooled": pool == "global",
+        "overlap": not no_overlap,
+    }
+    return setup_of(values, tuple(map(_breakdown, fault)))
 
 
 @click.command(short_help="Try a cluster and a policy on a trace, without either.")
@@ -297,7 +276,7 @@ def simulate(
         further: dict[str, Any] = {"lost": result.lost, "setup": told, "queues": queues(sim)}
         if asked:
             further["explanation"] = explanation_of(asked[0])
-        click.echo(msgspec.json.encode(result.summary | further))
+        print_json(result.summary | further)
         return
     click.echo(table(sim, result, titles(sim, speed, more)))
     for one in asked:

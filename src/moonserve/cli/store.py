@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import msgspec
 
 from moonserve.cli.client import URL, Client
-from moonserve.cli.output import Output
+from moonserve.cli.output import Output, json_option, print_json
 from moonserve.cli.roles import run_role
 from moonserve.cli.settings import (
     advertise_host_option,
@@ -43,7 +41,6 @@ _url = click.option(
     show_default=True,
     help="The gateway, or the store's master where it is a process of its own.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _text = click.option("--text", "is_text", is_flag=True, help="Keys are given as text, not in hex.")
 
 
@@ -185,7 +182,7 @@ def segment(
 @click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True)
 @_text
 @_url
-@_json
+@json_option
 def ls(prefix: str, after: str, limit: int, is_text: bool, url: str, as_json: bool) -> None:
     """List objects whose keys start with PREFIX, in the order of keys."""
     query = {
@@ -195,7 +192,7 @@ def ls(prefix: str, after: str, limit: int, is_text: bool, url: str, as_json: bo
     }
     objects = _lookup(url, query)["objects"]
     if as_json:
-        _print_json(objects)
+        print_json(objects)
         return
     for it in objects:
         places = " ".join(replica["segment"] for replica in it["replicas"])
@@ -206,14 +203,14 @@ def ls(prefix: str, after: str, limit: int, is_text: bool, url: str, as_json: bo
 @click.argument("key", default="")
 @_text
 @_url
-@_json
+@json_option
 def stat(key: str, is_text: bool, url: str, as_json: bool) -> None:
     """Show the pool's ledgers; with KEY, where that object lies."""
     told = _lookup(url, {"key": _key(key, is_text).hex()} if key else {})
     if key and not told["exists"]:
         raise StoreError(f"there is no object {key}")
     if as_json:
-        _print_json(told)
+        print_json(told)
         return
     if key:
         click.echo(f"{told['key']}  {told['size']} bytes  version {told['version']}")
@@ -373,7 +370,3 @@ def _quota(text: str) -> tuple[str, int]:
     if not tenant or not size:
         raise ConfigError(f"write it like team-a=20GiB, not {text!r}", "quota")
     return tenant, size_of(size, "quota")
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import click
 
-from moonserve.cli.output import check_apart, check_writable
+from moonserve.cli.output import check_apart, check_writable, json_option, print_json
 from moonserve.core.errors import ConfigError
 
 _SHOWN = {
@@ -42,7 +42,7 @@ _SHOWN = {
 @click.option("--set", "more", multiple=True, metavar="NAME=V,…", help="Any other axis.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), help="At a time.  [default: all cores]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write .csv or .json here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def sweep(
     grid: TextIO | None,
     more: Sequence[str],
@@ -139,7 +139,7 @@ def _tell(
     """Print what is done, and write it; also where nobody reads what is printed."""
     try:
         if as_json:
-            click.echo(json.dumps(rows))
+            print_json(rows)
         else:
             _print(rows, varied)
     finally:

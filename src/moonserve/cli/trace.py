@@ -6,14 +6,13 @@ unless --output names a file.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from moonserve.cli.output import check_apart, input_path
+from moonserve.cli.output import check_apart, input_path, json_option, print_json
 from moonserve.core.errors import ConfigError
 from moonserve.core.store.evict import EVICTIONS
 
@@ -34,7 +33,6 @@ _output = click.option(
 _requests = click.option(
     "-n", "--requests", type=_COUNT, default=1_000, show_default=True, help="How many."
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group()
@@ -72,7 +70,7 @@ def trace() -> None:
     help="Blocks for --policy; may be given again.  [default: 1000 10000 30000 50000]",
 )
 @_block_size
-@_json
+@json_option
 def stats(
     file: Path,
     lru: tuple[int, ...],
@@ -107,20 +105,19 @@ def stats(
     "--at-most", type=_COUNT, default=20, show_default=True, help="Stop after so many faults."
 )
 @_block_size
-@_json
+@json_option
 def validate(file: Path, at_most: int, block_size: int, as_json: bool) -> None:
     """Check every row of FILE, and name what is wrong by line and field.
 
     Ends with 1 if anything is. Times must not go back, lengths be at least 1, and hash_ids as many
     as the input has blocks, none twice.
     """
-    import msgspec
 
     from moonserve.sim.trace import validate as check
 
     good, faults = check(input_path(file), at_most, block_size)
     if as_json:
-        click.echo(msgspec.json.encode({"good_rows": good, "faults": faults}))
+        print_json({"good_rows": good, "faults": faults})
     else:
         for fault in faults:
             click.echo(f"{file}:{fault.line}: {fault.field}: {fault.message}")
@@ -209,7 +206,7 @@ def _print_json(found: Stats, curve: list[Hits], lru: Iterable[int]) -> None:
     whole = msgspec.structs.asdict(found)
     whole["lru_hits"] = {size: hit.block_hits for size, hit in zip(lru, curve, strict=False)}
     whole["hits"] = curve
-    sys.stdout.write(msgspec.json.encode(whole).decode() + "\n")
+    print_json(whole)
 
 
 def _print_table(found: Stats, curve: list[Hits]) -> None:

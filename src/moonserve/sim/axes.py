@@ -1,0 +1,123 @@
+"""The settings of a simulation by name: from text, YAML or flags to a Setup.
+
+`moonserve simulate`, `sweep` and `plan` and the paper's figures make their setups here. A name is a
+field of Setup or of Tuning, or one of the few names that stand for several fields (SPECIAL).
+Nothing is simulated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.request import Slo
+from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.profiles import PROFILES, Profile, profile_from_json, profile_of
+from moonserve.core.units import Micros
+from moonserve.sim.setup import ALONE, Breakdown, Setup
+
+SPECIAL: Mapping[str, Any] = {
+    "trace": str,
+    "speed": float,
+    "split": str,
+    "profile": str,
+    "ttft_slo_s": float | None,
+    "tbt_slo_ms": float | None,
+}
+"""split: "8+8" is 8 prefill and 8 decode instances, "16" is 16 that do both; code may also give the
+counts of prefill, decode and mixed instances. The Conductor works for the objectives, and
+attainment is measured by them; null is none."""
+
+_NOT_ALONE = {
+    *("prefill", "decode", "mixed", "profile", "tuning", "goal", "breakdowns", "sample_us"),
+}
+_TUNING = {f.name: f.type for f in msgspec.structs.fields(Tuning) if f.name != "slo"}
+_SETUP = {f.name: f.type for f in msgspec.structs.fields(Setup) if f.name not in _NOT_ALONE}
+AXES: Mapping[str, Any] = {**SPECIAL, **_TUNING, **_SETUP}
+"""What may be varied, and the type of its values."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "speed": 1.0,
+    "split": "8+8",
+    "profile": "a800-loaded",
+    "ttft_slo_s": 30.0,
+    "tbt_slo_ms": 200.0,
+    "admission": "none",
+}
+
+
+def value_of(name: str, given: Any) -> Any:
+    """What an axis takes from text or YAML. Raises ConfigError naming the axis."""
+    if name == "cache_blocks" and given == "infinite":
+        return None
+    try:
+        return msgspec.convert(given, AXES[name], strict=False)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{given!r} is not {_kind(AXES[name])}", name) from None
+
+
+def _kind(wanted: Any) -> str:
+    """The values of an axis, for people."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    parts: list[str] = []
+    for part in get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,):
+        if get_origin(part) is Literal:
+            parts += map(str, get_args(part))
+        else:
+            parts.append(names.get(part, "null"))
+    return " or ".join(parts)
+
+
+def setup_of(values: Mapping[str, Any], breakdowns: tuple[Breakdown, ...] = ()) -> Setup:
+    """The setup that these values describe; `trace` and `speed` are no part of it."""
+    values = {**DEFAULTS, **values}
+    if values.get("first_token") == "decode":
+        values = {"tbt_share": ALONE, "join_passes": 0.0, **values}
+    goal = Slo(_objective(values, "ttft_slo_s", 1e6), _objective(values, "tbt_slo_ms", 1e3))
+    split = values["split"]
+    prefill, decode, mixed = _split(split) if isinstance(split, str) else split
+    setup = Setup(
+        prefill=prefill,
+        decode=decode,
+        mixed=mixed,
+        profile=_profile(values["profile"]),
+        tuning=Tuning(slo=goal, **{k: v for k, v in values.items() if k in _TUNING}),
+        goal=goal,
+        breakdowns=breakdowns,
+        **{k: v for k, v in values.items() if k in _SETUP},
+    )
+    setup.check()
+    return setup
+
+
+def _objective(values: Mapping[str, Any], name: str, unit_us: float) -> Micros | None:
+    value = values[name]
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(f"{value} is no time", name)
+    return None if value is None else round(value * unit_us)
+
+
+def _split(text: str) -> tuple[int, int, int]:
+    """Prefill, decode and mixed instances."""
+    parts = text.split("+")
+    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(f"{text!r} must be as 8+8 (prefill and decode), or 16 (mixed)", "split")
+    counts = [int(part) for part in parts]
+    return (0, 0, counts[0]) if len(counts) == 1 else (counts[0], counts[1], 0)
+
+
+def _profile(name: str) -> Profile:
+    """A built-in profile, or one in a file. Raises ConfigError."""
+    path = Path(name)
+    if name in PROFILES or not path.is_file():
+        return profile_of(name)
+    try:
+        return profile_from_json(path.read_bytes(), name)
+    except OSError as err:
+        raise ConfigError(f"{name} cannot be read: {err.strerror}", "profile") from err
