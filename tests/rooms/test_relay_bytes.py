@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.core.errors import BadRequest
-from moonserve.live.drive import usage
-from moonserve.live.drive.bodies import Asked, Form
 from moonserve.live.drive.passing import Passing
+from moonserve.live.openai import usage
+from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.request import Form
 
 CHUNK = b'data: {"id":"c","choices":[{"index":0,"text":" a","finish_reason":null}]}\n\n'
 LAST = b'data: {"id":"c","choices":[{"index":0,"text":" \\"usage\\":","finish_reason":"stop"}]}\n\n'
@@ -59,7 +60,7 @@ def test_without_usage_tokens_are_counted_by_events() -> None:
     """Seven and the last, whatever was said of usage in the text."""
     reply = Passing()
     reply.passed(CHUNK * 7 + LAST + DONE)
-    assert (reply.tokens, reply.cached, reply.counted) == (8, None, usage.Usage())
+    assert (reply.tokens, reply.cached, reply.counted) == (8, None, usage.SeenUsage())
 
 
 def test_an_engines_error_in_its_stream_is_seen() -> None:
@@ -74,18 +75,18 @@ def test_an_engines_error_in_its_stream_is_seen() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}', usage.Usage(9)),
-        (b'{"usage":null}', usage.Usage()),
-        (b'{"usage": {"prompt_tokens": 9, "completion_tokens": 2}}', usage.Usage(9, 2)),
+        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}', usage.SeenUsage(9)),
+        (b'{"usage":null}', usage.SeenUsage()),
+        (b'{"usage": {"prompt_tokens": 9, "completion_tokens": 2}}', usage.SeenUsage(9, 2)),
         (
             b'{"choices":[{"text":"\\"usage\\":{\\"cached_tokens\\":7}"}],"usage":{"prompt_tokens":9,'
             b'"prompt_tokens_details":{"cached_tokens":12}},"kv":{"remote_prefill_cached_tokens":3}}',
-            usage.Usage(9, None, 9),
+            usage.SeenUsage(9, None, 9),
         ),
-        (b"no json", usage.Usage()),
+        (b"no json", usage.SeenUsage()),
     ],
 )
-def test_usage_is_read_where_it_stands(body: bytes, said: usage.Usage) -> None:
+def test_usage_is_read_where_it_stands(body: bytes, said: usage.SeenUsage) -> None:
     """Only the key itself counts, never the same words in text; cached is at most the prompt."""
     assert usage.read(body) == said
     patched = usage.patched(body, 5)
@@ -122,7 +123,7 @@ def test_prefill_and_decode_get_what_the_client_asked(
     if stream:
         asked["stream_options"] = {"include_usage": True}
     raw = msgspec.json.encode(asked)
-    it = Asked(form, raw)
+    it = ExternalRequest(form, raw)
     params = b'{"do_remote_decode":true,"x":[1,null]}'
     first = msgspec.json.decode(it.for_prefill(params))
     changed = {"max_tokens": 1, "stream": False, "kv_transfer_params": msgspec.json.decode(params)}
@@ -150,11 +151,11 @@ def test_prefill_and_decode_get_what_the_client_asked(
 def test_what_has_several_readers_is_one_engines(more: dict[str, object], whole: bool) -> None:
     """KV that is handed on is for one reader."""
     raw = msgspec.json.encode({"model": "m", "prompt": "hi", **more})
-    assert Asked("completion", raw).whole is whole
+    assert ExternalRequest("completion", raw).whole is whole
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model":1,"prompt":"x"}', b'{"prompt":"x"}', b"{"])
 def test_what_is_no_request_is_refused(body: bytes) -> None:
     """400, before any engine is asked."""
     with pytest.raises(BadRequest):
-        Asked("completion", body)
+        ExternalRequest("completion", body)

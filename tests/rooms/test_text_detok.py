@@ -99,23 +99,28 @@ def test_output_ends_before_the_first_stop_in_any_cut(
 ) -> None:
     """The output is the text before the first stop string, however the text arrives."""
     matcher = StopMatcher(stops)
-    out, at, stopped = "", 0, False
+    out, at = "", 0
     for size in [*sizes, *([1] * len(text))]:
-        emitted, now = matcher.feed(text[at : at + size])
+        before = matcher.met
+        emitted = matcher.feed(text[at : at + size])
         at += size
-        assert now or not stopped
-        assert not (stopped and emitted)
-        out, stopped = out + emitted, now
-    assert stopped == any(stop in text for stop in stops)
+        assert before is None or (matcher.met == before and not emitted)
+        out += emitted
+    assert (matcher.met is not None) == any(stop in text for stop in stops)
+    if matcher.met is not None:
+        assert matcher.met in stops
+        assert text.startswith(out + matcher.met)
     assert out + matcher.flush() == first_stop(text, stops)
 
 
 def test_only_what_may_begin_a_stop_is_held_back() -> None:
     """Text goes out at once, except an end that could still become a stop string."""
     matcher = StopMatcher(["</s>", "\n\n"])
-    assert matcher.feed("one <") == ("one ", False)
-    assert matcher.feed("/b>\n") == ("</b>", False)
-    assert matcher.feed("two </") == ("\ntwo ", False)
-    assert matcher.feed("s> three") == ("", True)
-    assert matcher.feed("more") == ("", True)
+    assert matcher.feed("one <") == "one "
+    assert matcher.feed("/b>\n") == "</b>"
+    assert matcher.feed("two </") == "\ntwo "
+    assert matcher.met is None
+    assert matcher.feed("s> three") == ""
+    assert matcher.feed("more") == ""
+    assert matcher.met == "</s>"
     assert matcher.flush() == ""

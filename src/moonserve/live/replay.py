@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from moonserve.core.errors import BadRequest, MoonserveError
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.openai.reply import ReadReply, read_reply
 
 _SILENT_S = 600.0
 _HOPELESS = ("401 ", "403 ", "404 ", "405 ")
@@ -43,31 +44,6 @@ class Answered(msgspec.Struct):
     tokens_us: list[Micros] = []
     """When each output token came; those that came together have one time."""
     cached_tokens: Tokens = 0
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _Event(msgspec.Struct):
-    """What is read of a chunk; an error event has `error` in place of choices."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_event = msgspec.json.Decoder(_Event).decode
 
 
 async def replay(
@@ -143,7 +119,7 @@ async def _send(
                 )
                 return answered
             async for data in sse_events(reply):
-                _take(answered, _event(data), clock.now_us() - due_us)
+                _take(answered, read_reply(data), clock.now_us() - due_us)
         if answered.outcome == "failed" and not answered.error:
             answered.error = "the answer ended without a finish_reason"
     except (MoonserveError, msgspec.DecodeError) as error:
@@ -152,7 +128,7 @@ async def _send(
     return answered
 
 
-def _take(answered: Answered, event: _Event, now_us: Micros) -> None:
+def _take(answered: Answered, event: ReadReply, now_us: Micros) -> None:
     """Account for one event that came `now_us` after the request was due."""
     if event.error is not None:
         answered.error = str(event.error)[:300]
@@ -161,8 +137,8 @@ def _take(answered: Answered, event: _Event, now_us: Micros) -> None:
         answered.tokens_us += [now_us] * count
         if choice.finish_reason is not None:
             answered.outcome = "completed"
-    if event.usage is not None and event.usage.prompt_tokens_details is not None:
-        answered.cached_tokens = event.usage.prompt_tokens_details.cached_tokens or 0
+    if (cached := event.cached_tokens()) is not None:
+        answered.cached_tokens = cached
 
 
 def seconds(us: Micros) -> float:

@@ -16,9 +16,9 @@ from moonserve.core.errors import (
 )
 from moonserve.core.request import Request
 from moonserve.core.units import RequestId, seconds_to_us
-from moonserve.live.api import headers, openai
-from moonserve.live.api.front import Form, Front
-from moonserve.live.api.generation import EventStream, Generation, reply_head, whole_reply
+from moonserve.live.api import headers
+from moonserve.live.api.front import Front
+from moonserve.live.api.generation import EventStream, Generation, whole_reply
 from moonserve.live.api.limiter import Limits as Limits
 from moonserve.live.api.prompts import Prompts, max_tokens
 from moonserve.live.http.message import (
@@ -26,6 +26,9 @@ from moonserve.live.http.message import (
     Response,
     StreamingResponse,
 )
+from moonserve.live.openai import request as openai
+from moonserve.live.openai.reply import ReplyWriter, reply_head
+from moonserve.live.openai.request import Form
 from moonserve.live.ports import ModelCard, Serving
 from moonserve.live.text.tools import TextTools
 
@@ -87,15 +90,15 @@ class GatewayApp(Front):
             raise
         self._live.add(request.id)
         stream, ids = bool(fields.stream), bool(fields.return_token_ids)
-        head = reply_head(request, form, stream, int(time.time()))
+        head = reply_head(request.id, form, stream, int(time.time()), request.model)
+        writer = ReplyWriter(head, form, openai.wants_usage(fields))
         handed_over = False
         try:
             if not stream:
-                return Response(body=await whole_reply(generation, head, form, ids))
+                return Response(body=await whole_reply(generation, writer, ids))
             # The first piece comes before the status line: what fails until then has its own.
             first = await generation.next_text()
-            usage = openai.wants_usage(fields)
-            events = EventStream(generation, first, head, form, usage, ids)
+            events = EventStream(generation, first, writer, ids)
             handed_over = True
             return StreamingResponse(events)
         finally:

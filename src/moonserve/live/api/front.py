@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 import msgspec
 
@@ -18,10 +18,9 @@ from moonserve.live.api.limiter import Door, Limits
 from moonserve.live.control.metrics import Metrics
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
+from moonserve.live.openai.request import CHAT, COMPLETION, Form
 from moonserve.live.ports import ModelCard
 
-Form: TypeAlias = Literal["chat", "completion"]
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _MODELS = "/v1/models"
 
 

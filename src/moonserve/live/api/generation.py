@@ -10,83 +10,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-import msgspec
-
 from moonserve.core.errors import EngineFailed, MoonserveError
 from moonserve.core.request import Request
-from moonserve.core.units import Tokens
-from moonserve.live.api.front import Form
 from moonserve.live.control.metrics import Metrics
 from moonserve.live.http.message import error_reply
+from moonserve.live.openai.reply import ReplyWriter, Usage, event
+from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import Output
-from moonserve.live.text.detok import StopMatcher
 from moonserve.live.text.tools import TokenText
 
 log = logging.getLogger(__name__)
-
-_encode = msgspec.json.Encoder().encode
-_DONE = b"data: [DONE]\n\n"
-
-
-class PromptDetails(msgspec.Struct):
-    """How much of the prompt was there already."""
-
-    cached_tokens: Tokens
-
-
-class Usage(msgspec.Struct):
-    """Tokens of one request; completion_tokens counts all that were generated, EOS included."""
-
-    prompt_tokens: Tokens
-    completion_tokens: Tokens
-    total_tokens: Tokens
-    prompt_tokens_details: PromptDetails
-
-
-class Delta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to the message."""
-
-    role: str | None = None
-    content: str | None = None
-
-
-class ReplyMessage(msgspec.Struct):
-    """The assistant's message, whole."""
-
-    role: str
-    content: str
-
-
-class Choice(msgspec.Struct, omit_defaults=True):
-    """The one choice: `delta` in chat chunks, `message` in chat replies, `text` in completions."""
-
-    index: int | None = None
-    delta: Delta | None = None
-    message: ReplyMessage | None = None
-    text: str | None = None
-    token_ids: list[int] | None = None
-    """vLLM's extension, where return_token_ids asks for it: the ids since the chunk before."""
-    logprobs: msgspec.UnsetType | None = msgspec.UNSET
-    finish_reason: str | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class Reply(msgspec.Struct):
-    """A reply or one chunk of it."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
-_OBJECTS: dict[tuple[Form, bool], str] = {
-    ("chat", False): "chat.completion",
-    ("chat", True): "chat.completion.chunk",
-    ("completion", False): "text_completion",
-    ("completion", True): "text_completion",
-}
 
 
 class Generation:
@@ -107,8 +40,7 @@ class Generation:
         self.request = request
         self.finish_reason: str | None = None
         self._source = source
-        self._text = text
-        self._stops = StopMatcher(request.stopping.stop) if request.stopping.stop else None
+        self._text = TextStream(text, request.stopping.stop)
         self._metrics = metrics
         self._last_s = arrived_s
         self._on_close = on_close
@@ -132,13 +64,8 @@ class Generation:
         if output.finish_reason is None:
             text = self._text.feed(output.token_ids)
         else:
-            text = self._text.feed(self._spoken(output)) + self._text.flush()
-        stopped = False
-        if self._stops is not None:
-            text, stopped = self._stops.feed(text)
-            if output.finish_reason is not None and not stopped:
-                text += self._stops.flush()
-        self.finish_reason = "stop" if stopped else output.finish_reason
+            text = self._text.end(self._spoken(output))
+        self.finish_reason = output.finish_reason if self._text.met is None else "stop"
         return text
 
     def _spoken(self, output: Output) -> tuple[int, ...]:
@@ -171,8 +98,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """As counted so far."""
-        prompt = len(self.request.prompt)
-        return Usage(prompt, self._generated, prompt + self._generated, PromptDetails(self._cached))
+        return Usage.of(len(self.request.prompt), self._generated, self._cached)
 
     async def close(self) -> None:
         """End the source, so that the cluster stops working for this request."""
@@ -187,22 +113,13 @@ class Generation:
             self._on_close()
 
 
-async def whole_reply(generation: Generation, head: Reply, form: Form, ids: bool) -> bytes:
-    """The reply as one JSON object, with token ids where wanted. `head` is filled in."""
+async def whole_reply(generation: Generation, writer: ReplyWriter, ids: bool) -> bytes:
+    """The reply as one JSON object, with token ids where the client wants them."""
     pieces = []
     while generation.finish_reason is None:
         pieces.append(await generation.next_text())
-    text = "".join(pieces)
-    choice = Choice(index=0, logprobs=None, finish_reason=generation.finish_reason)
-    if ids:
-        choice.token_ids = generation.take_ids()
-    if form == "chat":
-        choice.message = ReplyMessage("assistant", text)
-    else:
-        choice.text = text
-    head.choices = [choice]
-    head.usage = generation.usage()
-    return _encode(head)
+    fresh = generation.take_ids() if ids else None
+    return writer.whole("".join(pieces), generation.finish_reason, fresh, generation.usage())
 
 
 class EventStream:
@@ -213,28 +130,14 @@ class EventStream:
     """
 
     def __init__(
-        self,
-        generation: Generation,
-        first_text: str,
-        head: Reply,
-        form: Form,
-        usage: bool,
-        ids: bool,
+        self, generation: Generation, first_text: str, writer: ReplyWriter, ids: bool
     ) -> None:
+        """ids: whether the client wants the token ids."""
         self._generation = generation
         self._first_text: str | None = first_text
-        self._wants_usage = usage
+        self._writer = writer
         self._wants_ids = ids
-        self._chat = form == "chat"
-        self._delta = Delta(role="assistant", content="")
-        self._choice = Choice(index=0, logprobs=None, finish_reason=None)
-        self._head = head
         self._ended = False
-        head.choices = [self._choice]
-        if self._chat:
-            self._choice.delta = self._delta
-        if usage:
-            head.usage = None
 
     def __aiter__(self) -> EventStream:
         return self
@@ -244,62 +147,27 @@ class EventStream:
             raise StopAsyncIteration
         if self._first_text is not None:
             text, self._first_text = self._first_text, None
-            begin = self._begin()
-            return begin + self._piece(text)
+            return self._writer.begin() + self._piece(text)
         while True:
             try:
                 text = await self._generation.next_text()
             except MoonserveError as error:
                 self._ended = True
                 log.warning("%s: failed in mid-stream: %s", self._generation.request.id, error)
-                return b"data: %b\n\n" % _encode(error_reply(error))
-            if event := self._piece(text):
-                return event
-
-    def _begin(self) -> bytes:
-        """Chat streams begin with the role."""
-        if not self._chat:
-            return b""
-        event = self._event()
-        self._delta.role = None
-        return event
+                return event(error_reply(error))
+            if events := self._piece(text):
+                return events
 
     def _piece(self, text: str) -> bytes:
-        """The events of one piece of text; b"" where it has none."""
-        reason = self._generation.finish_reason
-        if self._wants_ids:
-            self._choice.token_ids = self._generation.take_ids()
-        if not self._chat:
-            self._choice.text = text
-            self._choice.finish_reason = reason
-            events = self._event() if text or reason or self._choice.token_ids else b""
-        else:
-            self._delta.content = text
-            events = self._event() if text or self._choice.token_ids else b""
-            if reason:
-                self._delta.content = None
-                self._choice.token_ids = None
-                self._choice.finish_reason = reason
-                events += self._event()
-        return events + self._end() if reason else events
-
-    def _end(self) -> bytes:
+        """The events of one piece of text; b"" where it adds nothing."""
+        generation = self._generation
+        ids = generation.take_ids() if self._wants_ids else None
+        events = self._writer.piece(text, generation.finish_reason, ids)
+        if generation.finish_reason is None:
+            return events
         self._ended = True
-        if not self._wants_usage:
-            return _DONE
-        self._head.choices = []
-        self._head.usage = self._generation.usage()
-        return self._event() + _DONE
-
-    def _event(self) -> bytes:
-        return b"data: %b\n\n" % _encode(self._head)
+        return events + self._writer.end(generation.usage())
 
     async def aclose(self) -> None:
         """Called by the server on every path."""
         await self._generation.close()
-
-
-def reply_head(request: Request, form: Form, stream: bool, created: int) -> Reply:
-    """The fields all chunks of a reply share."""
-    prefix = "chatcmpl" if form == "chat" else "cmpl"
-    return Reply(f"{prefix}-{request.id}", _OBJECTS[form, stream], created, request.model, [])

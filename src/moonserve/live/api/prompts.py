@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from moonserve.core.errors import BadRequest, Overloaded
 from moonserve.core.units import Bytes, Tokens
-from moonserve.live.api import openai
+from moonserve.live.openai import request as openai
 from moonserve.live.text.tools import TextTools
 
 _COMPLETION_DEFAULT_TOKENS = 16

@@ -15,10 +15,9 @@ from prometheus_client.registry import Collector
 from moonserve.core.request import Counted, Request, Stopping
 from moonserve.core.units import RequestId, seconds_to_us
 from moonserve.live.api import headers
-from moonserve.live.api.front import Form, Front
+from moonserve.live.api.front import Front
 from moonserve.live.api.limiter import Limits as DoorLimits
 from moonserve.live.api.prompts import Prompts
-from moonserve.live.drive.bodies import Asked
 from moonserve.live.drive.calls import Caller, Guesses, Limits
 from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.life import Life
@@ -30,6 +29,8 @@ from moonserve.live.http.message import (
     Response,
     StreamingResponse,
 )
+from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.request import Form
 from moonserve.live.ports import Conducting, ModelCard
 
 _COMPLETION_TOKENS = Stopping().max_tokens
@@ -96,7 +97,7 @@ class RelayApp(Front, Collector):
         try:
             raw = await http.body()
             http.cancel_on_disconnect()
-            asked = Asked(form, raw)
+            asked = ExternalRequest(form, raw)
             infos = self._models.of(asked.model)
             reading = await self._reader.reading(asked, infos)
             longest = infos[0].max_len

@@ -21,12 +21,13 @@ from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, Tokens
 from moonserve.live.control.metrics import Metrics
-from moonserve.live.drive.bodies import PATHS, Asked
 from moonserve.live.drive.engines import Engines
 from moonserve.live.drive.prompt_info import Reader, Reading
 from moonserve.live.external.observed import Observer
 from moonserve.live.http.client import ClientStream, HttpClient
 from moonserve.live.http.message import JSON
+from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.request import PATHS
 from moonserve.live.ports import Conducting
 
 _RETRIED = (401, 403, 408, 425, 429)
@@ -131,7 +132,12 @@ class Caller(msgspec.Struct, frozen=True):
     """Of a transfer: never the same twice."""
 
     def stream(
-        self, to: InstanceInfo, asked: Asked, request: Request, body: bytes, first_s: float
+        self,
+        to: InstanceInfo,
+        asked: ExternalRequest,
+        request: Request,
+        body: bytes,
+        first_s: float,
     ) -> ClientStream:
         """A call whose reply is read as it comes; nothing is sent before it is entered."""
         url, headers = self._target(to, asked, request)
@@ -146,7 +152,12 @@ class Caller(msgspec.Struct, frozen=True):
         )
 
     async def whole(
-        self, to: InstanceInfo, asked: Asked, request: Request, body: bytes, limit_s: float
+        self,
+        to: InstanceInfo,
+        asked: ExternalRequest,
+        request: Request,
+        body: bytes,
+        limit_s: float,
     ) -> Answer:
         """A call and its whole reply. Raises CallLost, Passed, UpstreamError, DeadlineExceeded."""
         url, headers = self._target(to, asked, request)
@@ -183,7 +194,7 @@ class Caller(msgspec.Struct, frozen=True):
             self.conductor.tell(*told)
 
     def _target(
-        self, to: InstanceInfo, asked: Asked, request: Request
+        self, to: InstanceInfo, asked: ExternalRequest, request: Request
     ) -> tuple[str, dict[str, str]]:
         member = self.engines.member(to.id)
         headers = {"content-type": JSON, "x-request-id": request.id, **member.headers}

@@ -9,42 +9,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-import msgspec
-
 from moonserve.core.errors import EngineFailed, MoonserveError, NobodyAlive
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Prefill
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
-from moonserve.live.drive import usage
-from moonserve.live.drive.bodies import Asked
 from moonserve.live.drive.calls import Answer, Caller, CallLost, Passed
 from moonserve.live.drive.connectors import mooncake, nixl, sglang
 from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import UNREADABLE
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Cached(msgspec.Struct):
-    cached_tokens: Tokens | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: Tokens = 0
-    prompt_tokens_details: _Cached | None = None
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_decode = msgspec.json.Decoder(_Reply).decode
+from moonserve.live.openai import usage
+from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.reply import ReadReply, read_reply
 
 
 class Handed:
@@ -72,7 +49,9 @@ class Handed:
         self._params = params
         self._until_us = until_us
 
-    def taken(self, caller: Caller, asked: Asked, to: InstanceInfo) -> tuple[bytes, float]:
+    def taken(
+        self, caller: Caller, asked: ExternalRequest, to: InstanceInfo
+    ) -> tuple[bytes, float]:
         """The body for its decode, and how long that may take to answer. Raises CallLost.
 
         KV of a prefill instance that is another start by now, or whose time is over, is not its
@@ -120,7 +99,9 @@ class Handed:
             calling.result().leave()
 
 
-async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefill) -> Handed:
+async def prefill(
+    caller: Caller, asked: ExternalRequest, request: Request, action: Prefill
+) -> Handed:
     """Call a prefill instance as its connector wants it. Raises as Caller.whole."""
     to = action.to
     match to.connector:
@@ -129,7 +110,7 @@ async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefil
             said = bytes(reply.kv_transfer_params)
             params = None if said == b"null" else said  # its first token may have been its last
             until_us = caller.conductor.now_us() + nixl.LEASE_US
-            handed = Handed(to, params, until_us, _cached(reply))
+            handed = Handed(to, params, until_us, reply.cached_tokens())
             handed.renewed = nixl.renewed(said)
             return handed
         case "mooncake":
@@ -140,7 +121,7 @@ async def prefill(caller: Caller, asked: Asked, request: Request, action: Prefil
             kept = [choice.finish_reason for choice in reply.choices] == ["length"]
             said = mooncake.decode_params(member.bootstrap, engine_id, transfer)
             until_us = caller.conductor.now_us() + mooncake.HELD_US
-            handed = Handed(to, said if kept else None, until_us, _cached(reply))
+            handed = Handed(to, said if kept else None, until_us, reply.cached_tokens())
             handed.engine_id = engine_id
             return handed
         case "sglang":
@@ -167,8 +148,8 @@ async def _engine_id(caller: Caller, to: InstanceInfo) -> str:
 
 
 async def _reply(
-    caller: Caller, asked: Asked, request: Request, action: Prefill, params: bytes
-) -> _Reply:
+    caller: Caller, asked: ExternalRequest, request: Request, action: Prefill, params: bytes
+) -> ReadReply:
     """A prefill's reply, read."""
     to, decision = action.to, action.decision
     note = caller.observer.began(to.id, "prefill", decision.prompt_tokens, decision.reused_tokens)
@@ -177,28 +158,22 @@ async def _reply(
         answer = await caller.whole(to, asked, request, body, caller.limits.first_byte_s)
         reply = _parsed(to, answer)
         note.count = 1
-        note.answered(_cached(reply))
+        note.answered(reply.cached_tokens())
         return reply
     finally:
         note.ended()
 
 
-def _cached(reply: _Reply) -> Tokens | None:
-    """Never more than the prompt; None: it does not say."""
-    details = reply.usage.prompt_tokens_details if reply.usage is not None else None
-    if reply.usage is None or details is None or details.cached_tokens is None:
-        return None
-    return min(details.cached_tokens, reply.usage.prompt_tokens)
-
-
-def _parsed(to: InstanceInfo, answer: Answer) -> _Reply:
+def _parsed(to: InstanceInfo, answer: Answer) -> ReadReply:
     try:
-        return _decode(answer.body)
+        return read_reply(answer.body)
     except UNREADABLE as error:
         raise CallLost(f"{to.id} sent no valid reply: {error}") from None
 
 
-async def _meet(caller: Caller, asked: Asked, request: Request, action: Prefill) -> Handed:
+async def _meet(
+    caller: Caller, asked: ExternalRequest, request: Request, action: Prefill
+) -> Handed:
     """Both halves at once: neither goes on without the other. Prefill's reply is the sign."""
     to, limits, decision = action.to, caller.limits, action.decision
     member = caller.engines.member(to.id)

@@ -26,7 +26,6 @@ from moonserve.core.schedule.facts import (
 )
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Tokens, seconds_to_us
 from moonserve.live.drive import handover
-from moonserve.live.drive.bodies import Asked
 from moonserve.live.drive.calls import Answer, Caller, CallLost, Passed, drain, plain
 from moonserve.live.drive.dispatch import owed
 from moonserve.live.drive.handover import Handed
@@ -38,6 +37,7 @@ from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.http.message import JSON, error_reply
+from moonserve.live.openai.external import ExternalRequest
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Life:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: ExternalRequest,
         reading: Reading,
         request: Request,
         caller: Caller,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from moonserve.core.units import Tokens
-from moonserve.live.drive import usage
+from moonserve.live.openai import usage
 
 _ERROR = b'data: {"error"'
 _DONE = b"data: [DONE]"
@@ -25,7 +25,7 @@ class Passing:
     """Counts what passes. `cached`: prompt tokens that prefill reused, where it was another's."""
 
     def __init__(self, cached: Tokens | None = None) -> None:
-        self.counted = usage.Usage()
+        self.counted = usage.SeenUsage()
         """The last usage that was seen."""
         self.events = 0
         self.finish: str | None = None

@@ -19,12 +19,12 @@ from moonserve.core.kv.guess import Ratio, text_keys
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, Bytes, Tokens
-from moonserve.live.api import openai
 from moonserve.live.api.prompts import Prompts
-from moonserve.live.drive.bodies import Asked
 from moonserve.live.drive.engines import Engines
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import UNREADABLE, decode_json
+from moonserve.live.openai import request as openai
+from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.text.tools import TextTools
 
 How: TypeAlias = Literal["ids", "tokens", "engine", "text", "unread"]
@@ -59,7 +59,7 @@ class Reader:
         self.read = Counter[How]()
         """How prompts were read."""
 
-    async def reading(self, asked: Asked, infos: Sequence[InstanceInfo]) -> Reading:
+    async def reading(self, asked: ExternalRequest, infos: Sequence[InstanceInfo]) -> Reading:
         """What is known of this prompt; infos: instances of its model. Raises BadRequest."""
         model, namespace = asked.model, infos[0].namespace
         exact = self._engines.tells(model)
@@ -76,7 +76,7 @@ class Reader:
         if prompt and reading.text_bytes:
             self._ratios[model].learn(reading.text_bytes, prompt)
 
-    def _given(self, asked: Asked, namespace: Namespace) -> Reading | None:
+    def _given(self, asked: ExternalRequest, namespace: Namespace) -> Reading | None:
         """By token ids, where the client gave some; says of `asked` how many prompts there are."""
         raw = asked.prompt
         if asked.form == "chat" or raw[:1] == b'"':
@@ -93,7 +93,9 @@ class Reader:
             return None  # the engine says what is wrong with it
         return Reading(max(1, len(prompts[0])), tuple(keys), "ids")
 
-    async def _tokens(self, asked: Asked, infos: Sequence[InstanceInfo]) -> Reading | None:
+    async def _tokens(
+        self, asked: ExternalRequest, infos: Sequence[InstanceInfo]
+    ) -> Reading | None:
         """By tokens made here or by an engine; None where neither can."""
         how: How = "tokens"
         tools, namespace = self._engines.text(asked.model), infos[0].namespace
@@ -107,7 +109,9 @@ class Reader:
         keys = chain_keys(self._root(asked, namespace), ids, namespace.block_size)
         return Reading(len(ids), tuple(keys), how)
 
-    async def _own(self, asked: Asked, tools: TextTools, max_len: Tokens) -> list[int] | None:
+    async def _own(
+        self, asked: ExternalRequest, tools: TextTools, max_len: Tokens
+    ) -> list[int] | None:
         """The ids as our renderer and tokenizer make them; None where they cannot."""
         try:
             if asked.form == "chat":
@@ -122,7 +126,7 @@ class Reader:
                 raise
             return None
 
-    async def _theirs(self, asked: Asked, info: InstanceInfo) -> list[int] | None:
+    async def _theirs(self, asked: ExternalRequest, info: InstanceInfo) -> list[int] | None:
         """The ids as an engine's /tokenize makes them; None where it does not, or not soon."""
         fields = {"model": msgspec.json.encode(asked.model)}
         for name in ("messages", "tools", "prompt"):
@@ -142,7 +146,7 @@ class Reader:
         self._turn += 1
         return None
 
-    def _text(self, asked: Asked, infos: Sequence[InstanceInfo], keyed: bool) -> Reading:
+    def _text(self, asked: ExternalRequest, infos: Sequence[InstanceInfo], keyed: bool) -> Reading:
         """By the prompt's text: its length estimated, its keys over pieces of it if `keyed`.
 
         Whether it is too long the engine says: images are much text and few tokens.
@@ -157,7 +161,7 @@ class Reader:
         keys = text_keys(self._root(asked, namespace), text, ratio.piece)[:_MAX_KEYS]
         return Reading(length, tuple(keys), "text", len(text))
 
-    def _root(self, asked: Asked, namespace: Namespace) -> bytes:
+    def _root(self, asked: ExternalRequest, namespace: Namespace) -> bytes:
         if asked.salt:
             return namespace.salted(asked.salt)
         known = self._roots.get(asked.model)
@@ -170,7 +174,7 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-def _canonical(asked: Asked) -> bytes:
+def _canonical(asked: ExternalRequest) -> bytes:
     """The prompt's text, so that equal prompts are equal bytes and a longer one begins with the
     shorter: tools, which templates put first, then the messages without the list's end."""
     if asked.form == "completion":

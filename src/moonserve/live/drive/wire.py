@@ -17,6 +17,7 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, Tokens
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.message import UNREADABLE
+from moonserve.live.openai.reply import ReadReply, read_reply
 
 
 class InstanceRefused(MoonserveError):
@@ -30,26 +31,6 @@ class InstanceRefused(MoonserveError):
     def __init__(self, message: str, *, retry: bool) -> None:
         super().__init__(message)
         self.retry = retry
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] = []
-    finish_reason: str | None = None
-
-
-class _Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Cached | None = None
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -68,7 +49,6 @@ class Decoded(msgspec.Struct, frozen=True):
     finish_reason: str | None
 
 
-_decoder = msgspec.json.Decoder(_Reply)
 _encoder = msgspec.json.Encoder()
 
 
@@ -126,14 +106,11 @@ class WireClient:
         _check(to, reply.status, reply.body)
         parsed = _parse(to, reply.body)
         choice = parsed.choices[0]
-        cached = 0
-        if parsed.usage is not None and parsed.usage.prompt_tokens_details is not None:
-            cached = parsed.usage.prompt_tokens_details.cached_tokens or 0
         return Prefilled(
-            tuple(choice.token_ids),
+            tuple(choice.token_ids or ()),
             choice.finish_reason,
-            min(cached, len(request.prompt)),
-            parsed.kv_transfer_params or {},
+            min(parsed.cached_tokens() or 0, len(request.prompt)),
+            _kv_transfer_params(to, parsed),
         )
 
     async def prefetch(
@@ -171,9 +148,9 @@ class WireClient:
                 _check(to, reply.status, whole)
             async for data in sse_events(reply):
                 parsed = _parse(to, data)
-                if parsed.choices[0].token_ids or parsed.choices[0].finish_reason:
-                    choice = parsed.choices[0]
-                    yield Decoded(tuple(choice.token_ids), choice.finish_reason)
+                choice = parsed.choices[0]
+                if choice.token_ids or choice.finish_reason:
+                    yield Decoded(tuple(choice.token_ids or ()), choice.finish_reason)
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {"content-type": "application/json", "x-request-id": request.id}
@@ -190,9 +167,18 @@ def _check(to: InstanceInfo, status: int, body: bytes) -> None:
     raise InstanceRefused(message, retry=status >= 500 or status in (408, 429))
 
 
-def _parse(to: InstanceInfo, data: bytes) -> _Reply:
+def _kv_transfer_params(to: InstanceInfo, reply: ReadReply) -> dict[str, Any]:
     try:
-        reply = _decoder.decode(data)
+        return msgspec.json.decode(reply.kv_transfer_params, type=dict[str, Any] | None) or {}
+    except UNREADABLE as error:
+        raise InstanceRefused(
+            f"instance {to.id} sent no valid kv_transfer_params: {error}", retry=True
+        ) from None
+
+
+def _parse(to: InstanceInfo, data: bytes) -> ReadReply:
+    try:
+        reply = read_reply(data)
     except UNREADABLE as error:
         raise InstanceRefused(
             f"instance {to.id} sent no valid reply: {error}", retry=True

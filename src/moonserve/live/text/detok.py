@@ -1,7 +1,7 @@
 """Token ids to text as they come: whole characters only, and nothing of a stop string.
 
-For whoever streams: the gateway, and the worker where it has stop strings to watch for. One object
-per generation. What `feed` and `flush` return, joined, never depends on how the input was cut.
+`live/openai/text` uses both classes, one object of each per generation. What `feed` and `flush`
+return, joined, never depends on how the input was cut.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from moonserve.live.text.tokenizer import Tokenizer
 class Detokenizer:
     """Joined, the output is the text of all ids fed: U+FFFD only for bytes that are not UTF-8.
 
-    at_start: whether the ids begin a text, as in Tokenizer.decode, or continue a prompt: only at
-    its start does SentencePiece put a space that is not of the text.
+    at_start: whether the ids begin a text, as in Tokenizer.decode, or continue a prompt. Only at
+    the start of a text, SentencePiece adds a space that does not belong to the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = True) -> None:
@@ -33,45 +33,49 @@ class Detokenizer:
         return self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """The end: an unfinished character becomes U+FFFD."""
+        """At the end: an unfinished character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
 class StopMatcher:
     """Cuts a stream of text before the first stop string, which may span pieces.
 
-    The first is the one complete first; of several that end at once, the one that began first. The
-    stop string itself is never returned (vLLM's include_stop_str_in_output=false).
+    The first stop string is the one that is complete first. If several end at the same character,
+    the longest wins. The stop string itself is never returned (vLLM's
+    include_stop_str_in_output=false).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop string is the client's error, refused at the door"
+        assert all(stops), "the API refuses an empty stop string"
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self._stopped = False
+        self.met: str | None = None
+        """The stop string that ended the text; None: the text goes on."""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that may be sent now, and whether a stop string has been met."""
-        if self._stopped:
-            return "", True
+    def feed(self, text: str) -> str:
+        """The text that may be sent now; after a stop string, none."""
+        if self.met is not None:
+            return ""
         text = self._held + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if matches:
-            self._stopped, self._held = True, ""
-            return text[: min(matches)[1]], True
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, begin = min(found)
+            self.met = text[begin:end]
+            self._held = ""
+            return text[:begin]
         cut = self._safe(text)
         self._held = text[cut:]
-        return text[:cut], False
+        return text[:cut]
 
     def _safe(self, text: str) -> int:
-        """Where the longest end of `text` begins that a stop string could begin with."""
+        """The index of the longest end of `text` that is the beginning of a stop string."""
         for at in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(stop.startswith(text[at:]) for stop in self._stops):
                 return at
         return len(text)
 
     def flush(self) -> str:
-        """The end: text held back that turned out to begin no stop string."""
+        """At the end: the text that was held back and began no stop string."""
         held, self._held = self._held, ""
         return held

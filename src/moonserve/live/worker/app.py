@@ -31,7 +31,10 @@ from moonserve.live.http.message import (
     json_response,
 )
 from moonserve.live.http.server import App, Reply
+from moonserve.live.openai.reply import event, reply_head
+from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import EngineShape
+from moonserve.live.text.detok import Detokenizer
 from moonserve.live.text.tokenizer import Tokenizer
 from moonserve.live.worker.chain import Fetch
 from moonserve.live.worker.job import Job, Piece
@@ -44,11 +47,9 @@ from moonserve.live.worker.wire import (
     Delta,
     PrefetchBody,
     Shaper,
-    event,
     make_job,
     parse_packed,
 )
-from moonserve.live.worker.words import Words
 
 
 class WorkerApp:
@@ -102,8 +103,10 @@ class WorkerApp:
             shape=self._shape,
             encode=self._tokenizer.encode if self._tokenizer else None,
         )
-        id = f"cmpl-{request.id}"
-        shaper = Shaper(body, job, id, int(time.time()), self.info.model)
+        head = reply_head(
+            request.id, "completion", bool(body.stream), int(time.time()), self.info.model
+        )
+        shaper = Shaper(body, job, head)
         request.cancel_on_disconnect()
         if body.stream:
             events = self._events(job, shaper)
@@ -130,12 +133,14 @@ class WorkerApp:
 
     async def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
         """The generation with its text; ends early at a stop string."""
-        words = Words(self._tokenizer, job.stopping.stop) if self._tokenizer else None
+        text = None
+        if self._tokenizer is not None:
+            text = TextStream(Detokenizer(self._tokenizer, at_start=False), job.stopping.stop)
         reason = "abort"
         try:
             async with aclosing(self._runner.generate(job)) as pieces:
                 async for piece in pieces:
-                    delta = _delta(piece, words)
+                    delta = _delta(piece, text)
                     reason = delta.finish_reason or reason
                     yield delta
                     if delta.finish_reason is not None:
@@ -234,20 +239,24 @@ def chain_client(http: HttpClient, token: str, wait_s: float) -> Fetch:
     return fetch
 
 
-def _delta(piece: Piece, words: Words | None) -> Delta:
-    finish = piece.finish
-    reason: str | None = finish.reason if finish else None
-    stop: int | str | None = finish.stop_token if finish else None
-    text = ""
-    if words is not None and reason == "stop":
-        text = words.flush()  # the token that stops a generation is no part of its text
-    elif words is not None:
-        text, met = words.push(piece.token)
-        if met is not None:
-            reason, stop = "stop", met
-        elif reason is not None:
-            text += words.flush()
-    return Delta(text, (piece.token,), reason, stop, piece.cached_tokens)
+def _delta(piece: Piece, text: TextStream | None) -> Delta:
+    reason: str | None = None
+    stop: int | str | None = None
+    if piece.finish is not None:
+        reason = piece.finish.reason
+        stop = piece.finish.stop_token
+    ids = (piece.token,)
+    added = ""
+    if text is not None:
+        if reason is None:
+            added = text.feed(ids)
+        elif reason == "stop":
+            added = text.end()  # the text does not contain the token that stops it
+        else:
+            added = text.end(ids)
+        if text.met is not None:
+            reason, stop = "stop", text.met
+    return Delta(added, ids, reason, stop, piece.cached_tokens)
 
 
 class _Primed:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from moonserve.core.errors import BadRequest, ModelNotFound
-from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
+from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
+from moonserve.live.openai.request import GenerationRequest, sampling, stopping, wants_usage
 from moonserve.live.ports import EngineShape
 from moonserve.live.worker.job import Job, Part
 
@@ -26,12 +28,6 @@ _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 _Body = TypeVar("_Body")
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    """OpenAI's stream_options."""
-
-    include_usage: bool = False
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
@@ -62,24 +58,21 @@ class ChainBody(msgspec.Struct, frozen=True):
     lease: _Name
 
 
-class CompletionBody(msgspec.Struct, frozen=True):
-    """The body of POST /v1/completions; other fields are ignored, as vLLM does."""
+class CompletionBody(GenerationRequest, kw_only=True):
+    """The body of POST /v1/completions; other fields are ignored, as vLLM does.
+
+    Its bounds are vLLM's, which are wider than the gateway's.
+    """
 
     prompt: list[Any] | str
     model: str | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = 16
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = 0
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     stop_token_ids: list[_Count] | None = None
-    ignore_eos: bool = False
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     cache_salt: _Salt | None = None
-    return_token_ids: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
 
 
@@ -129,6 +122,8 @@ def make_job(
             "prompt" if len(prompt) >= shape.max_len else "max_tokens",
             "context_length_exceeded",
         )
+    stop = stopping(body, max_tokens)
+    _check_stops(stop.stop, encode is not None)
     if params.part is not None:
         _check_part(params.part, params.do_remote_decode, len(prompt), shape)
     first = params.first_token_id if params.do_remote_prefill else None
@@ -137,18 +132,8 @@ def make_job(
     return Job(
         request=request,
         prompt=prompt,
-        sampling=Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
-            seed=secrets.randbits(32) if body.seed is None else body.seed,
-        ),
-        stopping=Stopping(
-            max_tokens=max_tokens,
-            stop=_stops(body.stop, encode is not None),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=body.ignore_eos,
-        ),
+        sampling=sampling(body, secrets.randbits(32)),
+        stopping=stop,
         lease=LeaseId(params.lease or lease),
         send_kv=params.do_remote_decode,
         take_kv=params.do_remote_prefill,
@@ -191,78 +176,60 @@ def _prompt(
     return tuple(given)
 
 
-def _stops(given: str | list[str] | None, has_text: bool) -> tuple[str, ...]:
-    stops = (given,) if isinstance(given, str) else tuple(given or ())
+def _check_stops(stops: tuple[str, ...], has_text: bool) -> None:
     if not all(stops):
         raise BadRequest("a stop string must not be empty", "stop")
     if stops and not has_text:
         raise BadRequest("this worker has no tokenizer: use stop_token_ids", "stop")
-    return stops
 
 
 class Shaper:
-    """The replies to one request."""
+    """Writes the replies to one request."""
 
-    def __init__(self, body: CompletionBody, job: Job, id: str, created: int, model: str) -> None:
-        self._body = body
-        self._job = job
-        self._base = {"id": id, "object": "text_completion", "created": created, "model": model}
+    def __init__(self, body: CompletionBody, job: Job, head: Reply) -> None:
+        """head: what `reply_head` returns for this request."""
+        self._head = head
+        self._choice = Choice(stop_reason=None, token_ids=None, prompt_token_ids=None)
+        head.choices = [self._choice]
+        self._prompt_tokens = len(job.prompt)
+        self._wants_usage = wants_usage(body)
+        self._wants_ids = bool(body.return_token_ids)
+        # A router that passes KV parameters has the prompt. A long one is hundreds of KB of JSON.
+        if self._wants_ids and body.kv_transfer_params is None:
+            self._choice.prompt_token_ids = job.prompt
         self._sent = 0
 
     def chunk(self, delta: Delta, hand_over: dict[str, Any] | None) -> bytes:
-        """One server-sent event; the first one carries the prompt's ids where asked for."""
-        choice = self._choice([delta])
+        """One server-sent event; the first one has the prompt's ids where the client wants them."""
         if self._sent:
-            choice["prompt_token_ids"] = None
+            self._choice.prompt_token_ids = None
+        self._fill([delta])
         self._sent += len(delta.token_ids)
-        reply = {**self._base, "choices": [choice]}
         if hand_over is not None:
-            reply["kv_transfer_params"] = hand_over
-        return event(reply)
+            self._head.kv_transfer_params = hand_over
+        return event(self._head)
 
     def last_events(self, cached_tokens: Tokens) -> bytes:
-        """The usage event, if asked for, and the end."""
-        options = self._body.stream_options
-        end = b"data: [DONE]\n\n"
-        if options is None or not options.include_usage:
-            return end
-        usage = self._usage(self._sent, cached_tokens)
-        return event({**self._base, "choices": [], "usage": usage}) + end
+        """The usage event, where the client wants it, and the end of the stream."""
+        if not self._wants_usage:
+            return DONE
+        self._head.choices = []
+        self._head.kv_transfer_params = UNSET
+        self._head.usage = Usage.of(self._prompt_tokens, self._sent, cached_tokens)
+        return event(self._head) + DONE
 
-    def whole(self, deltas: Sequence[Delta], hand_over: dict[str, Any] | None) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], hand_over: dict[str, Any] | None) -> Reply:
         """The whole reply."""
+        self._fill(deltas)
         generated = sum(len(delta.token_ids) for delta in deltas)
-        return {
-            **self._base,
-            "choices": [self._choice(deltas)],
-            "usage": self._usage(generated, deltas[-1].cached_tokens),
-            "kv_transfer_params": hand_over,
-        }
+        self._head.usage = Usage.of(self._prompt_tokens, generated, deltas[-1].cached_tokens)
+        self._head.kv_transfer_params = hand_over
+        return self._head
 
-    def _choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        ids = bool(self._body.return_token_ids)
-        # A router that hands KV over knows the prompt: a long one is hundreds of KB of JSON.
-        echo = ids and self._body.kv_transfer_params is None
-        return {
-            "index": 0,
-            "text": "".join(delta.text for delta in deltas),
-            "logprobs": None,
-            "finish_reason": deltas[-1].finish_reason,
-            "stop_reason": deltas[-1].stop_reason,
-            "token_ids": [token for delta in deltas for token in delta.token_ids] if ids else None,
-            "prompt_token_ids": self._job.prompt if echo else None,
-        }
-
-    def _usage(self, generated: Tokens, cached_tokens: Tokens) -> dict[str, Any]:
-        prompt = len(self._job.prompt)
-        return {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt + generated,
-            "completion_tokens": generated,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        }
-
-
-def event(value: object) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    def _fill(self, deltas: Sequence[Delta]) -> None:
+        choice = self._choice
+        choice.text = "".join(delta.text for delta in deltas)
+        choice.finish_reason = deltas[-1].finish_reason
+        choice.stop_reason = deltas[-1].stop_reason
+        if self._wants_ids:
+            choice.token_ids = [token for delta in deltas for token in delta.token_ids]

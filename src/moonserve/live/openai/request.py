@@ -1,18 +1,20 @@
-"""OpenAI's requests: their fields, and the judgement of each field before any work is spent.
+"""OpenAI's requests: their fields, and the check of each field before any work is spent.
 
-Called by `app`. Every refusal is a BadRequest whose `param` is the field's path as OpenAI writes it
-("messages[1].role"). Knows no tokens: lengths are judged where the prompt has been tokenised.
+The gateway's API, the worker's wire and whatever tokenizes prompts call it. Every refusal is a
+BadRequest whose `param` is the field's path as OpenAI writes it ("messages[1].role"). Nothing here
+knows tokens: the length of a prompt is checked where it has been tokenized.
 
-Three kinds of fields. Understood: those of the structs below. Refused unless they ask for nothing:
-`_UNSUPPORTED`, because to ignore them would change the answer. Ignored on purpose, as they change
-nothing here: user, store, metadata, parallel_tool_calls, service_tier, safety_identifier,
-prompt_cache_key, reasoning_effort, verbosity; and so is any field nobody knows.
+There are three kinds of fields. The structs below have the fields that are understood. A field of
+`_UNSUPPORTED` is refused unless it asks for nothing, because to ignore it would change the answer.
+All other fields are ignored because they change nothing here: user, store, metadata,
+parallel_tool_calls, service_tier, safety_identifier, prompt_cache_key, reasoning_effort, verbosity,
+and every unknown field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -20,6 +22,11 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
+
+Form: TypeAlias = Literal["chat", "completion"]
+"""Which of OpenAI's two kinds of request it is."""
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+PATHS: Mapping[Form, str] = {"chat": CHAT, "completion": COMPLETION}
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1_024
@@ -58,11 +65,11 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "prompt_embeds": (),
 }
-"""Field -> the values, besides null, that ask for nothing."""
+"""Field -> the values that ask for nothing; null is always one of them."""
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream shall carry besides its text."""
+    """What a stream carries besides its text."""
 
     include_usage: bool | None = None
 
@@ -84,10 +91,9 @@ class Message(msgspec.Struct):
     function_call: Any = None
 
 
-class _Common(msgspec.Struct, kw_only=True):
-    """The fields that both kinds of request have."""
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """The fields that all generations have besides their model and prompt."""
 
-    model: str
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -102,24 +108,26 @@ class _Common(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class ChatRequest(_Common, kw_only=True):
+class ChatRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions."""
 
+    model: str
     messages: list[Message]
     max_completion_tokens: int | None = None
 
 
-class CompletionRequest(_Common, kw_only=True):
+class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions."""
 
+    model: str
     prompt: str | list[str | int | list[int]]
 
 
 def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
-    """The request, every field judged; BadRequest otherwise."""
+    """The request with every field checked. Raises BadRequest."""
     request = decode_json(body, ChatRequest)
     _refuse_unsupported(body)
-    _judge(request)
+    _check(request)
     _at_least_one("max_completion_tokens", request.max_completion_tokens)
     if not request.messages:
         raise BadRequest("messages: must have at least one message", "messages")
@@ -128,20 +136,20 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
             f"messages: {len(request.messages)} are over the limit of {max_messages}", "messages"
         )
     for i, message in enumerate(request.messages):
-        _judge_message(message, f"messages[{i}]")
+        _check_message(message, f"messages[{i}]")
     return request
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """The request, every field judged but the token ids' range; BadRequest otherwise."""
+    """The request with every field checked but the range of token ids. Raises BadRequest."""
     request = decode_json(body, CompletionRequest)
     _refuse_unsupported(body)
-    _judge(request)
+    _check(request)
     return request
 
 
 def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
-    """The messages as chat templates take them: role, name, content as one string.
+    """The messages as chat templates take them: role, name and content as one string.
 
     Text parts are joined by newlines, as in vLLM.
     """
@@ -158,7 +166,7 @@ def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
 
 
 def context_exceeded(param: str, what: str, max_len: Tokens) -> BadRequest:
-    """The error where `what` is more than a model's context of `max_len` tokens can hold."""
+    """The error for `what`, which does not fit a model's context of `max_len` tokens."""
     return BadRequest(
         f"{param}: {what} exceed the model's context of {max_len} tokens",
         param,
@@ -167,9 +175,9 @@ def context_exceeded(param: str, what: str, max_len: Tokens) -> BadRequest:
 
 
 def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) -> str | list[int]:
-    """The one prompt of a request: text, or at most `max_len` token ids that exist.
+    """The one prompt of a request: text, or at most `max_len` token ids of the vocabulary.
 
-    BadRequest otherwise.
+    Raises BadRequest.
     """
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -197,8 +205,8 @@ def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) 
     return ids
 
 
-def sampling(request: _Common, drawn_seed: int) -> Sampling:
-    """How to sample; `drawn_seed` is for requests that have none of their own."""
+def sampling(request: GenerationRequest, drawn_seed: int) -> Sampling:
+    """How to sample; a request without a seed gets `drawn_seed`."""
     return Sampling(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
@@ -207,7 +215,7 @@ def sampling(request: _Common, drawn_seed: int) -> Sampling:
     )
 
 
-def stopping(request: _Common, max_tokens: Tokens) -> Stopping:
+def stopping(request: GenerationRequest, max_tokens: Tokens) -> Stopping:
     """When to stop."""
     stop = request.stop
     return Stopping(
@@ -218,7 +226,7 @@ def stopping(request: _Common, max_tokens: Tokens) -> Stopping:
     )
 
 
-def wants_usage(request: _Common) -> bool:
+def wants_usage(request: GenerationRequest) -> bool:
     """Whether a stream ends with a chunk of usage."""
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
@@ -237,7 +245,7 @@ def _refuse_unsupported(body: bytes) -> None:
             raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
 
 
-def _judge(request: _Common) -> None:
+def _check(request: GenerationRequest) -> None:
     _at_least_one("max_tokens", request.max_tokens)
     _within("temperature", request.temperature, 0, 2)
     _within("top_p", request.top_p, 0, 1)
@@ -247,13 +255,13 @@ def _judge(request: _Common) -> None:
     _within("seed", request.seed, -(2**63), 2**63 - 1)
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options: only allowed with stream", "stream_options")
-    _judge_stops(request)
+    _check_stops(request)
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= _MAX_SALT_CHARS:
         what = f"must have 1 to {_MAX_SALT_CHARS} characters"
         raise BadRequest(f"cache_salt: {what}", "cache_salt")
 
 
-def _judge_stops(request: _Common) -> None:
+def _check_stops(request: GenerationRequest) -> None:
     stop = request.stop
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > _MAX_STOPS:
@@ -269,7 +277,7 @@ def _judge_stops(request: _Common) -> None:
         _within(f"stop_token_ids[{i}]", token, 0, 2**31 - 1)
 
 
-def _judge_message(message: Message, path: str) -> None:
+def _check_message(message: Message, path: str) -> None:
     if message.role not in _ROLES:
         raise BadRequest(
             f"{path}.role: {message.role!r} is not one of {', '.join(_ROLES)}", f"{path}.role"

@@ -1,8 +1,8 @@
-"""A client's body on its way to engines: what the gateway reads of it, and the few changes.
+"""A client's request on its way to an external engine: what the gateway reads, and what it adds.
 
-The rest goes as it came, byte for byte within each field and in the order of fields; what it means
-is the engine's to judge. Fields by which engines hand KV to each other are refused: with them a
-client could reach for another's.
+The gateway's API and `live/drive` call it. All other bytes pass through unchanged and in the order
+of fields; the engine checks what they mean. The gateway refuses fields by which engines hand KV to
+each other: a client could use them to reach another client's KV.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import msgspec
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
-from moonserve.live.api.front import CHAT, COMPLETION, Form
 from moonserve.live.http.message import decode_json
+from moonserve.live.openai.request import Form
 
-PATHS: Mapping[Form, str] = {"chat": CHAT, "completion": COMPLETION}
-_OURS = (
+_RESERVED = (
     "kv_transfer_params",
     "bootstrap_host",
     "bootstrap_port",
@@ -30,11 +29,11 @@ _PROMPTS: Mapping[Form, tuple[str, tuple[bytes, ...], str]] = {
     "chat": ("messages", (b"[",), "a list of messages"),
     "completion": ("prompt", (b'"', b"["), "text, or a list of texts or of token ids"),
 }
-"""Its field, how that may begin, and what it must be."""
+"""The field of the prompt, the bytes it may begin with, and what it must be."""
 
 
 class _Body(msgspec.Struct):
-    """The fields that are looked at."""
+    """The fields that the gateway reads."""
 
     model: str
     messages: msgspec.Raw = _UNTOUCHED
@@ -50,7 +49,7 @@ class _Body(msgspec.Struct):
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     vllm_xargs: dict[str, msgspec.Raw] | None = None
-    """Goes where kv_transfer_params go, and must not bring any."""
+    """vLLM copies it into kv_transfer_params, so it must not contain any of the reserved fields."""
     kv_transfer_params: msgspec.Raw = _UNTOUCHED
     bootstrap_host: msgspec.Raw = _UNTOUCHED
     bootstrap_port: msgspec.Raw = _UNTOUCHED
@@ -58,8 +57,8 @@ class _Body(msgspec.Struct):
     disagg_prefill_dp_rank: msgspec.Raw = _UNTOUCHED
 
 
-class Asked:
-    """What a client asked for. Raises BadRequest where that can be told without an engine."""
+class ExternalRequest:
+    """One client's request. Raises BadRequest for what the gateway can see without an engine."""
 
     def __init__(self, form: Form, raw: bytes) -> None:
         body = decode_json(raw, _Body)
@@ -70,11 +69,13 @@ class Asked:
         self.messages, self.prompt = bytes(body.messages), bytes(body.prompt)
         self.tools = b"" if bytes(body.tools) in _NO_TOOLS else bytes(body.tools)
         self.salt = body.cache_salt or ""
-        for name in _OURS:
+        for name in _RESERVED:
             if getattr(body, name) is not _UNTOUCHED:
-                raise BadRequest(f"{name}: is the gateway's to say; leave it out", name)
+                raise BadRequest(f"{name}: only the gateway sets it; leave it out", name)
             if name in (body.vllm_xargs or ()):
-                raise BadRequest(f"vllm_xargs: {name} is the gateway's to say", "vllm_xargs")
+                raise BadRequest(
+                    f"vllm_xargs: only the gateway sets {name}; leave it out", "vllm_xargs"
+                )
         prompt, begins, what = _PROMPTS[form]
         if getattr(body, prompt) is _UNTOUCHED:
             raise BadRequest(f"{prompt}: is missing", prompt)
@@ -82,25 +83,25 @@ class Asked:
             raise BadRequest(f"{prompt}: must be {what}", prompt)
         asked = body.max_completion_tokens if form == "chat" else None
         self.max_tokens: Tokens | None = body.max_tokens if asked is None else asked
-        """None: as many as the engine gives by itself."""
+        """None: the engine's own default."""
         self.choices = max(1, body.n or 1, body.best_of or 1)
         self.prompts = 1
-        """How many there are, in a completion."""
+        """How many prompts a completion has; the reader of the prompt sets it."""
         self._several = bool(body.use_beam_search)
         self._prompt_logprobs = body.prompt_logprobs is not None or bool(body.echo)
 
     @property
     def whole(self) -> bool:
-        """Whether one engine must do all of it.
+        """Whether one engine must serve all of the request.
 
-        KV that an engine hands on is for one reader, so not for several choices, beams or prompts;
-        and logprobs of a prompt are made where it is computed.
+        An engine hands KV to one reader, so not to several choices, beams or prompts. Only the
+        engine that computes a prompt has its logprobs.
         """
         several = self.choices > 1 or self.prompts > 1 or self._several
         return several or self._prompt_logprobs
 
     def for_prefill(self, kv_params: bytes) -> bytes:
-        """The body of a prefill: one token, whole, KV to be handed on as `kv_params` (JSON) say."""
+        """The body of a prefill call: one token, no stream, and `kv_params` (JSON) for the KV."""
         one = msgspec.Raw(b"1")
         fields = self._fields()
         for name in ("stream_options", "min_tokens"):
@@ -113,8 +114,8 @@ class Asked:
         return msgspec.json.encode(fields)
 
     def with_fields(self, fields: Mapping[str, bytes]) -> bytes:
-        """The body with these (JSON by name) at its end."""
-        added = b"".join([b',"%b":%b' % (name.encode(), said) for name, said in fields.items()])
+        """The body with these fields (name to JSON) appended."""
+        added = b"".join([b',"%b":%b' % (name.encode(), value) for name, value in fields.items()])
         return self.raw.rstrip()[:-1].rstrip() + added + b"}"
 
     def _fields(self) -> dict[str, msgspec.Raw]:

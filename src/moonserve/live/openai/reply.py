@@ -1,0 +1,210 @@
+"""OpenAI's replies: the shapes that gateways and workers write, and the one shape that is read.
+
+`live/api` and `live/worker` write, `live/drive` and `live/replay` read. Replies of external engines
+pass through as bytes; see `usage` for what is read of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from moonserve.core.units import Tokens
+from moonserve.live.openai.request import Form
+
+_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+def event(value: object) -> bytes:
+    """One server-sent event with this value as JSON."""
+    return b"data: %b\n\n" % _encode(value)
+
+
+class PromptDetails(msgspec.Struct):
+    """How many tokens of the prompt had their KV before the request came."""
+
+    cached_tokens: Tokens
+
+
+class Usage(msgspec.Struct):
+    """Tokens of one request; completion_tokens counts all generated tokens, EOS included."""
+
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
+    total_tokens: Tokens
+    prompt_tokens_details: PromptDetails
+
+    @staticmethod
+    def of(prompt: Tokens, generated: Tokens, cached: Tokens) -> Usage:
+        """The usage of a prompt with `cached` reused tokens, after `generated` tokens."""
+        return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds to a chat message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ReplyMessage(msgspec.Struct):
+    """The assistant's whole message."""
+
+    role: str
+    content: str
+
+
+class Choice(msgspec.Struct):
+    """The one choice: `delta` in chat chunks, `message` in chat replies, `text` in completions.
+
+    The last three fields are vLLM's extensions. A worker writes all of them; a gateway writes
+    `token_ids` where return_token_ids asks for it.
+    """
+
+    index: int = 0
+    delta: Delta | UnsetType = UNSET
+    message: ReplyMessage | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: Sequence[int] | UnsetType | None = UNSET
+    """Ids since the last chunk."""
+    prompt_token_ids: Sequence[int] | UnsetType | None = UNSET
+
+
+class Reply(msgspec.Struct):
+    """A whole reply, or one chunk of it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+    """vLLM's extension: what a decode instance needs to fetch the KV."""
+
+
+_OBJECTS: dict[tuple[Form, bool], str] = {
+    ("chat", False): "chat.completion",
+    ("chat", True): "chat.completion.chunk",
+    ("completion", False): "text_completion",
+    ("completion", True): "text_completion",
+}
+
+
+def reply_head(id: str, form: Form, stream: bool, created: int, model: str) -> Reply:
+    """The fields that all chunks of a reply share; `id` is the request's, `created` in seconds."""
+    prefix = "chatcmpl" if form == "chat" else "cmpl"
+    return Reply(f"{prefix}-{id}", _OBJECTS[form, stream], created, model, [])
+
+
+class ReplyWriter:
+    """Writes one reply of a gateway: `whole`, or `begin`, each `piece` and `end` as events.
+
+    usage: whether the stream ends with a chunk of usage.
+    """
+
+    def __init__(self, head: Reply, form: Form, usage: bool) -> None:
+        self._head = head
+        self._chat = form == "chat"
+        self._wants_usage = usage
+        self._delta = Delta()
+        self._choice = Choice()
+        head.choices = [self._choice]
+
+    def whole(self, text: str, reason: str, ids: list[int] | None, usage: Usage) -> bytes:
+        """The reply as one JSON object; ids: None where the client does not want them."""
+        if self._chat:
+            self._choice.message = ReplyMessage("assistant", text)
+        else:
+            self._choice.text = text
+        self._choice.finish_reason = reason
+        self._choice.token_ids = UNSET if ids is None else ids
+        self._head.usage = usage
+        return _encode(self._head)
+
+    def begin(self) -> bytes:
+        """What comes before the first piece: chat streams begin with the role."""
+        if self._wants_usage:
+            self._head.usage = None
+        if not self._chat:
+            return b""
+        self._choice.delta = Delta("assistant", "")
+        first = event(self._head)
+        self._choice.delta = self._delta
+        return first
+
+    def piece(self, text: str, reason: str | None, ids: list[int] | None) -> bytes:
+        """The events of one piece; b"" where it adds nothing."""
+        self._choice.token_ids = UNSET if ids is None else ids
+        if not self._chat:
+            self._choice.text = text
+            self._choice.finish_reason = reason
+            return event(self._head) if text or reason or ids else b""
+        self._delta.content = text
+        events = event(self._head) if text or ids else b""
+        if reason:
+            self._delta.content = UNSET
+            self._choice.token_ids = UNSET
+            self._choice.finish_reason = reason
+            events += event(self._head)
+        return events
+
+    def end(self, usage: Usage) -> bytes:
+        """What comes after the last piece."""
+        if not self._wants_usage:
+            return DONE
+        self._head.choices = []
+        self._head.usage = usage
+        return event(self._head) + DONE
+
+
+class ReadDetails(msgspec.Struct):
+    """How much of the prompt an engine reused."""
+
+    cached_tokens: Tokens | None = None
+
+
+class ReadUsage(msgspec.Struct):
+    """The tokens that an engine counted."""
+
+    prompt_tokens: Tokens | None = None
+    prompt_tokens_details: ReadDetails | None = None
+
+
+class ReadChoice(msgspec.Struct):
+    """What is read of a choice."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class ReadReply(msgspec.Struct):
+    """What is read of a reply or of a chunk; an error event has `error` in place of choices."""
+
+    choices: list[ReadChoice] = []
+    usage: ReadUsage | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    error: Any = None
+
+    def cached_tokens(self) -> Tokens | None:
+        """Reused prompt tokens, at most the prompt's; None: the engine does not report them."""
+        usage = self.usage
+        if usage is None or usage.prompt_tokens_details is None:
+            return None
+        cached = usage.prompt_tokens_details.cached_tokens
+        if cached is None or usage.prompt_tokens is None:
+            return cached
+        return min(cached, usage.prompt_tokens)
+
+
+read_reply = msgspec.json.Decoder(ReadReply).decode
+"""Decodes a reply or chunk. Raises the errors of http.message.UNREADABLE."""

@@ -1,0 +1,37 @@
+"""The text of one generation as its tokens come, cut before the first stop string.
+
+The gateway and the worker use it for the requests of our own instances. It never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.live.text.detok import StopMatcher
+from moonserve.live.text.tools import TokenText
+
+
+class TextStream:
+    """One per generation. What `feed` and `end` return, joined, is the generation's text."""
+
+    def __init__(self, tokens: TokenText, stops: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._matcher = StopMatcher(stops) if stops else None
+
+    @property
+    def met(self) -> str | None:
+        """The stop string that ended the text; None: the text has met none."""
+        return None if self._matcher is None else self._matcher.met
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that is certain once these token ids have come."""
+        text = self._tokens.feed(ids)
+        return text if self._matcher is None else self._matcher.feed(text)
+
+    def end(self, ids: Sequence[int] = ()) -> str:
+        """The rest of the text, where these ids are the last ones with text."""
+        text = self._tokens.feed(ids) + self._tokens.flush()
+        if self._matcher is None:
+            return text
+        text = self._matcher.feed(text)
+        return text if self._matcher.met else text + self._matcher.flush()
