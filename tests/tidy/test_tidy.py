@@ -43,6 +43,7 @@ FORBIDDEN = [
 ]
 
 
+LOOP = "src/moonserve/live/control/loop.py"
 SPECIFIED_BY = ("greedy_reference",)
 """Plain loops that stand beside the fast ones as their specification."""
 
@@ -223,6 +224,14 @@ def settings_are_written_once(file: File) -> Iterator[str]:
                     yield f"{node.lineno}: config.filled copies {name} and all others by name"
 
 
+def the_conductor_is_read_by_its_port(file: File) -> Iterator[str]:
+    """In live, only the Conductor's own loop reaches into the Conductor."""
+    if file.path.startswith("src/moonserve/live/") and file.path != LOOP:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Attribute) and node.attr == "core":
+                yield f"{node.lineno}: read it through ports.ClusterRead, which {LOOP} implements"
+
+
 def names_no_machine(file: File) -> Iterator[str]:
     """No machine's path and no registry's host is named anywhere."""
     for number, line in enumerate(file.text.splitlines(), 1):
@@ -241,6 +250,7 @@ PYTHON_RULES: list[Callable[[File], Iterator[str]]] = [
     modules_say_what_they_are_for,
     nothing_is_caught_blindly,
     settings_are_written_once,
+    the_conductor_is_read_by_its_port,
 ]
 CORE, LIVE, CLI = (f"src/moonserve/{room}/x.py" for room in ("core", "live", "cli"))
 BROKEN = [
@@ -258,6 +268,7 @@ BROKEN = [
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept (OSError, Exception): pass"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception: pass  # noqa: BLE001"),
     (settings_are_written_once, CLI, "GatewayConfig(eviction=settings.eviction)"),
+    (the_conductor_is_read_by_its_port, LIVE, "len(conductor.core.index)"),
     (names_no_machine, "README.md", "cd /wo" + "rk/main"),
     (names_no_machine, "Makefile", "pip --index https://pypi" + ".org/simple"),
 ]
@@ -268,6 +279,7 @@ FINE = [
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception:  # noqa: BLE001 - why\n    0"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept BaseException:\n    raise"),
     (settings_are_written_once, CLI, "filled(WorkerConfig, settings, port=listen)"),
+    (the_conductor_is_read_by_its_port, LOOP, "len(self.core.index)"),
     (names_no_machine, LIVE, "path = tmp_path / 'work/x'"),
 ]
 

@@ -18,15 +18,18 @@ from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
     DecodeEnded,
+    Fact,
     InstanceInfo,
     PrefillEnded,
     StageEnded,
 )
+from moonserve.core.schedule.view import InstanceView, Promised
 from moonserve.core.store.words import Found as Found
 from moonserve.core.store.words import Replica as Replica
 from moonserve.core.units import (
     BlockKey,
     Bytes,
+    InstanceId,
     LeaseId,
     Micros,
     RequestId,
@@ -245,6 +248,36 @@ class Inbox(Protocol):
 
     def put_nowait(self, item: Any, /) -> None:
         """Take one action; never full."""
+
+
+class ClusterRead(Protocol):
+    """What the Conductor knows of the cluster, for parts of its own process that only read.
+
+    Callers change nothing in what they get; it is valid until the event loop's next turn.
+    """
+
+    def now_us(self) -> Micros:
+        """The clock by which the times in the views are counted."""
+
+    def views(self) -> Mapping[InstanceId, InstanceView]:
+        """The instances that have joined, by id."""
+
+    def promised(self) -> Promised:
+        """The ledger: what is promised to requests that are under way."""
+
+    def index_blocks(self) -> int:
+        """How many blocks the prefix index knows."""
+
+    @property
+    def placed(self) -> int:
+        """How many requests were placed, ever."""
+
+
+class ClusterFeed(ClusterRead, Protocol):
+    """The Conductor for parts of its own process that watch instances: they read and report."""
+
+    def tell(self, *facts: Fact) -> None:
+        """Report facts; those of one turn of the event loop are taken together."""
 
 
 class Conducting(Protocol):

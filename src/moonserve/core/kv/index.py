@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import compress
+from typing import TypeAlias
 
 from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.pieces import ChainPiece, HolderState, parting, span
@@ -25,6 +26,8 @@ _FIELD = (1 << 20) - 1
 _ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
 """One copy on a tier. A holder's count is the sum over tiers, 20 bits each: nobody has room for a
 million copies of one block."""
+Held: TypeAlias = tuple[tuple[Hashable, ...], Hashable | None, Tier, int]
+"""Blocks that one holder has: (keys, the key before them, tier, epoch)."""
 _MAX_GONE = 4_096
 _FEW = 6
 _BITS = bytes.maketrans(b"01", b"\0\1")
@@ -207,10 +210,8 @@ class PrefixIndex:
         count = 0 if it is None or piece is None else piece.counts.get(it, 0)
         return tuple(tier for tier, one in _ONE.items() if count // one & _FIELD)
 
-    def inventory(
-        self, holder: SegmentId
-    ) -> list[tuple[tuple[Hashable, ...], Hashable | None, Tier, int]]:
-        """All that a holder has, as (keys, parent, tier, epoch), for an index that is to be alike.
+    def inventory(self, holder: SegmentId) -> list[Held]:
+        """All that a holder has, for an index that is to be alike.
 
         Told to `stored` in any order; a block that it stored several times comes as often.
         """

@@ -113,7 +113,7 @@ class Control:
         loop = self.conductor
         others = [] if self.several is None else [Standing(self.several)]
         alarms = Alarms(lambda: self.alarms())
-        return [Predictions(loop.core.outlook), Served(loop.account), Copies(loop), alarms, *others]
+        return [Predictions(loop), Served(loop.account), Copies(loop), alarms, *others]
 
     async def start(self, port: int) -> None:
         """Time passes from now on, and others find us at that port. Raises RegistryError."""

@@ -92,7 +92,7 @@ class Internal:
             raise Incompatible(f"this gateway serves {served}, not {info.model}", "model")
         if not urlsplit(info.url).hostname:
             raise BadRequest(f"{info.url!r} is no URL such as http://host:port", "url")
-        for view in self._conductor.core.view.instances.values():
+        for view in self._conductor.views().values():
             other = view.info
             if other.id != info.id and other.model == info.model:
                 _check_compatible(info, other)
@@ -102,7 +102,7 @@ class Internal:
 
     async def _beat(self, request: HttpRequest) -> Response:
         beat = _decode(await request.body(), BeatBody)
-        view = self._conductor.core.view.instances.get(beat.id)
+        view = self._conductor.views().get(beat.id)
         if view is None or view.info.epoch != beat.epoch:
             raise UnknownInstance(f"instance {beat.id} has not joined; join again", "id")
         self._conductor.tell(Beat(beat.id, beat.epoch, beat.load))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError
+from moonserve.core.kv.index import Held
 from moonserve.core.request import Request
 from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.actions import (
@@ -30,11 +31,17 @@ from moonserve.core.schedule.actions import (
     Spread,
 )
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, SpreadUpTo
+from moonserve.core.schedule.dry_run import look
+from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, Promises, SpreadUpTo
+from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.placement import Decision
+from moonserve.core.schedule.residency import Errors
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.schedule.view import InstanceView, Promised
 from moonserve.core.units import (
     MICROS_PER_SECOND,
     BlockKey,
+    InstanceId,
     LeaseId,
     Micros,
     RequestId,
@@ -124,6 +131,52 @@ class ConductorLoop:
             self._version = self.core.view.version
             self._infos = [view.info for view in self.core.view.instances.values()]
         return self._infos
+
+    # What the Conductor knows: for parts of this process that read. See ports.ClusterRead.
+
+    def views(self) -> Mapping[InstanceId, InstanceView]:
+        """The instances that have joined, by id."""
+        return self.core.view.instances
+
+    def promised(self) -> Promised:
+        """The ledger: what is promised to requests that are under way."""
+        return self.core.promised()
+
+    def promises(self) -> tuple[Promises, ...]:
+        """What is promised by instance, as other gateways are sent it."""
+        return self.core.view.promises(self.now_us())
+
+    def index_blocks(self) -> int:
+        """How many blocks the prefix index knows."""
+        return len(self.core.index)
+
+    def inventory(self, holder: SegmentId) -> list[Held]:
+        """What the index knows of one segment; see PrefixIndex.inventory."""
+        return self.core.index.inventory(holder)
+
+    def dry_run(self, request: Request, keys: Sequence[BlockKey]) -> Decision | Refuse:
+        """What the Conductor would decide for this request now; nothing changes."""
+        return look(self.core, request, keys, self.now_us())
+
+    @property
+    def tuning(self) -> Tuning:
+        """The Conductor's settings."""
+        return self.core.tuning
+
+    @property
+    def copies(self) -> Hot:
+        """The copies of hot prefixes."""
+        return self.core.hot
+
+    @property
+    def tbt_errors(self) -> Errors:
+        """TBT predicted on admission, less the one when prefill had ended; microseconds."""
+        return self.core.outlook.tbt_errors
+
+    @property
+    def output_errors(self) -> Errors:
+        """Output lengths predicted when decode began, less the real ones; tokens."""
+        return self.core.outlook.output_errors
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""

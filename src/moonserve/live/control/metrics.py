@@ -20,7 +20,6 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from moonserve.core.schedule.account import Account
-from moonserve.core.schedule.admission_state import Outlook
 from moonserve.core.schedule.hot import SKIPPED
 from moonserve.live.control.loop import ConductorLoop
 
@@ -54,8 +53,8 @@ class Buckets:
 class Predictions(Collector):
     """How far off the Conductor's predictions were: bias (predicted less actual), and sizes."""
 
-    def __init__(self, outlook: Outlook) -> None:
-        self._outlook = outlook
+    def __init__(self, conductor: ConductorLoop) -> None:
+        self._conductor = conductor
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry; nothing is told before there is something to compare."""
@@ -63,13 +62,13 @@ class Predictions(Collector):
             (
                 "moonserve_decode_tbt_error_seconds",
                 "TBT predicted on admission for when prefill ends, less what it was then.",
-                self._outlook.tbt_errors,
+                self._conductor.tbt_errors,
                 1e6,
             ),
             (
                 "moonserve_output_error_tokens",
                 "Output length predicted when decode began, less what it was.",
-                self._outlook.output_errors,
+                self._conductor.output_errors,
                 1.0,
             ),
         ):
@@ -111,7 +110,7 @@ class Copies(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry."""
-        hot = self._conductor.core.hot
+        hot = self._conductor.copies
         copies = CounterMetricFamily(
             "moonserve_spread_copies", "Copies of hot prefixes, by stage.", labels=("stage",)
         )

@@ -173,7 +173,7 @@ class Several:
         self._internal.seen([event])
 
     async def _index(self, request: HttpRequest) -> StreamingResponse:
-        told = takeover.tell(self._conductor.core.index, [POOL])
+        told = takeover.tell(self._conductor.inventory, [POOL])
         return StreamingResponse(told, content_type="application/octet-stream")
 
     # Workers.
@@ -205,9 +205,8 @@ class Several:
 
     async def _look(self) -> None:
         """Notice what is promised here: one look for all who are told."""
-        view = self._conductor.core.view
         while True:
-            now = view.promises(self._conductor.now_us()) if self._peers else ()
+            now = self._conductor.promises() if self._peers else ()
             is_new = _changed(self._promised, now)
             self._promised = now
             if is_new:

@@ -22,7 +22,6 @@ from moonserve.core.errors import (
 )
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse
-from moonserve.core.schedule.dry_run import look
 from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
@@ -117,12 +116,12 @@ class PlacementApi:
     async def _select(self, http: HttpRequest) -> Response:
         ask = decode_json(await http.body(), PlacementBody)
         request, keys = await self._asks.request(ask, http.id)
-        core, now_us = self._conductor.core, self._conductor.now_us()
-        found = look(core, request, keys, now_us)
+        found = self._conductor.dry_run(request, keys)
         if isinstance(found, Refuse):
             raise owed(found)
-        infos = [core.view.instances[name].info for name in (found.prefill, found.decode)]
-        group = [core.view.instances[stage.instance].info for stage in found.stages]
+        views = self._conductor.views()
+        infos = [views[name].info for name in (found.prefill, found.decode)]
+        group = [views[stage.instance].info for stage in found.stages]
         placed = Prefill(request.id, 0, infos[0], found, infos[1], tuple(group))
         return json_response(_placement(placed))
 

@@ -15,7 +15,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError, RegistryError
 from moonserve.core.kv.facts import BlocksStored
-from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.index import Held
 from moonserve.core.units import SegmentId
 from moonserve.live.http.client import HttpClient
 
@@ -29,10 +29,15 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(BlocksStored).decode
 
 
-async def tell(index: PrefixIndex, holders: list[SegmentId]) -> AsyncIterator[bytes]:
-    """All that they hold, event by event, each behind its length; an empty one ends it."""
+async def tell(
+    inventory: Callable[[SegmentId], list[Held]], holders: list[SegmentId]
+) -> AsyncIterator[bytes]:
+    """All that they hold, event by event, each behind its length; an empty one ends it.
+
+    inventory: what the index knows of one holder.
+    """
     for holder in holders:
-        for keys, parent, tier, epoch in index.inventory(holder):
+        for keys, parent, tier, epoch in inventory(holder):
             for at in range(0, len(keys), _PAGE):
                 part = keys[at : at + _PAGE]
                 before = keys[at - 1] if at else parent

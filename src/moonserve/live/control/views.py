@@ -46,14 +46,15 @@ class Api:
         return {("GET", DECISIONS_PREFIX): self._decision}
 
     async def _instances(self, request: HttpRequest) -> Response:
-        now_us, views = self._conductor.now_us(), self._conductor.core.view.instances
-        return json_response([instance_row(view, now_us) for view in views.values()])
+        now_us = self._conductor.now_us()
+        rows = [instance_row(view, now_us) for view in self._conductor.views().values()]
+        return json_response(rows)
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})
 
     async def _stats(self, request: HttpRequest) -> Response:
-        promised = self._conductor.core.promised()
+        promised = self._conductor.promised()
         return json_response(
             {
                 "requests": promised.requests,
@@ -62,9 +63,9 @@ class Api:
                 "prefills_promised": promised.prefills,
                 "prefill_us_promised": promised.prefill_us,
                 "decodes_promised": promised.decodes,
-                "index_blocks": len(self._conductor.core.index),
+                "index_blocks": self._conductor.index_blocks(),
                 "store": await self._pool.lookup({}),
-                "tuning": self._conductor.core.tuning,
+                "tuning": self._conductor.tuning,
             }
         )
 

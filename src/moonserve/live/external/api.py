@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError
-from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import instance_row
 from moonserve.live.external.fleet import Fleet, Unknown
 from moonserve.live.external.registry_engines import RegistryEngines
@@ -22,6 +21,7 @@ from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
+from moonserve.live.ports import ClusterRead
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class FleetApi:
     def __init__(
         self,
         fleet: Fleet,
-        conductor: ConductorLoop,
+        conductor: ClusterRead,
         token: str,
         found: RegistryEngines | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class FleetApi:
         return {("DELETE", PATH + "/"): self._remove}
 
     async def _list(self, request: HttpRequest) -> Response:
-        views, now_us = self._conductor.core.view.instances, self._conductor.now_us()
+        views, now_us = self._conductor.views(), self._conductor.now_us()
         found = []
         for instance, row in rows(self._fleet).items():
             view = views.get(instance)

@@ -17,13 +17,13 @@ from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule import observed
 from moonserve.core.schedule.observed import Part, Watch
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
-from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.feeds import POOL, FeedCounts, FeedOpener, Hearing
 from moonserve.live.external.handshake import EngineFacts, beside
 from moonserve.live.external.member import Member
 from moonserve.live.external.monitor import EngineMonitor, Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
+from moonserve.live.ports import ClusterFeed
 from moonserve.live.text.tools import TextTools
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Fleet:
 
     def __init__(
         self,
-        conductor: ConductorLoop,
+        conductor: ClusterFeed,
         http: HttpClient,
         load_text: Callable[[str], TextTools],
         environ: Mapping[str, str],
@@ -165,7 +165,7 @@ class Fleet:
             Member(spec, self._http, key),
             self._http,
             self._hearing,
-            lambda: self._conductor.core.view.instances,
+            self._conductor.views,
             tools,
             self.times,
             self._check,
@@ -296,8 +296,7 @@ class Fleet:
                     )
             for instance, feed in monitor.feeds.items():
                 found += [f"{instance}: {text}" for text in _of_feed(feed.counts())]
-        core = self._conductor.core
-        for view in core.view.instances.values():
+        for view in self._conductor.views().values():
             if not view.trust.trusted:
                 share = f"{100 * view.trust.share:.0f}%"
                 found.append(
@@ -328,9 +327,9 @@ class Fleet:
         return said
 
     def _index_empty(self) -> bool:
-        views = self._conductor.core.view.instances
+        views = self._conductor.views()
         feeds = [it for _, monitor in self.monitors() for it in monitor.feeds if it in views]
-        return bool(feeds) and self._conductor.placed > 0 and not len(self._conductor.core.index)
+        return bool(feeds) and self._conductor.placed > 0 and not self._conductor.index_blocks()
 
 
 def _several(names: list[str]) -> str:

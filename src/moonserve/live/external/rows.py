@@ -10,10 +10,10 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId
-from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.feeds import FeedCounts
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import EngineMonitor
+from moonserve.live.ports import ClusterRead
 
 _COUNTS = (
     ("events_batches", "Batches of KV events that came.", "batches"),
@@ -57,7 +57,7 @@ def _row(source: str, monitor: EngineMonitor, instance: InstanceId) -> dict[str,
 class FleetMetrics(Collector):
     """Per instance: up, trusted, what became of its events, hits as predicted and as they were."""
 
-    def __init__(self, fleet: Fleet, conductor: ConductorLoop) -> None:
+    def __init__(self, fleet: Fleet, conductor: ClusterRead) -> None:
         self._fleet = fleet
         self._conductor = conductor
 
@@ -69,7 +69,7 @@ class FleetMetrics(Collector):
             for instance in monitor.member.spec.ids()
         ]
         feeds = {i: monitor.feeds[i].counts() for i, monitor in monitors if i in monitor.feeds}
-        views = self._conductor.core.view.instances
+        views = self._conductor.views()
         yield _gauge(
             "instance_up",
             "Whether the engine answers and is used.",
