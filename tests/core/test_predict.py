@@ -8,8 +8,8 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Counted, Request, Stopping
+from moonserve.core.schedule.prediction_errors import ErrorSeries
 from moonserve.core.schedule.residency import (
-    Errors,
     Lengths,
     Oracle,
     Predictor,
@@ -167,7 +167,7 @@ def test_the_oracle_knows() -> None:
 
 def test_errors_are_counted() -> None:
     """Bias is of all, quantiles are of the latest; none of nothing."""
-    errors = Errors()
+    errors = ErrorSeries()
     assert (errors.bias, errors.quantile(0.5)) == (None, None)
     for predicted in (3, 5, 13):
         errors.add(predicted, 4)

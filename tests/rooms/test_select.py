@@ -141,7 +141,7 @@ def test_a_reservation_from_prefill_to_the_end() -> None:
         assert over == {"id": "abc", "released": True}
         await asyncio.sleep(0)
         assert rig.promised() == NOTHING
-        assert rig.loop.core.outlook.output_errors.count == 1
+        assert rig.loop.core.errors.output.count == 1
         again = await rig.good("release", {"id": "abc", "outcome": "decode_ended"})
         assert again == {"id": "abc", "released": False}
         assert rig.selection.reservations == 0
@@ -177,7 +177,7 @@ def test_one_call_may_do_both() -> None:
             assert (await rig.good("release", over))["released"]
         await asyncio.sleep(0)
         assert rig.promised() == NOTHING
-        assert rig.loop.core.outlook.output_errors.count == 2
+        assert rig.loop.core.errors.output.count == 2
 
     run(use)
 
@@ -213,7 +213,7 @@ def test_every_end_releases_everything(outcome: str) -> None:
         await asyncio.sleep(0)
         assert rig.promised() == NOTHING
         assert rig.loop.records["a"].outcome == outcome  # type: ignore[index]
-        seen = rig.loop.core.outlook.output_errors.count
+        seen = rig.loop.core.errors.output.count
         assert seen == (2 if outcome == "decode_ended" else 0)
 
     run(use)

@@ -255,10 +255,9 @@ def _rejections(served: Sequence[Served]) -> dict[str, Any]:
 def _predictions(sim: Simulation) -> dict[str, Any]:
     """Predicted less actual: TBT on the decode instance when prefill ended, and output lengths."""
     found = {}
-    outlook = sim.conductor.outlook
     for name, errors, unit in (
-        ("decode_tbt_{}_ms", outlook.tbt_errors, 1e3),
-        ("output_{}_tokens", outlook.output_errors, 1.0),
+        ("decode_tbt_{}_ms", sim.conductor.errors.tbt, 1e3),
+        ("output_{}_tokens", sim.conductor.errors.output, 1.0),
     ):
         parts = {
             "bias": errors.bias,

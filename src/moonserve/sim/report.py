@@ -272,7 +272,7 @@ def _calibration(sim: Simulation) -> str:
 
     Of the latest requests, in groups of like predictions; nothing where nothing was predicted.
     """
-    pairs = np.array(sorted(sim.conductor.outlook.tbt_errors.latest), float).reshape(-1, 2) / 1e3
+    pairs = np.array(sorted(sim.conductor.errors.tbt.latest), float).reshape(-1, 2) / 1e3
     groups = np.array_split(pairs, max(1, min(20, len(pairs) // 10)))
     middle = [float(group[:, 0].mean()) for group in groups if len(group)]
     lines = [Line("as predicted", "quiet", middle, middle)]

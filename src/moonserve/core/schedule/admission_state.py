@@ -18,7 +18,8 @@ from moonserve.core.schedule.forecast import forecast, place_us, room_in_us
 from moonserve.core.schedule.handoff import Handoff, LifeFact
 from moonserve.core.schedule.placement import Decision, Look
 from moonserve.core.schedule.policies import policy_of, work_us
-from moonserve.core.schedule.residency import Errors, Stay, predictor_of
+from moonserve.core.schedule.prediction_errors import PredictionErrors
+from moonserve.core.schedule.residency import Stay, predictor_of
 from moonserve.core.schedule.retry import LATEST_US, Told
 from moonserve.core.schedule.tenants import Tenants
 from moonserve.core.schedule.tuning import Tuning
@@ -57,8 +58,7 @@ class Outlook:
         """The same: the output to be expected of anybody."""
         self._joined_share, self._seen = 0.0, 0
         """Mean over outputs of the part that the first gap has in a TBT as it is measured."""
-        self.tbt_errors, self.output_errors = Errors(), Errors()
-        """Predicted against actual: TBT (us) when prefill ends, and output lengths (tokens)."""
+        self.errors = PredictionErrors()
 
     def context(self, length: Tokens) -> Tokens:
         """What a prompt of this length comes to, with the output to be expected."""
@@ -257,7 +257,7 @@ class Outlook:
         self._seen = min(self._seen + 1, _SEEN)
         self._joined_share += (share - self._joined_share) / (_UNSEEN + self._seen)
         if stay is not None:
-            self.output_errors.add(stay.expected, tokens)
+            self.errors.output.add(stay.expected, tokens)
             self._predictor.ended(request, tokens, now_us - stay.due_us)
 
     def with_drain(

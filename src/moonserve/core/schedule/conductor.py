@@ -40,6 +40,7 @@ from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.membership import Presence
 from moonserve.core.schedule.placement import Ask, Decision, choose_decode, preferred
 from moonserve.core.schedule.policies import Memory, Tuning, Verdict, decide, policy_of, work_us
+from moonserve.core.schedule.prediction_errors import PredictionErrors
 from moonserve.core.schedule.view import ClusterView, InstanceView, Promised
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
 from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
@@ -135,6 +136,11 @@ class Conductor:
     def promised(self) -> Promised:
         """The ledger: zero in every field when no request is under way."""
         return self.view.promised(len(self._lives))
+
+    @property
+    def errors(self) -> PredictionErrors:
+        """How far off the predictions were."""
+        return self.outlook.errors
 
     @property
     def waiting(self) -> int:
@@ -285,7 +291,7 @@ class Conductor:
             goal_us = outlook.slo(request).tbt_us
             view, _ = choose_decode(context, preferred(alive, life.failed), goal_us)
         if self._held.pop(request.id, None) is None:
-            outlook.tbt_errors.add(decision.predicted_tbt_us, view.tbt_now_us(context))
+            outlook.errors.tbt.add(decision.predicted_tbt_us, view.tbt_now_us(context))
         if life.attempts == 1:  # else its client may have tokens
             others = connectors.speaking(way, self.view.decodes(request.model))
             view, refusal = outlook.arrives(request, view, others, context, decision, now_us)

@@ -7,7 +7,6 @@ Source: arXiv 2407.00079 "Mooncake", section 7.4 (one decode time for all); the 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -35,7 +34,6 @@ _HALVED_AT = 4_096
 _STALE = 64
 """Outputs, or a sixteenth of those seen, after which what is made of a histogram is made anew."""
 _MOST_CLASSES = 256
-_KEPT_ERRORS = 1_024
 
 
 class Lengths:
@@ -331,31 +329,3 @@ class Oracle:
 
     def left(self, request: Request, tokens: Tokens) -> None:
         """See Predictor."""
-
-
-class Errors:
-    """Predicted against actual: how far off, on average and mostly. Bounded memory."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum = 0.0
-        self.latest: deque[tuple[float, float]] = deque(maxlen=_KEPT_ERRORS)
-        """(predicted, actual)."""
-
-    def add(self, predicted: float, actual: float) -> None:
-        """One more."""
-        self.count += 1
-        self.sum += predicted - actual
-        self.latest.append((predicted, actual))
-
-    @property
-    def bias(self) -> float | None:
-        """Mean of predicted less actual; None where nothing was."""
-        return self.sum / self.count if self.count else None
-
-    def quantile(self, q: float) -> float | None:
-        """That quantile of the latest errors' sizes; None where there are none."""
-        if not self.latest:
-            return None
-        ordered = sorted(abs(predicted - actual) for predicted, actual in self.latest)
-        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

@@ -35,7 +35,7 @@ from moonserve.core.schedule.dry_run import look
 from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, Promises, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.placement import Decision
-from moonserve.core.schedule.residency import Errors
+from moonserve.core.schedule.prediction_errors import PredictionErrors
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView, Promised
 from moonserve.core.units import (
@@ -169,14 +169,9 @@ class ConductorLoop:
         return self.core.hot
 
     @property
-    def tbt_errors(self) -> Errors:
-        """TBT predicted on admission, less the one when prefill had ended; microseconds."""
-        return self.core.outlook.tbt_errors
-
-    @property
-    def output_errors(self) -> Errors:
-        """Output lengths predicted when decode began, less the real ones; tokens."""
-        return self.core.outlook.output_errors
+    def errors(self) -> PredictionErrors:
+        """How far off the Conductor's predictions were."""
+        return self.core.errors
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""

@@ -62,13 +62,13 @@ class Predictions(Collector):
             (
                 "moonserve_decode_tbt_error_seconds",
                 "TBT predicted on admission for when prefill ends, less what it was then.",
-                self._conductor.tbt_errors,
+                self._conductor.errors.tbt,
                 1e6,
             ),
             (
                 "moonserve_output_error_tokens",
                 "Output length predicted when decode began, less what it was.",
-                self._conductor.output_errors,
+                self._conductor.errors.output,
                 1.0,
             ),
         ):
