@@ -30,7 +30,7 @@ import zmq
 
 from common import machine_line
 from moonserve.core.kv.events import KvBatch, StoredEvent
-from moonserve.core.kv.rolling import Rolled, token_keys
+from moonserve.core.kv.rolling import RollingIndexer, token_keys
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.core.kv.tiers import Source, TieredIndex
 from moonserve.core.units import SegmentId
@@ -238,7 +238,7 @@ def alone(
     for worker, of_worker in enumerate(events):
         stream = Source(SegmentId(str(worker)), str(worker))
         space.join(stream)
-        rolled = Rolled(stream, space, "", "")
+        rolled = RollingIndexer(stream, space, "", "")
         for event in of_worker:
             rolled.batch(KvBatch(0.0, (event,)))
     rng = random.Random(3)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
-from moonserve.core.kv.rolling import Rolled, block_keys, token_keys
+from moonserve.core.kv.rolling import RollingIndexer, block_keys, token_keys
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.core.kv.tiers import Source, TieredIndex, TierHits, mask
 from moonserve.core.units import SegmentId
@@ -25,15 +25,15 @@ class Site:
 
     def __init__(self) -> None:
         self.space = TieredIndex(SIZE, 0)
-        self.streams: dict[str, Rolled] = {}
+        self.streams: dict[str, RollingIndexer] = {}
 
     def add(
         self, instance: str, rank: int = 0, kind: str = "vLLM", lora: str = "", salt: str = ""
-    ) -> Rolled:
+    ) -> RollingIndexer:
         """One more stream."""
         stream = Source(SegmentId(f"{instance}/{rank}"), instance, rank, kind == "Mooncake")
         self.space.join(stream)
-        made = self.streams[stream.id] = Rolled(stream, self.space, lora, salt)
+        made = self.streams[stream.id] = RollingIndexer(stream, self.space, lora, salt)
         return made
 
     def hits(
@@ -43,7 +43,7 @@ class Site:
         return self.space.hits(token_keys(mask(lora, salt), tokens, SIZE, 0))
 
 
-def tell(stream: Rolled, *events: KvEvent) -> None:
+def tell(stream: RollingIndexer, *events: KvEvent) -> None:
     """One batch."""
     stream.batch(KvBatch(0.0, events))
 
@@ -247,7 +247,7 @@ def test_a_real_engine() -> None:
     ]
     space, stream = TieredIndex(32, 5), Source(SegmentId("e"), "e")
     space.join(stream)
-    it = Rolled(stream, space, "", "")
+    it = RollingIndexer(stream, space, "", "")
     for expected, frames in zip(after, messages("kv_events_capture.bin"), strict=True):
         it.batch(read_live(frames)[1])
         found = {

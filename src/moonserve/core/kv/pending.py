@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonserve.core.kv.pieces import parting
+from moonserve.core.kv.index import parting
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 
 

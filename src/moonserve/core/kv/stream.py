@@ -1,14 +1,14 @@
-"""Stream: one engine rank's KV events as facts about blocks, under our keys.
+"""One engine rank's KV events as changes of an index, under the index's own keys.
 
-Fed with batches in order (core.kv.order), by whoever follows the engine; its facts go to the
-Conductor's index. Our key of a block is computed from the event's token ids and the key before it
-(core.kv.event_keys), so it does not matter how an engine hashes: its hashes only name blocks here.
+BlockStream takes batches in order (core.kv.order). It names a block by the event's token ids and
+the key of the block before it, so an engine may hash as it likes: its hashes are only names here.
+EventStream makes the Conductor's facts of these changes; core.kv.rolling feeds the Indexer API.
 
-Who counts: the engine may store a hash several times and remove it as often; that is counted here,
-per tier, and the index is told of the first and the last only.
+An engine may store a hash several times and remove it as often. The stream counts copies per tier,
+and the index receives the first store and the last removal only.
 
-What never happens here: a fact about a block of which the engine told neither tokens nor a hash
-that is known; more kept than the bounds; a hash of one run of the engine believed in the next.
+What never happens here: a change for a block of which the engine sent neither token ids nor a known
+hash; more kept than the bounds; a hash of one run of the engine believed in the next run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ from moonserve.core.kv.event_keys import event_keys
 from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, RemovedEvent, StoredEvent
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.kv.orphans import Orphans, Place
 from moonserve.core.kv.vllm_hash import Algorithm, algorithm_of
 from moonserve.core.units import BlockKey, SegmentId, Tokens
 
@@ -38,63 +37,69 @@ _TIERS: dict[str, Tier] = {
     "DISK": "disk",
     "STORAGE": "disk",
 }
-"""vLLM's and SGLang's words."""
+"""The media that vLLM and SGLang name, in upper case."""
 _SHARED = ("cpu", "EXTERNAL")
-"""The Mooncake store's connector says the first, SGLang the second."""
+"""Media of a shared store: the Mooncake connector of vLLM sends the first, SGLang the second."""
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
-"""Caches that hold every block of a prefix."""
+"""Kinds of caches that hold every block of a prefix."""
 _ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
 _FIELD = (1 << 20) - 1
 _MAX_KINDS = 64
 _POOL_TIER: Tier = "dram"
 
+K = TypeVar("K")
+"""What an index calls a block: any hashable value."""
 
-Keys: TypeAlias = Callable[[StoredEvent, int, BlockKey | None], list[BlockKey]]
-"""The names of an event's blocks from a number on, behind the one before. May raise OverflowError;
-see core.kvkeys."""
+Place: TypeAlias = Tier | Literal["pool"]
+"""A tier of the engine's own, or the store that it shares with other engines."""
+
+Keys: TypeAlias = Callable[[StoredEvent, int, K | None], list[K]]
+"""(event, at, parent) -> keys of the event's blocks from number `at` on. `parent` is the key of the
+block before; None: block `at` heads its chain. May raise OverflowError on an invalid token id."""
 
 
 class StreamStats(msgspec.Struct):
-    """Counted since the beginning."""
+    """Counts since the stream began."""
 
     events: int = 0
     stored: int = 0
-    """Blocks told as stored."""
+    """Blocks that the index was given."""
     removed: int = 0
+    """Blocks that were taken out of the index."""
     cleared: int = 0
-    """Times that the engine's own cache was cleared."""
+    """Times that the engine cleared its own cache."""
     reports: int = 0
-    """Blocks told again since a request reused them."""
+    """Blocks that an engine repeated as stored because a request reused them."""
     orphans: int = 0
-    """Blocks whose chain is not known up to them, put aside."""
+    """Blocks put aside because their parent is not known yet."""
     orphans_dropped: int = 0
-    """Of these, how many were given up for others."""
+    """Orphans given up because there were too many."""
     mismatches: int = 0
-    """Blocks of another size."""
+    """Blocks of another size than the index has."""
     other_groups: int = 0
-    """Blocks of caches that do not hold every block of a prefix, or of further ones that do."""
+    """Blocks of caches that do not count: see EventStream on hybrid models."""
     unplaced: int = 0
-    """Blocks with neither tokens nor a known hash, or on a medium that nobody here knows."""
+    """Blocks with neither token ids nor a known hash, or on an unknown medium."""
     unknown_removed: int = 0
     """Removals of blocks that were not known."""
     refused: int = 0
-    """Blocks beyond the bound."""
+    """Blocks left out because the stream was full."""
 
 
-class _Block:
-    """A block that the engine has, or had lately: its name here, and copies per tier in 20 bits
-    each."""
+class _EngineBlock(Generic[K]):
+    """A block that the engine holds or held lately: its key, and its copies per tier (20 bits
+    each)."""
 
     __slots__ = ("count", "key", "parent")
 
-    def __init__(self, key: BlockKey, parent: BlockKey | None) -> None:
+    def __init__(self, key: K, parent: K | None) -> None:
         self.key = key
         self.parent = parent
         self.count = 0
 
 
-class _Note:
-    """A fact in the making."""
+class BlockChange(Generic[K]):
+    """Blocks that were stored at or removed from one place; or a place that was cleared."""
 
     __slots__ = ("keys", "parent", "place", "what")
 
@@ -102,69 +107,145 @@ class _Note:
         self,
         what: Literal["stored", "removed", "cleared"],
         place: Place,
-        keys: list[BlockKey],
-        parent: BlockKey | None,
+        keys: list[K],
+        parent: K | None,
     ) -> None:
         self.what = what
         self.place = place
         self.keys = keys
+        """A run of one chain if stored, in no order if removed, empty if cleared."""
         self.parent = parent
+        """If stored, the key of the block before keys[0]; None: keys[0] heads its chain."""
 
 
-class EventStream:
-    """See the module. One per engine rank and epoch."""
+class Orphan:
+    """A stored event that waits for its parent, and what was removed of it meanwhile."""
+
+    __slots__ = ("event", "parent", "place", "removed")
+
+    def __init__(self, event: StoredEvent, parent: EngineHash, place: Place) -> None:
+        self.event = event
+        self.parent = parent
+        self.place = place
+        self.removed: list[EngineHash] = []
+
+
+class Orphans:
+    """At most `most` stored events whose parent is not known yet; the oldest are given up."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: OrderedDict[EngineHash, list[Orphan]] = OrderedDict()
+        """By parent, oldest first."""
+        self._count = 0
+        self._missing: dict[EngineHash, Orphan] = {}
+        """The latest that has this hash."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, event: StoredEvent, place: Place) -> int:
+        """One more; how many blocks of others were given up for it."""
+        parent = event.parent_block_hash
+        assert parent is not None, "who has no parent is no orphan"
+        dropped = 0
+        if self._count >= self._most:
+            oldest = next(iter(self._waiting.values()))[0]
+            dropped = len(oldest.event.block_hashes)
+            self._take_out(oldest)
+        orphan = Orphan(event, parent, place)
+        self._waiting.setdefault(parent, []).append(orphan)
+        self._count += 1
+        self._missing.update(dict.fromkeys(event.block_hashes, orphan))
+        return dropped
+
+    def take(self, parent: EngineHash) -> list[Orphan]:
+        """Those that waited for this parent, in the order they came; they wait no more."""
+        taken = list(self._waiting.get(parent, ()))
+        for orphan in taken:
+            self._take_out(orphan)
+        return taken
+
+    def removed(self, hash: EngineHash, place: Place) -> bool:
+        """Note that a copy of a block went. False: nobody here has it."""
+        orphan = self._missing.get(hash)
+        if orphan is None or orphan.place != place:
+            return False
+        if len(orphan.removed) < len(orphan.event.block_hashes):
+            orphan.removed.append(hash)
+        return True
+
+    def clear(self, place: Place | None = None) -> None:
+        """Those of one place are gone; None: all."""
+        for orphan in [it for waiting in self._waiting.values() for it in waiting]:
+            if place in (None, orphan.place):
+                self._take_out(orphan)
+
+    def _take_out(self, orphan: Orphan) -> None:
+        waiting = self._waiting[orphan.parent]
+        waiting.remove(orphan)
+        if not waiting:
+            del self._waiting[orphan.parent]
+        self._count -= 1
+        for hash in orphan.event.block_hashes:
+            if self._missing.get(hash) is orphan:
+                del self._missing[hash]
+
+
+class BlockStream(Generic[K]):
+    """See the module. One per engine rank and index.
+
+    A hybrid model has several caches ("groups"). The first one that holds every block of a prefix
+    counts; the events of the others are only counted.
+    """
 
     def __init__(
         self,
-        holder: SegmentId,
-        epoch: int,
-        namespace: Namespace,
-        pool: SegmentId | None = None,
+        block_size: Tokens,
+        keys: Keys[K],
         *,
+        pooled: bool = False,
         max_blocks: int = 2_000_000,
         max_orphans: int = 1_024,
         max_retired: int = 65_536,
-        keys: Keys | None = None,
     ) -> None:
-        """`holder`: whose blocks these are; `namespace`: of requests without LoRA and salt; `pool`:
-        the holder of what engines share by a store, None: what is told of such a store counts as
-        the engine's own memory. Bounds: blocks held, events of unknown parents, hashes of blocks
-        that are gone (a child may follow). `keys`: other names than those of core.kvkeys."""
+        """`block_size`: the index's. `pooled`: whether events of a store that engines share have
+        place "pool"; otherwise they count as the engine's own memory. Bounds: blocks held, orphaned
+        events, and hashes of removed blocks (a child may still follow)."""
         self.stats = StreamStats()
         self.algorithm: Algorithm | Literal["other"] | None = None
-        """How the engine hashes, by its first event of a plain chain; None: there was none yet.
+        """How the engine hashes, by its first event of a plain chain; None: no such event yet.
         Engines that share a store must agree in it."""
         self.block_size: Tokens | None = None
-        """The engine's, as its events tell; where it is not the namespace's, nothing is told."""
-        self._holder = holder
-        self._epoch = epoch
-        self._size = namespace.block_size
-        self._keys = keys or partial(event_keys, namespace, namespace.root())
-        self._pool = pool
+        """The engine's block size, as its events have it. If it is not the index's, nothing
+        changes."""
+        self._size = block_size
+        self._keys = keys
+        self._pooled = pooled
         self._max_blocks = max_blocks
         self._max_retired = max_retired
-        self._known: dict[EngineHash, _Block] = {}
-        """What is held on some tier."""
-        self._retired: OrderedDict[EngineHash, _Block] = OrderedDict()
-        """What is not, or in the pool only; the latest last."""
+        self._known: dict[EngineHash, _EngineBlock[K]] = {}
+        """Blocks held on some tier."""
+        self._retired: OrderedDict[EngineHash, _EngineBlock[K]] = OrderedDict()
+        """Blocks held on no tier, or in the pool only; the latest last."""
         self._orphans = Orphans(max_orphans)
         self._kinds: dict[int, str] = {}
         self._group: int | None = None
-        """Of a hybrid model's caches the one that counts; None: not known yet."""
-        self._notes: list[_Note] = []
+        """The cache of a hybrid model that counts; None: not known yet."""
+        self._changes: list[BlockChange[K]] = []
 
     @property
     def blocks(self) -> int:
-        """How many the engine has on tiers of its own, as far as it told."""
+        """How many blocks the engine holds on tiers of its own, by its events."""
         return len(self._known)
 
     @property
     def mismatch(self) -> Tokens | None:
-        """The engine's block size where it is not the namespace's."""
+        """The engine's block size if it is not the index's, else None."""
         return None if self.block_size in (None, self._size) else self.block_size
 
-    def batch(self, batch: KvBatch) -> list[BlockEvent]:
-        """What the next batch changes, in order."""
+    def changes(self, batch: KvBatch) -> list[BlockChange[K]]:
+        """Take the next batch. Returns what it changes, in order."""
         for event in batch.events:
             self.stats.events += 1
             if isinstance(event, ClearedEvent):
@@ -180,23 +261,24 @@ class EventStream:
                 self._on_removed(event.block_hashes, place)
             else:
                 self._on_stored(event, place)
-        notes, self._notes = self._notes, []
-        return [self._fact(note) for note in notes]
+        changes, self._changes = self._changes, []
+        return changes
 
-    def reset(self) -> list[BlockEvent]:
-        """Forget all: the engine restarted, or batches were lost and what was told is doubtful.
+    def forget(self) -> list[Tier]:
+        """Forget all: the engine restarted, or batches were lost. Returns the tiers it had.
 
-        What is told after is true, but what the engine still has is unknown until it stores it
-        anew. The pool keeps what it has.
+        What the engine sends afterwards is true. What it still holds is unknown until it stores it
+        again. The pool keeps what it has.
         """
         counts = 0
         for block in self._known.values():
             counts |= block.count
         for kept in (self._known, self._retired, self._orphans, self._kinds):
             kept.clear()
-        self._group = self.algorithm = self.block_size = None
-        held = [tier for tier, one in _ONE.items() if counts // one & _FIELD]
-        return [BlocksCleared(self._holder, tier, self._epoch) for tier in held]
+        self._group = None
+        self.algorithm = None
+        self.block_size = None
+        return [tier for tier, one in _ONE.items() if counts // one & _FIELD]
 
     # Which events count, and where
 
@@ -215,7 +297,7 @@ class EventStream:
         """Where something lies; None: on a medium that nobody here knows."""
         if medium == "GPU" and locality is None:
             return "device"
-        if self._pool is not None and (medium in _SHARED or locality == "REMOTE"):
+        if self._pooled and (medium in _SHARED or locality == "REMOTE"):
             return "pool"
         return "device" if medium is None else _TIERS.get(medium.upper())
 
@@ -241,9 +323,9 @@ class EventStream:
             if self._orphans:
                 self._adopt(event.block_hashes[: len(found)])
 
-    def _find_all(self, event: StoredEvent, place: Place) -> list[_Block] | None:
+    def _find_all(self, event: StoredEvent, place: Place) -> list[_EngineBlock[K]] | None:
         """The event's blocks, up to one that cannot be known; None: their parent is not known."""
-        found: list[_Block] = []
+        found: list[_EngineBlock[K]] = []
         before = None
         for hash in event.block_hashes:
             block = self._find(hash)
@@ -271,11 +353,11 @@ class EventStream:
             self.stats.unplaced += len(event.block_hashes) - at
             return found
         for key in keys:
-            found.append(_Block(key, parent))
+            found.append(_EngineBlock(key, parent))
             parent = key
         return found
 
-    def _find(self, hash: EngineHash) -> _Block | None:
+    def _find(self, hash: EngineHash) -> _EngineBlock[K] | None:
         return self._known.get(hash) or self._retired.get(hash)
 
     def _heads(self, event: StoredEvent, place: Place) -> bool:
@@ -294,7 +376,7 @@ class EventStream:
             self.algorithm = made or "other"
         return True
 
-    def _add(self, event: StoredEvent, place: Place, found: Sequence[_Block]) -> None:
+    def _add(self, event: StoredEvent, place: Place, found: Sequence[_EngineBlock[K]]) -> None:
         """One copy more of each; those that are there already where a request's reuse is told."""
         report = event.session_id is not None and event.parent_block_hash is None
         for hash, made in zip(event.block_hashes, found, strict=False):
@@ -302,7 +384,7 @@ class EventStream:
             if place == "pool":
                 if not block.count:
                     self._retire(hash, block)
-                self._note_stored(place, block)
+                self._add_stored(place, block)
                 continue
             one = _ONE[place]
             held = block.count // one & _FIELD
@@ -318,17 +400,17 @@ class EventStream:
                 self._retired.pop(hash, None)
             block.count += one
             if not held:
-                self._note_stored(place, block)
+                self._add_stored(place, block)
 
-    def _note_stored(self, place: Place, block: _Block) -> None:
+    def _add_stored(self, place: Place, block: _EngineBlock[K]) -> None:
         self.stats.stored += 1
-        last = self._notes[-1] if self._notes else None
+        last = self._changes[-1] if self._changes else None
         if last and last.what == "stored" and last.place == place and last.keys[-1] == block.parent:
             last.keys.append(block.key)
         else:
-            self._notes.append(_Note("stored", place, [block.key], block.parent))
+            self._changes.append(BlockChange("stored", place, [block.key], block.parent))
 
-    def _retire(self, hash: EngineHash, block: _Block) -> None:
+    def _retire(self, hash: EngineHash, block: _EngineBlock[K]) -> None:
         """Keep its name for a while: what follows it may still be told."""
         self._retired[hash] = block
         self._retired.move_to_end(hash)
@@ -352,13 +434,13 @@ class EventStream:
         if not gone:
             return
         self.stats.removed += len(gone)
-        last = self._notes[-1] if self._notes else None
+        last = self._changes[-1] if self._changes else None
         if last and last.what == "removed" and last.place == place:
             last.keys += gone
         else:
-            self._notes.append(_Note("removed", place, gone, None))
+            self._changes.append(BlockChange("removed", place, gone, None))
 
-    def _remove(self, hash: EngineHash, place: Place) -> BlockKey | None:
+    def _remove(self, hash: EngineHash, place: Place) -> K | None:
         """One copy less; the block's key where it was the last there."""
         block = self._find(hash) if place == "pool" else self._known.get(hash)
         one = 0 if place == "pool" else _ONE[place]
@@ -382,17 +464,53 @@ class EventStream:
                 del self._known[hash]
                 self._retire(hash, block)
         self._orphans.clear("device")
-        self._notes.append(_Note("cleared", "device", [], None))
+        self._changes.append(BlockChange("cleared", "device", [], None))
 
-    def _fact(self, note: _Note) -> BlockEvent:
-        keys = tuple(note.keys)
-        if note.place == "pool":
-            assert self._pool is not None, "without one nothing is placed there"
+
+class EventStream(BlockStream[BlockKey]):
+    """One engine rank's events as the Conductor's facts about one instance, in one epoch of it."""
+
+    def __init__(
+        self,
+        holder: SegmentId,
+        epoch: int,
+        namespace: Namespace,
+        pool: SegmentId | None = None,
+        *,
+        max_blocks: int = 2_000_000,
+        max_orphans: int = 1_024,
+        max_retired: int = 65_536,
+    ) -> None:
+        """`holder`: whose blocks these are; `namespace`: that of requests without LoRA and salt;
+        `pool`: the holder of a store that engines share, None: there is none."""
+        super().__init__(
+            namespace.block_size,
+            partial(event_keys, namespace, namespace.root()),
+            pooled=pool is not None,
+            max_blocks=max_blocks,
+            max_orphans=max_orphans,
+            max_retired=max_retired,
+        )
+        self._holder = holder
+        self._epoch = epoch
+        self._pool = pool
+
+    def batch(self, batch: KvBatch) -> list[BlockEvent]:
+        """Take the next batch. Returns what it changes, in order."""
+        return [self._fact(change) for change in self.changes(batch)]
+
+    def reset(self) -> list[BlockEvent]:
+        """Forget all; see `forget`."""
+        return [BlocksCleared(self._holder, tier, self._epoch) for tier in self.forget()]
+
+    def _fact(self, change: BlockChange[BlockKey]) -> BlockEvent:
+        if change.place == "pool":
+            assert self._pool is not None, "without a pool, nothing is placed there"
             holder, tier, epoch = self._pool, _POOL_TIER, 0
         else:
-            holder, tier, epoch = self._holder, note.place, self._epoch
-        if note.what == "stored":
-            return BlocksStored(holder, keys, note.parent, tier, epoch)
-        if note.what == "removed":
-            return BlocksRemoved(holder, keys, tier, epoch)
+            holder, tier, epoch = self._holder, change.place, self._epoch
+        if change.what == "stored":
+            return BlocksStored(holder, tuple(change.keys), change.parent, tier, epoch)
+        if change.what == "removed":
+            return BlocksRemoved(holder, tuple(change.keys), tier, epoch)
         return BlocksCleared(holder, tier, epoch)

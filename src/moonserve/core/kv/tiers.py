@@ -1,24 +1,23 @@
-"""Which engine has how much of a prompt, on which tier: the answers of the Indexer API.
+"""TieredIndex: how much of a prompt each registered engine holds, on which tier.
 
-One TieredIndex per Space, with a PrefixIndex per tier, whose holders are sources: the KV
-events of one rank of one instance, or of a store that many instances read. Its keys are rolling
-hashes (core.kv.rolling_hash), those of blocks with a LoRA or a salt marked by these: so blocks that
-differ in them never meet, and who asks by hashes needs none but the standard's. Fed by
-live.external.indexer_api. The Conductor's own index is another: this one knows the instances that
-were registered for it, and they need not be any that the Conductor places requests on.
+It gives the answers of the Indexer API (live.external.indexer_api), one TieredIndex per Space. Its
+sources are the KV events of one rank of one instance, or of a store that many instances read. Its
+keys are rolling hashes (core.kv.rolling_hash); the key of a block with a LoRA or a salt also has a
+mask of these, so that blocks that differ in them never meet. It is not the Conductor's index; see
+docs/adr/0019-two-indexes-one-follower.md.
 
-What never happens here: a hit for a stream that has left, or beyond a block that nobody holds.
+What never happens here: a hit for a source that has left, or beyond a block that nobody holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
+from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.units import SegmentId, Tokens
 
@@ -26,8 +25,7 @@ TIERS: tuple[Tier, ...] = ("device", "dram", "disk")
 
 
 class Space(msgspec.Struct, frozen=True, order=True):
-    """Whose streams are asked together. What else must agree for a block to be reused, its LoRA and
-    salt, is in the keys."""
+    """The sources that one query asks together. A block's LoRA and salt are in its key."""
 
     model: str
     tenant: str
@@ -35,11 +33,11 @@ class Space(msgspec.Struct, frozen=True, order=True):
 
 
 Key: TypeAlias = int | tuple[int, int]
-"""A rolling hash; with the mask before it where there is a LoRA or a salt."""
+"""A rolling hash, or (mask, rolling hash) where there is a LoRA or a salt."""
 
 
 def mask(lora: str, salt: str) -> int:
-    """What tells blocks with this LoRA and this salt from others; 0 for neither."""
+    """The mask of blocks with this LoRA and this salt; 0 for neither."""
     if not lora and not salt:
         return 0
     return xxh3_64_intdigest(msgspec.msgpack.encode((lora, salt))) or 1
@@ -51,19 +49,24 @@ def keyed(cover: int, rolled: int) -> Key:
 
 
 def salted(owner: str, engine: str) -> str:
-    """One salt of what a stream was registered with and what a request had hashed: the standard
-    asks for either by the same field."""
+    """The one salt of a block, of the salt that its source was registered with and the salt of the
+    request: the Indexer API has one field for both."""
     return "|".join(filter(None, (owner, engine)))
 
 
-class Source(msgspec.Struct, frozen=True):
-    """Whose blocks a stream of events tells of."""
+class Source:
+    """Whose blocks a stream of KV events reports: one rank of an instance, or a store."""
 
-    id: SegmentId
-    instance: str
-    rank: int = 0
-    shared: bool = False
-    """All instances of the space read them, as from a store; then it is no instance itself."""
+    __slots__ = ("holders", "id", "instance", "rank", "shared")
+
+    def __init__(self, id: SegmentId, instance: str, rank: int = 0, shared: bool = False) -> None:
+        """`shared`: a store that all instances of the space read; it is not an instance itself."""
+        self.id = id
+        self.instance = instance
+        self.rank = str(rank)
+        self.shared = shared
+        self.holders: dict[Tier, SegmentId] = {tier: SegmentId(f"{id} {tier}") for tier in TIERS}
+        """What stands in the index for this source's blocks on each tier."""
 
 
 class TierHits(
@@ -71,10 +74,11 @@ class TierHits(
     frozen=True,
     rename={"gpu": "GPU", "dp": "DP", "cpu": "CPU", "disk": "DISK"},
 ):
-    """Tokens of a prompt that one instance has, each the most of any of its ranks.
+    """Tokens of a prompt that one instance holds; each number is the largest of its ranks.
 
-    As engines look: first what its device holds from the start without a gap; then, from there on,
-    what host memory holds; then disk. So every tier counts those above it, and the last is longest.
+    Counted as engines look for a prefix: the blocks that the device holds from the start without a
+    gap, then the blocks from there on in host memory, then those from there on on disk. So each
+    tier includes the ones above it, and `disk` equals `longest_matched`.
     """
 
     longest_matched: Tokens
@@ -86,76 +90,69 @@ class TierHits(
 
 
 class TieredIndex:
-    """The blocks of one Space."""
+    """The blocks of one Space: one PrefixIndex, with a holder for each tier of each source."""
 
     def __init__(self, block_size: Tokens, seed: int) -> None:
         self.block_size = block_size
         self.seed = seed
         """Of the hashes that the keys are made of."""
-        self._on = {tier: PrefixIndex() for tier in TIERS}
+        self._index = PrefixIndex()
+        self._sources: dict[SegmentId, Source] = {}
+        """Sources that are no store, by their holder for the device."""
         self._ranks: dict[str, dict[SegmentId, str]] = {}
-        """Streams of each instance, with their ranks."""
-        self._of: dict[SegmentId, str] = {}
-        self._shared: dict[SegmentId, None] = {}
-        self._below: dict[SegmentId, None] = {}
-        """Streams that have had something below the device."""
+        """The ranks of each instance, by the same holder."""
+        self._stores: dict[SegmentId, Source] = {}
+        self._below: dict[SegmentId, Source] = {}
+        """Sources that have had a block below the device, by that holder too."""
         self._nothing: dict[str, msgspec.Raw] | None = None
 
-    def join(self, stream: Source) -> None:
-        """It may have blocks here from now on; again: of no effect."""
-        if stream.shared:
-            self._shared[stream.id] = None
+    def join(self, source: Source) -> None:
+        """The source may have blocks here from now on. A second call changes nothing."""
+        device = source.holders["device"]
+        if source.shared:
+            self._stores[device] = source
         else:
-            self._of[stream.id] = stream.instance
-            self._ranks.setdefault(stream.instance, {})[stream.id] = str(stream.rank)
+            self._sources[device] = source
+            self._ranks.setdefault(source.instance, {})[device] = source.rank
         self._nothing = None
 
-    def leave(self, stream: Source) -> bool:
-        """Whatever it has here goes. Whether somebody is left."""
-        for index in self._on.values():
-            index.cleared(stream.id)
-        self._shared.pop(stream.id, None)
-        self._below.pop(stream.id, None)
-        if self._of.pop(stream.id, None) is not None:
-            ranks = self._ranks[stream.instance]
-            del ranks[stream.id]
+    def leave(self, source: Source) -> bool:
+        """Remove the source and all its blocks. Returns whether any source is left."""
+        for tier in TIERS:
+            self.cleared(source, tier)
+        device = source.holders["device"]
+        self._stores.pop(device, None)
+        self._below.pop(device, None)
+        if self._sources.pop(device, None) is not None:
+            ranks = self._ranks[source.instance]
+            del ranks[device]
             if not ranks:
-                del self._ranks[stream.instance]
+                del self._ranks[source.instance]
         self._nothing = None
-        return bool(self._of or self._shared)
+        return bool(self._sources or self._stores)
 
-    def heard(self, stream: Source, fact: BlockEvent) -> None:
-        """What core.kv.stream says of the stream's blocks, its keys being ours."""
-        match fact:
-            case BlocksStored(_, keys, parent, tier, _):
-                self.stored(stream, cast("Sequence[Key]", keys), cast("Key | None", parent), tier)
-            case BlocksRemoved(_, keys, tier, _):
-                self.removed(stream, cast("Sequence[Key]", keys), tier)
-            case BlocksCleared(_, tier, _):
-                self.cleared(stream, tier)
-
-    def stored(self, stream: Source, keys: Sequence[Key], parent: Key | None, tier: Tier) -> None:
-        """It has these blocks of a chain, the first of them after `parent`."""
+    def stored(self, source: Source, keys: Sequence[Key], parent: Key | None, tier: Tier) -> None:
+        """The source has these blocks of a chain; `parent` is the key before the first."""
         if tier != "device":
-            self._below[stream.id] = None
-        self._on[tier].stored(stream.id, keys, parent)
+            self._below[source.holders["device"]] = source
+        self._index.stored(source.holders[tier], keys, parent)
 
-    def removed(self, stream: Source, keys: Sequence[Key], tier: Tier) -> None:
-        """It has one copy less of each."""
-        self._on[tier].removed(stream.id, keys)
+    def removed(self, source: Source, keys: Sequence[Key], tier: Tier) -> None:
+        """The source has one copy less of each of these blocks."""
+        self._index.removed(source.holders[tier], keys)
 
-    def cleared(self, stream: Source, tier: Tier) -> None:
-        """It has nothing there."""
-        self._on[tier].cleared(stream.id)
+    def cleared(self, source: Source, tier: Tier) -> None:
+        """The source has no blocks on this tier."""
+        self._index.cleared(source.holders[tier])
 
     @property
     def entries(self) -> int:
-        """(block, stream, tier) triples."""
-        return sum([index.entries for index in self._on.values()])
+        """How many (block, source, tier) triples it holds."""
+        return self._index.entries
 
     @property
     def instances(self) -> Mapping[str, msgspec.Raw]:
-        """All there are, each with the answer, in JSON, of one that has nothing of a prompt."""
+        """All instances, each with the answer, in JSON, of an instance that holds nothing."""
         if self._nothing is None:
             self._nothing = {}
             for name, ranks in self._ranks.items():
@@ -164,40 +161,57 @@ class TieredIndex:
         return self._nothing
 
     def hits(self, keys: Sequence[Key]) -> dict[str, TierHits]:
-        """What each instance has of the chain `keys`; who has nothing is absent."""
-        gpu = cpu = disk = self._on["device"].match(keys).by_holder
-        if self._below:
-            cpu = self._go_on(self._on["dram"], keys, gpu)
-            disk = self._go_on(self._on["disk"], keys, cpu)
-        size, of, found = self.block_size, self._of, dict[str, TierHits]()
-        for stream, blocks in disk.items():
-            name = of[stream]
-            ranks = self._ranks[name]
-            if len(ranks) == 1:
-                most, on_cpu, on_gpu = blocks * size, cpu.get(stream, 0), gpu.get(stream, 0)
-                dp = {ranks[stream]: on_gpu * size}
-                found[name] = TierHits(most, on_gpu * size, dp, on_cpu * size, most)
-            elif name not in found:
-                dp = {rank: size * gpu.get(one, 0) for one, rank in ranks.items()}
-                tiers = [size * max([tier.get(one, 0) for one in ranks]) for tier in (cpu, disk)]
-                found[name] = TierHits(tiers[1], max(dp.values()), dp, *tiers)
+        """What each instance has of the chain `keys`; an instance that has nothing is absent."""
+        size, found = self.block_size, dict[str, TierHits]()
+        several: dict[str, list[tuple[Source, int, int, int]]] = {}
+        for reach in self._reaches(keys):
+            source, gpu, cpu, disk = reach
+            if len(self._ranks[source.instance]) == 1:
+                most, on_gpu = disk * size, gpu * size
+                dp = {source.rank: on_gpu}
+                found[source.instance] = TierHits(most, on_gpu, dp, cpu * size, most)
+            else:
+                several.setdefault(source.instance, []).append(reach)
+        for name, reaches in several.items():
+            dp = dict.fromkeys(self._ranks[name].values(), 0)
+            dp.update({source.rank: gpu * size for source, gpu, _, _ in reaches})
+            cpu = size * max([reach[2] for reach in reaches])
+            disk = size * max([reach[3] for reach in reaches])
+            found[name] = TierHits(disk, max(dp.values()), dp, cpu, disk)
         return found
 
-    def _go_on(
-        self, index: PrefixIndex, keys: Sequence[Key], starts: Mapping[SegmentId, int]
-    ) -> dict[SegmentId, int]:
-        """How far each stream comes that has `starts` blocks above this tier; 0 is left out."""
-        runs: dict[int, Mapping[SegmentId, int]] = {}
-        ends = dict(starts)
-        for stream in self._of if self._shared else self._below:
-            at = ends.get(stream, 0)
-            while True:
+    def _reaches(self, keys: Sequence[Key]) -> list[tuple[Source, int, int, int]]:
+        """How many blocks of `keys` each source reaches with its device, then with host memory,
+        then with disk; a source that reaches none is left out."""
+        first = self._index.match(keys).by_holder
+        sources = self._sources
+        if not self._below:  # then all holders are of devices
+            return [(sources[device], run, run, run) for device, run in first.items()]
+        runs = {0: first}
+        stores = list(self._stores.values())
+
+        def go_on(source: Source, tier: Tier, at: int) -> int:
+            holders = [it.holders[tier] for it in (source, *stores)]
+            while at < len(keys):
                 if at not in runs:
-                    runs[at] = index.match(keys[at:]).by_holder
-                run = max([runs[at].get(holder, 0) for holder in (stream, *self._shared)])
+                    runs[at] = self._index.match(keys[at:]).by_holder
+                run = max([runs[at].get(holder, 0) for holder in holders])
                 if not run:
                     break
                 at += run
-            if at:
-                ends[stream] = at
-        return ends
+            return at
+
+        deeper = sources if stores else self._below
+        found = [
+            (sources[device], run, run, run)
+            for device, run in first.items()
+            if device in sources and device not in deeper
+        ]
+        for device, source in deeper.items():
+            if device in sources:
+                gpu = first.get(device, 0)
+                cpu = go_on(source, "dram", gpu)
+                disk = go_on(source, "disk", cpu)
+                if disk:
+                    found.append((source, gpu, cpu, disk))
+        return found

@@ -17,7 +17,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
 from moonserve.core.kv.events import KvBatch
-from moonserve.core.kv.rolling import Rolled, block_keys, token_keys
+from moonserve.core.kv.rolling import RollingIndexer, block_keys, token_keys
 from moonserve.core.kv.rolling_hash import SEED, rolling
 from moonserve.core.kv.tiers import Key, Source, Space, TieredIndex, mask, salted
 from moonserve.core.units import SegmentId, Tokens
@@ -172,7 +172,9 @@ class _Source:
         self.stream = stream
         self.space = space
         self.tiered = tiered
-        self.rolled = Rolled(stream, tiered, registered.lora_name, registered.additionalsalt)
+        self.rolled = RollingIndexer(
+            stream, tiered, registered.lora_name, registered.additionalsalt
+        )
         self.resets = 0
         self.feed: Feed | None = None
 
