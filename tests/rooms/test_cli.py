@@ -18,7 +18,7 @@ from moonserve.cli.settings import child_env
 from moonserve.cli.up import cluster
 from moonserve.config import Logging, Settings, load
 from moonserve.core.request import Slo
-from moonserve.live.process.config import LIVE, GatewayConfig
+from moonserve.live.control.config import LIVE, GatewayConfig
 from moonserve.live.worker.config import WorkerConfig
 
 

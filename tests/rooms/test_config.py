@@ -10,7 +10,7 @@ from moonserve.cli.settings import unheeded
 from moonserve.config import Logging, Settings, all_flags, apply_logging, load, parse_bytes
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.live.process.config import GatewayConfig
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.worker.config import WorkerConfig
 
 

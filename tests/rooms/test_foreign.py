@@ -14,9 +14,9 @@ import pytest
 
 from moonserve.core.errors import RegistryError
 from moonserve.live.control import control
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import ClientResponse, HttpClient
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.process.external import ForeignGateway
 from moonserve.live.registry.entries import ENGINES
 from tests.support.engines import QUICK, Engine

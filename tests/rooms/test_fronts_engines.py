@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from moonserve.core.units import InstanceId
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.process.fronts import ConductorProcess, FrontProcess
 from tests.support.fake_vllm import Fabric, FakeVllm, spoken
 

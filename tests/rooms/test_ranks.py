@@ -16,10 +16,10 @@ import pytest
 
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.units import InstanceId
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.process import external
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.process.external import ForeignGateway
 from tests.support.engines import QUICK
 from tests.support.fake_vllm import Fabric, spoken

@@ -18,6 +18,7 @@ from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Joined, Pa
 from moonserve.core.units import BlockKey, InstanceId, RequestId
 from moonserve.live import tasks
 from moonserve.live.control import peers, takeover
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
@@ -27,7 +28,6 @@ from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry, find_master
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways

@@ -16,10 +16,10 @@ from moonserve.core.schedule.facts import Role
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.store.words import Found
 from moonserve.core.units import Micros, SegmentId
+from moonserve.live.control.config import LIVE, GatewayConfig
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
-from moonserve.live.process.config import LIVE, GatewayConfig
 from moonserve.live.process.gateway import Gateway
 from moonserve.live.process.worker import Worker
 from moonserve.live.store.client import StoreClient, StoreSettings

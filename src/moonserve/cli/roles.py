@@ -62,7 +62,7 @@ def gateway(
         asyncio.run(serve_fronts(settings, token, words))
         return
     from moonserve.core.schedule.tuning import Tuning
-    from moonserve.live.process.config import LIVE, GatewayConfig
+    from moonserve.live.control.config import LIVE, GatewayConfig
     from moonserve.live.process.gateway import run_gateway
 
     slo = Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms))

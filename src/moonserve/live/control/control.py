@@ -21,6 +21,7 @@ from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.clock import LoopClock
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.metrics import Alarms, Copies, Predictions, Served
@@ -32,7 +33,6 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.ports import Registry
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
 from moonserve.live.store.external import ForeignPool
 from moonserve.live.store.local import LocalPool

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.units import seconds_to_us
 from moonserve.live.api.relay import RelayApp
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, registered
 from moonserve.live.drive import calls
 from moonserve.live.drive.engines import Engines
@@ -31,7 +32,6 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Handler, Server, serve
 from moonserve.live.ports import Conducting, Registry
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.process.gateway import limits_of, read_text
 from moonserve.live.tasks import keep_doing
 

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from moonserve.live.api.app import GatewayApp
 from moonserve.live.api.limiter import METRICS_TYPE
 from moonserve.live.api.relay import RelayApp
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, registered
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
@@ -34,7 +35,6 @@ from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.process.external import FILE, ForeignControl, relay_of
 from moonserve.live.process.gateway import (
     INTERNAL_BODY_BYTES,

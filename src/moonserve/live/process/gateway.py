@@ -16,6 +16,7 @@ import msgspec
 
 from moonserve.core.units import Bytes, Tokens
 from moonserve.live.api.app import GatewayApp, Limits
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, registered
 from moonserve.live.drive.dispatch import Cluster
 from moonserve.live.drive.wire import WireClient
@@ -25,7 +26,6 @@ from moonserve.live.http.server import App, Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Conducting, Registry
-from moonserve.live.process.config import GatewayConfig
 from moonserve.live.process.supervise import beat, say
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer

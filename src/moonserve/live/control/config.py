@@ -1,4 +1,4 @@
-"""Settings of the gateway process."""
+"""Settings of a gateway: its Conductor, its limits, and where it listens."""
 
 from __future__ import annotations
 
