@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moonserve.core.kv.events import KvBatch, StoredEvent
 from moonserve.core.kv.facts import BlocksStored
@@ -16,33 +16,32 @@ from moonserve.core.schedule.facts import Joined
 from moonserve.core.units import SegmentId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_api import PlacementApi
-from moonserve.live.external.indexer_api import Feed, IndexerApi
+from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
+from moonserve.live.kvevents.follower import BlockIndexer, EventAddress, Feed, FeedCounts
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info
-
-if TYPE_CHECKING:
-    from moonserve.live.kvevents.subscriber import Sink
 
 PAGE = (Path(__file__).parents[2] / "docs" / "indexer.md").read_text()
 TOKENS = list(range(1, 13))
 
 
-class TwoBlocks:
-    """An engine that has the first two blocks of the page's prompt."""
+class NoFeed:
+    """A Feed that has told all that it has to tell."""
 
-    connected = True
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    async def start(self) -> None:
-        """Tell them."""
-        event = StoredEvent([1, 2], None, TOKENS[: 2 * BLOCK], BLOCK, medium="GPU")
-        self._sink.batch(KvBatch(0.0, (event,)))
+    def counts(self) -> FeedCounts:
+        """See Feed."""
+        return FeedCounts(connected=True)
 
     async def close(self) -> None:
         """Nothing is open."""
+
+
+async def follow(address: EventAddress, indexer: BlockIndexer) -> Feed:
+    """An engine that has the first two blocks of the page's prompt."""
+    event = StoredEvent([1, 2], None, TOKENS[: 2 * BLOCK], BLOCK, medium="GPU")
+    indexer.batch(KvBatch(0.0, (event,)))
+    return NoFeed()
 
 
 def examples() -> list[tuple[str, dict[str, Any], Any]]:
@@ -55,18 +54,13 @@ def examples() -> list[tuple[str, dict[str, Any], Any]]:
     return found
 
 
-def make_feed(endpoint: str, replay: str | None, topic: str, sink: Sink) -> Feed:
-    """See TwoBlocks."""
-    return TwoBlocks(sink)
-
-
 async def replies() -> dict[str, list[Any]]:
     """What each path says, one example after the other; all must be 200."""
     loop = ConductorLoop(Conductor(cost_of=exact), lambda lease: None)
     loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
     keys = tuple(chain_keys(NAMESPACE.root(), TOKENS, BLOCK))
     loop.tell(BlocksStored(SegmentId("p0"), keys[:2], None, "dram", 1))
-    api, selection = IndexerApi("", make_feed), PlacementApi(loop, lambda model: None, "")
+    api, selection = IndexerApi("", follow), PlacementApi(loop, lambda model: None, "")
     server = await serve(App(api.routes() | selection.routes()), "127.0.0.1", 0)
     client, said = HttpClient(), dict[str, list[Any]]()
     for path, body, shown in examples():

@@ -19,6 +19,7 @@ from tests.support.kvevents import feed
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
+from moonserve.live.kvevents.follower import EventAddress
 from moonserve.live.kvevents.publisher import Publisher
 from moonserve.live.kvevents.subscriber import EventFeed
 
@@ -54,7 +55,7 @@ def test_what_a_worker_stores_and_loses_is_known() -> None:
             publish_blocks(worker, store, events)
             stream = EventStream(SegmentId("w"), 1, worker.info.namespace)
             follower = Follower(stream)
-            feed_ = EventFeed(events.endpoint, events.replay_endpoint, "", follower)
+            feed_ = EventFeed(EventAddress(events.endpoint, events.replay_endpoint or ""), follower)
             prompt = [*range(1000, 1000 + 5 * BLOCK)]
             await it.tokens(prompt, 1)
             await feed_.start()  # late: the first batches are replayed
@@ -94,7 +95,7 @@ def test_blocks_of_a_salted_request_are_told_as_vllms_are() -> None:
             publish_blocks(worker, store, events)
             namespace = worker.info.namespace
             follower = Follower(EventStream(SegmentId("w"), 1, namespace))
-            feed_ = EventFeed(events.endpoint, events.replay_endpoint, "", follower)
+            feed_ = EventFeed(EventAddress(events.endpoint, events.replay_endpoint or ""), follower)
             await feed_.start()
             prompt = [*range(1000, 1000 + 3 * BLOCK)]
             for salt in ("A", None):

@@ -13,11 +13,12 @@ from moonserve.core.errors import ConfigError, NobodyAlive
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
-from moonserve.live.external.feeds import Feed, FeedCounts, FeedSink
+from moonserve.live.external.events import BlockSink, ConductorIndexer
 from moonserve.live.external.fleet import Taken, Unknown
 from moonserve.live.external.pages import RankPage, read_page
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.kvevents.follower import BlockIndexer, EventAddress, Feed, FeedCounts
 from tests.support.engines import Engine, rig
 from tests.support.kvevents import fixture
 from tests.support.serving import ByteText
@@ -39,15 +40,17 @@ class Feeds:
     """Feeds that a test speaks through: `sinks` by instance, `opened` and `closed` in order."""
 
     def __init__(self) -> None:
-        self.sinks: dict[InstanceId, FeedSink] = {}
+        self.sinks: dict[InstanceId, BlockSink] = {}
         self.opened: list[tuple[InstanceId, int, str]] = []
         self.closed = 0
         self.said = FeedCounts(connected=True, trusted=True)
 
-    async def open(self, info: InstanceInfo, spec: InstanceSpec, rank: int, to: FeedSink) -> Feed:
-        """A FeedOpener."""
-        self.sinks[info.id] = to
-        self.opened.append((info.id, info.epoch, spec.events_of(rank)))
+    async def follow(self, address: EventAddress, indexer: BlockIndexer) -> Feed:
+        """See kvevents.follower.Follow."""
+        assert isinstance(indexer, ConductorIndexer)
+        info = indexer.info
+        self.sinks[info.id] = indexer.sink
+        self.opened.append((info.id, info.epoch, address.endpoint))
         return self
 
     def counts(self) -> FeedCounts:
@@ -134,8 +137,8 @@ def test_a_bug_keeps_no_engine_out_for_ever() -> None:
     """It is given up, said aloud, and asked again; its events are followed then."""
     opened: list[str] = []
 
-    async def open_feed(*of: Any) -> Any:
-        opened.append(of[0].id)
+    async def follow(*of: Any) -> Any:
+        opened.append(of[1].info.id)
         if len(opened) == 1:
             raise ValueError("of no kind that anybody foresaw")
         return Feed()
@@ -149,7 +152,7 @@ def test_a_bug_keeps_no_engine_out_for_ever() -> None:
 
     async def body() -> None:
         fake = Engine("a")
-        async with rig(fake, open_feed=open_feed) as it:
+        async with rig(fake, follow=follow) as it:
             fields = {"events": "tcp://127.0.0.1:1", "tokenizer": "bytes"}
             await it.fleet.add("test", InstanceSpec(name="a", url=fake.url, **fields))
             await it.until(lambda: it.monitor("a").state == "lost")
@@ -223,7 +226,7 @@ def test_another_chat_template_is_a_warning() -> None:
 
     async def body() -> None:
         fake = Engine("a")
-        async with rig(fake, text=Terse(), open_feed=Feeds().open) as it:
+        async with rig(fake, text=Terse(), follow=Feeds().follow) as it:
             await it.up(fake, tokenizer="t", events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2")
             assert "its chat template is not that of t" in it.fleet.alarms()[0]
 
@@ -239,7 +242,7 @@ def test_an_engine_restarted_at_the_same_address_is_another_one(
 
     async def body() -> None:
         fake, feeds = Engine("a", "mooncake"), Feeds()
-        async with rig(fake, open_feed=feeds.open) as it:
+        async with rig(fake, follow=feeds.follow) as it:
             where = {"events": "tcp://127.0.0.1:5557", "bootstrap": fake.bootstrap}
             monitor = await it.up(
                 fake, tokenizer="t", role="prefill", connector="mooncake", **where
@@ -274,7 +277,7 @@ def test_a_restart_is_noticed_by_the_events_and_by_the_bootstrap_too() -> None:
     async def body() -> None:
         fake, feeds = Engine("a", "mooncake"), Feeds()
         fake.started_s = None
-        async with rig(fake, open_feed=feeds.open) as it:
+        async with rig(fake, follow=feeds.follow) as it:
             where = {"events": "tcp://127.0.0.1:5557", "bootstrap": fake.bootstrap}
             monitor = await it.up(
                 fake, tokenizer="t", role="prefill", connector="mooncake", **where
@@ -298,7 +301,7 @@ def test_a_silent_engine_is_lost_and_comes_back_with_what_it_held(
 
     async def body() -> None:
         fake, feeds = Engine("a"), Feeds()
-        async with rig(fake, open_feed=feeds.open) as it:
+        async with rig(fake, follow=feeds.follow) as it:
             monitor = await it.up(fake, tokenizer="t", events="tcp://127.0.0.1:5557")
             hold(feeds, it.views[InstanceId("a")].info)
             await it.until(lambda: len(it.conductor.core.index))
@@ -404,7 +407,7 @@ def test_events_auto_is_on_where_somebody_listens() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             fake, feeds = Engine("a"), Feeds()
-            async with rig(fake, open_feed=feeds.open) as it:
+            async with rig(fake, follow=feeds.follow) as it:
                 await it.up(fake, tokenizer="t", events="auto")
                 assert not it.fleet.tells("m")
                 assert "events: nobody listens at tcp://127.0.0.1:5557" in it.fleet.alarms()[0]

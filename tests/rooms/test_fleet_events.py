@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -15,10 +17,12 @@ from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.facts import Fact, Left
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
-from moonserve.live.external.events import open_feed
-from moonserve.live.external.feeds import POOL, Hearing
+from moonserve.live.external.events import POOL, FactReporter
 from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
+from moonserve.live.http.server import App, serve
+from moonserve.live.kvevents.follower import Followers
 from moonserve.live.kvevents.wire import encode_batch
 from tests.support.engines import Engine, rig
 
@@ -61,7 +65,7 @@ def test_what_an_engine_tells_is_what_the_conductor_matches() -> None:
 
     async def body() -> None:
         fake = Engine("a")
-        async with asyncio.timeout(20), rig(fake, open_feed=open_feed) as it:
+        async with asyncio.timeout(20), rig(fake, follow=Followers().follow) as it:
             with publisher() as engine:
                 where = f"tcp://127.0.0.1:{engine.port}"
                 monitor = await it.up(fake, tokenizer="t", events=where)
@@ -87,7 +91,7 @@ def test_events_with_blocks_of_another_size_are_not_used() -> None:
 
     async def body() -> None:
         fake = Engine("a")
-        async with asyncio.timeout(20), rig(fake, open_feed=open_feed) as it:
+        async with asyncio.timeout(20), rig(fake, follow=Followers().follow) as it:
             with publisher() as engine:
                 where = f"tcp://127.0.0.1:{engine.port}"
                 monitor = await it.up(fake, tokenizer="t", events=where)
@@ -97,6 +101,44 @@ def test_events_with_blocks_of_another_size_are_not_used() -> None:
                 alarm = next(said for said in it.fleet.alarms() if "not used" in said)
                 assert alarm.startswith("a: its events are not used: their blocks have 16 tokens")
                 assert not len(it.conductor.core.index)
+
+    asyncio.run(body())
+
+
+def test_an_engine_in_both_indexes_is_followed_once() -> None:
+    """The Conductor and the Indexer API share the subscription of an engine that both know, and
+    each finds its blocks under keys of its own."""
+
+    async def body() -> None:
+        fake, followers = Engine("a"), Followers()
+        async with asyncio.timeout(20), rig(fake, follow=followers.follow) as it:
+            with publisher() as engine:
+                where = f"tcp://127.0.0.1:{engine.port}"
+                monitor = await it.up(fake, tokenizer="t", events=where)
+                await it.until(lambda: monitor.feeds[A].counts().connected)
+                api = IndexerApi("", followers.follow)
+                server = await serve(App(api.routes()), "127.0.0.1", 0)
+
+                async def post(path: str, **fields: Any) -> Any:
+                    body = json.dumps({"model": "m", "block_size": 32, **fields}).encode()
+                    url = f"http://127.0.0.1:{server.port}{path}"
+                    reply = await it.http.request("POST", url, body=body, timeout_s=5)
+                    return json.loads(reply.body)
+
+                await post("/register", endpoint=where, instance_id="e")
+                assert followers.subscribed == 1
+                await engine.stored(TOKENS, 32)
+                keys = chain_keys(it.views[A].info.namespace.root(), TOKENS, 32)
+                index = it.conductor.core.index
+                await it.until(lambda: index.match(keys).by_holder == {"a": 2})
+                found = await post("/query", token_ids=TOKENS)
+                assert found["default"]["e"]["longest_matched"] == 64
+                await it.fleet.remove("test", "a")
+                assert followers.subscribed == 1
+                await post("/unregister", instance_id="e")
+                assert followers.subscribed == 0
+                await api.close()
+                await server.stop(0)
 
     asyncio.run(body())
 
@@ -115,7 +157,7 @@ def test_a_shared_block_is_told_once_whoever_tells_it() -> None:
             self.facts += facts
 
     heard = Heard()
-    hearing = Hearing(heard)
+    hearing = FactReporter(heard)
     keys = tuple(BlockKey(bytes([number]) * 32) for number in range(3))
     shared = BlocksStored(POOL, keys, None, "dram", 0)
     own = BlocksStored(SegmentId("a"), keys, None, "device", 7)
@@ -141,7 +183,7 @@ def test_what_was_missed_in_a_shared_store_is_told_as_removed_once() -> None:
 
     heard, keys = Heard(), tuple(BlockKey(bytes([number]) * 32) for number in range(3))
     fleet = Fleet(heard, HttpClient(), lambda ref: NotImplemented, {})  # type: ignore[arg-type]
-    fleet._hearing.tell(BlocksStored(POOL, keys, None, "dram", 0))
+    fleet._reporter.tell(BlocksStored(POOL, keys, None, "dram", 0))
     heard.time_us = 60_000_000
     fleet.missed(keys[1:])
     fleet.missed(keys[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,9 +16,7 @@ from moonserve.live.external import indexer_api as module
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App, serve
-
-if TYPE_CHECKING:
-    from moonserve.live.kvevents.subscriber import Sink
+from moonserve.live.kvevents.follower import BlockIndexer, EventAddress, Feed, FeedCounts
 
 SIZE = 4
 TOKENS = list(range(1, 18))
@@ -37,32 +35,32 @@ ASK: dict[str, Any] = {"model": "m", "block_size": SIZE, "token_ids": TOKENS}
 
 
 class ScriptedFeed:
-    """What a test tells is what the sink hears; BAD is no address."""
+    """A Feed whose events are those that a test tells."""
 
-    def __init__(self, endpoint: str, replay: str | None, topic: str, sink: Sink) -> None:
-        self.endpoint = endpoint
-        self.replay = replay
-        self.topic = topic
-        self.sink = sink
-        self.state = "made"
-        self.connected = False
-
-    async def start(self) -> None:
-        """As EventFeed's."""
-        if self.endpoint == BAD:
-            raise ConfigError("Invalid argument", "events")
+    def __init__(self, address: EventAddress, indexer: BlockIndexer) -> None:
+        self.address = address
+        self.indexer = indexer
         self.state = "open"
-        self.connected = True
+        self.resets = 0
+
+    def counts(self) -> FeedCounts:
+        """See Feed."""
+        return FeedCounts(connected=True, resets=self.resets)
 
     async def close(self) -> None:
-        """As EventFeed's."""
+        """See Feed."""
         await asyncio.sleep(0)
         self.state = "closed"
 
     def tell(self, blocks: int, medium: str = "GPU", tokens: list[int] = TOKENS) -> None:
         """So many leading blocks are stored."""
         event = StoredEvent(list(range(blocks)), None, tokens[: blocks * SIZE], SIZE, medium=medium)
-        self.sink.batch(KvBatch(0.0, (event,)))
+        self.indexer.batch(KvBatch(0.0, (event,)))
+
+    def reset(self) -> None:
+        """Batches were lost."""
+        self.resets += 1
+        self.indexer.reset(restarted=False)
 
 
 class Rig:
@@ -104,11 +102,13 @@ def run(use: Callable[[Rig], Awaitable[None]]) -> None:
         async with asyncio.timeout(20):
             feeds: list[ScriptedFeed] = []
 
-            def make(*args: Any) -> ScriptedFeed:
-                feeds.append(ScriptedFeed(*args))
+            async def follow(address: EventAddress, indexer: BlockIndexer) -> Feed:
+                if address.endpoint == BAD:
+                    raise ConfigError("Invalid argument", "events")
+                feeds.append(ScriptedFeed(address, indexer))
                 return feeds[-1]
 
-            api = IndexerApi(TOKEN, make)
+            api = IndexerApi(TOKEN, follow)
             server = await serve(App(api.routes()), "127.0.0.1", 0)
             rig = Rig(api, f"http://127.0.0.1:{server.port}", feeds)
             await use(rig)
@@ -133,9 +133,9 @@ def test_register_query_unregister() -> None:
         assert told == {"status": "registered successfully", "instance_id": "a"}
         await rig.good("/register", {**ONE, "dp_rank": 1, "endpoint": "tcp://10.0.0.1:5558"})
         await rig.good("/register", {**ONE, "instance_id": 7, "replay_endpoint": None})
-        assert [(f.endpoint, f.replay) for f in rig.feeds[1:]] == [
-            ("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5558"),
-            ("tcp://10.0.0.1:5557", None),
+        assert [feed.address for feed in rig.feeds[1:]] == [
+            EventAddress("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5558"),
+            EventAddress("tcp://10.0.0.1:5557"),
         ]
         nothing = {"default": {"a": hits(0, **{"0": 0, "1": 0}), "7": hits(0, **{"0": 0})}}
         assert await rig.good("/query", ASK) == nothing
@@ -233,7 +233,7 @@ def test_a_reset_forgets_what_a_stream_told() -> None:
     async def use(rig: Rig) -> None:
         await rig.good("/register", ONE)
         rig.feeds[0].tell(4)
-        rig.feeds[0].sink.reset("lost", restarted=False)
+        rig.feeds[0].reset()
         assert (await rig.good("/query", ASK))["default"]["a"]["longest_matched"] == 0
         rig.feeds[0].tell(1)
         assert (await rig.good("/query", ASK))["default"]["a"]["longest_matched"] == 4
@@ -252,7 +252,7 @@ def test_a_store_that_is_registered_counts_for_all() -> None:
         seqs = rolling(local_hashes(TOKENS, SIZE))
         for seq in seqs[1:3]:
             event = StoredEvent([seq], None, [], SIZE, medium="cpu")
-            rig.feeds[1].sink.batch(KvBatch(0.0, (event,)))
+            rig.feeds[1].indexer.batch(KvBatch(0.0, (event,)))
         rig.feeds[0].tell(1)
         found = (await rig.good("/query", ASK))["default"]
         assert found == {"a": {**hits(4, **{"0": 4}), "CPU": 12, "DISK": 12, "longest_matched": 12}}

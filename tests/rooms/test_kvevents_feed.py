@@ -24,8 +24,9 @@ import zmq
 import zmq.asyncio
 
 from moonserve.live.kvevents import subscriber
+from moonserve.live.kvevents.follower import EventAddress
 from moonserve.live.kvevents.publisher import Publisher, SegmentEvents
-from moonserve.live.kvevents.subscriber import EventFeed
+from moonserve.live.kvevents.subscriber import EventFeed, Subscriptions
 from moonserve.live.kvevents.wire import encode_batch, replay_answer
 
 SIZE, ME = 4, SegmentId("p0")
@@ -86,8 +87,8 @@ async def following(
     """A feed that is connected, and its sink; no socket is left after."""
     gateway, context = Gateway(), zmq.asyncio.Context()
     before = asyncio.all_tasks()
-    at = engine.replay_endpoint if replay else None
-    follower = EventFeed(engine.endpoint, at, topic, gateway, context=context, replay_s=replay_s)
+    at = EventAddress(engine.endpoint, engine.replay_endpoint or "" if replay else "", topic)
+    follower = EventFeed(at, gateway, Subscriptions(context), replay_s=replay_s)
     await follower.start()
     try:
         await until(lambda: follower.connected and follower.order.want is None)
@@ -283,8 +284,8 @@ def test_addresses_that_are_none() -> None:
 
     async def run() -> None:
         context = zmq.asyncio.Context()
-        for endpoint, replay in (("nowhere", None), (ANY[:-2] + ":1", "tcp://")):
-            follower = EventFeed(endpoint, replay, "", Gateway(), context=context)
+        for address in (EventAddress("nowhere"), EventAddress(ANY[:-2] + ":1", "tcp://")):
+            follower = EventFeed(address, Gateway(), Subscriptions(context))
             with pytest.raises(ConfigError, match=r"nowhere|tcp://"):
                 await follower.start()
         context.term()
@@ -304,7 +305,7 @@ def test_a_silent_engine_is_waited_for() -> None:
         async with engine_at() as engine:
             at, replay_at = engine.endpoint, engine.replay_endpoint
         gateway = Gateway()
-        follower = EventFeed(at, replay_at, "", gateway, replay_s=0.1)
+        follower = EventFeed(EventAddress(at, replay_at or ""), gateway, replay_s=0.1)
         await follower.start()
         await asyncio.sleep(0.1)
         assert not follower.connected
@@ -377,10 +378,8 @@ def test_as_many_feeds_as_a_fleet_has_engines() -> None:
 
     async def main() -> None:
         context = zmq.asyncio.Context()
-        feeds = [
-            EventFeed("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "", Gateway(), context=context)
-            for _ in range(400)
-        ]
+        address = EventAddress("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+        feeds = [EventFeed(address, Gateway(), Subscriptions(context)) for _ in range(400)]
         try:
             for one in feeds:
                 await one.start()
@@ -388,5 +387,64 @@ def test_as_many_feeds_as_a_fleet_has_engines() -> None:
             for one in feeds:
                 await one.close()
             context.term()
+
+    asyncio.run(main())
+
+
+def test_two_indexes_share_one_subscription() -> None:
+    """An address that two feeds follow is subscribed to once; a feed that starts later still
+    learns what was published before, and each feed may end without the other."""
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        subscriptions, first, second = Subscriptions(context), Gateway(), Gateway()
+        async with engine_at() as engine:
+            address = EventAddress(engine.endpoint, engine.replay_endpoint or "")
+            feeds = [EventFeed(address, sink, subscriptions) for sink in (first, second)]
+            await feeds[0].start()
+            await until(lambda: feeds[0].connected)
+            engine.publish([stored(A, SIZE)])
+            await until(lambda: first.has(A) == 3)
+            await feeds[1].start()
+            await until(lambda: second.has(A) == 3)
+            engine.lose(stored(B[:SIZE], SIZE))
+            engine.publish([stored(B, SIZE)])
+            await until(lambda: first.has(B) == second.has(B) == 2)
+            assert (first.batches, second.batches, first.resets, second.resets) == (3, 3, [], [])
+            assert subscriptions.count == 1
+            await feeds[0].close()
+            assert feeds[1].connected
+            engine.publish([ClearedEvent()])
+            await until(lambda: second.has(A) == 0)
+            assert (first.has(A), first.batches) == (3, 3)
+            await feeds[1].close()
+            assert subscriptions.count == 0
+        context.term()
+
+    asyncio.run(main())
+
+
+def test_a_bug_in_one_index_leaves_the_other_its_events() -> None:
+    """Of two feeds of one subscription only the one whose sink raises ends."""
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        subscriptions, bad, good = Subscriptions(context), Gateway(), Gateway()
+        async with engine_at() as engine:
+            address = EventAddress(engine.endpoint, engine.replay_endpoint or "")
+            feeds = [EventFeed(address, sink, subscriptions) for sink in (bad, good)]
+            for one in feeds:
+                await one.start()
+            await until(lambda: all(one.connected and one.order.want is None for one in feeds))
+            bad.batch = None  # type: ignore[assignment, method-assign]
+            engine.publish([stored(A, SIZE)])
+            await until(lambda: good.has(A) == 3)
+            assert bad.resets == [("following it failed", False)]
+            assert [one.connected for one in feeds] == [False, True]
+            engine.publish([stored(B, SIZE)])
+            await until(lambda: good.has(B) == 2)
+            for one in feeds:
+                await one.close()
+        context.term()
 
     asyncio.run(main())

@@ -63,6 +63,7 @@ def test_vllms_publisher_is_followed() -> None:
     """Of vLLM's own publisher a late feed gets every batch, though its replay drops what is beyond
     the queue of its socket."""
     theirs: Any = vllms_events()
+    from moonserve.live.kvevents.follower import EventAddress
     from moonserve.live.kvevents.subscriber import EventFeed
 
     publisher = theirs.ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
@@ -76,7 +77,7 @@ def test_vllms_publisher_is_followed() -> None:
         for hash in range(BATCHES):
             publish(hash)
         sink = Counting()
-        feed = EventFeed(*at, "kv", sink, replay_s=2.0)
+        feed = EventFeed(EventAddress(*at, "kv"), sink, replay_s=2.0)
         await feed.start()
         async with asyncio.timeout(60):
             while len(sink.hashes) < BATCHES:

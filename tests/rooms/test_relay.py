@@ -22,7 +22,7 @@ from moonserve.core.units import InstanceId, RequestId
 from moonserve.live.drive import calls, lease, life
 from moonserve.live.drive.calls import CallLost, Limits, plain
 from moonserve.live.drive.connectors import nixl
-from moonserve.live.external.feeds import POOL
+from moonserve.live.external.events import POOL
 from moonserve.live.external.pages import Page, RankPage
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError

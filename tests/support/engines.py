@@ -13,12 +13,12 @@ from moonserve.core.schedule.facts import Tick
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.external.feeds import FeedOpener
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import EngineMonitor, Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.kvevents.follower import Follow
 from moonserve.live.text.tools import TextTools
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serving import ByteText
@@ -84,7 +84,7 @@ class Rig:
     def __init__(
         self,
         environ: Mapping[str, str] | None = None,
-        open_feed: FeedOpener | None = None,
+        follow: Follow | None = None,
         text: TextTools | None = None,
     ) -> None:
         self.conductor = ConductorLoop(Conductor(rng=Random(0)), lambda lease: None)
@@ -95,7 +95,7 @@ class Rig:
             self.http,
             lambda ref: found,
             environ or {},
-            open_feed=open_feed,
+            follow=follow,
             times=QUICK,
         )
 

@@ -55,8 +55,8 @@ class RollingIndexer:
         for change in self._stream.changes(batch):
             self._apply(change)
 
-    def reset(self) -> None:
-        """Remove all blocks of the source: nothing that it sent so far counts."""
+    def reset(self, restarted: bool = False) -> None:
+        """Remove all blocks of the source, whether its engine restarted or batches were lost."""
         self._stream.forget()
         for tier in TIERS:
             self._space.cleared(self._source, tier)

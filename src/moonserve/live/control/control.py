@@ -32,6 +32,7 @@ from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
+from moonserve.live.kvevents.follower import Followers
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
 from moonserve.live.store.external import ForeignPool
@@ -94,7 +95,9 @@ class Control:
         self.alarms: Callable[[], list[str]] = list if registry is None else registry.alarms
         """What somebody should look at, in words."""
         self._selection = PlacementApi(self.conductor, tools, config.token)
-        self._indexer = IndexerApi(config.token)
+        self.followers = Followers()
+        """Follows the KV events of engines, for the Indexer API and for the fleet."""
+        self._indexer = IndexerApi(config.token, self.followers.follow)
         self._ticker: asyncio.Task[None] | None = None
 
     def routes(self) -> dict[tuple[str, str], Handler]:

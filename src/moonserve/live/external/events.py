@@ -1,62 +1,111 @@
-"""Follows the KV events of one engine rank for its monitor: batches in, facts for the index out."""
+"""What the KV events of external engines tell the Conductor.
+
+EngineMonitor makes a ConductorIndexer for each engine rank that it follows, and reports all its
+facts through a FactReporter. Nothing here opens a socket: live.kvevents.follower does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from moonserve.core.kv.events import KvBatch
-from moonserve.core.kv.stream import EventStream
-from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.live.external.feeds import POOL, Feed, FeedCounts, FeedSink
-from moonserve.live.external.spec import InstanceSpec
-from moonserve.live.kvevents.subscriber import EventFeed
+from moonserve.core.kv.facts import BlockEvent, BlocksRemoved, BlocksStored
+from moonserve.core.kv.reported import Reported
+from moonserve.core.kv.stream import EventStream, StreamStats
+from moonserve.core.schedule.facts import Fact, InstanceInfo
+from moonserve.core.schedule.view import InstanceView
+from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
+
+POOL = SegmentId("shared-store")
+"""The holder of what engines put into a store that they share."""
 
 
-class _Followed:
-    """A Feed, and the Sink of an EventFeed."""
+class MonitoredCluster(Protocol):
+    """The Conductor, as far as engines' monitors need it."""
 
-    def __init__(self, info: InstanceInfo, spec: InstanceSpec, rank: int, to: FeedSink) -> None:
-        assert info.segment is not None, "engines hold their own KV"
-        pool = POOL if spec.shared_store else None
+    def now_us(self) -> Micros:
+        """The Conductor's clock."""
+
+    def views(self) -> Mapping[InstanceId, InstanceView]:
+        """The instances that have joined."""
+
+    def tell(self, *facts: Fact) -> None:
+        """Report facts for the Conductor's next step."""
+
+
+class FactReporter:
+    """The Conductor as monitors report to it: each block of a shared store is reported once.
+
+    Nobody reports what that store evicts. If it has too many blocks, those that were reported
+    longest ago are taken out.
+    """
+
+    def __init__(self, cluster: MonitoredCluster) -> None:
+        self._cluster = cluster
+        self._pool = Reported(POOL)
+
+    def now_us(self) -> Micros:
+        """See MonitoredCluster."""
+        return self._cluster.now_us()
+
+    def views(self) -> Mapping[InstanceId, InstanceView]:
+        """See MonitoredCluster."""
+        return self._cluster.views()
+
+    def tell(self, *facts: Fact) -> None:
+        """See MonitoredCluster."""
+        reported: list[Fact] = []
+        for fact in facts:
+            if isinstance(fact, BlocksStored) and fact.segment == POOL:
+                reported += self._pool.stored(self.now_us(), fact.keys, fact.parent)
+            elif isinstance(fact, BlocksRemoved) and fact.segment == POOL:
+                reported += self._pool.removed(self.now_us(), fact.keys)
+            else:
+                reported.append(fact)
+        if reported:
+            self._cluster.tell(*reported)
+
+
+class BlockSink(Protocol):
+    """What receives the facts of a ConductorIndexer: an EngineMonitor."""
+
+    def blocks(self, *facts: BlockEvent) -> None:
+        """The engine's blocks have changed."""
+
+    def restarted(self) -> None:
+        """The engine's events began anew: it is a new process."""
+
+
+class ConductorIndexer:
+    """A BlockIndexer: an engine rank's events as facts about one instance, in one epoch of it."""
+
+    def __init__(self, info: InstanceInfo, shares_store: bool, sink: BlockSink) -> None:
+        """`shares_store`: whether events of a shared store are facts about POOL."""
+        assert info.segment is not None, "external engines hold their own KV"
+        self.info = info
+        self.sink = sink
+        pool = POOL if shares_store else None
         self._stream = EventStream(info.segment, info.epoch, info.namespace, pool)
-        self._to = to
-        replay = spec.replay_of(rank) or None
-        self.feed = EventFeed(spec.events_of(rank), replay, spec.topic, self)
+
+    @property
+    def stats(self) -> StreamStats:
+        """See BlockIndexer."""
+        return self._stream.stats
+
+    @property
+    def mismatch(self) -> Tokens | None:
+        """See BlockIndexer."""
+        return self._stream.mismatch
 
     def batch(self, batch: KvBatch) -> None:
-        """See Sink."""
+        """See BlockIndexer."""
         facts = self._stream.batch(batch)
         if facts:
-            self._to.blocks(*facts)
+            self.sink.blocks(*facts)
 
-    def reset(self, why: str, restarted: bool) -> None:
-        """See Sink."""
-        self._to.blocks(*self._stream.reset())
+    def reset(self, restarted: bool) -> None:
+        """See BlockIndexer."""
+        self.sink.blocks(*self._stream.reset())
         if restarted:
-            self._to.restarted()
-
-    def counts(self) -> FeedCounts:
-        """See Feed."""
-        order, stats, size = self.feed.order, self._stream.stats, self._stream.mismatch
-        fault = ""
-        if size is not None:
-            fault = f"their blocks have {size} tokens, unlike its cache's; say events: off"
-        return FeedCounts(
-            connected=self.feed.connected,
-            trusted=order.complete or not order.stats.batches,
-            batches=order.stats.batches,
-            gaps=order.stats.gaps,
-            resets=order.stats.untrusted,
-            orphans=stats.orphans,
-            malformed=self.feed.malformed,
-            fault=fault,
-        )
-
-    async def close(self) -> None:
-        """See Feed."""
-        await self.feed.close()
-
-
-async def open_feed(info: InstanceInfo, spec: InstanceSpec, rank: int, to: FeedSink) -> Feed:
-    """A FeedOpener. Raises ConfigError: no such kind of address."""
-    followed = _Followed(info, spec, rank, to)
-    await followed.feed.start()
-    return followed
+            self.sink.restarted()

@@ -17,12 +17,13 @@ from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule import observed
 from moonserve.core.schedule.observed import Part, Watch
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
-from moonserve.live.external.feeds import POOL, FeedCounts, FeedOpener, Hearing
+from moonserve.live.external.events import POOL, FactReporter
 from moonserve.live.external.handshake import EngineFacts, beside
 from moonserve.live.external.member import Member
 from moonserve.live.external.monitor import EngineMonitor, Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
+from moonserve.live.kvevents.follower import FeedCounts, Follow
 from moonserve.live.ports import ClusterFeed
 from moonserve.live.text.tools import TextTools
 
@@ -93,15 +94,17 @@ class Fleet:
         load_text: Callable[[str], TextTools],
         environ: Mapping[str, str],
         *,
-        open_feed: FeedOpener | None = None,
+        follow: Follow | None = None,
         times: Times | None = None,
     ) -> None:
         """`load_text`: a model's text side by its reference, called in a thread, ConfigError where
-        there is none; `environ`: where API keys are; `open_feed` None: events are not followed."""
+        there is none; `environ`: where API keys are; `follow` None: events are not followed."""
         self.times = times or Times()
         self._conductor, self._http = conductor, http
-        self._hearing = Hearing(conductor)
-        self._load_text, self._environ, self._open_feed = load_text, environ, open_feed
+        self._reporter = FactReporter(conductor)
+        self._load_text = load_text
+        self._environ = environ
+        self._follow = follow
         self._texts: dict[str, TextTools] = {}
         self._kept: dict[str, _Kept] = {}
         self._by_id: dict[InstanceId, EngineMonitor] = {}
@@ -164,12 +167,11 @@ class Fleet:
         monitor = EngineMonitor(
             Member(spec, self._http, key),
             self._http,
-            self._hearing,
-            self._conductor.views,
+            self._reporter,
             tools,
             self.times,
             self._check,
-            self._open_feed,
+            self._follow,
         )
         task = asyncio.create_task(monitor.run(), name=f"monitor of {spec.name}")
         task.add_done_callback(_ended)
@@ -249,7 +251,7 @@ class Fleet:
 
     def missed(self, keys: Sequence[BlockKey]) -> None:
         """See observed.Observer."""
-        self._hearing.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
+        self._reporter.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
 
     def began(
         self,
@@ -340,7 +342,8 @@ def _several(names: list[str]) -> str:
 
 def _of_feed(counts: FeedCounts) -> list[str]:
     if counts.fault:
-        return [f"its events are not used: {counts.fault}"]
+        remedy = "but its cache's have another size; set events: off"
+        return [f"its events are not used: {counts.fault}, {remedy}"]
     if not counts.connected:
         return ["its events do not come: what it holds is not known"]
     return [] if counts.trusted else ["events were lost: what it holds is not wholly known"]

@@ -8,15 +8,13 @@ nor tells it anything. docs/indexer.md has the API.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
-from moonserve.core.kv.events import KvBatch
 from moonserve.core.kv.rolling import RollingIndexer, block_keys, token_keys
 from moonserve.core.kv.rolling_hash import SEED, rolling
 from moonserve.core.kv.tiers import Key, Source, Space, TieredIndex, mask, salted
@@ -25,11 +23,7 @@ from moonserve.live.external.spec import check_tcp
 from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response, decode_open, json_response
 from moonserve.live.http.server import Handler
-
-if TYPE_CHECKING:
-    from moonserve.live.kvevents.subscriber import Sink
-
-log = logging.getLogger(__name__)
+from moonserve.live.kvevents.follower import EventAddress, Feed, FeedCounts, Follow, Followers
 
 MAX_STREAMS = 4_096
 _U64 = (1 << 64) - 1
@@ -133,75 +127,35 @@ class Registered(msgspec.Struct, frozen=True):
     seed: int
 
 
-class Feed(Protocol):
-    """What follows a stream; EventFeed is one."""
-
-    connected: bool
-    """Whether its engine is reached at the moment."""
-
-    async def start(self) -> None:
-        """From now on its sink is told. Raises ConfigError: no such kind of address."""
-
-    async def close(self) -> None:
-        """Nothing is told after."""
-
-
-MakeFeed: TypeAlias = "Callable[[str, str | None, str, Sink], Feed]"
-"""(endpoint, replay endpoint, topic, sink)."""
-
-
-def follow(endpoint: str, replay: str | None, topic: str, sink: Sink) -> Feed:
-    """An EventFeed. ZMQ is loaded when the first stream is registered: most gateways have none."""
-    from moonserve.live.kvevents.subscriber import EventFeed
-
-    return EventFeed(endpoint, replay, topic, sink)
-
-
 _Key: TypeAlias = tuple[str, str, int]
 """(instance, tenant, rank): the standard's name of a stream."""
 
 
-class _Source:
-    """One stream that is followed: what its feed tells goes into its space."""
+class _Registration:
+    """One stream that is followed: its events go into its space."""
 
     def __init__(
-        self, key: _Key, registered: Registered, stream: Source, space: Space, tiered: TieredIndex
+        self, key: _Key, registered: Registered, source: Source, space: Space, tiered: TieredIndex
     ) -> None:
         self.key = key
         self.registered = registered
-        self.stream = stream
+        self.source = source
         self.space = space
         self.tiered = tiered
-        self.rolled = RollingIndexer(
-            stream, tiered, registered.lora_name, registered.additionalsalt
+        self.indexer = RollingIndexer(
+            source, tiered, registered.lora_name, registered.additionalsalt
         )
-        self.resets = 0
         self.feed: Feed | None = None
-
-    def batch(self, batch: KvBatch) -> None:
-        """See kvevents.subscriber.Sink."""
-        before = self.rolled.mismatch
-        self.rolled.batch(batch)
-        size = self.rolled.mismatch
-        if size is not None and before is None:
-            said = self.registered.block_size
-            log.warning(
-                "%s: its blocks have %d tokens, not the %d registered", self.key, size, said
-            )
-
-    def reset(self, why: str, restarted: bool) -> None:
-        """See kvevents.subscriber.Sink."""
-        self.resets += 1
-        self.rolled.reset()
 
 
 class IndexerApi:
     """Handlers of the four paths, and of GET /services; `close` it."""
 
-    def __init__(self, token: str, make_feed: MakeFeed = follow) -> None:
+    def __init__(self, token: str, follow: Follow | None = None) -> None:
+        """`follow`: shared with whatever else follows engines; None: nothing else does."""
         self._token = token
-        self._make_feed = make_feed
-        self._sources: dict[_Key, _Source] = {}
+        self._follow = follow or Followers().follow
+        self._registrations: dict[_Key, _Registration] = {}
         self._spaces: dict[Space, TieredIndex] = {}
         self._numbers = count()
 
@@ -217,7 +171,7 @@ class IndexerApi:
 
     async def close(self) -> None:
         """Follow nobody any more."""
-        await asyncio.gather(*[self._drop(source) for source in list(self._sources.values())])
+        await asyncio.gather(*[self._drop(it) for it in list(self._registrations.values())])
 
     async def _register(self, request: HttpRequest) -> Response:
         asked = decode_open(await request.body(), Register)
@@ -238,61 +192,59 @@ class IndexerApi:
             asked.seed,
         )
         key = (name, asked.tenant, asked.dp_rank)
-        if key in self._sources:
-            _check_same(key, told, self._sources[key].registered)
+        if key in self._registrations:
+            _check_same(key, told, self._registrations[key].registered)
         else:
-            await self._follow(key, told, space)
+            await self._begin(key, told, space)
         return json_response({"status": "registered successfully", "instance_id": name})
 
-    async def _follow(self, key: _Key, told: Registered, space: Space) -> None:
-        if len(self._sources) >= MAX_STREAMS:
-            raise Overloaded(f"{len(self._sources)} streams are registered", "streams", 60.0)
+    async def _begin(self, key: _Key, told: Registered, space: Space) -> None:
+        if len(self._registrations) >= MAX_STREAMS:
+            raise Overloaded(f"{len(self._registrations)} streams are registered", "streams", 60.0)
         instance, _, rank = key
         own = SegmentId(f"{instance} {rank} {next(self._numbers)}")
-        stream = Source(own, instance, rank, shared=told.type == "Mooncake")
+        source = Source(own, instance, rank, shared=told.type == "Mooncake")
         tiered = self._spaces.setdefault(space, TieredIndex(space.block_size, told.seed))
         if tiered.seed != told.seed:
             what = f"others of this model, tenant and block size hash with {tiered.seed}"
             raise Conflict(f"seed: {what}", "seed")
-        source = self._sources[key] = _Source(key, told, stream, space, tiered)
-        tiered.join(stream)
-        source.feed = self._make_feed(
-            told.endpoint, told.replay_endpoint or None, told.topic, source
-        )
+        made = self._registrations[key] = _Registration(key, told, source, space, tiered)
+        tiered.join(source)
+        address = EventAddress(told.endpoint, told.replay_endpoint, told.topic)
         try:
-            await source.feed.start()
+            made.feed = await self._follow(address, made.indexer)
         except ConfigError as error:
-            await self._drop(source)
+            await self._drop(made)
             raise BadRequest(f"endpoint: {error}", "endpoint") from None
+        if self._registrations.get(key) is not made:  # unregistered meanwhile
+            await made.feed.close()
 
     async def _unregister(self, request: HttpRequest) -> Response:
         asked = decode_open(await request.body(), Unregister)
         name, rank = str(asked.instance_id), asked.dp_rank
         model = asked.model or asked.model_name or asked.modelname
         gone = [
-            source
-            for key, source in self._sources.items()
+            it
+            for key, it in self._registrations.items()
             if key[:2] == (name, asked.tenant) and rank in (None, key[2])
-            if model in (None, source.space.model)
+            if model in (None, it.space.model)
         ]
         if not gone:
             what = f"{name!r} of tenant {asked.tenant!r} is not registered with that"
             raise NotRegistered(f"instance_id: {what}", "instance_id")
-        await asyncio.gather(*[self._drop(source) for source in gone])
-        names = ["{}|{}|{}".format(*source.key) for source in gone]
+        await asyncio.gather(*[self._drop(it) for it in gone])
+        names = ["{}|{}|{}".format(*it.key) for it in gone]
         return json_response({"status": "unregistered successfully", "removed_instances": names})
 
-    async def _drop(self, source: _Source) -> None:
-        """Stop following it; what it told goes."""
-        if self._sources.get(source.key) is source:
-            del self._sources[source.key]
-        if source.feed is not None:
-            await source.feed.close()
-        if (
-            not source.tiered.leave(source.stream)
-            and self._spaces.get(source.space) is source.tiered
-        ):
-            del self._spaces[source.space]
+    async def _drop(self, made: _Registration) -> None:
+        """Stop following a stream, and remove its blocks."""
+        if self._registrations.get(made.key) is made:
+            del self._registrations[made.key]
+        if made.feed is not None:
+            await made.feed.close()
+        is_last = not made.tiered.leave(made.source)
+        if is_last and self._spaces.get(made.space) is made.tiered:
+            del self._spaces[made.space]
 
     async def _query(self, request: HttpRequest) -> Response:
         asked = decode_open(await request.body(), Query)
@@ -335,19 +287,7 @@ class IndexerApi:
         return json_response({space.tenant: answer})
 
     async def _services(self, request: HttpRequest) -> Response:
-        rows = [
-            {
-                "instance_id": source.key[0],
-                "tenant_id": source.key[1],
-                "dp_rank": source.key[2],
-                **msgspec.structs.asdict(source.registered),
-                "events": source.rolled.stats,
-                "their_block_size": source.rolled.mismatch,
-                "resets": source.resets,
-                "connected": source.feed is not None and source.feed.connected,
-            }
-            for source in self._sources.values()
-        ]
+        rows = [_row(it) for it in self._registrations.values()]
         return json_response({"count": len(rows), "services": rows})
 
     def _space(self, asked: Query) -> tuple[Space, TieredIndex]:
@@ -375,6 +315,21 @@ class IndexerApi:
             return NotRegistered(f"tenant_id: {what}", "tenant_id")
         what = f"nobody with model {model!r} is registered with {asked.block_size}"
         return NotRegistered(f"block_size: {what}", "block_size")
+
+
+def _row(made: _Registration) -> dict[str, Any]:
+    counts = FeedCounts() if made.feed is None else made.feed.counts()
+    instance, tenant, rank = made.key
+    return {
+        "instance_id": instance,
+        "tenant_id": tenant,
+        "dp_rank": rank,
+        **msgspec.structs.asdict(made.registered),
+        "events": made.indexer.stats,
+        "their_block_size": made.indexer.mismatch,
+        "resets": counts.resets + counts.restarts,
+        "connected": counts.connected,
+    }
 
 
 def _check_address(text: str, field: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -21,11 +21,12 @@ from moonserve.core.schedule.facts import Beat, InstanceInfo, InstanceLoad, Join
 from moonserve.core.schedule.observed import Watch
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
-from moonserve.live.external.feeds import Feed, FeedOpener, Hearer
+from moonserve.live.external.events import ConductorIndexer, MonitoredCluster
 from moonserve.live.external.handshake import EngineFacts, ask, handshake, models
 from moonserve.live.external.member import Member, Mismatch
 from moonserve.live.external.pages import Page, RankPage, read_page
 from moonserve.live.http.client import HttpClient
+from moonserve.live.kvevents.follower import EventAddress, Feed, Follow
 from moonserve.live.text.tools import TextTools
 
 log = logging.getLogger(__name__)
@@ -64,14 +65,13 @@ class EngineMonitor:
         self,
         member: Member,
         http: HttpClient,
-        conductor: Hearer,
-        views: Callable[[], Mapping[InstanceId, InstanceView]],
+        conductor: MonitoredCluster,
         tools: TextTools | None,
         times: Times,
         check: Callable[[Member, EngineFacts], EngineFacts],
-        open_feed: FeedOpener | None,
+        follow: Follow | None,
     ) -> None:
-        """`views`: what the Conductor believes; `check`: Fleet's, raises Mismatch; `tools`: of its
+        """`check`: Fleet's, raises Mismatch; `tools`: of its
         tokenizer, None where there is none."""
         self.member, self.tools = member, tools
         self.state: State = "asking"
@@ -82,8 +82,11 @@ class EngineMonitor:
         self.watches: dict[InstanceId, Watch] = {}
         self.feeds: dict[InstanceId, Feed] = {}
         self.epoch = 0
-        self._http, self._conductor, self._views = http, conductor, views
-        self._times, self._check, self._open_feed = times, check, open_feed
+        self._http = http
+        self._conductor = conductor
+        self._times = times
+        self._check = check
+        self._follow = follow
         self._said: dict[InstanceId, RankPage] = {}
         """Load at the last look."""
         self._new_process = False
@@ -115,14 +118,14 @@ class EngineMonitor:
         await self._close_feeds()
         self._forget(self.epoch + 1, "")
 
-    # As a FeedSink.
+    # As a BlockSink.
 
     def blocks(self, *facts: BlockEvent) -> None:
-        """See FeedSink."""
+        """See BlockSink."""
         self._conductor.tell(*facts)
 
     def restarted(self) -> None:
-        """See FeedSink."""
+        """See BlockSink."""
         self._new_process = True
 
     # Joining.
@@ -165,8 +168,11 @@ class EngineMonitor:
         self.watches = {instance: Watch(chunk) for instance in self.member.infos}
         for rank, info in enumerate(self.member.infos.values()):
             self._conductor.tell(*self._cleared(info.id, self.epoch))
-            if found.events and self._open_feed is not None:
-                self.feeds[info.id] = await self._open_feed(info, self.member.spec, rank, self)
+            if found.events and self._follow is not None:
+                spec = self.member.spec
+                address = EventAddress(spec.events_of(rank), spec.replay_of(rank), spec.topic)
+                indexer = ConductorIndexer(info, spec.shared_store, self)
+                self.feeds[info.id] = await self._follow(address, indexer)
 
     def _info(self, rank: int) -> InstanceInfo:
         spec, found = self.member.spec, self.found
@@ -211,7 +217,7 @@ class EngineMonitor:
                 return
             if started_s is not None and started_s != found.started_s:
                 return
-            if any(instance not in self._views() for instance in self.member.infos):
+            if any(instance not in self._conductor.views() for instance in self.member.infos):
                 return  # somebody else gave it up
             self._beat(page)
 
@@ -237,7 +243,7 @@ class EngineMonitor:
 
     def _beat(self, page: Page) -> None:
         for rank, info in enumerate(self.member.infos.values()):
-            now_us, view = self._conductor.now_us(), self._views()[info.id]
+            now_us, view = self._conductor.now_us(), self._conductor.views()[info.id]
             said = page.rank(rank)
             watch = self.watches[info.id]
             watch.others(now_us, view.others.waiting, view.others.running, view.others.context)

@@ -10,9 +10,9 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId
-from moonserve.live.external.feeds import FeedCounts
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import EngineMonitor
+from moonserve.live.kvevents.follower import FeedCounts
 from moonserve.live.ports import ClusterRead
 
 _COUNTS = (

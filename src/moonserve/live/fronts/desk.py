@@ -17,7 +17,7 @@ from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.facts import ClientGone
 from moonserve.core.units import RequestId
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.external.feeds import POOL
+from moonserve.live.external.events import POOL
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.fronts import wire

@@ -16,7 +16,7 @@ from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Tokens
-from moonserve.live.external.feeds import POOL
+from moonserve.live.external.events import POOL
 from moonserve.live.external.member import Member
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.remote import RemoteConductor

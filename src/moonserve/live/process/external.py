@@ -21,7 +21,6 @@ from moonserve.live.control.control import Control, registered
 from moonserve.live.drive import calls
 from moonserve.live.drive.engines import Engines
 from moonserve.live.external.api import FleetApi
-from moonserve.live.external.events import open_feed
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.observed import Observer
@@ -79,7 +78,7 @@ class ForeignControl:
             http,
             lambda ref: read_text(ref).tools,
             os.environ,
-            open_feed=open_feed,
+            follow=self._control.followers.follow,
             times=times,
         )
         self._control.alarms = self.fleet.alarms
