@@ -15,7 +15,9 @@ from moonserve.cli import cli
 from moonserve.cli.docs import fixed_width, render
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")
+]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -27,6 +29,8 @@ def commands(page: str) -> Iterator[list[str]]:
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`((?:moonserve|make) [^`]+)`", prose)
     for line in lines:
+        if not re.match(r"(\$ )?([A-Z_]+=\S* )*(moonserve|make)\b", line):
+            continue
         words = shlex.split(line.removeprefix("$ "), comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words = words[1:]
@@ -54,7 +58,12 @@ def complaint(words: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda p: p.name)
+def page_id(page: Path) -> str:
+    """A page's path from the root."""
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_command_in_the_documents_exists(page: Path) -> None:
     """A reader can type every command and flag that a document shows."""
     wrong = {
@@ -89,31 +98,100 @@ def test_commands_are_found_in_blocks_and_in_prose() -> None:
     assert all(complaint(words) is None for words in commands(page))
 
 
+def prose(text: str) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that a page's headings give, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.*)$", prose(text), re.MULTILINE):
+        plain = re.sub(r"\]\([^)]*\)", "", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return found
+
+
 def missing(page: Path, text: str) -> list[str]:
-    """The relative links in a page's text, code left out, that lead to no file or folder."""
-    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-    links = re.findall(r"\]\(<?([^)>\s]+)", prose)
-    links += re.findall(r"^ {0,3}\[[^\]]+\]:\s*<?([^>\s]+)", prose, re.MULTILINE)
-    links += re.findall(r"""\b(?:src|href)=["']([^"']+)""", prose)
-    local = [link for link in links if not re.match(r"[a-z][a-z0-9+.-]*:|//|#", link)]
-    return [link for link in local if not (page.parent / unquote(link.partition("#")[0])).exists()]
+    """The relative links in a page's text, without code, that lead to no file or heading."""
+    words = re.sub(r"`[^`\n]*`", "", prose(text))
+    links = re.findall(r"\]\(<?([^)>\s]+)", words)
+    links += re.findall(r"^ {0,3}\[[^\]]+\]:\s*<?([^>\s]+)", words, re.MULTILINE)
+    links += re.findall(r"""\b(?:src|href)=["']([^"']+)""", words)
+    wrong = []
+    for link in links:
+        if re.match(r"[a-z][a-z0-9+.-]*:|//", link):
+            continue
+        name, _, fragment = link.partition("#")
+        target = page.parent / unquote(name) if name else page
+        known = not fragment or (
+            target.suffix == ".md"
+            and target.exists()
+            and fragment in anchors(target.read_text() if name else text)
+        )
+        if not (known and target.exists()):
+            wrong.append(link)
+    return wrong
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_relative_link_leads_to_a_file(page: Path) -> None:
-    """No document links to a page that is not there."""
+    """No document links to a page or a heading that is not there."""
     assert missing(page, page.read_text()) == []
 
 
 def test_a_link_to_nowhere_is_found() -> None:
-    """Links of every form are checked; addresses, anchors and code are not."""
+    """Links of every form are checked, headings too; addresses and code are not."""
     text = (
-        "[a](docs/none.md) [b](README.md#x) [c](#y) [d](https://h/none.md) [![e](none.png)](docs)\n"
-        "`[f](code.md)` <img src='none.svg'>\n[ref]: none.txt 'title'\n[g]: mailto:a@b\n"
-        "```md\n[h](block.md)\n```\n"
+        "# The y\n[a](docs/none.md) [b](README.md#none) [c](#the-y) [d](https://h/none.md)\n"
+        "[![e](none.png)](docs) `[f](code.md)` <img src='none.svg'> [g](#z)\n"
+        "[ref]: none.txt 'title'\n[h]: mailto:a@b\n```md\n[i](block.md)\n```\n"
     )
-    found = ["docs/none.md", "none.png", "none.txt", "none.svg"]
+    found = ["docs/none.md", "README.md#none", "none.png", "#z", "none.txt", "none.svg"]
     assert missing(ROOT / "README.md", text) == found
+
+
+def strangers(text: str) -> list[str]:
+    """The paths of modules, tests and documents that a page names and that do not exist."""
+    rooms = "core|live|sim|show|cli|src|tests|bench|docs"
+    named = re.findall(rf"(?<![\w/.-])(?:{rooms})/[\w./-]*\w", text)
+    roots = (ROOT, ROOT / "src" / "moonserve")
+    return sorted(
+        {
+            name
+            for name in named
+            if not any((root / f"{name}{end}").exists() for root in roots for end in ("", ".py"))
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=page_id
+)
+def test_every_module_that_a_document_names_exists(page: Path) -> None:
+    """A reader finds `core/kv/keys.py`, `live/worker` or `tests/dst` where a document says."""
+    assert strangers(page.read_text()) == []
+
+
+def test_a_module_that_moved_is_found() -> None:
+    """The check above can fail; paths of other projects are let alone."""
+    text = "`core/none` core/kv/keys.py, `live/worker`; lib/core/none.rs and `tests/none.py`."
+    assert strangers(text) == ["core/none", "tests/none.py"]
+
+
+def test_every_metric_that_the_documents_name_exists() -> None:
+    """A name such as moonserve_instance_up ends in a part that the product writes."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    named = {
+        name
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for name in re.findall(r"\bmoonserve[_:][a-z][a-z_]*[a-z]\b(?!_?[…*{])", page.read_text())
+    }
+    prefixes = r"^moonserve[_:](?:instance_|transfer_)?|(?<=\w)_total$"
+    last_parts = {re.sub(prefixes, "", name).removesuffix("_tokens"): name for name in named}
+    unknown = sorted(name for part, name in last_parts.items() if part not in source)
+    assert not unknown
 
 
 def test_cli_page_equals_the_program() -> None:

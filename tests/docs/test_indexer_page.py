@@ -1,4 +1,4 @@
-"""The curl examples of docs/indexer.md, sent as they stand."""
+"""The curl examples of docs/reference/indexer-api.md, sent as they stand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moonserve.live.http.server import App, serve
 from moonserve.live.kvevents.follower import BlockIndexer, EventAddress, Feed, FeedCounts
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info
 
-PAGE = (Path(__file__).parents[2] / "docs" / "indexer.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "indexer-api.md").read_text()
 TOKENS = list(range(1, 13))
 
 

@@ -45,8 +45,8 @@ def test_a_name_has_one_holder() -> None:
 
 
 def test_the_documents_program_runs_as_it_stands() -> None:
-    """What docs/store.md shows from Python puts, reads, removes and ends without complaint."""
-    page = (Path(__file__).parents[2] / "docs/store.md").read_text()
+    """The Python of docs/how-to/store.md puts, reads, removes and ends without complaint."""
+    page = (Path(__file__).parents[2] / "docs/how-to/store.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
     async def test(it: Pool) -> None:

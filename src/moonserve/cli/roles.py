@@ -47,7 +47,7 @@ def gateway(
     """Run one gateway, with the Conductor and, without --store-url, the store's master in it.
 
     Workers of ours join it; or it serves with foreign engines, such as vLLM, which the list
-    `instances` in FILE names (docs/engines.md), or else --prefill-url and so on.
+    `instances` in FILE names (docs/reference/external-engines.md), or else --prefill-url and so on.
     """
     settings = read_settings(config, flags)
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])

@@ -232,7 +232,7 @@ def simulate(
 
     What decides is the very code of the live gateway; what takes time (engines, links, loads) and
     what breaks is made up. TRACE is what `moonserve trace` reads; - is stdin. The same inputs give
-    the same digest. docs/simulator.md says what is modelled, and what is not.
+    the same digest. docs/explanation/simulator.md says what is modelled, and what is not.
 
     \b
     Examples:

@@ -2,7 +2,7 @@
 
 Mounted by the gateway process. A reservation is a request of the Conductor's like any other, whose
 calls somebody else makes and tells of; so there is one ledger. Who never comes back is released at
-the reservation's deadline. docs/indexer.md has the API.
+the reservation's deadline. docs/reference/indexer-api.md has the API.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Mounted by the gateway process, behind the cluster's token. Follows the KV events of every stream
 that is registered and says how much of a prompt each instance has; the Conductor neither asks it
-nor tells it anything. docs/indexer.md has the API.
+nor tells it anything. docs/reference/indexer-api.md has the API.
 """
 
 from __future__ import annotations

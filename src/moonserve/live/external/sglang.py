@@ -1,7 +1,7 @@
 """What only SGLang says of itself, and whether that is what it was described to be.
 
-By the handshake. The names are those of SGLang's own server arguments; see docs/engines.md for
-what of SGLang was run here.
+By the handshake. The names are those of SGLang's own server arguments. What of SGLang was run here:
+docs/explanation/external-engines.md.
 """
 
 from __future__ import annotations
