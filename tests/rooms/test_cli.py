@@ -153,7 +153,8 @@ def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Policy, objectives and what refuses; none of them by default."""
     given: list[GatewayConfig] = []
 
-    async def note(config: GatewayConfig) -> None:
+    async def note(config: GatewayConfig, engines: object) -> None:
+        assert engines is None
         given.append(config)
 
     monkeypatch.setattr("moonserve.live.process.gateway.run_gateway", note)

@@ -17,7 +17,7 @@ from moonserve.live.control import control
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import ClientResponse, HttpClient
-from moonserve.live.process.external import ForeignGateway
+from moonserve.live.process.gateway import Gateway
 from moonserve.live.registry.entries import ENGINES
 from tests.support.engines import QUICK, Engine
 from tests.support.fake_vllm import Fabric
@@ -27,7 +27,7 @@ from tests.support.registry import MemoryRegistry, Shared
 class Client:
     """Speaks to one gateway."""
 
-    def __init__(self, gateway: ForeignGateway, http: HttpClient) -> None:
+    def __init__(self, gateway: Gateway, http: HttpClient) -> None:
         self.gateway = gateway
         self._http, self._url = http, f"http://127.0.0.1:{gateway.port}"
 
@@ -76,7 +76,7 @@ async def site(*engines: Engine, specs: bool = True, registry: str = "") -> Asyn
             stack.push_async_callback(engine.stop)
         named = [InstanceSpec(name=it.name, url=it.url, events="off") for it in engines]
         config = GatewayConfig(model="", port=0, token="t0ken", registry=registry)
-        gateway = await ForeignGateway.start(config, named if specs else [], QUICK)
+        gateway = await Gateway.start(config, named if specs else [], QUICK)
         stack.push_async_callback(gateway.stop, 0)
         http = HttpClient()
         stack.push_async_callback(http.close)

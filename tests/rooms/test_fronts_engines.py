@@ -47,7 +47,7 @@ class Site:
         self.conductor = await ConductorProcess.start(config, str(path / "link"), specs)
         stack.push_async_callback(self.conductor.stop, 0)
         for _ in range(2):  # each on a port of its own
-            front = await FrontProcess.start(config, str(path / "link"), foreign=True)
+            front = await FrontProcess.start(config, str(path / "link"), external=True)
             stack.push_async_callback(front.stop, 0)
             self.fronts.append(front)
         for front in self.fronts:
@@ -84,7 +84,7 @@ class Site:
 
     async def settled(self) -> None:
         """No reservation is left at the one Conductor."""
-        while self.conductor.control.conductor.core.promised().requests:
+        while self.conductor.conductor.core.promised().requests:
             await asyncio.sleep(0.01)
 
 
@@ -207,10 +207,10 @@ def test_calls_teach_the_fleet(tmp_path: Path) -> None:
     async def use(site: Site) -> None:
         for i in range(12):
             assert (await site.complete(i % 2, [i + 1] * 200))[0] == 200
-        fleet = site.conductor._fleet
+        fleet = site.conductor.fleet
         assert fleet is not None
         watches = {id: it for _, monitor in fleet.monitors() for id, it in monitor.watches.items()}
-        conductor = site.conductor.control.conductor
+        conductor = site.conductor.conductor
         passes, _ = watches[InstanceId("p0")].take(conductor.now_us())
         assert passes or conductor.core.view.instances[InstanceId("p0")].cost.known
 

@@ -19,8 +19,8 @@ from moonserve.core.units import InstanceId
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import ClientResponse, HttpClient
-from moonserve.live.process import external
-from moonserve.live.process.external import ForeignGateway
+from moonserve.live.process import gateway as gateway_process
+from moonserve.live.process.gateway import Gateway
 from tests.support.engines import QUICK
 from tests.support.fake_vllm import Fabric, spoken
 from tests.support.ranks import Ranks
@@ -32,7 +32,7 @@ WORDS = "the quick brown fox jumps over the lazy dog, and then once more. " * 6
 class Site:
     """A gateway before engines of ranks."""
 
-    def __init__(self, gateway: ForeignGateway, http: HttpClient) -> None:
+    def __init__(self, gateway: Gateway, http: HttpClient) -> None:
         self.gateway, self._http = gateway, http
 
     async def ask(self, prompt: str, stream: bool = False) -> ClientResponse:
@@ -79,7 +79,7 @@ async def site(
     monkeypatch: pytest.MonkeyPatch, *engines: Ranks, **described: Any
 ) -> AsyncIterator[Site]:
     """A gateway that follows these engines' events."""
-    monkeypatch.setattr(external, "read_text", lambda ref: SimpleNamespace(tools=ByteText()))
+    monkeypatch.setattr(gateway_process, "read_text", lambda ref: SimpleNamespace(tools=ByteText()))
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
@@ -95,7 +95,7 @@ async def site(
             )
             for it in engines
         ]
-        gateway = await ForeignGateway.start(GatewayConfig(model="", port=0), specs, QUICK)
+        gateway = await Gateway.start(GatewayConfig(model="", port=0), specs, QUICK)
         stack.push_async_callback(gateway.stop, 0)
         http = HttpClient()
         stack.push_async_callback(http.close)

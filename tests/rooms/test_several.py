@@ -19,15 +19,17 @@ from moonserve.core.units import BlockKey, InstanceId, RequestId
 from moonserve.live import tasks
 from moonserve.live.control import peers, takeover
 from moonserve.live.control.config import GatewayConfig
-from moonserve.live.control.control import Control
+from moonserve.live.control.control import Control, conductor_and_pool
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.peers import Several, Told
 from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
+from moonserve.live.kvevents.follower import Followers
 from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry, find_master
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways
@@ -339,7 +341,18 @@ def test_that_the_registry_is_away_is_an_alarm_of_a_gateway_with_workers() -> No
 
     async def test(site: Site) -> None:
         config = GatewayConfig(model="m", token=TOKEN)
-        control = Control(config, site.http, "m", registry=Away(site.shared))
+        conductor, pool = conductor_and_pool(config, site.http)
+        control = Control(
+            config,
+            site.http,
+            conductor,
+            pool,
+            Health(),
+            Followers().follow,
+            model="m",
+            tools=lambda model: None,
+            registry=Away(site.shared),
+        )
         server = await serve(App(control.routes()), "127.0.0.1", 0)
         try:
             url = f"http://127.0.0.1:{server.port}/health"
@@ -559,8 +572,9 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
             await registry.remove(ENGINES + "e0")
             await site.until(lambda: not site.views)
             assert "e0: removed by the registry" in caplog.text
-            said = [text.partition(" is not used")[0] for text in site.fleet.alarms()]
-            assert said == [*(f"registry: engines/e{n}" for n in (1, 2, 3)), "no engines are known"]
+            said = [text.partition(" is not used")[0] for text in found.alarms()]
+            assert said == [f"registry: engines/e{n}" for n in (1, 2, 3)]
+            assert site.fleet.alarms() == ["no engines are known"]
             assert caplog.text.count("engines/e1 is not used") == 1
             following.cancel()
 

@@ -82,16 +82,12 @@ def gateway(
         advertise_host=advertise_host,
         tuning=tuning,
     )
-    if part is not None:
+    if part is None:
+        run_role(run_gateway(made, engines))
+    else:
         from moonserve.live.process.fronts import run_conductor, run_front
 
         run_role((run_front if part == "front" else run_conductor)(made, link or "", engines))
-    elif engines is None:
-        run_role(run_gateway(made))
-    else:
-        from moonserve.live.process.external import starting
-
-        run_role(run_gateway(made, start=starting(engines)))
 
 
 @click.command()

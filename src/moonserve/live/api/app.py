@@ -21,6 +21,7 @@ from moonserve.live.api.front import Front
 from moonserve.live.api.generation import EventStream, Generation, whole_reply
 from moonserve.live.api.limiter import Limits as Limits
 from moonserve.live.api.prompts import Prompts, max_tokens
+from moonserve.live.health import Health
 from moonserve.live.http.message import (
     HttpRequest,
     Response,
@@ -44,10 +45,14 @@ class GatewayApp(Front):
     lack = "no model has both a prefill and a decode instance"
 
     def __init__(
-        self, serving: Serving, tools: Callable[[str], TextTools], limits: Limits | None = None
+        self,
+        serving: Serving,
+        tools: Callable[[str], TextTools],
+        limits: Limits | None = None,
+        health: Health | None = None,
     ) -> None:
         self._limits = limits or Limits()
-        super().__init__(self._limits)
+        super().__init__(self._limits, health or Health())
         self._serving = serving
         self._tools = tools
         self._prompts = Prompts(self._limits.offload_bytes, self._limits.max_tokenising_bytes)

@@ -7,7 +7,7 @@ mounts what it is given. What a generation is nobody knows here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -16,6 +16,7 @@ from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Tokens
 from moonserve.live.api.limiter import Door, Limits
 from moonserve.live.control.metrics import Metrics
+from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.openai.request import CHAT, COMPLETION, Form
@@ -47,14 +48,11 @@ class Front:
     lack: ClassVar[str]
     """What is missing where no model is alive."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, health: Health) -> None:
         self.metrics = Metrics()
         self._door = Door(limits, self.metrics)
         self._created = int(time.time())
-        self.not_ready: Callable[[], str] = str
-        """Why others should serve, if this gateway knows of anything; empty: no reason."""
-        self.undecided: Callable[[], str] = str
-        """Why nobody here can say where a request goes; empty: somebody can."""
+        self._health = health
 
     def cards(self) -> Sequence[ModelCard]:
         """All models."""
@@ -104,7 +102,7 @@ class Front:
         return await self.generate(http, "completion")
 
     def _check_decider(self) -> None:
-        if why := self.undecided():
+        if why := self._health.undecided():
             raise NobodyAlive(why)
 
     async def _list_models(self, request: HttpRequest) -> Response:
@@ -115,7 +113,7 @@ class Front:
 
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self.cards() if card.alive]
-        return self._door.readiness(alive, self.undecided() or self.not_ready(), self.lack)
+        return self._door.readiness(alive, self._health.not_ready(), self.lack)
 
     def _entry(self, card: ModelCard) -> ModelEntry:
         return ModelEntry(card.name, self._created, card.max_len)

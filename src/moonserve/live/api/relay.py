@@ -23,6 +23,7 @@ from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.life import Life
 from moonserve.live.drive.prompt_info import Reader
 from moonserve.live.external.observed import Observer
+from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import (
     HttpRequest,
@@ -49,10 +50,11 @@ class RelayApp(Front, Collector):
         http: HttpClient,
         door: DoorLimits | None = None,
         limits: Limits | None = None,
+        health: Health | None = None,
     ) -> None:
         """door: how many may come in; limits: how long engines may take."""
         door = door or DoorLimits()
-        super().__init__(door)
+        super().__init__(door, health or Health())
         self.metrics.registry.register(self)
         self._models = Models(conductor)
         prompts = Prompts(door.offload_bytes, door.max_tokenising_bytes)

@@ -1,7 +1,7 @@
 """The control side of a gateway: Conductor, store master, joins and the admin API.
 
-One per cluster, in the gateway's process or in one of its own; `process` mounts its routes. Serves
-no request of a client.
+One per cluster, in the gateway's process or in one of its own; live.process lists it as a part.
+Serves no request of a client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import Tick
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
-from moonserve.core.units import BlockKey, LeaseId, SegmentId
+from moonserve.core.units import BlockKey, SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.join import Internal
@@ -27,12 +27,13 @@ from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.metrics import Alarms, Copies, Predictions, Served
 from moonserve.live.control.peers import Several, Standing
 from moonserve.live.control.placement_api import PlacementApi
-from moonserve.live.control.views import Api
+from moonserve.live.control.views import Api, Pool
 from moonserve.live.external.indexer_api import IndexerApi
+from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
-from moonserve.live.http.server import Handler
-from moonserve.live.kvevents.follower import Followers
+from moonserve.live.http.part import Part, Routes
+from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
 from moonserve.live.store.external import ForeignPool
@@ -67,131 +68,146 @@ async def registered(config: GatewayConfig) -> tuple[GatewayConfig, Registry | N
     return config, registry
 
 
-class Control:
+def conductor_and_pool(config: GatewayConfig, http: HttpClient) -> tuple[ConductorLoop, Pool]:
+    """The Conductor, and the pool as it sees it: each reports to the other."""
+
+    async def copy(keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        return await pool.copy(keys, to, source)
+
+    core = Conductor(config.tuning, random.Random(0))
+    conductor = ConductorLoop(core, lambda lease: pool.release(lease), copy)
+    pool = _open_pool(config, http, lambda events: conductor.tell(*events))
+    return conductor, pool
+
+
+def _open_pool(
+    config: GatewayConfig, http: HttpClient, tell: Callable[[Sequence[BlockEvent]], None]
+) -> Pool:
+    if config.store != "embedded":
+        return ForeignPool(config.store)
+    if config.store_url:
+        return RemotePool(http, config.store_url, config.token, tell)
+    first_ticket = time.time_ns() // 1_000  # larger than any that an earlier master gave out
+    master = Master(Terms(eviction=config.eviction), first_ticket)
+    return LocalPool(MasterService(master, LoopClock().now_us), config.token, tell)
+
+
+class Control(Part):
     """See the module. `start` and `stop` are called on the event loop."""
 
     def __init__(
         self,
         config: GatewayConfig,
         http: HttpClient,
+        conductor: ConductorLoop,
+        pool: Pool,
+        health: Health,
+        follow: Follow,
+        *,
         model: str,
-        tools: Callable[[str], TextTools | None] = lambda model: None,
+        tools: Callable[[str], TextTools | None],
         registry: Registry | None = None,
         settled: Callable[[], Awaitable[object]] | None = None,
+        port: int | None = None,
     ) -> None:
-        """`model`: the name that the served model goes by; `tools`: a model's text side, where it
-        has one in this process; `registry`: where others are found; `settled`: returns once foreign
-        engines have told what they hold.
+        """follow: follows the KV events of an engine. model: the name of the served model; "":
+        external engines serve theirs. tools: the text tools of a model, where this process has
+        them. registry: where others are found. settled: returns once external engines have
+        reported what they hold. port: the one that others find; None: the one of `start`.
         """
         self._config = config
         self._http = http
         self._model = model
-        core = Conductor(config.tuning, random.Random(0))
-        self.conductor = ConductorLoop(core, self._release, self._copy)
-        self.pool = self._open_pool()
-        self._internal = Internal(self.conductor, config.token, [model])
-        self._api = Api(self.conductor, self.pool)
-        self.several = None if registry is None else self._among(registry, settled)
-        self.alarms: Callable[[], list[str]] = list if registry is None else registry.alarms
-        """What somebody should look at, in words."""
-        self._selection = PlacementApi(self.conductor, tools, config.token)
-        self.followers = Followers()
-        """Follows the KV events of engines, for the Indexer API and for the fleet."""
-        self._indexer = IndexerApi(config.token, self.followers.follow)
+        self._port = port
+        self._conductor = conductor
+        self._pool = pool
+        self._health = health
+        self._internal = Internal(conductor, config.token, [model])
+        self._api = Api(conductor, pool)
+        self._several: Several | None = None
+        if registry is not None:
+            self._several = several = self._among(registry, settled)
+            health.report_unready(lambda: several.not_ready)
+            health.report_alarms(registry.alarms)
+        self._placement = PlacementApi(conductor, tools, config.token)
+        self._indexer = IndexerApi(config.token, follow)
         self._ticker: asyncio.Task[None] | None = None
 
-    def routes(self) -> dict[tuple[str, str], Handler]:
-        """Exact paths."""
-        own = self._internal.routes() | self._api.routes() | self.pool.routes()
-        others = {} if self.several is None else self.several.routes()
-        own["GET", "/health"] = self._health
-        return own | self._selection.routes() | self._indexer.routes() | others
+    def routes(self) -> Routes:
+        """The routes of all that this part consists of."""
+        several = {} if self._several is None else self._several.routes()
+        return (
+            self._internal.routes()
+            | self._api.routes()
+            | self._pool.routes()
+            | {("GET", "/health"): self._health_route}
+            | self._placement.routes()
+            | self._indexer.routes()
+            | several
+        )
 
-    def prefixes(self) -> dict[tuple[str, str], Handler]:
-        """Path prefixes."""
+    def prefixes(self) -> Routes:
+        """Path prefixes of the admin API."""
         return self._api.prefixes()
 
     def collectors(self) -> list[Collector]:
-        """What it counts, for a registry of metrics."""
-        loop = self.conductor
-        others = [] if self.several is None else [Standing(self.several)]
-        alarms = Alarms(lambda: self.alarms())
-        return [Predictions(loop), Served(loop.account), Copies(loop), alarms, *others]
+        """What the Conductor counts."""
+        loop = self._conductor
+        several = [] if self._several is None else [Standing(self._several)]
+        alarms = Alarms(self._health.alarms)
+        return [Predictions(loop), Served(loop.account), Copies(loop), alarms, *several]
 
     async def start(self, port: int) -> None:
-        """Time passes from now on, and others find us at that port. Raises RegistryError."""
+        """Let the Conductor's time pass, and be found by others. Raises RegistryError."""
         self._ticker = asyncio.create_task(self._tick())
-        if self.several is not None:
-            url = url_of(self._config.advertise_host or self._config.host, port)
+        if self._several is not None:
+            host = self._config.advertise_host or self._config.host
+            url = url_of(host, self._port or port)
             name = url.removeprefix("http://")
-            await self.several.start(GatewayEntry(name, time.time_ns() // 1_000, url))
-
-    def not_ready(self) -> str:
-        """Why clients should go elsewhere, as far as is known here; empty: they need not."""
-        return "" if self.several is None else self.several.not_ready
+            await self._several.start(GatewayEntry(name, time.time_ns() // 1_000, url))
 
     async def gathered(self) -> None:
-        """Return once there is no such reason any more; in seconds, whatever comes."""
-        if self.several is not None:
-            await self.several.gathered.wait()
+        """Return once this gateway knows what others hold, or gave up after some seconds."""
+        if self._several is not None:
+            await self._several.gathered.wait()
 
     async def stop(self) -> None:
-        """To be called when nobody is served any more."""
+        """To be called when no request is under way any more."""
         if self._ticker is not None:
             self._ticker.cancel()
-        if self.several is not None:
-            await self.several.close()
-        self._selection.stop()
+        if self._several is not None:
+            await self._several.close()
+        self._placement.stop()
         await self._indexer.close()
-        await self.pool.close()
-        self.conductor.stop()
+        await self._pool.close()
+        self._conductor.stop()
 
-    async def _health(self, request: HttpRequest) -> Response:
-        """200: this process is well; what else is wrong is said beside that."""
-        return json_response({"status": "ok", "alarms": self.alarms()})
+    async def _health_route(self, request: HttpRequest) -> Response:
+        """200: this process is well; alarms about other processes stand beside that."""
+        return json_response({"status": "ok", "alarms": self._health.alarms()})
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.pool.tick()
-            self.conductor.tell(Tick())
-
-    def _release(self, lease: LeaseId) -> None:
-        self.pool.release(lease)
-
-    async def _copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
-        return await self.pool.copy(keys, to, source)
-
-    def _open_pool(self) -> LocalPool | RemotePool | ForeignPool:
-        config = self._config
-        if config.store != "embedded":
-            return ForeignPool(config.store)
-        if config.store_url:
-            return RemotePool(self._http, config.store_url, config.token, self._tell)
-        first_ticket = time.time_ns() // 1_000  # larger than any an earlier master gave out
-        master = Master(Terms(eviction=config.eviction), first_ticket)
-        return LocalPool(MasterService(master, LoopClock().now_us), config.token, self._tell)
+            self._pool.tick()
+            self._conductor.tell(Tick())
 
     def _among(
         self, registry: Registry, settled: Callable[[], Awaitable[object]] | None
     ) -> Several:
-        token, known, move = self._config.token, settled, None
-        if isinstance(self.pool, RemotePool):
-            known = self.pool.known.wait
-            move = self.pool.move if self._config.follows_master else None
+        known, move = settled, None
+        if isinstance(self._pool, RemotePool):
+            known = self._pool.known.wait
+            move = self._pool.move if self._config.follows_master else None
         has_workers = self._config.store != "none"
-        duty = f"conductor/{self._model}" if has_workers else "conductor"
         return Several(
             registry,
-            self.conductor,
+            self._conductor,
             self._internal,
             self._http,
-            token,
+            self._config.token,
             known,
             has_workers,
             move,
-            duty,
+            duty=f"conductor/{self._model}" if has_workers else "conductor",
         )
-
-    def _tell(self, events: Sequence[BlockEvent]) -> None:
-        self.conductor.tell(*events)

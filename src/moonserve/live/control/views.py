@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.explain import Explanation, explanation, why, why_spread
@@ -15,6 +15,8 @@ from moonserve.live.store.external import ForeignPool
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.remote import RemotePool
 
+Pool: TypeAlias = LocalPool | RemotePool | ForeignPool
+"""The KV store as the gateway sees it: with its master here, elsewhere, or of another product."""
 DECISIONS_PREFIX = "/api/decisions/"
 
 
@@ -27,9 +29,7 @@ class NoDecision(BadRequest):
 class Api:
     """Handlers of /api, to be mounted by the gateway process."""
 
-    def __init__(
-        self, conductor: ConductorLoop, pool: LocalPool | RemotePool | ForeignPool
-    ) -> None:
+    def __init__(self, conductor: ConductorLoop, pool: Pool) -> None:
         self._conductor = conductor
         self._pool = pool
 

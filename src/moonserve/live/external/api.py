@@ -18,6 +18,7 @@ from moonserve.live.external.fleet import Fleet, Unknown
 from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.rows import rows
 from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.health import Health
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
@@ -47,10 +48,15 @@ class FleetApi:
         fleet: Fleet,
         conductor: ClusterRead,
         token: str,
+        health: Health,
         found: RegistryEngines | None = None,
     ) -> None:
         """found: engines of a registry, where there is one."""
-        self._fleet, self._conductor, self._token, self._found = fleet, conductor, token, found
+        self._fleet = fleet
+        self._conductor = conductor
+        self._token = token
+        self._health = health
+        self._found = found
         self._kept: Path | None = None
 
     async def keep(self, kept: Path) -> None:
@@ -81,7 +87,7 @@ class FleetApi:
         return {
             ("GET", PATH): self._list,
             ("POST", PATH): self._add,
-            ("GET", "/health"): self._health,
+            ("GET", "/health"): self._health_route,
             ("POST", "/internal/join"): self._no_workers,
         }
 
@@ -135,10 +141,10 @@ class FleetApi:
         self._changed()
         return json_response({"changed": [name]})
 
-    async def _health(self, request: HttpRequest) -> Response:
+    async def _health_route(self, request: HttpRequest) -> Response:
         """200: this process is well; what is wrong with engines is said beside that."""
         states = {monitor.member.spec.name: monitor.state for _, monitor in self._fleet.monitors()}
-        return json_response({"status": "ok", "instances": states, "alarms": self._fleet.alarms()})
+        return json_response({"status": "ok", "instances": states, "alarms": self._health.alarms()})
 
     async def _no_workers(self, request: HttpRequest) -> Response:
         check_token(request, self._token)

@@ -109,8 +109,6 @@ class Fleet:
         self._kept: dict[str, _Kept] = {}
         self._by_id: dict[InstanceId, EngineMonitor] = {}
         self._changing = asyncio.Lock()
-        self.also: Callable[[], list[str]] = list
-        """Further alarms, of where descriptions come from."""
 
     # Which there are.
 
@@ -279,7 +277,7 @@ class Fleet:
 
     def alarms(self) -> list[str]:
         """What somebody should look at, in words."""
-        found = self.also()
+        found: list[str] = []
         if not self._kept:
             found.append("no engines are known")
         warned: dict[str, list[str]] = {}

@@ -79,11 +79,10 @@ class RegistryEngines:
         self._used: dict[str, bytes] = {}
         self._unused: dict[str, str] = {}
         """By name, why an entry is not used."""
-        fleet.also = self.alarms
 
     def alarms(self) -> list[str]:
-        """What is wrong with the registry, and with what is there."""
-        return [*self._registry.alarms(), *self._unused.values()]
+        """What is wrong with the entries of the registry."""
+        return list(self._unused.values())
 
     async def follow(self) -> None:
         """Keep the fleet's engines from there as they are described there, for ever."""

@@ -1,8 +1,8 @@
-"""The processes of a gateway that is several: fronts that serve clients, one with the Conductor.
+"""The processes of a gateway that has several: fronts that serve clients, one with the Conductor.
 
 A supervisor starts them with the path of one unix socket. Every front listens on the gateway's
-address, where the kernel gives each new connection to one of them; the Conductor's process listens
-for HTTP on loopback, for what fronts pass on.
+address, where the kernel gives each new connection to one of them. The Conductor's process listens
+for HTTP on loopback, for requests that fronts forward.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from moonserve.live.api.app import GatewayApp
 from moonserve.live.api.limiter import METRICS_TYPE
-from moonserve.live.api.relay import RelayApp
 from moonserve.live.control.config import GatewayConfig
-from moonserve.live.control.control import Control, registered
-from moonserve.live.external.fleet import Fleet
+from moonserve.live.control.control import registered
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.counts import Summed, families, summed
@@ -29,165 +25,155 @@ from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.health import Health
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
-from moonserve.live.http.server import App, Server, serve
+from moonserve.live.http.part import Part, Routes
 from moonserve.live.model.catalog import resolve
-from moonserve.live.ports import Registry
-from moonserve.live.process.external import FILE, ForeignControl, relay_of
+from moonserve.live.process.external import EngineSettings
 from moonserve.live.process.gateway import (
-    INTERNAL_BODY_BYTES,
+    Deciding,
     Text,
     front_of,
+    load_text,
     read_text,
-    run_gateway,
+    with_engines,
 )
+from moonserve.live.process.parts import Process, run
 from moonserve.live.store.settings import check_reachable
 from moonserve.live.tasks import keep_doing
 
 _LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.5
-"""How often it is seen whether foreign engines have begun or ceased to tell events."""
+"""How often the Conductor's process looks for external engines whose events began or ended."""
 
 
-class ConductorProcess:
+class FrontsDesk(Part):
+    """The Conductor's end of the link to the fronts."""
+
+    def __init__(self, deciding: Deciding, path: str) -> None:
+        self._deciding = deciding
+        self._path = path
+        self._desk: Desk | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    def routes(self) -> Routes:
+        """The sums over all fronts."""
+        return {("GET", "/metrics"): self._metrics}
+
+    async def start(self, port: int) -> None:
+        """Let fronts connect, once this process knows what others hold."""
+        deciding = self._deciding
+        url = f"http://{_LOOPBACK}:{port}"
+        self._desk = desk = Desk(deciding.conductor, url, deciding.fleet)
+        self._looking = keep_doing("looking at engines", self._look)
+        await deciding.control.gathered()
+        await desk.listen(self._path)
+
+    async def stop(self) -> None:
+        """To be called when the fronts have stopped: no request is under way."""
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._desk is not None:
+            await self._desk.close()
+
+    async def _look(self) -> None:
+        while self._desk is not None:
+            await asyncio.sleep(_LOOK_S)
+            self._desk.look()
+
+    async def _metrics(self, request: HttpRequest) -> Response:
+        """The sums over all fronts, and the Conductor's own."""
+        own = families([it for part in self._deciding.parts for it in part.collectors()])
+        counts = [own] if self._desk is None else [await self._desk.counts(), own]
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Summed(summed(counts)))
+        return Response(body=generate_latest(registry), content_type=METRICS_TYPE)
+
+
+class ConductorProcess(Process):
     """Conductor, store master, joins and the admin API; made by `start`."""
 
     def __init__(
-        self,
-        config: GatewayConfig,
-        registry: Registry | None = None,
-        specs: Sequence[InstanceSpec] | None = None,
+        self, config: GatewayConfig, http: HttpClient, deciding: Deciding, path: str
     ) -> None:
-        """`specs`: the foreign engines; None: workers of ours will join."""
-        self._http = HttpClient()
-        self._fleet: Fleet | None = None
-        self.control: Control | ForeignControl
-        if specs is None:
-            name = resolve(config.model).name
-            self.control = Control(config, self._http, name, registry=registry)
-        else:
-            self.control = ForeignControl(config, self._http, Times(), registry)
-            self._fleet = self.control.fleet
-        self._app = App(
-            self.control.routes() | {("GET", "/metrics"): self._metrics},
-            self.control.prefixes(),
-            max_body_bytes=config.max_body_bytes,
-            body_limits={"/internal/": INTERNAL_BODY_BYTES},
-            name="conductor",
-        )
-        self._server: Server | None = None
-        self._desk: Desk | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self.conductor, self.fleet = deciding.conductor, deciding.fleet
+        desk = FrontsDesk(deciding, path)
+        here = msgspec.structs.replace(config, port=0)
+        super().__init__(here, http, [*deciding.parts, desk], name="conductor")
 
     @classmethod
     async def start(
         cls, config: GatewayConfig, path: str, specs: Sequence[InstanceSpec] | None = None
     ) -> ConductorProcess:
-        """Wire all parts and listen, at the socket `path` too. Raises ConfigError."""
+        """Make all parts and listen, at the socket `path` too.
+
+        config: its host is loopback; its port is the one of the fronts. specs: the external
+        engines; None: workers will join. Raises ConfigError, RegistryError.
+        """
+        engines = None
         if specs is not None:
-            config = msgspec.structs.replace(config, store="none")
-        one = cls(*await registered(config), specs)
-        if isinstance(one.control, ForeignControl):
-            await one.control.fleet.described(FILE, specs or ())
-            await one.control.keep(Path(f"{path}.engines"))
-        one._server = await serve(one._app, _LOOPBACK, 0)
-        desk = Desk(one.control.conductor, f"http://{_LOOPBACK}:{one.port}", one._fleet)
-        one._desk = desk
-        one._looking = keep_doing("looking at engines", partial(_look, desk))
-        await one.control.start(config.port)  # where fronts are found
-        await one.control.gathered()
-        await one._desk.listen(path)
+            engines = EngineSettings(specs, Times(), Path(f"{path}.engines"))
+        config, registry = await registered(with_engines(config, engines))
+        http = HttpClient()
+        name = resolve(config.model).name if specs is None else ""
+        deciding = Deciding(config, http, Health(), registry, name, engines, config.port)
+        one = cls(config, http, deciding, path)
+        await one.listen()
         return one
 
-    @property
-    def port(self) -> int:
-        """Where it listens for HTTP."""
-        assert self._server is not None
-        return self._server.port
 
-    async def stop(self, drain_s: float) -> None:
-        """To be called when the fronts have stopped: no request is under way."""
-        assert self._server is not None
-        assert self._desk is not None
-        if self._looking is not None:
-            self._looking.cancel()
-        await self._desk.close()
-        await self._server.stop(0)
-        await self.control.stop()
-        await self._http.close()
+class ConductorLink(Part):
+    """A front's end of the link to the Conductor."""
 
-    async def _metrics(self, request: HttpRequest) -> Response:
-        """The sums over all fronts, and the Conductor's own."""
-        assert self._desk is not None
-        own = families(self.control.collectors())
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(Summed(summed([await self._desk.counts(), own])))
-        return Response(body=generate_latest(registry), content_type=METRICS_TYPE)
+    def __init__(self, conductor: RemoteConductor, forward: Forward) -> None:
+        self._conductor = conductor
+        self._forward = forward
+
+    def routes(self) -> Routes:
+        """The metrics: the Conductor's process adds up those of all fronts."""
+        return {("GET", "/metrics"): self._forward}
+
+    async def prepare(self) -> None:
+        """Connect as soon as the Conductor's process listens."""
+        await self._conductor.start()
+
+    async def stop(self) -> None:
+        """Leave the Conductor; cut what is being forwarded."""
+        await self._conductor.leave()
+        await self._forward.close()
 
 
-async def _look(desk: Desk) -> None:
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        desk.look()
-
-
-class FrontProcess:
+class FrontProcess(Process):
     """OpenAI's API for some of the clients; made by `start`."""
 
     def __init__(self, config: GatewayConfig, text: Text | None, path: str) -> None:
-        """`text`: of the model that workers of ours serve; None: engines are foreign."""
-        self._http = http = HttpClient()
-        self.conductor = RemoteConductor(path, lambda: families([self._front.metrics.registry]))
+        """`text`: of the model that workers serve; None: engines are external."""
+        http = HttpClient()
+        self.conductor = RemoteConductor(path, lambda: families([front.metrics.registry]))
+        health = Health(undecided=self.conductor.missing)
+        fleet = None
+        if text is None:
+            fleet = RemoteFleet(self.conductor, http, load_text, os.environ)
         part = -(-config.max_in_flight // config.workers)
         config = msgspec.structs.replace(config, max_in_flight=part)
-        self._front: GatewayApp | RelayApp
-        if text is not None:
-            self._front = front_of(config, text, self.conductor, http)
-        else:
-            tools = lambda ref: read_text(ref).tools  # noqa: E731
-            fleet = RemoteFleet(self.conductor, http, tools, os.environ)
-            self._front = relay_of(config, self.conductor, fleet, fleet, http)
-        self._front.undecided = self.conductor.missing
-        routes = self._front.routes()
-        del routes["GET", "/metrics"]  # the sums over all are asked for
+        front = front_of(config, self.conductor, http, health, text, fleet)
         self._forward = Forward(self.conductor)
-        self._app = App(
-            routes,
-            self._front.prefixes(),
-            max_body_bytes=config.max_body_bytes,
-            body_limits={"/internal/": INTERNAL_BODY_BYTES},
-            fallback=self._forward,
-            name="front",
-        )
-        self._server: Server | None = None
+        link = ConductorLink(self.conductor, self._forward)
+        super().__init__(config, http, [link], front, name="front")
 
     @classmethod
-    async def start(cls, config: GatewayConfig, path: str, foreign: bool = False) -> FrontProcess:
-        """Read the model's text side, wire all parts, listen beside others. Raises ConfigError."""
+    async def start(cls, config: GatewayConfig, path: str, external: bool = False) -> FrontProcess:
+        """Read the model's text side, make all parts, listen beside other fronts.
+
+        Raises ConfigError.
+        """
         require_token_beyond_loopback(config.host, config.token, "workers")
-        text = None if foreign else await asyncio.to_thread(read_text, config.model)
+        text = None if external else await asyncio.to_thread(read_text, config.model)
         one = cls(config, text, path)
-        await one.conductor.start()
-        one._server = await serve(one._app, config.host, config.port, shared=True)
+        await one.listen(one._forward, shared=True)
         return one
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        assert self._server is not None
-        return self._server.port
-
-    async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, let running ones finish for `drain_s`, then cut them."""
-        assert self._server is not None
-        self._front.drain()
-        await self._front.idle(drain_s)
-        await self._server.stop(0)
-        await self.conductor.leave()
-        await self._forward.close()
-        await self._http.close()
 
 
 async def run_conductor(
@@ -198,10 +184,9 @@ async def run_conductor(
         check_reachable(config.host)
     host = config.advertise_host or config.host
     here = msgspec.structs.replace(config, host=_LOOPBACK, advertise_host=host)
-    await run_gateway(here, start=lambda config: ConductorProcess.start(config, path, specs))
+    await run(ConductorProcess.start(here, path, specs), here)
 
 
 async def run_front(config: GatewayConfig, path: str, specs: Sequence[InstanceSpec] | None) -> None:
     """Run one front until SIGTERM or SIGINT."""
-    foreign = specs is not None
-    await run_gateway(config, start=lambda config: FrontProcess.start(config, path, foreign))
+    await run(FrontProcess.start(config, path, specs is not None), config)

@@ -1,107 +1,42 @@
-"""The gateway process: OpenAI API, Conductor and, by default, store master in one event loop.
+"""The gateway in one process: OpenAI API, Conductor and, by default, the store's master.
 
-`Gateway.start` wires the parts; `run_gateway` adds signals and the drain. For the CLI and tests;
-everything it wires can be had without it.
+`Gateway.start` lists the parts; `deciding` makes those that one process per gateway has, and is
+also called for the Conductor's own process (`fronts`). For the CLI and tests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import signal
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 
-from moonserve.core.units import Bytes, Tokens
+from moonserve.core.units import Tokens, seconds_to_us
 from moonserve.live.api.app import GatewayApp, Limits
+from moonserve.live.api.front import Front
+from moonserve.live.api.relay import RelayApp
 from moonserve.live.control.config import GatewayConfig
-from moonserve.live.control.control import Control, registered
+from moonserve.live.control.control import Control, conductor_and_pool, registered
+from moonserve.live.drive import calls
 from moonserve.live.drive.dispatch import Cluster
 from moonserve.live.drive.wire import WireClient
+from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.monitor import Times
+from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.fronts.engines import RemoteFleet
+from moonserve.live.health import Health
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.server import App, Server, serve
+from moonserve.live.http.part import Part
+from moonserve.live.kvevents.follower import Followers
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Conducting, Registry
-from moonserve.live.process.supervise import beat, say
+from moonserve.live.process.external import EngineSettings, ExternalEngines
+from moonserve.live.process.parts import Process, run
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
-from moonserve.live.text.tools import ModelText
-
-INTERNAL_BODY_BYTES: Bytes = 64 << 20
-
-
-class Gateway:
-    """All parts of a gateway, wired and listening; made by `start`."""
-
-    def __init__(self, config: GatewayConfig, text: Text, registry: Registry | None = None) -> None:
-        self._config = config
-        self._http = HttpClient()
-        tools = {text.name: text.tools}.get
-        self._control = Control(config, self._http, text.name, tools, registry)
-        self.conductor, self.pool = self._control.conductor, self._control.pool
-        self._front = front_of(config, text, self.conductor, self._http)
-        self._front.not_ready = self._control.not_ready
-        for collector in self._control.collectors():
-            self._front.metrics.registry.register(collector)
-        self._server: Server | None = None
-
-    @classmethod
-    async def start(cls, config: GatewayConfig) -> Gateway:
-        """Read the model's text side, wire all parts, listen. Raises ConfigError."""
-        require_token_beyond_loopback(config.host, config.token, "workers")
-        text = await asyncio.to_thread(read_text, config.model)
-        config, registry = await registered(config)
-        gateway = cls(config, text, registry)
-        try:
-            await gateway._listen()
-        except BaseException:
-            await gateway.stop(0)
-            raise
-        return gateway
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        assert self._server is not None
-        return self._server.port
-
-    async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, let running ones finish for `drain_s`, then cut them.
-
-        The server listens until they have ended: workers beat and call the store meanwhile.
-        """
-        self._front.drain()
-        await self._front.idle(drain_s)
-        if self._server is not None:
-            await self._server.stop(0)
-        await self._control.stop()
-        await self._http.close()
-
-    async def _listen(self) -> None:
-        app = App(
-            self._front.routes() | self._control.routes(),
-            self._front.prefixes() | self._control.prefixes(),
-            max_body_bytes=self._config.max_body_bytes,
-            body_limits={"/internal/": INTERNAL_BODY_BYTES},
-            name="gateway",
-        )
-        self._server = await serve(app, self._config.host, self._config.port)
-        await self._control.start(self._server.port)
-
-
-class Running(Protocol):
-    """A gateway that listens."""
-
-    @property
-    def port(self) -> int:
-        """Where."""
-
-    async def stop(self, drain_s: float) -> None:
-        """See Gateway.stop."""
+from moonserve.live.text.tools import ModelText, TextTools
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -112,21 +47,6 @@ class Text(msgspec.Struct, frozen=True):
     tools: ModelText
 
 
-def front_of(
-    config: GatewayConfig, text: Text, conductor: Conducting, http: HttpClient
-) -> GatewayApp:
-    """OpenAI's API over the instances that the Conductor knows."""
-    wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
-    cluster = Cluster(conductor, wire, {text.name: text.max_len})
-    return GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits_of(config))
-
-
-def limits_of(config: GatewayConfig) -> Limits:
-    """What one process of this gateway takes on."""
-    shares_ids = config.workers > 1 or bool(config.registry)
-    return Limits(max_in_flight=config.max_in_flight, shares_ids=shares_ids)
-
-
 def read_text(ref: str) -> Text:
     """The text side of a model. Raises ConfigError where files are missing or wrong."""
     found = resolve(ref)
@@ -135,23 +55,134 @@ def read_text(ref: str) -> Text:
     return Text(found.name, load_config(found.path).max_len, tools)
 
 
-async def run_gateway(
+def load_text(ref: str) -> TextTools:
+    """The text tools of a model that external engines serve. Raises ConfigError."""
+    return read_text(ref).tools
+
+
+class Deciding:
+    """The parts that one process of each gateway has: the Conductor, the pool, the admin API and,
+    before external engines, the fleet of them.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        http: HttpClient,
+        health: Health,
+        registry: Registry | None,
+        model: str | Text,
+        engines: EngineSettings | None,
+        port: int | None = None,
+    ) -> None:
+        """model: its name, or its text side where this process has it; engines: the external ones;
+        None: workers will join. port: the one that other gateways find; None: where the process
+        listens.
+        """
+        self.conductor, self.pool = conductor_and_pool(config, http)
+        name = model if isinstance(model, str) else model.name
+        tools = {} if isinstance(model, str) else {name: model.tools}
+        follow = Followers().follow
+        external = None
+        if engines is not None:
+            external = ExternalEngines(
+                engines, self.conductor, http, config.token, health, registry, load_text, follow
+            )
+        self.fleet = None if external is None else external.fleet
+        self.control = Control(
+            config,
+            http,
+            self.conductor,
+            self.pool,
+            health,
+            follow,
+            model=name,
+            tools=tools.get if self.fleet is None else self.fleet.text,
+            registry=registry,
+            settled=None if external is None else external.settled,
+            port=port,
+        )
+        self.parts: list[Part] = [self.control, *([] if external is None else [external])]
+
+
+class Gateway(Process):
+    """A gateway that serves clients and has the Conductor, in one process; made by `start`."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        http: HttpClient,
+        health: Health,
+        deciding: Deciding,
+        text: Text | None,
+    ) -> None:
+        self.conductor, self.pool = deciding.conductor, deciding.pool
+        self.fleet = deciding.fleet
+        front = front_of(config, self.conductor, http, health, text, deciding.fleet)
+        for part in deciding.parts:
+            for collector in part.collectors():
+                front.metrics.registry.register(collector)
+        super().__init__(config, http, deciding.parts, front, name="gateway")
+
+    @classmethod
+    async def start(
+        cls,
+        config: GatewayConfig,
+        specs: Sequence[InstanceSpec] | None = None,
+        times: Times | None = None,
+    ) -> Gateway:
+        """Read the model's text side, make all parts, listen; instances join as they answer.
+
+        specs: the external engines; None: workers will join. Raises ConfigError, RegistryError.
+        """
+        require_token_beyond_loopback(config.host, config.token, "workers and engines")
+        text = None if specs is not None else await asyncio.to_thread(read_text, config.model)
+        engines = None if specs is None else EngineSettings(specs, times or Times())
+        config, registry = await registered(with_engines(config, engines))
+        http, health = HttpClient(), Health()
+        deciding = Deciding(config, http, health, registry, text or "", engines)
+        gateway = cls(config, http, health, deciding, text)
+        await gateway.listen()
+        return gateway
+
+
+def with_engines(config: GatewayConfig, engines: EngineSettings | None) -> GatewayConfig:
+    """The configuration as external engines need it: they have no pool of ours, and form no groups.
+
+    Without external engines, the configuration as it is.
+    """
+    if engines is None:
+        return config
+    dead_after_us = seconds_to_us(engines.times.longest_s)
+    tuning = msgspec.structs.replace(
+        config.tuning, spread_bytes=0, cpp=1, dead_after_us=dead_after_us
+    )
+    return msgspec.structs.replace(config, store="none", tuning=tuning)
+
+
+def front_of(
     config: GatewayConfig,
-    say: Callable[[str], None] = say,
-    start: Callable[[GatewayConfig], Awaitable[Running]] = Gateway.start,
-) -> None:
-    """Run one gateway until SIGTERM or SIGINT. Raises ConfigError when it cannot start."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    gateway = await start(config)
-    gc.collect()
-    gc.freeze()  # what is there by now stays: no collection shall look at it again
-    gc.set_threshold(10_000, 20, 20)  # nor as often at what is under way
-    say(f"listening on http://{config.host}:{gateway.port}")
-    beat()
-    await stop.wait()
-    say("draining: new requests are refused, running ones may finish")
-    await gateway.stop(config.drain_s)
-    say("stopped")
+    conductor: Conducting,
+    http: HttpClient,
+    health: Health,
+    text: Text | None,
+    fleet: Fleet | RemoteFleet | None,
+) -> Front:
+    """OpenAI's API over the instances that the Conductor knows: workers, which serve the model of
+    `text`, or the external engines of `fleet`."""
+    limits = Limits(
+        max_in_flight=config.max_in_flight,
+        shares_ids=config.workers > 1 or bool(config.registry),
+    )
+    if fleet is not None:
+        times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
+        return RelayApp(conductor, fleet, fleet, http, limits, times_out, health)
+    assert text is not None, "workers serve a model whose text side is read at the start"
+    wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
+    cluster = Cluster(conductor, wire, {text.name: text.max_len})
+    return GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits, health)
+
+
+async def run_gateway(config: GatewayConfig, specs: Sequence[InstanceSpec] | None = None) -> None:
+    """Run one gateway until SIGTERM or SIGINT; specs: the external engines."""
+    await run(Gateway.start(config, specs), config)

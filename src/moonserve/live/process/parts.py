@@ -1,0 +1,114 @@
+"""One process: parts behind one HTTP server. The order of start, drain and stop stands here only.
+
+`gateway` and `fronts` make lists of parts; `run` adds signals. A process serves clients (it has a
+front) or only other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+from moonserve.core.units import Bytes
+from moonserve.live.api.front import Front
+from moonserve.live.control.config import GatewayConfig
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.part import Part, Routes
+from moonserve.live.http.server import App, Handler, Server, serve
+from moonserve.live.process.supervise import beat, say
+
+INTERNAL_BODY_BYTES: Bytes = 64 << 20
+
+
+class Process:
+    """Parts that share one HTTP client and one server; made and started by the assemblies."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        http: HttpClient,
+        parts: Sequence[Part],
+        front: Front | None = None,
+        *,
+        name: str,
+    ) -> None:
+        """front: serves clients, and is drained at the end; name: of the server, for its log."""
+        self.http = http
+        self._config = config
+        self._parts = parts
+        self._front = front
+        self._name = name
+        self._server: Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that the process listens at."""
+        assert self._server is not None, "start it first"
+        return self._server.port
+
+    async def listen(self, fallback: Handler | None = None, shared: bool = False) -> None:
+        """Prepare all parts, listen, then start the parts in order; on failure, stop all.
+
+        fallback: serves the paths that no part has; shared: other processes listen there too.
+        Raises ConfigError, RegistryError.
+        """
+        try:
+            for part in self._parts:
+                await part.prepare()
+            app = App(
+                self._mounted(lambda part: part.routes()),
+                self._mounted(lambda part: part.prefixes()),
+                max_body_bytes=self._config.max_body_bytes,
+                body_limits={"/internal/": INTERNAL_BODY_BYTES},
+                fallback=fallback,
+                name=self._name,
+            )
+            host, port = self._config.host, self._config.port
+            self._server = await serve(app, host, port, shared=shared)
+            for part in self._parts:
+                await part.start(self._server.port)
+        except BaseException:
+            await self.stop(0)
+            raise
+
+    def _mounted(self, of: Callable[[Part | Front], Routes]) -> Routes:
+        mounted = {} if self._front is None else of(self._front)
+        for part in self._parts:
+            mounted = mounted | of(part)
+        return mounted
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let running ones finish for `drain_s`, then cut them.
+
+        The server listens until they have ended: workers beat and call the store meanwhile.
+        """
+        if self._front is not None:
+            self._front.drain()
+            await self._front.idle(drain_s)
+        if self._server is not None:
+            await self._server.stop(0)
+        for part in reversed(self._parts):
+            await part.stop()
+        await self.http.close()
+
+
+async def run(
+    start: Awaitable[Process], config: GatewayConfig, say: Callable[[str], None] = say
+) -> None:
+    """Start a process and run it until SIGTERM or SIGINT. Raises ConfigError, RegistryError."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    process = await start
+    gc.collect()
+    gc.freeze()  # objects of the start stay for ever: no collection need look at them again
+    gc.set_threshold(10_000, 20, 20)  # requests make few cycles: look for them less often
+    say(f"listening on http://{config.host}:{process.port}")
+    beat()
+    await stop.wait()
+    say("draining: new requests are refused, running ones may finish")
+    await process.stop(config.drain_s)
+    say("stopped")
