@@ -24,7 +24,7 @@ from moonserve.core.schedule.facts import InstanceInfo, Leading, PeerPromised, P
 from moonserve.live.control import takeover
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.http.auth import guarded
+from moonserve.live.http.auth import bearer, guarded
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
@@ -233,9 +233,7 @@ class Several:
                     await news.wait()
 
     async def _send(self, peer: GatewayEntry, promises: tuple[Promises, ...]) -> None:
-        headers = {"content-type": "application/msgpack"}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
+        headers = {"content-type": "application/msgpack"} | bearer(self._token)
         body = _encode(Told(self._me.name, self._me.epoch, promises))
         url = f"{peer.url}/internal/promises"
         reply = await self._http.request("POST", url, headers=headers, body=body, timeout_s=_CALL_S)

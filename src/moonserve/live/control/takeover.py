@@ -17,6 +17,7 @@ from moonserve.core.errors import MoonserveError, RegistryError
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.index import Held
 from moonserve.core.units import SegmentId
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
 
 PATH = "/internal/index"
@@ -49,10 +50,9 @@ async def tell(
 
 async def ask(http: HttpClient, url: str, token: str, take: Callable[[BlocksStored], None]) -> int:
     """Take over what a peer tells; how many blocks that were. Raises MoonserveError."""
-    headers = {"authorization": f"Bearer {token}"} if token else {}
     buffer, count = bytearray(), 0
     async with http.stream(
-        "GET", url + PATH, headers=headers, timeout_s=_ANSWER_S, idle_timeout_s=_ANSWER_S
+        "GET", url + PATH, headers=bearer(token), timeout_s=_ANSWER_S, idle_timeout_s=_ANSWER_S
     ) as reply:
         if reply.status != 200:
             raise RegistryError(f"{url}{PATH} answers {reply.status}")

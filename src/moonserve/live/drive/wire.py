@@ -15,6 +15,7 @@ from moonserve.core.errors import MoonserveError
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, Tokens
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.message import UNREADABLE
 from moonserve.live.openai.reply import ReadReply, read_reply
@@ -154,9 +155,7 @@ class WireClient:
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {"content-type": "application/json", "x-request-id": request.id}
-        if self._token:
-            headers["authorization"] = f"Bearer {self._token}"
-        return headers
+        return headers | bearer(self._token)
 
 
 def _check(to: InstanceInfo, status: int, body: bytes) -> None:

@@ -16,6 +16,7 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import InstanceId
 from moonserve.live.external.pages import Page, read_page
 from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
 
 _ASK_S = 5.0
@@ -41,7 +42,7 @@ class Member:
     def __init__(self, spec: InstanceSpec, http: HttpClient, api_key: str = "") -> None:
         self.spec = spec
         self.url = spec.url.rstrip("/")
-        self.headers: Mapping[str, str] = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.headers: Mapping[str, str] = bearer(api_key)
         """To be sent with every call."""
         self.bootstrap = spec.bootstrap_url()
         """As mooncake's decode side is told it; empty where there is none."""

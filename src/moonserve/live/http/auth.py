@@ -30,6 +30,11 @@ def check_token(request: HttpRequest, token: str) -> None:
         raise Unauthorized("cluster token missing or wrong", "authorization")
 
 
+def bearer(token: str) -> dict[str, str]:
+    """The header by which a caller presents `token`; none for ""."""
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
 def guarded(
     handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]], token: str
 ) -> Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]:

@@ -25,6 +25,7 @@ from moonserve.core.errors import (
 )
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient, check_url
 from moonserve.live.http.connection import BadReply
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
@@ -56,7 +57,7 @@ class HttpRpc:
         check_url(url, _URL)
         self._http = http
         self.url = url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._headers = bearer(token)
         self._channel: Channel | None = None
         self._connecting = asyncio.Lock()
 

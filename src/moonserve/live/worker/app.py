@@ -19,7 +19,7 @@ import msgspec
 from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, RequestId
-from moonserve.live.http.auth import check_token
+from moonserve.live.http.auth import bearer, check_token
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import (
     HttpRequest,
@@ -217,9 +217,7 @@ class WorkerApp:
 
 def chain_client(http: HttpClient, token: str, wait_s: float) -> Fetch:
     """How a runner gets the KV of a part before its own; it ends the call by leaving the block."""
-    headers = {"content-type": "application/msgpack"}
-    if token:
-        headers["authorization"] = f"Bearer {token}"
+    headers = {"content-type": "application/msgpack"} | bearer(token)
 
     @asynccontextmanager
     async def fetch(url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:

@@ -14,6 +14,7 @@ import msgspec
 from moonserve.core.errors import ConfigError, MoonserveError, StoreError
 from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,7 @@ class Control:
     def __init__(self, http: HttpClient, gateway: str, token: str) -> None:
         self._http = http
         self.gateway = gateway.rstrip("/")
-        self._headers = {"content-type": "application/msgpack"}
-        if token:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._headers = {"content-type": "application/msgpack"} | bearer(token)
 
     async def call(self, path: str, body: bytes, timeout_s: float = _CALL_S) -> ClientResponse:
         """POST to /internal/<path>. Raises UpstreamError, DeadlineExceeded, ConfigError on 401."""
