@@ -34,7 +34,7 @@ def shake(pages: Mapping[str, Any], **described: Any) -> EngineFacts:
         try:
             fields = {"name": "a", "events": "off", **described}
             spec = InstanceSpec(url=f"http://127.0.0.1:{server.port}", **fields)
-            return await handshake(http, Member(spec, http), None)
+            return await handshake(Member(spec, http), None)
         finally:
             await http.close()
             await server.stop(0)

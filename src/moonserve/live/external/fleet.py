@@ -164,7 +164,6 @@ class Fleet:
             await self._remove(old)
         monitor = EngineMonitor(
             Member(spec, self._http, key),
-            self._http,
             self._reporter,
             tools,
             self.times,

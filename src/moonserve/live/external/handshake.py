@@ -16,14 +16,13 @@ import msgspec
 from moonserve.core.errors import BadRequest, EngineFailed
 from moonserve.core.units import Tokens
 from moonserve.live.external import sglang
-from moonserve.live.external.member import Member, Mismatch
+from moonserve.live.external.member import ASK_S, Member, Mismatch
 from moonserve.live.external.pages import Page, read_page
 from moonserve.live.external.sglang import ServerInfo
-from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.message import UNREADABLE
 from moonserve.live.text.tools import TextTools
 
-ASK_S = 5.0
 _CONNECT_S = 1.0
 _CANARY = "Grüße, 世界! 12345  +1\n\tdef f(x): return x"
 _CHAT: list[dict[str, str]] = [{"role": "user", "content": _CANARY}]
@@ -64,28 +63,15 @@ class _Tokens(msgspec.Struct):
     tokens: list[int] = []
 
 
-async def ask(
-    http: HttpClient, member: Member, path: str, body: Any = None, timeout_s: float = ASK_S
-) -> ClientResponse:
-    """GET, or POST of JSON. Raises UpstreamError, DeadlineExceeded."""
-    headers, data = dict(member.headers), b""
-    if body is not None:
-        headers["content-type"], data = "application/json", msgspec.json.encode(body)
-    method = "GET" if body is None else "POST"
-    return await http.request(
-        method, member.url + path, headers=headers, body=data, timeout_s=timeout_s
-    )
-
-
-async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -> EngineFacts:
+async def handshake(member: Member, tools: TextTools | None) -> EngineFacts:
     """Ask all. Raises Mismatch; other MoonserveErrors where it does not answer (yet)."""
     spec, warnings = member.spec, list[str]()
-    health = await ask(http, member, "/health")
+    health = await member.ask("/health")
     if health.status != 200:
         raise EngineFailed(f"GET /health answered {health.status}")
-    card = await _card(http, member)
-    page = await _page(http, member, warnings)
-    server = await _server(http, member, warnings)
+    card = await _card(member)
+    page = await _page(member, warnings)
+    server = await _server(member, warnings)
     max_len = _max_len(member, card.max_model_len or server.context_length)
     block_size = _block_size(member, page, server, warnings)
     _check_ranks(member, page, server, warnings)
@@ -94,7 +80,7 @@ async def handshake(http: HttpClient, member: Member, tools: TextTools | None) -
     if member.bootstrap:
         await _check_bootstrap(member)
     if tools is not None:
-        await _check_text(http, member, card.id, tools, warnings)
+        await _check_text(member, card.id, tools, warnings)
     algorithm = page.cache.get("prefix_caching_hash_algo", "")
     if spec.shared_store and not algorithm:
         warnings.append(
@@ -132,9 +118,9 @@ def _of_events(member: Member, events: bool, tools: TextTools | None) -> list[st
     return [] if spec.replay else ["replay is not set: after lost events its blocks are forgotten"]
 
 
-async def models(http: HttpClient, member: Member, timeout_s: float = ASK_S) -> ClientResponse:
+async def models(member: Member, timeout_s: float = ASK_S) -> ClientResponse:
     """Its list of models. Raises as `ask`, and Mismatch where it does not take our key."""
-    reply = await ask(http, member, "/v1/models", timeout_s=timeout_s)
+    reply = await member.ask("/v1/models", timeout_s=timeout_s)
     if reply.status in (401, 403):
         remedy = "name the variable with its key in api_key_env"
         if member.headers:
@@ -143,8 +129,8 @@ async def models(http: HttpClient, member: Member, timeout_s: float = ASK_S) -> 
     return reply
 
 
-async def _card(http: HttpClient, member: Member) -> _Card:
-    reply = await models(http, member)
+async def _card(member: Member) -> _Card:
+    reply = await models(member)
     if reply.status != 200:
         raise Mismatch(f"GET /v1/models answered {reply.status}; is this an OpenAI server?", "url")
     try:
@@ -163,8 +149,8 @@ async def _card(http: HttpClient, member: Member) -> _Card:
     return found[0]
 
 
-async def _page(http: HttpClient, member: Member, warnings: list[str]) -> Page:
-    reply = await ask(http, member, "/metrics")
+async def _page(member: Member, warnings: list[str]) -> Page:
+    reply = await member.ask("/metrics")
     page = read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
     if not page.ranks:
         remedy = ": start it with --enable-metrics" if member.spec.engine == "sglang" else ""
@@ -172,11 +158,11 @@ async def _page(http: HttpClient, member: Member, warnings: list[str]) -> Page:
     return page
 
 
-async def _server(http: HttpClient, member: Member, warnings: list[str]) -> ServerInfo:
+async def _server(member: Member, warnings: list[str]) -> ServerInfo:
     """Version, and what SGLang says in one place, whose name was another once."""
     of_sglang = member.spec.engine == "sglang"
     for path in ("/server_info", "/get_server_info") if of_sglang else ("/version",):
-        reply = await ask(http, member, path)
+        reply = await member.ask(path)
         try:
             if reply.status == 200:
                 return msgspec.json.decode(reply.body, type=ServerInfo)
@@ -271,12 +257,10 @@ async def _check_bootstrap(member: Member) -> None:
         ) from None
 
 
-async def _check_text(
-    http: HttpClient, member: Member, model: str, tools: TextTools, warnings: list[str]
-) -> None:
+async def _check_text(member: Member, model: str, tools: TextTools, warnings: list[str]) -> None:
     """Whether both sides make the same tokens of the same text, and of the same chat."""
     text = {"model": model, "prompt": _CANARY, "add_special_tokens": True}
-    theirs = await _tokenized(http, member, text)
+    theirs = await _tokenized(member, text)
     if theirs is None:
         warnings.append("/tokenize is not there: whether its tokenizer is ours was not checked")
         return
@@ -287,7 +271,7 @@ async def _check_text(
             "tokenizer",
         )
     chat = {"model": model, "messages": _CHAT, "add_generation_prompt": True}
-    theirs = await _tokenized(http, member, chat)
+    theirs = await _tokenized(member, chat)
     try:
         ours = tools.encode(tools.render_chat(_CHAT), add_bos=False)
     except BadRequest:
@@ -299,10 +283,8 @@ async def _check_text(
         )
 
 
-async def _tokenized(
-    http: HttpClient, member: Member, body: Mapping[str, Any]
-) -> Sequence[int] | None:
-    reply = await ask(http, member, "/tokenize", body)
+async def _tokenized(member: Member, body: Mapping[str, Any]) -> Sequence[int] | None:
+    reply = await member.ask("/tokenize", body)
     try:
         found = msgspec.json.decode(reply.body, type=_Tokens) if reply.status == 200 else None
     except UNREADABLE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -17,9 +18,9 @@ from moonserve.core.units import InstanceId
 from moonserve.live.external.pages import Page, read_page
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import HttpClient
+from moonserve.live.http.client import ClientResponse, HttpClient
 
-_ASK_S = 5.0
+ASK_S = 5.0
 
 
 class Mismatch(MoonserveError):
@@ -55,6 +56,18 @@ class Member:
         self._loading: asyncio.Task[Page] | None = None
         self._asking: asyncio.Task[dict[int, str]] | None = None
 
+    async def ask(self, path: str, body: Any = None, timeout_s: float = ASK_S) -> ClientResponse:
+        """GET a path of the engine, or POST `body` there as JSON. Raises UpstreamError,
+        DeadlineExceeded."""
+        url = self.url + path
+        if body is None:
+            return await self._http.request("GET", url, headers=self.headers, timeout_s=timeout_s)
+        headers = {"content-type": "application/json", **self.headers}
+        data = msgspec.json.encode(body)
+        return await self._http.request(
+            "POST", url, headers=headers, body=data, timeout_s=timeout_s
+        )
+
     def engine_id(self, dp_rank: int | None) -> str:
         """Mooncake's name for that rank's engine. EngineFailed where its bootstrap named none."""
         found = self._engine_ids.get(dp_rank or 0)
@@ -89,10 +102,9 @@ class Member:
             task.exception()  # whoever still waits is told; nobody may
 
     async def _load(self) -> Page:
-        url = f"{self.url}/metrics"
-        reply = await self._http.request("GET", url, headers=self.headers, timeout_s=_ASK_S)
+        reply = await self.ask("/metrics")
         if reply.status != 200:
-            raise EngineFailed(f"GET {url} answered {reply.status}")
+            raise EngineFailed(f"GET {self.url}/metrics answered {reply.status}")
         return read_page(reply.body.decode("utf-8", "replace"))
 
     def _answered(self, task: asyncio.Task[dict[int, str]]) -> None:
@@ -103,7 +115,7 @@ class Member:
     async def _query(self) -> dict[int, str]:
         url = f"{self.bootstrap}/query"
         try:
-            reply = await self._http.request("GET", url, timeout_s=_ASK_S)
+            reply = await self._http.request("GET", url, timeout_s=ASK_S)
             if reply.status != 200:
                 raise EngineFailed(f"GET {url} answered {reply.status}")
             said = msgspec.json.decode(reply.body, type=dict[str, _Rank])

@@ -22,10 +22,9 @@ from moonserve.core.schedule.observed import Watch
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.live.external.events import ConductorIndexer, MonitoredCluster
-from moonserve.live.external.handshake import EngineFacts, ask, handshake, models
+from moonserve.live.external.handshake import EngineFacts, handshake, models
 from moonserve.live.external.member import Member, Mismatch
 from moonserve.live.external.pages import Page, RankPage, read_page
-from moonserve.live.http.client import HttpClient
 from moonserve.live.kvevents.follower import EventAddress, Feed, Follow
 from moonserve.live.text.tools import TextTools
 
@@ -64,7 +63,6 @@ class EngineMonitor:
     def __init__(
         self,
         member: Member,
-        http: HttpClient,
         conductor: MonitoredCluster,
         tools: TextTools | None,
         times: Times,
@@ -82,7 +80,6 @@ class EngineMonitor:
         self.watches: dict[InstanceId, Watch] = {}
         self.feeds: dict[InstanceId, Feed] = {}
         self.epoch = 0
-        self._http = http
         self._conductor = conductor
         self._times = times
         self._check = check
@@ -96,7 +93,7 @@ class EngineMonitor:
         """Ask, join, watch, and again from the start whenever it is lost or another process."""
         while True:
             try:
-                found = await handshake(self._http, self.member, self.tools)
+                found = await handshake(self.member, self.tools)
                 found = self._check(self.member, found)
                 await self._join(found)
                 await self._watch(found)
@@ -225,9 +222,9 @@ class EngineMonitor:
         """None, or why it is not."""
         try:
             timeout_s = self._times.answer_s
-            reply = await ask(self._http, self.member, "/health", timeout_s=timeout_s)
+            reply = await self.member.ask("/health", timeout_s=timeout_s)
             if reply.status == 200:  # which needs no key: calls do
-                await models(self._http, self.member, timeout_s)
+                await models(self.member, timeout_s)
         except MoonserveError as error:
             return str(error)
         return None if reply.status == 200 else f"GET /health answered {reply.status}"
@@ -236,7 +233,7 @@ class EngineMonitor:
         """Its metrics; nothing where it gives none."""
         try:
             timeout_s = self._times.answer_s
-            reply = await ask(self._http, self.member, "/metrics", timeout_s=timeout_s)
+            reply = await self.member.ask("/metrics", timeout_s=timeout_s)
         except MoonserveError:
             return Page()
         return read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
