@@ -1,6 +1,6 @@
 """One cache of KV blocks in the simulator: a node's, or a whole pool's.
 
-For sim's nodes and for sim.stats. It counts blocks, not bytes, and has no notion of time.
+The simulator's nodes and sim.stats use it. It counts blocks, not bytes, and knows no time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Cache(Generic[K]):
-    """Up to `capacity` blocks (None: any number), evicted in the order `policy` names.
+    """Up to `capacity` blocks (None: any number), evicted in the order that `policy` names.
 
-    A request's blocks are given in their order. All of them enter, then the excess is evicted; a
-    request longer than the cache leaves its leading blocks.
+    A request's blocks are given in their order. All of them enter, then the surplus is evicted. A
+    request that is longer than the cache leaves its leading blocks.
     """
 
     def __init__(self, capacity: int | None, policy: str = "lru") -> None:
@@ -36,7 +36,8 @@ class Cache(Generic[K]):
         return len(self._order)
 
     def run(self, keys: Sequence[K]) -> int:
-        """The length of the longest leading run of `keys` that is held; uses nothing."""
+        """The length of the longest leading run of `keys` that the cache holds; marks nothing as
+        used."""
         held = self._order
         for length, key in enumerate(keys):
             if key not in held:
@@ -44,11 +45,12 @@ class Cache(Generic[K]):
         return len(keys)
 
     def touch(self, keys: Sequence[K]) -> None:
-        """Use the leading run of `keys` that is held, deepest first."""
+        """Use the leading run of `keys` that the cache holds, the deepest first."""
         self._order.use(keys[: self.run(keys)])
 
     def insert(self, keys: Sequence[K]) -> list[K]:
-        """Hold `keys`, using those held already; gives what was evicted, `keys` not spared."""
+        """Hold `keys`, and mark those that it held as used. Returns what was evicted, perhaps some
+        of `keys`."""
         order = self._order
         order.use(keys)
         if self.capacity is None:

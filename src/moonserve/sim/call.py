@@ -1,4 +1,5 @@
-"""What a simulated instance is asked to do; made by sim.cluster and sim.cpp, done by sim.node."""
+"""What a simulated instance is asked to do; sim.cluster and sim.cpp make calls, sim.node does
+them."""
 
 from __future__ import annotations
 
@@ -8,15 +9,16 @@ from moonserve.core.units import Micros, RequestId, Tokens
 
 
 class Part:
-    """What makes a prefill call a stage of a group: a pass of its own, beside the batch."""
+    """Makes a prefill call a stage of a group: it has a pass of its own, beside the batch."""
 
     def __init__(self, pieces: int, work_us: Micros | None, whole: bool) -> None:
         self.pieces = pieces
-        """In which it is handed on, and in which what it waits for comes."""
+        """The number of pieces in which its KV goes to the next stage, and arrives from the
+        previous one."""
         self.work_us = work_us
-        """Time of its pass, where that is not what its tokens cost."""
+        """The time of its pass, if that is not what its tokens cost."""
         self.whole = whole
-        """Whether the last piece that it waits for is here."""
+        """Whether the last piece that it waits for has arrived."""
 
 
 class Call:
@@ -35,17 +37,17 @@ class Call:
         self.request = request
         self.number = number
         self.known = known
-        """Tokens known when it came; the KV of all but one may be loaded."""
+        """Tokens known when the call came; the KV of all but one may be loaded."""
         self.prompt = prompt
-        """Tokens that were given, so that known - prompt were generated before."""
+        """Prompt tokens; known - prompt tokens were generated before."""
         self.most = most
-        """Output tokens after which it ends."""
+        """The call ends after this many output tokens."""
         self.load = load
-        """Brings the KV; tells when it is here, and how many tokens it covers."""
+        """Loads the KV, then calls its argument with the number of tokens that the KV covers."""
         self.part = part
         self.cached: Tokens = 0
         self.began_us: Micros | None = None
         self.busy_us: Micros = 0
-        """Time of the passes it took part in, each shared among what ran in it; 0 on decode."""
+        """Time of the passes that it took part in, each shared among its calls; 0 on decode."""
         self.spans: list[list[int]] = []
         """[first, after last] numbers of the node's passes that gave it a token."""

@@ -1,6 +1,6 @@
-"""KV on its way: prefixes to where they are reused, what was computed to where it is needed next.
+"""KV on its way: prefixes to where they are reused, computed KV to where it is needed next.
 
-Called by sim.cluster, for which it moves bytes over sim.network; decides nothing.
+sim.cluster calls it to move bytes over sim.network. It decides nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from moonserve.sim.setup import POOL, Setup
 
 
 class Carrier:
-    """See the module. `tell` takes what segments came to hold."""
+    """Moves KV between nodes. It calls `tell` with the facts about blocks that segments now
+    hold."""
 
     def __init__(
         self,
@@ -42,18 +43,18 @@ class Carrier:
         rate, base_us = setup.profile.link_bytes_per_s, round(setup.profile.load_base_us)
         self.network = Network(clock, rate, frozenset({POOL}), base_us)
         self.way_us = round(setup.profile.call_us / 2)
-        """Of a call to its instance."""
+        """The time of a call from the gateway to its instance."""
         self.copied_blocks = 0
 
     def after(self, us: Micros, call: Callable[[], None]) -> None:
-        """Call so much later; at once where that is nothing."""
+        """Call after `us`; at once if that is 0."""
         if us:
             self._clock.at(self._clock.now_us + us, call)
         else:
             call()
 
     def move(self, source: str, target: Node, size: Bytes, done: Callable[[], None]) -> None:
-        """Send bytes; between racks that takes as if there were more to move."""
+        """Send bytes; between racks the transfer takes as long as a larger one."""
         sender = self._nodes.get(InstanceId(source))
         if sender is not None and sender.info.rack != target.info.rack:
             size = round(size * self._setup.tuning.cross_rack)
@@ -62,7 +63,7 @@ class Carrier:
     def load_prefix(
         self, served: Served, node: Node, decision: Decision, done: Callable[[Tokens], None]
     ) -> None:
-        """What is reused comes from the node's own segment, the rest from whoever holds it."""
+        """Load what is reused: first from the node's own segment, the rest from other holders."""
         size = self._size
         keys = served.keys[: decision.reused_tokens // size]
         fetch = self._setup.one_copy or decision.reused_tokens > decision.candidates[0].local_tokens
@@ -86,7 +87,7 @@ class Carrier:
             self.after(self.way_us, partial(self.move, source, node, moved, one_came))
 
     def spread(self, order: Spread) -> None:
-        """Copy what the source has now of a hot prefix; the copy's end is told last."""
+        """Copy what the source still has of a hot prefix; the end of the copy is reported last."""
         to = self._nodes[InstanceId(order.to)]
         keys = order.keys[: self._segments.held(order.source, order.keys)]
         count = max(0, len(keys) - order.first)
@@ -109,7 +110,7 @@ class Carrier:
         self._hand_over(served, served.flow, at)
 
     def whole_flow(self, served: Served, target: Node) -> Flow:
-        """All KV of its last prefill goes to where it decodes."""
+        """Send all KV of the last prefill to the decode instance."""
         assert served.decision is not None
         shares = served.decision.shares
         flow = Flow(target, len(shares))
@@ -118,7 +119,7 @@ class Carrier:
         return flow
 
     def _hand_over(self, served: Served, flow: Flow, at: int) -> None:
-        """One instance of those that prefilled sends what it has; a partial block moves whole."""
+        """One of the prefill instances sends its share of the KV; a partial block moves whole."""
         assert served.decision is not None
         shares, target = served.decision.shares, flow.target
         share, count = shares[at], len(shares)
@@ -127,7 +128,7 @@ class Carrier:
             return
         tokens = share.end - share.start if at else share.end
         if count > 1 and self._setup.tuning.cpp_form == "layers":
-            tokens = -(-share.end // count)  # of all tokens, its layers
+            tokens = -(-share.end // count)  # its share of the layers, of all tokens
         moved = -(-tokens // self._size) * target.info.block_bytes
         self.move(str(share.instance), target, moved, flow.arrived)
 

@@ -1,6 +1,6 @@
 """Charts as inline SVG, coloured by the page's CSS variables so that light and dark both read well.
 
-Plain data in, text out; for sim.report. Draws lines and heatmaps, and nothing else.
+sim.report gives plain data and gets text. It draws lines and heatmaps, and nothing else.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Scale:
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False):
         self.low, self.log = low, log
-        self.high = max(high, low + max(1e-9, abs(low) * 1e-9))  # a single value has a place
+        self.high = max(high, low + max(1e-9, abs(low) * 1e-9))  # a single value needs a range too
         self._start, self._end = start, end
 
     def __call__(self, value: float) -> float:
@@ -68,7 +68,8 @@ class _Scale:
         step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough)
         first, last = math.ceil(self.low / step), math.floor(self.high / step + 1e-9)
         ticks = [round(k * step, 9) for k in range(first, last + 1)]
-        return list({number(tick): tick for tick in ticks}.values())  # none says the same twice
+        # no two ticks have the same text
+        return list({number(tick): tick for tick in ticks}.values())
 
 
 def line_chart(
@@ -106,7 +107,7 @@ def line_chart(
 def heatmap(
     title: str, bands: Sequence[Band], first: float, last: float, x_label: str, note: str = ""
 ) -> str:
-    """One row per band, the darker the larger its share; x runs from `first` to `last`."""
+    """One row per band; a larger share is darker; x runs from `first` to `last`."""
     if not bands or not bands[0].shares:
         return _figure(title, "<p class='empty'>nothing to show</p>")
     width, left, right = 1080.0, 56.0, 46.0

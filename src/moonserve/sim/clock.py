@@ -1,7 +1,7 @@
-"""Virtual time: a heap of what is to happen when.
+"""Virtual time: a heap of what happens when.
 
-The simulator's only clock. Everything that falls on one microsecond happens before time moves on;
-what is scheduled for now while now happens, happens too.
+The simulator has no other clock. Everything of one microsecond happens before time moves on. A call
+that is scheduled for now, during now, still happens now.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moonserve.core.units import Micros
 
 
 class Clock:
-    """See the module. Simultaneous calls are made in the order in which they were scheduled."""
+    """The clock. It makes simultaneous calls in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now_us: Micros = 0
@@ -27,19 +27,20 @@ class Clock:
 
     @property
     def next_us(self) -> Micros:
-        """When the next call is to be made; now, if none is."""
+        """When the next call is to be made; now, if there is none."""
         return self._heap[0][0] if self._heap else self.now_us
 
     def at(self, time_us: Micros, call: Callable[[], None]) -> None:
-        """Call at that time, or now where it has passed."""
+        """Call at that time, or now if it has passed."""
         self._count += 1
         heappush(self._heap, (max(time_us, self.now_us), self._count, call))
 
     def run(self, settle: Callable[[], bool], until_us: Micros | None = None) -> bool:
-        """Until nothing is left to happen, or until that time. Whether something is left.
+        """Run until nothing is left to happen, or until that time. Returns whether something is
+        left.
 
-        `settle` is called when all calls of one instant were made; it says whether it did
-        anything, and is called again until it did not and nothing new fell on this instant.
+        `settle` is called after all calls of one instant. It returns whether it did anything, and
+        is called again until it did nothing and no new call fell on this instant.
         """
         heap = self._heap
         while heap and (until_us is None or heap[0][0] <= until_us):

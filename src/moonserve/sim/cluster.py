@@ -1,7 +1,8 @@
-"""The driver: a trace against core's Conductor, with instances, caches and links made up.
+"""The driver of a simulation: it feeds a trace to the Conductor of core and pretends the rest.
 
-What the live shell does with sockets and engines is done here with a heap: facts of one instant go
-into one step, actions become calls on nodes, outcomes become facts. Nothing here decides.
+The live shell uses sockets and engines; this driver uses a heap of timed events. The facts of one
+instant go into one step, actions become calls on nodes, and their results become facts. Commands
+and bench/paper run it through `Simulation`. It decides nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from moonserve.sim.trace import Trace
 
 
 class Simulation:
-    """One run; `run` it once, then read what it left."""
+    """One simulation: call `run` once, then read the fields."""
 
     def __init__(self, trace: Trace, setup: Setup, keep_events: bool = False) -> None:
         setup.check()
@@ -92,9 +93,10 @@ class Simulation:
             self.clock.at(breakdown.at_us, partial(self._break, breakdown))
 
     def run(self, stop: Callable[[], bool] | None = None) -> bool:
-        """From the first arrival until nothing is left to happen; then True.
+        """Run from the first arrival until nothing more can happen, and return True.
 
-        `stop` is asked from time to time; False when it said to leave the rest.
+        `stop` is called from time to time. When it returns True, the run ends early and returns
+        False.
         """
         self.clock.at(0, self._arrive)
         until_us = None if stop is None else self.setup.sample_us
@@ -114,13 +116,13 @@ class Simulation:
         return Node(info, cost, self.clock, self._progress, self._began, self.setup.ahead)
 
     def _length_of(self, request: RequestId) -> Tokens:
-        """For the oracle alone."""
+        """The true output length of a request in tokens; only the oracle predictor asks for it."""
         return self._by_id[request].row.output_tokens
 
     # Time.
 
     def _arrive(self) -> None:
-        """All requests of this instant; the next arrival is scheduled."""
+        """Take all requests that arrive at this instant, and schedule the next arrival."""
         size = self.trace.block_size
         while self._coming is not None and self._coming.at_us <= self.clock.now_us:
             row = self._coming
@@ -146,7 +148,8 @@ class Simulation:
             self._sample()
 
     def _sample(self) -> None:
-        """Look, and look again while somebody is served: a trace may pause for years."""
+        """Record queues and loads, and again later while a request is open: a trace may pause for
+        years."""
         now_us = self.clock.now_us
         self.samples.append(Sample(now_us, self.conductor.waiting, self._in_order))
         goes_on = self._facts or self.clock.pending or any(n.stirred for n in self._in_order)
@@ -199,7 +202,8 @@ class Simulation:
                 assert decision is not None
                 nodes = [self.nodes[share.instance] for share in decision.shares]
                 nodes.append(self.nodes[decision.decode])
-                if any(node.cancel(served.id) for node in nodes):  # else it has failed already
+                # if no node had the call, it has failed already
+                if any(node.cancel(served.id) for node in nodes):
                     self._failed(served, number)
             case Spread():
                 served.spread = action
@@ -235,10 +239,12 @@ class Simulation:
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
         assert decision is not None
-        if not self._again and served.attempts == 1:  # it may have been held until now
+        # the Conductor may have held the call until now
+        if not self._again and served.attempts == 1:
             served.first_us = served.prefilled_tokens_us[-1] = self.clock.now_us
         length = decision.prompt_tokens
-        if served.flow is not None and served.flow.target is not node:  # that one is gone
+        # the instance that the KV flowed to is gone
+        if served.flow is not None and served.flow.target is not node:
             served.flow = self.carrier.whole_flow(served, node)
         most, known = served.row.output_tokens - served.generated, length
         if not self._again:  # the token that prefill made is known, and counts
@@ -249,7 +255,7 @@ class Simulation:
         self._send(node, call)
 
     def _send(self, node: Node, call: Call) -> None:
-        """Give a call to a node; one that could never run there has failed for good."""
+        """Give a call to a node; a call that can never run there fails for good."""
         try:
             node.accept(call)
         except BadRequest as err:
@@ -258,7 +264,7 @@ class Simulation:
             failed = CallFailed(served.id, call.number, why, False, call.known, served.keys)
             self._facts.append(failed)
 
-    # What nodes tell.
+    # What the nodes report.
 
     def _tell(self, facts: list[Fact]) -> None:
         self._facts += facts
@@ -300,15 +306,16 @@ class Simulation:
                 over()
 
     def _staged(self, served: Served, node: Node, call: Call) -> None:
-        """One of a group has done its part."""
+        """One member of a group has finished its part."""
         served.spend(call)
         if call.number == served.number:
             self._facts.append(StageEnded(served.id, call.number, node.info.id))
 
     def _keep_output(self, node: Node, served: Served) -> None:
-        """What it generated is the beginning of the conversation's next turn, if there is one.
+        """Store the blocks of an output that the conversation's next turn begins with, if there is
+        one.
 
-        A trace does not name the blocks of an output; the next turn's chain does.
+        A trace does not name the blocks of an output, but the chain of the next turn does.
         """
         size = self.trace.block_size
         chain = self._next_turns.get(served.keys[-1], ()) if served.keys else ()
@@ -329,7 +336,8 @@ class Simulation:
             served.placed = served.decision
             first = call if served.relay is None else served.relay.calls[0]
             served.cached = first.cached
-            served.available = max(served.available, first.cached)  # some came meanwhile
+            # some blocks came while it was prefilled
+            served.available = max(served.available, first.cached)
         final = served.generated + 1 >= served.row.output_tokens
         if final or not self._again:
             served.generated += 1
@@ -337,7 +345,7 @@ class Simulation:
         self._facts.append(PrefillEnded(served.id, call.number, final))
 
     def _failed(self, served: Served, number: int, who: Node | None = None) -> None:
-        """A call is lost; of a group's, all that the others do as well."""
+        """A call has failed; if it belongs to a group, the calls of all other members fail too."""
         relay, member = served.relay, None
         if relay is not None and number == served.number:
             member = None if who is None else who.info.id
@@ -366,7 +374,7 @@ class Simulation:
             self.segments.clear(node)
             for call in node.kill():
                 served = self._by_id[call.request]
-                if call.number == served.number:  # of prefill: what it computed is lost
+                if call.number == served.number:  # it was a prefill call: what it computed is lost
                     served.spend(call)
                 self._failed(served, call.number, node)
             for served in self.served:
@@ -376,10 +384,10 @@ class Simulation:
             self._revive(node)
 
     def _revive(self, old: Node) -> None:
-        """The same machine with nothing on it, and a new epoch."""
+        """The instance comes back with an empty memory and a new epoch."""
         info = msgspec.structs.replace(old.info, epoch=old.info.epoch + 1)
         node = self._node(info, self.setup.profile.cost())
-        node.busy_us = old.busy_us  # counted by place, not by life
+        node.busy_us = old.busy_us  # counted by place, not by start
         self.nodes[info.id] = node
         for nodes in (self._in_order, self.prefills, self.decodes):
             if old in nodes:

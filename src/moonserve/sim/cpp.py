@@ -1,8 +1,8 @@
 """A prompt that a group of simulated instances prefills: what moves from each to the next.
 
-In both forms of core.schedule.pipeline a stage begins when the first piece of the stage before is
-here, and its last piece cannot be done before that one's last is: between the two nothing decides.
-So three transfers stand for all of a stage's pieces: the first, those between, and the last.
+In both forms of core.schedule.pipeline, a stage begins when the first piece of the previous stage
+has arrived. Its last piece cannot be done before the previous stage's last piece is. Nothing in
+between decides anything, so three transfers represent all pieces: the first, the middle, the last.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Load = Callable[[Callable[[Tokens], None]], None]
 
 
 class World(Protocol):
-    """What sim.carrier lends: time, and links."""
+    """What sim.carrier provides: time, and links."""
 
     way_us: Micros
 
     def after(self, us: Micros, call: Callable[[], None]) -> None:
-        """Call so much later."""
+        """Call after `us`."""
 
     def move(self, source: str, target: Node, size: Bytes, done: Callable[[], None]) -> None:
-        """Send so many bytes from one instance to another."""
+        """Send `size` bytes from one instance to another."""
 
 
 class Relay:
@@ -52,30 +52,30 @@ class Relay:
         self._block_size = block_size
         self._send_call = send
         self._loads: dict[int, Callable[[], None]] = {}
-        """What begins the stages that wait for their first piece."""
+        """For each stage that waits for its first piece: the function that begins it."""
         self._here = [False for _ in nodes]
-        """Whose first piece is here."""
+        """For each stage: True once its first piece has arrived."""
         self._due = [0 for _ in nodes]
-        """Transfers to each stage that are yet to end."""
+        """For each stage: transfers to it that have not ended."""
         self._sent = 0
-        """How many calls went out."""
+        """How many calls were sent."""
         self.over = False
-        """Whether it was broken off."""
+        """True if the group's call was broken off."""
         self.calls = [
             self._call(action, at, partial(self._load, at) if at else load)
             for at in range(len(nodes))
         ]
 
     def begin(self) -> None:
-        """The first call goes out; then each of the others when the one before has its place.
+        """Send the first call; each next call goes out when the one before has its place.
 
-        So groups that cross never hold places that each other waits for.
+        So groups that share instances never wait for each other's places in a circle.
         """
         self._sent += 1
         self._send_call(self.nodes[self._sent - 1], self.calls[self._sent - 1])
 
     def needs(self, node: Node) -> bool:
-        """Whether a call to this one is yet to go out."""
+        """Whether a call to this node has not been sent yet."""
         return not self.over and node in self.nodes[self._sent :]
 
     def _admitted(self, load: Load, done: Callable[[Tokens], None]) -> None:
@@ -93,7 +93,7 @@ class Relay:
         return Call(action.request, action.number, stage.end, stage.end, 1, admitted, part)
 
     def _load(self, at: int, done: Callable[[Tokens], None]) -> None:
-        """Stage `at` has a place; by layers, it needs its share of what is reused."""
+        """Stage `at` has a place; in the layers form, it loads its share of what is reused."""
         stage, target = self.stages[at], self.nodes[at]
         ready = partial(self._ready, at, partial(done, stage.start))
         if self._form == "layers" and stage.start:
@@ -102,7 +102,7 @@ class Relay:
         self._world.after(self._world.way_us, ready)
 
     def _ready(self, at: int, begin: Callable[[], None]) -> None:
-        """It begins when the first piece is here."""
+        """Begin the stage when its first piece has arrived."""
         if self._here[at]:
             begin()
         else:
@@ -117,7 +117,7 @@ class Relay:
             self._world.after(first_us, partial(self._send_first, at))
 
     def ended(self, call: Call, done: Callable[[], None]) -> None:
-        """A stage's pass has ended; it is `done` when the next one has its last piece."""
+        """A stage's pass has ended; `done` is called when the next stage has its last piece."""
         at, size = self.calls.index(call), len(self.nodes)
         whole = at + 1 == size or self.stages[at].pieces == 1
 
@@ -131,7 +131,8 @@ class Relay:
             taken()
         else:
             self._send(at, 1, taken)
-        if at + 1 == size and self._form == "layers":  # it keeps all, and so is sent their layers
+        # the last stage keeps all KV, so the others send it their layers
+        if at + 1 == size and self._form == "layers":
             target = self.nodes[at]
             share = call.known * target.info.block_bytes // self._block_size // size
             for node in self.nodes[:at]:
@@ -142,7 +143,7 @@ class Relay:
             self._send(at, 1, partial(self._begins, at + 1))
 
     def _begins(self, at: int) -> None:
-        """The first piece is here."""
+        """The stage's first piece has arrived."""
         pieces = self.stages[at].pieces
         if pieces > 2:
             self._send(at - 1, pieces - 2, partial(self._arrived, at))
@@ -157,7 +158,7 @@ class Relay:
             self.nodes[at].came(self.calls[at])
 
     def _send(self, at: int, pieces: int, done: Callable[[], None]) -> None:
-        """So many pieces of what stage `at` has go to the next one."""
+        """Send `pieces` pieces of stage `at` to the next stage."""
         source, target, stage = self.nodes[at], self.nodes[at + 1], self.stages[at + 1]
         tokens = float(stage.start)
         if self._form == "layers":

@@ -1,10 +1,11 @@
-"""Of those refused, how many could have been served: put into what a run left free.
+"""With hindsight: how many refused requests could have been served in the room that a run left
+free.
 
-For sim.metrics. An idealised replay, so a bound from above: whoever completed keeps the time that
-it had, and the refused are put in one after the other, in order of arrival, where that breaks no
-goal. Lengths are known; prefill is one fluid, of which a prompt may have as much as one instance
-does; KV moves in no time; and who joins a decode instance does not slow those who were there,
-though their time between tokens must stay within the goal.
+sim.metrics asks. It is an idealised replay, so an upper bound. Each completed request keeps the
+time that it had. The refused ones are added one after the other, in order of arrival, if that
+breaks no goal. Lengths are known. Prefill is one fluid: a prompt gets at most what one instance
+does. KV moves in no time. A request that joins a decode instance does not slow the others there,
+but their time between tokens must stay within the goal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Series = NDArray[np.float64]
 
 
 def could_have_been_served(sim: Simulation) -> int | None:
-    """How many of those refused; None where instances do both, whose passes are shared."""
+    """How many refused requests fit; None if instances do both, because their passes are shared."""
     refused = [one for one in sim.served if one.outcome == "refused"]
     if sim.setup.mixed or not refused:
         return None if sim.setup.mixed else 0
@@ -34,7 +35,7 @@ def could_have_been_served(sim: Simulation) -> int | None:
 
 
 class _Free:
-    """Time that nobody uses: of prefill, and places on each decode instance."""
+    """Free time: of prefill, and places on each decode instance."""
 
     def __init__(self, sim: Simulation) -> None:
         setup, rows = sim.setup, sim.trace.rows
@@ -47,7 +48,7 @@ class _Free:
         count = span_us // self._bin_us + 1
         self._idle_us = np.full(count, float(len(sim.prefills) * self._bin_us))
         self._decodes = {node.name: (np.zeros(count), np.zeros(count)) for node in sim.decodes}
-        """By name: requests, and tokens of context."""
+        """By node name: requests, and tokens of context."""
         self._kv_tokens = setup.profile.kv_tokens
         for one in sim.served:
             if one.outcome == "completed":
@@ -55,7 +56,7 @@ class _Free:
         self._idle_us = self._idle_us.clip(0, None)
 
     def takes(self, one: Served) -> bool:
-        """Whether there was room for this one, which it has from now on."""
+        """Whether there is room for this request; if so, it takes the room."""
         decision = one.decision
         if decision is not None:
             best = decision.candidates[0]
@@ -76,11 +77,11 @@ class _Free:
         return True
 
     def _decode(self, one: Served, begin: int) -> bool:
-        """Put it on the emptiest instance where all goals hold as long as it decodes."""
+        """Put it on the emptiest instance if all goals hold as long as it decodes."""
         tokens, context = one.row.output_tokens, one.row.input_tokens + one.row.output_tokens / 2
         base, per_seq, per_context = self._cost.step_us
         goal_us, end = self._goal.tbt_us, len(self._idle_us)
-        if goal_us is not None:  # it takes no longer than this, or misses the goal
+        if goal_us is not None:  # it takes at most this long, or misses the goal
             end = min(end, begin + tokens * goal_us // self._bin_us + 2)
         for seqs, held in sorted(self._decodes.values(), key=lambda it: float(it[0][begin])):
             joined = held[begin:end] + context
@@ -95,7 +96,7 @@ class _Free:
         return False
 
     def _keep(self, one: Served) -> None:
-        """What it had of both."""
+        """Take the room that a completed request had."""
         if one.prefilled_us is not None and one.prefill_us:
             end_us = one.prefilled_us - self._first_us
             begin_us = max(0, end_us - one.prefill_us)
@@ -114,7 +115,7 @@ class _Free:
         return min(len(self._idle_us) - 1, max(0, (at_us - self._first_us) // self._bin_us))
 
     def _bins(self, begin_us: Micros, end_us: Micros) -> tuple[int, int]:
-        """The first, and the one after the last: one at least."""
+        """The first bin, and the one after the last; at least one bin."""
         begin = self._bin(begin_us)
         return begin, max(begin + 1, round((end_us - self._first_us) / self._bin_us))
 

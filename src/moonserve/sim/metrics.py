@@ -1,6 +1,7 @@
-"""From a finished simulation to numbers with stable names: the summary, and rows per request.
+"""From a finished simulation to numbers with stable names: the summary, and one row per request.
 
-Reads what the simulation left; changes nothing. Times in seconds or milliseconds as the name says.
+It reads what the simulation left and changes nothing. Names end in their unit: seconds or
+milliseconds.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ class RequestRow(msgspec.Struct, frozen=True):
     ttft_s: float | None
     predicted_ttft_s: float | None
     waited_s: float | None
-    """At the Conductor; part of the TTFT."""
+    """Time that it waited at the Conductor; part of the TTFT."""
     prefill_s: float
     """Engine time of its prefills."""
     tbt_ms: float | None
-    """The paper's: mean of the longest tenth of its gaps, at least of one."""
+    """The paper's TBT: the mean of the longest tenth of its gaps, of at least one gap."""
     predicted_tbt_ms: float | None
     met_ttft: bool
     met_tbt: bool
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Requests that were refused, or failed, for like reasons."""
+    """Requests that were refused, or failed, for similar reasons."""
 
     outcome: str
     count: int
     reason: str
-    """Of a refusal, for programs."""
+    """The reason of a refusal, for programs."""
     why: str
-    """Of the first of them."""
+    """The text of the first of them."""
     first: str
 
 
@@ -72,11 +73,11 @@ class Result(msgspec.Struct):
     gaps_ms: NDArray[np.float32]
     """Every gap between two tokens of one request."""
     lost: list[Lost] = []
-    """By reason, the most frequent first."""
+    """Lost requests by reason, the most frequent first."""
 
 
 def measure(sim: Simulation, cpu_s: float) -> Result:
-    """All figures of a run. `cpu_s`: what it took to simulate."""
+    """All figures of a run. `cpu_s`: the CPU time of the simulation."""
     rows: list[RequestRow] = []
     gaps: list[Times] = []
     ends: dict[Node, Times] = {}
@@ -89,11 +90,11 @@ def measure(sim: Simulation, cpu_s: float) -> Result:
 
 
 def queues(sim: Simulation, most: int = 200) -> dict[str, list[float]]:
-    """Requests by where they stood, at up to `most` of the looks that were taken, evenly chosen.
+    """Where requests stood, at up to `most` of the samples, evenly chosen.
 
     times_s: on the trace's clock. waiting: at the Conductor. prefill_queued: on instances that
-    prefill, not begun. decode_queued: the same on those that only decode. decoding: taking part in
-    passes of instances that decode; of mixed ones, also those that prefill.
+    prefill, not begun. decode_queued: the same on instances that only decode. decoding: in passes
+    of instances that decode; on mixed instances, prefilling requests count too.
     """
     count = len(sim.samples)
     chosen = np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
@@ -118,16 +119,16 @@ def gaps_ms(served: Served, ends: dict[Node, Times]) -> Times:
         return np.zeros(0)
     parts = [np.array(served.prefilled_tokens_us, np.float64)]
     for node, call in served.calls:
-        if node not in ends:  # by node, not by name: it may have died and joined again
+        if node not in ends:  # by node, not by name: the instance may have died and joined again
             ends[node] = np.asarray(node.ends, np.float64)
         parts += [ends[node][first:last] for first, last in call.spans]
     return np.diff(np.sort(np.concatenate(parts))) / 1e3
 
 
 def paper_tbt_ms(gaps: Times) -> float | None:
-    """The paper's TBT of one request: the mean of its longest tenth of gaps, at least of one.
+    """The paper's TBT of one request: the mean of its longest tenth of gaps, of at least one gap.
 
-    None: there are none.
+    None: there are no gaps.
     """
     if not len(gaps):
         return None
@@ -136,7 +137,7 @@ def paper_tbt_ms(gaps: Times) -> float | None:
 
 
 def _lost(sim: Simulation) -> list[Lost]:
-    """Failures are alike whose words differ in numbers only."""
+    """Group failures whose texts differ only in numbers."""
     groups: dict[tuple[str, str], list[Served]] = {}
     for one in sim.served:
         if one.outcome in ("refused", "failed"):
@@ -244,7 +245,7 @@ def _summary(
 
 
 def _rejections(served: Sequence[Served]) -> dict[str, Any]:
-    """By reason; `dropped_tbt_slo` had ended their prefill."""
+    """Refusals by reason; those of `dropped_tbt_slo` came after their prefill."""
     reasons = Counter(one.reason for one in served if one.outcome == "refused")
     known = {"rejected_ttft_slo": "ttft_slo", "rejected_tbt_slo": "tbt_slo"}
     known["dropped_tbt_slo"] = "tbt_slo_late"
@@ -270,20 +271,20 @@ def _predictions(sim: Simulation) -> dict[str, Any]:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share in percent, rounded down: 100% only where it is all of them."""
+    """A share in percent, rounded down: 100% means all of them."""
     shift = 10.0 ** (digits + 2)
     return f"{math.floor(round(share * shift, 6)) / shift:.{digits}%}"
 
 
 def _meets(value: float | None, goal_us: int | None, in_us: float) -> bool:
-    """Whether a value in units of `in_us` microseconds is within a goal; none is met."""
+    """Whether a value in units of `in_us` microseconds is within a goal; a missing value is not."""
     return goal_us is None or value is None or value * in_us <= goal_us
 
 
 def quantiles(
     name: str, values: NDArray[Any], unit: str, with_mean: bool = False
 ) -> dict[str, Any]:
-    """Figures named after what they are of; None where there are no values."""
+    """Quantiles, named after what they measure; None if there are no values."""
     found: dict[str, Any] = {f"{name}_mean_{unit}": mean(values)} if with_mean else {}
     for q in (50, 90, 99):
         found[f"{name}_p{q}_{unit}"] = float(np.percentile(values, q)) if len(values) else None
@@ -291,12 +292,12 @@ def quantiles(
 
 
 def mean(values: NDArray[Any]) -> float | None:
-    """None where there are no values."""
+    """The mean; None if there are no values."""
     return float(values.mean()) if len(values) else None
 
 
 def _imbalance(busy_us: Sequence[int]) -> float | None:
-    """The busiest over the mean; 1 is even."""
+    """The busiest instance over the mean; 1 is even."""
     total = sum(busy_us)
     return max(busy_us) * len(busy_us) / total if total else None
 
@@ -306,10 +307,11 @@ def _share_busy(busy_us: Sequence[int], span_s: float) -> float:
 
 
 def counterfactual_s(served: Served) -> tuple[str, float] | None:
-    """With hindsight: where it would have been served soonest, and its TTFT there.
+    """With hindsight: the instance that would have served it soonest, and its TTFT there.
 
-    For each candidate: when the instance really was done with those before it, then the candidate's
-    own transfer and compute. What this choice would have done to others is left out.
+    For each candidate: the time when it really had finished its earlier requests, then the
+    candidate's own transfer and compute. What this choice would have done to other requests is left
+    out.
     """
     decision = served.judged
     if decision is None or not served.tails:

@@ -1,8 +1,8 @@
 """A made-up network: links of given bandwidth, shared fairly by the flows that cross them.
 
-Every node sends and receives at up to its link's rate. A flow gets the smaller of its shares of
-the sender's and of the receiver's link, so a node that many fetch from is slow for all of them.
-(What a flow leaves of its share is not given to others: shares are equal, not max-min.)
+Every node sends and receives at up to its link's rate. A flow gets the smaller of its shares of the
+sender's and the receiver's link, so a node that many fetch from is slow for all of them. What a
+flow leaves of its share goes to no other flow: shares are equal, not max-min.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Flow:
 
 
 class Network:
-    """All flows under way. `bytes_per_s`: of each node's link, each way; each flow begins to move
-    `base_us` after it was sent.
+    """All current flows. `bytes_per_s`: rate of each node's link, in each direction. A flow begins
+    to move `base_us` after it was sent.
 
-    `wide` names nodes without a limit of their own, such as a pool spread over all.
+    `wide` names nodes without a limit of their own, such as a pool that spreads over all nodes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Network:
         self.bytes = 0
 
     def send(self, source: str, target: str, size: Bytes, done: Callable[[], None]) -> None:
-        """Move `size` bytes; `done` is called when the last one arrived."""
+        """Move `size` bytes; `done` is called when the last one has arrived."""
         self.transfers += 1
         self.bytes += size
         flow = _Flow(source, target, size, done)
@@ -70,7 +70,7 @@ class Network:
         self._share()
 
     def _move(self) -> None:
-        """Let the bytes flow that flowed since the last look."""
+        """Move the bytes that have flowed since the last update."""
         passed = self._clock.now_us - self._moved_us
         self._moved_us = self._clock.now_us
         if passed:
@@ -78,7 +78,7 @@ class Network:
                 flow.left -= flow.rate * passed
 
     def _share(self) -> None:
-        """New rates, and the next look: when the first flow ends."""
+        """Compute new rates, and schedule the next update for when the first flow ends."""
         soonest = None
         for flow in self._flows:
             senders = 1 if flow.source in self._wide else self._out[flow.source]
@@ -93,7 +93,7 @@ class Network:
 
     def _look(self, plan: int) -> None:
         if plan != self._plan:
-            return  # flows came or went meanwhile; there is a newer look
+            return  # flows came or went meanwhile; a newer update is scheduled
         self._move()
         ended = [flow for flow in self._flows if flow.left <= 1e-6]
         self._flows = [flow for flow in self._flows if flow.left > 1e-6]

@@ -1,7 +1,7 @@
-"""One simulated instance: the live runner's order of things, with made-up time.
+"""One simulated instance: it does things in the order of the live runner, in made-up time.
 
-Batch, blocks and costs are core's; what is pretended is the time that passes and loads take. Calls
-come from sim.cluster, which is told when they end. Passes that are alike are taken in one go.
+Batch, blocks and costs come from core; the times of passes and loads are made up. sim.cluster makes
+the calls and receives their progress. A run of equal passes is computed in one go.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _GREEDY = Sampling(temperature=0.0)
 
 
 class Node:
-    """See the module. `tell` is called with each call's Progress; `begin` when one starts."""
+    """One instance. It calls `tell` with the Progress of each call, and `begin` when a call
+    starts."""
 
     def __init__(
         self,
@@ -52,26 +53,26 @@ class Node:
         )
         self._intake: deque[Call] = deque()
         self._loading: dict[RequestId, int] = {}
-        """Blocks that will be taken by those who load; parts have theirs, and stay in here."""
+        """Blocks that loading calls will take; a part owns its blocks, and stays in here."""
         self._parts: deque[Call] = deque()
-        """Whose first piece is here: the next passes."""
+        """Parts whose first piece has arrived; the next passes are theirs."""
         self._blocks: dict[RequestId, Sequence[int]] = {}
-        """Of parts."""
+        """The blocks of parts."""
         self._full = False
-        """Whether the first in the intake found no room, and nobody has left since."""
+        """True while the first call of the intake finds no room and no call has left since."""
         self._calls: dict[RequestId, Call] = {}
         self._plan = 0
-        """Grows whenever what was scheduled does not hold any more."""
+        """A number that grows when what was scheduled is no longer valid."""
         self._pass: tuple[Pass, Micros] | None = None
         self._steady: list[int] | None = None
-        """[passes to go, passes gone, requests, context] of a run of passes that are alike."""
+        """[passes to go, passes gone, requests, context tokens] of a run of equal passes."""
         self._turn_us: Micros = 0
         """When the last pass ended."""
         self.ends: array[int] = array("Q")
         """When each pass ended, from the first one on."""
         self.busy_us: Micros = 0
         self.stirred = False
-        """Whether something happened here that `settle` has not looked at."""
+        """True if something happened here that `settle` has not looked at."""
         self.slow = 1.0
         self.dead = False
 
@@ -87,17 +88,17 @@ class Node:
 
     @property
     def preemptions(self) -> int:
-        """How often blocks ran out."""
+        """How often the instance ran out of blocks."""
         return self._batch.preemptions
 
     @property
     def pass_us(self) -> Micros:
-        """What the pass under way takes, if it need not wait."""
+        """The time that the current pass takes, if it need not wait."""
         assert self._pass is not None
         return self._pass[1]
 
     def busy_by_us(self) -> Micros:
-        """Engine time until now, the pass under way included."""
+        """Engine time until now, including the current pass."""
         if self._steady is not None:
             self._run_to(self._clock.now_us)
         elif self._pass is None:
@@ -107,7 +108,7 @@ class Node:
     def accept(self, call: Call) -> None:
         """Take a call in; it begins when `settle` finds room.
 
-        Raises BadRequest, taking nothing, if its tokens could never fit here, as a worker does.
+        Raises BadRequest and takes nothing if its tokens can never fit here, as a worker does.
         """
         self._batch.check_fits(call.prompt, call.most)
         self._calls[call.request] = call
@@ -115,7 +116,7 @@ class Node:
         self.stirred = True
 
     def cancel(self, request: RequestId) -> bool:
-        """Drop a call, wherever it is. Whether there was one."""
+        """Drop a call, wherever it is. Returns whether there was one."""
         call = self._calls.pop(request, None)
         if call is None:
             return False
@@ -132,7 +133,7 @@ class Node:
         return True
 
     def let_go(self, call: Call) -> None:
-        """Of a part, the next stage has all it needs."""
+        """Release a part: the next stage has all that it needs."""
         if self._calls.get(call.request) is call and not self.dead:
             del self._calls[call.request], self._loading[call.request]
             self._pool.free(self._blocks.pop(call.request))
@@ -140,7 +141,7 @@ class Node:
             self.stirred = True
 
     def _drop(self, call: Call) -> None:
-        """A part is not wanted any more; its pass breaks off."""
+        """Drop a part that is not wanted any more; its pass stops."""
         if self._pass is not None and self._pass[0].chunks[0].request == call.request:
             self.busy_us = self.busy_by_us()
             call.busy_us += self._clock.now_us - self._turn_us
@@ -151,7 +152,7 @@ class Node:
         self._pool.free(self._blocks.pop(call.request, ()))
 
     def came(self, call: Call) -> None:
-        """The last piece that a part waited for is here: what it is for is yet to be computed."""
+        """The last piece that a part waited for has arrived: compute what depends on it."""
         assert call.part is not None
         call.part.whole = True
         if (
@@ -165,13 +166,13 @@ class Node:
             self._clock.at(max(self._turn_us + self.pass_us, end_us), ended)
 
     def slow_down(self, factor: float) -> None:
-        """From the next pass on, passes take `factor` times as long as on a sound machine."""
+        """From the next pass on, passes take `factor` times as long as on a healthy machine."""
         self._break_run()
         self.slow = factor
 
     def kill(self) -> list[Call]:
-        """Die: nothing is told any more. Gives the calls that were here."""
-        self._break_run()  # the tokens given so far were given
+        """Die: report nothing from now on. Returns the calls that were here."""
+        self._break_run()  # tokens that were generated before now stay generated
         self.busy_us = self.busy_by_us()
         if self._pass is not None:
             self._charge(self._pass[0], self._clock.now_us - self._turn_us)
@@ -182,7 +183,8 @@ class Node:
         return calls
 
     def settle(self) -> bool:
-        """All that this instant brought is here: admit, and begin a pass. Whether it did any."""
+        """Everything of this instant has arrived: admit calls and begin a pass. Returns whether it
+        did any."""
         self.stirred = False
         if self.dead:
             return False
@@ -196,7 +198,7 @@ class Node:
     def _admit(self) -> bool:
         did = False
         if self._intake and not self._full:
-            self._break_run()  # room is what is left after the passes that went by
+            self._break_run()  # the room is what the finished passes have left
         while self._intake and not self._full:
             if not self._has_room(self._intake[0]):
                 self._full = True
@@ -217,19 +219,19 @@ class Node:
 
     def _loaded(self, call: Call, cached: Tokens) -> None:
         if self._calls.get(call.request) is not call:
-            return  # cancelled meanwhile, or dead
+            return  # it was cancelled meanwhile, or the node is dead
         if call.part is not None:
             call.cached, self.stirred = cached, True
             self._break_run()
             self._parts.append(call)
             return
         del self._loading[call.request]
-        self._full = False  # it may hold less than it was promised
+        self._full = False  # the call may hold fewer blocks than it was promised
         self.stirred = True
         self._break_run()
-        call.cached = min(cached, call.known - 1)  # logits need one token computed here
+        call.cached = min(cached, call.known - 1)  # logits need one token that is computed here
         blocks = self._pool.allocate(self._batch.blocks_for(call.cached))
-        if blocks is None:  # promised to it, but decodes beside it grew: compute instead
+        if blocks is None:  # decodes beside it took the promised blocks: compute instead of loading
             call.cached, blocks = 0, ()
         self._batch.add(
             call.request,
@@ -244,7 +246,7 @@ class Node:
     # Passes.
 
     def _next(self) -> bool:
-        """Begin the next pass, or a run of passes that are alike."""
+        """Begin the next pass, or a run of equal passes."""
         now_us = self._clock.now_us
         self._turn_us = now_us
         if self._parts:
@@ -265,7 +267,7 @@ class Node:
         return True
 
     def _launch(self, work: Pass) -> None:
-        """A pass that began at `_turn_us` runs."""
+        """Start a pass that begins at `_turn_us`."""
         part = self._calls[work.chunks[0].request].part
         cost_us = self.cost.pass_of_us(pass_sample(work, 0))
         elapsed_us = self._took((part and part.work_us) or cost_us)
@@ -285,7 +287,7 @@ class Node:
         call = self._calls.get(work.chunks[0].request)
         part = None if call is None else call.part
         if part is not None and not part.whole:
-            return  # `came` goes on from here
+            return  # `came` continues from here
         self._pass = None
         self.stirred = True
         self.busy_us += elapsed_us
@@ -298,7 +300,7 @@ class Node:
             return
         sampled = {c.request: 0 for c in work.chunks if c.sampling is not None}
         steps = self._batch.apply(work, PassResult(sampled, elapsed_us))
-        if len(steps) < len(work.chunks):  # who was cancelled meanwhile leaves only now
+        if len(steps) < len(work.chunks):  # a call that was cancelled meanwhile leaves only now
             self._full = False
         for step in steps:
             call = self._calls[step.request]
@@ -310,26 +312,27 @@ class Node:
             self._tell(self, call, step)
 
     def _charge(self, work: Pass, elapsed_us: Micros) -> None:
-        """Share a pass's time among its calls by what each had computed, where they may prefill."""
+        """Share a pass's time among its calls by the tokens that each computed, if they may
+        prefill."""
         if self.info.role == "decode":
             return
         tokens = sum(len(chunk.tokens) for chunk in work.chunks)
         for chunk in work.chunks:
             call = self._calls.get(chunk.request)
-            if call is not None:  # else it was cancelled meanwhile
+            if call is not None:  # None: it was cancelled meanwhile
                 call.busy_us += elapsed_us * len(chunk.tokens) // tokens
 
     def _gave(self, call: Call, first: int, count: int) -> None:
-        """The passes from `first` on gave it a token each."""
+        """Record that the passes from `first` on gave the call one token each."""
         if call.spans and call.spans[-1][1] == first:
             call.spans[-1][1] += count
         else:
             call.spans.append([first, first + count])
 
-    # Runs of passes that are alike.
+    # Runs of equal passes.
 
     def _look_again(self) -> None:
-        """Look when the run can end at the earliest: steps only grow."""
+        """Check again at the earliest time at which the run can end: steps only grow longer."""
         assert self._steady is not None
         left, _, seqs, context = self._steady
         step_us = self._took(self.cost.decode_step_us(seqs, context))
@@ -346,7 +349,7 @@ class Node:
             self._end_run()
 
     def _run_to(self, now_us: Micros) -> None:
-        """Take the steps of the run that ended by now."""
+        """Count the steps of the run that ended by now."""
         assert self._steady is not None
         left, gone, seqs, context = self._steady
         turn_us, ends = self._turn_us, self.ends
@@ -365,7 +368,7 @@ class Node:
         self._steady = [left, gone, seqs, context]
 
     def _end_run(self) -> None:
-        """The batch learns how many passes went by."""
+        """Tell the batch how many passes have ended."""
         assert self._steady is not None
         gone = self._steady[1]
         self._steady = None
@@ -378,13 +381,13 @@ class Node:
         self._batch.skip(gone)
 
     def _break_run(self) -> None:
-        """Somebody comes or goes: what ran alike until now does not any more."""
+        """A call comes or goes: the passes are not equal any more."""
         if self._steady is None:
             return
         self._run_to(self._clock.now_us)
         in_flight = self._turn_us < self._clock.now_us
         self._end_run()
-        if in_flight:  # the pass under way goes on without the newcomer
+        if in_flight:  # the current pass goes on without the new call
             work = self._batch.plan()
             assert work is not None
             self._launch(work)

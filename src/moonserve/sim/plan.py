@@ -1,8 +1,8 @@
-"""How fast may a trace come, and how should instances be split? Answers by search.
+"""How fast may a trace come, and how should instances be split? A search answers.
 
-For `moonserve plan` and the table of policies. A search runs few simulations, remembers them, and
-leaves each as soon as too many requests have missed their TTFT. Beside it stand two kinds of bound
-that need none: fluid ones, and one queue before an ideal shared pool.
+`moonserve plan` and the table of policies use it. A search runs few simulations, remembers them,
+and leaves each as soon as too many requests have missed their TTFT. Two kinds of bound need no
+simulation: fluid ones, and one queue before an ideal shared pool.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ _WHOLE = 1 << 40
 
 
 class Try(msgspec.Struct, frozen=True):
-    """What came of one speed. Where it was left early, attained shares are upper bounds."""
+    """The result at one speed. If the run was left early, the attained shares are upper bounds."""
 
     speed: float
     attainment: float
     attainment_ttft: float
     attainment_tbt: float
-    """Those that missed their TTFT count as if they had met it."""
+    """Requests that missed their TTFT count as if they had met their TBT."""
     whole: bool
-    """Not left early."""
+    """False if the run was left early."""
     seen: float = 1.0
-    """The share of requests that had come when it was left."""
+    """The share of requests that had arrived when the run was left."""
 
 
 class Trials:
     """One setup and trace at any speed; each speed is simulated once.
 
-    A run is left as soon as more than 1 - `target` have missed what `figure` counts.
+    A run is left as soon as more than 1 - `target` of the requests have missed what `figure`
+    counts.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Trials:
         self.tries: dict[float, Try] = {}
 
     def __call__(self, speed: float) -> Try:
-        """Simulate at that speed, or remember."""
+        """Simulate at that speed, or return the earlier result."""
         if speed not in self.tries:
             self.tries[speed] = self._simulate(speed)
         return self.tries[speed]
@@ -87,10 +88,10 @@ class Trials:
 
 
 class Misses:
-    """Who has missed an objective for certain, while a simulation goes on.
+    """Counts the requests that have missed an objective for certain, while a simulation runs.
 
-    `decided`: of no request it is still open, so that the rest of the run changes nothing. Without
-    an objective for TBT that is so when it has its first token, if nothing can fail after that.
+    `decided`: every request's result is certain, so the rest of the run changes nothing. Without a
+    TBT objective, a request is decided at its first token if nothing can fail after that.
     """
 
     def __init__(self, sim: Simulation) -> None:
@@ -100,26 +101,26 @@ class Misses:
         setup = sim.setup
         lasts = setup.breakdowns or setup.first_token == "decode" or setup.goal.tbt_us is not None
         self._safe_tokens = 0 if lasts else setup.profile.kv_tokens
-        """Requests of up to so many tokens in all are decided by their first."""
+        """A request of up to this many tokens in all is decided at its first token."""
         self.tokens = 0
         """Input tokens of the requests that missed."""
         self.ttft = 0
-        """Too late with the first token, refused, or failed."""
+        """Requests whose first token was late, or that were refused or failed."""
         self.tbt = 0
-        """In time with the first token, too slow with the others."""
+        """Requests whose first token was in time, and the later ones too slow."""
 
     @property
     def any(self) -> int:
-        """Requests that missed."""
+        """All requests that missed."""
         return self.ttft + self.tbt
 
     @property
     def decided(self) -> bool:
-        """Whether all have come, and none is open."""
+        """Whether all requests have arrived and none is open."""
         return not self._open and self._seen == len(self._sim.trace.rows)
 
     def look(self) -> None:
-        """Take in what happened since."""
+        """Count what happened since the last look."""
         served, goal = self._sim.served, self._sim.setup.goal
         now_us = self._sim.clock.now_us
         ends: dict[Node, Times] = {}
@@ -144,12 +145,12 @@ class Misses:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The highest speed, and the lowest above it that was seen to miss."""
+    """The highest speed that attains, and the lowest speed above it that was seen to miss."""
 
     speed: float | None
-    """None: not even at one step of the tolerance."""
+    """None: not even one step of the tolerance attains."""
     missed: Try | None
-    """None: nothing was missed up to MOST."""
+    """None: nothing missed up to MOST."""
 
 
 def max_speed(
@@ -161,11 +162,11 @@ def max_speed(
 ) -> Found:
     """The highest multiple of `tolerance` at which the share `figure` is `target` or more.
 
-    Gallops from `guess` to a bracket, by steps that double, so that a good guess needs few
-    simulations; then bisects. Attainment need not fall steadily with speed
-    (a burst may fall differently), so what bisection ends with counts only if the next two steps
-    miss as well; where one attains, the search walks on from there. A dip wider than that is not
-    seen through: the answer is where misses begin, not the last speed that happens to attain.
+    It doubles steps from `guess` to a bracket, so that a good guess needs few simulations, and then
+    bisects. Attainment need not fall steadily with speed, because a burst may fall differently. So
+    the end of the bisection counts only if the next two steps miss as well; if one attains, the
+    search goes on from there. A wider dip is not seen through: the answer is the speed where misses
+    begin.
     """
 
     def attains(step: int) -> bool:
@@ -197,8 +198,9 @@ def max_speed(
 def decode_bound(trace: Trace, setup: Setup) -> float:
     """The speed at which decode instances, evenly and fully loaded, just meet the TBT objective.
 
-    Fluid: the batch whose step takes as long as the objective, or that fills the KV, at the mean
-    context of a generated token; against the trace's rate of output tokens.
+    A fluid bound: it takes the batch whose step lasts as long as the objective, or that fills the
+    KV, at the mean context of a generated token. It divides that by the trace's rate of output
+    tokens.
     """
     rows = trace.rows
     tokens = sum(row.output_tokens for row in rows)
@@ -215,18 +217,18 @@ def decode_bound(trace: Trace, setup: Setup) -> float:
 
 
 def prefill_bound(trace: Trace, setup: Setup) -> float:
-    """The speed at which prefill instances are busy all the time, with an ideal shared cache."""
+    """The speed at which prefill instances are always busy, with an ideal shared cache."""
     work_s = sum(_ideal_us(trace, setup)) / 1e6
     return (setup.prefill or setup.mixed) * _span_s(trace) / work_s
 
 
 def _span_s(trace: Trace) -> float:
-    """At least a microsecond."""
+    """The trace's duration in seconds; at least one microsecond."""
     return max(1, trace.rows[-1].at_us - trace.rows[0].at_us) / 1e6
 
 
 def _ideal_us(trace: Trace, setup: Setup) -> list[Micros]:
-    """Prefill times where every block that anybody computed before is at hand."""
+    """Prefill times if every block that was computed before is at hand."""
     cost, size = setup.profile.cost(), trace.block_size
     cache: Cache[int] = Cache(None)
     times = []
@@ -240,9 +242,9 @@ def _ideal_us(trace: Trace, setup: Setup) -> list[Micros]:
 def central_queue(trace: Trace, setup: Setup, speed: float, refuse: bool) -> tuple[float, float]:
     """One first-come-first-served queue before all prefill instances and an ideal shared pool.
 
-    Shares of requests and of input tokens that meet the TTFT objective. `refuse`: whoever cannot
-    meet it when its turn comes is dropped. Nothing moves, so nothing waits for KV: with this order
-    of service nobody does better.
+    Returns the shares of requests and of input tokens that meet the TTFT objective. `refuse`: a
+    request that cannot meet it when its turn comes is dropped. Nothing moves, so nothing waits for
+    KV: no scheduler does better with this order of service.
     """
     times = _ideal_us(trace, setup)
     free = [0] * (setup.prefill or setup.mixed)
@@ -266,8 +268,8 @@ def central_queue(trace: Trace, setup: Setup, speed: float, refuse: bool) -> tup
 
 
 Binds: TypeAlias = Literal["prefill", "decode", "both", "neither", "nothing"]
-"""Of which one more instance serves more of what was missed, by simulation: of one, of each as
-much, of neither. `nothing`: nothing was missed."""
+"""Which kind of instance limits: one more of it serves more of the requests that missed, by
+simulation. both: each serves as much more. neither: none does. nothing: no request missed."""
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -276,9 +278,9 @@ class Split(msgspec.Struct, frozen=True):
     prefill: int
     decode: int
     speed: float | None
-    """None: see `not_above`; where that is None too, not even at one step of the tolerance."""
+    """None: see `not_above`; if that is None too, not even one step of the tolerance attains."""
     not_above: float | None
-    """The best speed so far, which one simulation showed this split not to exceed."""
+    """The best speed so far, if one simulation showed that this split does not exceed it."""
     binds: Binds
     prefill_bound: float
     decode_bound: float
@@ -293,11 +295,11 @@ def plan(
     tolerance: float = 0.05,
     tell: Callable[[Split], None] = lambda split: None,
 ) -> list[Split]:
-    """The best split first, then those it was compared with, in the order they were tried.
+    """The best split first, then those it was compared with, in the order of the search.
 
-    Begins where the fluid bounds of prefill and decode are nearest to each other, and walks to a
-    neighbour as long as that one is faster; one simulation shows whether it is. More prefill means
-    less decode, so there is one peak but for noise.
+    The search begins where the fluid bounds of prefill and decode are nearest to each other. It
+    moves to a neighbour as long as that one is faster; one simulation shows whether it is. More
+    prefill means less decode, so there is one peak, apart from noise.
     """
 
     def made(prefill: int) -> Setup:
@@ -339,7 +341,7 @@ def plan(
 
 
 def _binds(trace: Trace, setup: Setup, target: float, missed: Try | None) -> Binds:
-    """What TTFT and TBT do not tell: where decode is full, requests may wait before prefill."""
+    """TTFT and TBT do not show what limits: if decode is full, requests may wait before prefill."""
     if missed is None:
         return "nothing"
 

@@ -1,7 +1,8 @@
-"""A simulated run as one HTML file for people: figures, curves, timelines, and who waited longest.
+"""A simulated run as one HTML file for people: figures, curves, timelines, and the slowest
+requests.
 
-Reads what sim.cluster and sim.metrics left; changes nothing. The page needs no network and no
-script, and follows the reader's light or dark.
+It reads what sim.cluster and sim.metrics left, and changes nothing. The page needs no network and
+no script, and follows the reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moonserve.sim.served import Served
 Numbers = NDArray[np.float64]
 
 ASKED = 0.99
-"""A goal counts as met when this share of requests meets it."""
+"""A goal counts as met if this share of requests meets it."""
 _SLOWEST = 12
 _POINTS = 400
 
@@ -105,7 +106,7 @@ def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[_Tile]:
 
 
 def _goal_tile(label: str, value: str, share: float, goal: str) -> _Tile:
-    """A figure with its goal, which counts as met when ASKED of the requests meet it."""
+    """A figure with its goal, which counts as met if the share ASKED of the requests meets it."""
     return _Tile(label, value, f"{goal} met by {percent(share)} of all requests", share >= ASKED)
 
 
@@ -122,8 +123,8 @@ def _curves(sim: Simulation, result: Result) -> list[str]:
         ttft_goal = Goal(goal.ttft_us / 1e6, f"goal {goal.ttft_us / 1e6:g} s")
     if goal.tbt_us is not None:
         tbt_goal = Goal(goal.tbt_us / 1e3, f"goal {goal.tbt_us / 1e3:g} ms")
-    every = len(result.rows)  # one that is refused or fails never gets there
-    at_once = len(done) - len(tbt)  # one token has no gap that could be too long
+    every = len(result.rows)  # a refused or failed request never gets there
+    at_once = len(done) - len(tbt)  # a single token has no gap that could be too long
     each_gap = np.asarray(result.gaps_ms, float)
     gaps = [
         _cdf("requests (mean of the longest tenth of gaps)", "c1", tbt, every, tbt_goal, at_once),
@@ -154,9 +155,10 @@ def _curves(sim: Simulation, result: Result) -> list[str]:
 def _cdf(
     name: str, tone: str, values: Numbers, every: int, goal: Goal | None, below: int = 0
 ) -> Line:
-    """The share of `every` one that is within x; `below` are within any. Exact at the goal.
+    """The share of `every` request that is within x; `below` of them are within any x. Exact at the
+    goal.
 
-    At most _POINTS points; the lowest half percent is left out, since a log axis would grow.
+    At most _POINTS points. The lowest half percent is left out, since it would stretch a log axis.
     """
     if not len(values):
         return Line(name, tone, (), ())
@@ -175,12 +177,12 @@ def _cdf(
 
 
 def _clock(sim: Simulation) -> tuple[float, str]:
-    """What a second is on the axes of time, and their name."""
+    """The length of a second on the time axes, and their unit."""
     return (1 / 60, "minutes") if sim.clock.now_us > 600e6 else (1.0, "seconds")
 
 
 def _pools(sim: Simulation) -> list[tuple[str, str, list[int]]]:
-    """(name, tone, which columns of a sample) of each kind of instance there is."""
+    """(name, tone, columns of a sample) of each kind of instance in the run."""
     kinds = (("prefill", "prefill", "c1"), ("decode", "decode", "c2"), ("both", "mixed", "c1"))
     nodes = list(sim.nodes.values())
     pools = [
@@ -219,7 +221,7 @@ def _load(sim: Simulation) -> list[str]:
 
 
 def _busy(sim: Simulation) -> Numbers:
-    """Share of time that each instance was busy, between one sample and the next."""
+    """The share of time that each instance was busy, between one sample and the next."""
     at = np.array([sample.at_us for sample in sim.samples], float)
     busy = np.array([sample.busy_us for sample in sim.samples], float)
     shares: Numbers = np.diff(busy, axis=0) / np.maximum(np.diff(at), 1.0)[:, None]
@@ -268,9 +270,10 @@ def _over_arrivals(sim: Simulation, result: Result) -> list[str]:
 
 
 def _calibration(sim: Simulation) -> str:
-    """What TBT was, by what had been predicted for then: on the line where predictions are right.
+    """Actual TBT by predicted TBT: right predictions are on the diagonal.
 
-    Of the latest requests, in groups of like predictions; nothing where nothing was predicted.
+    It shows the latest requests, in groups of similar predictions; nothing if nothing was
+    predicted.
     """
     pairs = np.array(sorted(sim.conductor.errors.tbt.latest), float).reshape(-1, 2) / 1e3
     groups = np.array_split(pairs, max(1, min(20, len(pairs) // 10)))
@@ -286,7 +289,8 @@ def _calibration(sim: Simulation) -> str:
 
 
 def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
-    """A heatmap of each instance: how busy it was or, where it only decodes, with how many."""
+    """A heatmap of each instance: how busy it was or, if it only decodes, how many requests it
+    ran."""
     per_s, unit = _clock(sim)
     shares, nodes = _busy(sim), list(sim.nodes.values())
     running = np.array([sample.running for sample in sim.samples], float)[:-1]
@@ -294,7 +298,7 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
     most = max(1.0, running[:, decoding].max(initial=0.0))
     shown = shares.copy()
     shown[:, decoding] = running[:, decoding] / most
-    step = -(-len(shown) // columns(len(nodes))) or 1  # samples of a column
+    step = -(-len(shown) // columns(len(nodes))) or 1  # samples of one column
     starts = range(0, len(shown), step)
     merged = np.array([shown[at : at + step].mean(0) for at in starts])
     bands = [

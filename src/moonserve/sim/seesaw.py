@@ -1,8 +1,8 @@
-"""Do the loads of prefill and of decode swing against each other? Figures from a run's samples.
+"""Do the loads of prefill and decode swing against each other? Figures from a run's samples.
 
-For sim.metrics and the paper's figures. Load is the mean number of requests on an instance of the
-pool, waiting ones included, at each sample while the last nine tenths of the requests arrive. A
-swing faster than two samples is not seen.
+sim.metrics and the paper's figures use it. Load is the mean number of requests on an instance of
+the pool, waiting ones included. It is taken at each sample while the last nine tenths of the
+requests arrive. A swing that is faster than two samples is not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _CLEAR = 0.1
 
 
 def loads(sim: Simulation) -> tuple[Series, Series, Series]:
-    """Seconds, and the load of each pool then; empty where instances do both, or nobody came."""
+    """Seconds, and the load of each pool at that time; empty if instances do both, or none
+    arrived."""
     rows, nodes = sim.trace.rows, list(sim.nodes.values())
     first_us, last_us = rows[len(rows) // _FILLING].at_us, rows[-1].at_us
     samples = [s for s in sim.samples if first_us <= s.at_us <= last_us]
@@ -38,12 +39,13 @@ def loads(sim: Simulation) -> tuple[Series, Series, Series]:
 def swing(
     times: Series, prefill: Series, decode: Series, sizes: tuple[int, int] = (1, 1)
 ) -> dict[str, Any]:
-    """Correlation, amplitude of each (half its spread from 5% to 95%, over its mean) and period.
+    """Correlation, amplitude of each load (half its spread from 5% to 95%, over its mean), and
+    period.
 
-    Dispersion: variance over mean of the requests in a pool of such a size. It is 1 where they come
-    at random to instances enough; less where admission steadies them, more where it makes them
-    swing. The period is where the difference of the two, each in its standard deviations, is most
-    like itself again. None where that cannot be said.
+    Dispersion is the variance over the mean of the requests in a pool. It is 1 if requests come at
+    random to enough instances, less if admission steadies them, and more if admission makes them
+    swing. The period is the lag at which the difference of the two normalised loads is most like
+    itself again. A figure that cannot be computed is None.
     """
     found: dict[str, Any] = {
         "seesaw_correlation": None,

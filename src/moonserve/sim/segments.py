@@ -1,7 +1,7 @@
 """The simulated KV store: which instance's segment holds which block.
 
-One cache per instance that prefills (and per decode instance, where output is kept), or one for
-all. Says what came and what was evicted as facts, which the Conductor's index follows.
+There is one cache per prefill instance (and per decode instance, if it keeps its output), or one
+for all. It returns stored and evicted blocks as facts, which the Conductor's index follows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Segments:
         return POOL if self._pooled else node.name
 
     def find(self, node: Node, keys: Sequence[BlockKey], fetch: bool) -> tuple[int, dict[str, int]]:
-        """The leading run of `keys` that exist: how many are local, how many come from whom.
+        """The leading run of `keys` that exist: how many are local, and how many each holder gives.
 
-        What it has itself never moves, also where somebody else's blocks come before it. Without
-        `fetch`, only its own leading run counts. All of them are used, so that eviction takes
-        others first. A global pool is everybody's own, but never local.
+        Blocks that the node has itself never move, even if another holder's blocks come before
+        them. Without `fetch`, only its own leading run counts. All found blocks are used, so that
+        eviction takes other blocks first. A global pool belongs to every node, but is never local.
         """
         own = self._own(node)
         mine = self._caches[own]
@@ -67,7 +67,8 @@ class Segments:
     def store(
         self, node: Node, keys: Sequence[BlockKey], first: int, last: int, copies: bool = False
     ) -> list[Fact]:
-        """Hold keys[first:last] of a chain in the node's segment. `copies`: though others do."""
+        """Hold keys[first:last] of a chain in the node's segment; with `copies`, even if others
+        hold them."""
         name = self._own(node)
         cache, segment = self._caches[name], SegmentId(name)
         mine: Sequence[int] = range(first, last)
@@ -93,7 +94,7 @@ class Segments:
         return facts
 
     def held(self, segment: SegmentId, keys: Sequence[BlockKey]) -> int:
-        """How many leading ones of these keys a segment has."""
+        """How many leading keys of these a segment has."""
         return self._caches[segment].run(keys)
 
     def is_local(self, node: Node, keys: Sequence[BlockKey]) -> bool:
@@ -101,18 +102,18 @@ class Segments:
         return self._caches[self._own(node)].run(keys) == len(keys)
 
     def clear(self, node: Node) -> None:
-        """The node lost its memory."""
+        """Forget what the node's segment held: the node lost its memory."""
         if not self._pooled and node.name in self._caches:
             self._caches[node.name] = Cache(self._setup.cache_blocks, self._setup.eviction)
 
 
 def full_keys(row: Row, size: Tokens) -> tuple[BlockKey, ...]:
-    """The keys of a row's full blocks: block ids stand for keys, which may be any hashable."""
+    """The keys of a row's full blocks: block ids serve as keys."""
     return cast("tuple[BlockKey, ...]", row.blocks[: row.input_tokens // size])
 
 
 def next_turns(trace: Trace) -> dict[BlockKey, tuple[BlockKey, ...]]:
-    """Last full block of a request -> the longest chain that goes on from it."""
+    """For the last full block of a request: the longest chain that continues it."""
     size = trace.block_size
     lasts = {keys[-1] for row in trace.rows if (keys := full_keys(row, size))}
     longest: dict[BlockKey, tuple[BlockKey, ...]] = {}

@@ -1,4 +1,4 @@
-"""What the simulator notes of each request and of each moment; sim.metrics makes tables of it."""
+"""What the simulator records of each request and of each moment; sim.metrics makes tables of it."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ class Served:
         self.prefilled_us: Micros | None = None
         """When its last prefill ended."""
         self.prefilled_tokens_us: list[Micros] = []
-        """When each token came that prefill streamed: one, and one more for each resumption."""
+        """When each token came that a prefill streamed: one, and one more for each resumption."""
         self.outcome = "running"
         """completed, refused or failed."""
         self.why = ""
-        """For what, if refused or failed."""
+        """Why it was refused or failed."""
         self.reason = ""
-        """The same for programs, if refused."""
+        """The reason of a refusal, for programs."""
         self.generated: Tokens = 0
-        """Before the call that is out."""
+        """Tokens generated before the current call."""
         self.attempts = 0
         self.number = 0
-        """Of its last prefill call."""
+        """The number of its last prefill call."""
         self.cached: Tokens = 0
         """Prompt tokens that its first prefill did not compute."""
         self.available: Tokens = 0
-        """Prompt tokens that somebody held when it was placed."""
+        """Prompt tokens that some instance held when it was placed."""
         self.prefill_us: Micros = 0
         """Engine time of its prefills."""
         self.wasted_us: Micros = 0
-        """Of that, what came to nothing."""
+        """The part of `prefill_us` that was wasted."""
         self.calls: list[tuple[Node, Call]] = []
         """Its decode calls, in order."""
         self.decision: Decision | None = None
-        """The last one; where it was refused, what it would have been."""
+        """The last decision; for a refused request, what it would have been."""
         self.placed: Decision | None = None
-        """The one that its first token came of."""
+        """The decision that its first token came from."""
         self.spread: Spread | None = None
         """The copy of its prefix that its placement called for."""
         self.flow: Flow | None = None
         self.relay: Relay | None = None
-        """Of its last prefill, if a group does it."""
+        """The group of its last prefill, if a group does it."""
         self.tails: tuple[tuple[str, Served | None], ...] = ()
-        """Whom it would have queued behind on each prefill instance, when it was placed."""
+        """For each prefill instance: the last request there when this one was placed."""
 
     def was_placed(
         self, decision: Decision, number: int, tails: Mapping[str, Served | None]
@@ -79,18 +79,18 @@ class Served:
             self.tails = tuple(tails.items())
 
     def spend(self, call: Call) -> None:
-        """A prefill call is over: its engine time counts, once."""
+        """A prefill call is over: count its engine time, once."""
         self.prefill_us += call.busy_us
         call.busy_us = 0
 
     @property
     def judged(self) -> Decision | None:
-        """The decision that what came is held against."""
+        """The decision with which the results are compared."""
         return self.placed or self.decision
 
 
 def first_of_decode_us(served: Served) -> Micros | None:
-    """When decode gave its first token; None where it gave none."""
+    """When decode gave its first token; None if it gave none."""
     return next((node.ends[call.spans[0][0]] for node, call in served.calls if call.spans), None)
 
 
@@ -104,11 +104,11 @@ class Flow:
 
     @property
     def there(self) -> bool:
-        """Whether all of it is."""
+        """Whether all of it has arrived."""
         return not self._left
 
     def arrived(self) -> None:
-        """The last byte of one part is here."""
+        """The last byte of one part has arrived."""
         self._left -= 1
         if self.there and self.then is not None:
             self.then()

@@ -1,4 +1,4 @@
-"""What is simulated: how many instances of what kind, and the rules they work by."""
+"""What is simulated: how many instances of which kind, and the rules by which they work."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ MODEL = "simulated"
 POOL = "pool"
 """The segment of a global pool."""
 ALONE = 0.95
-"""`tuning.tbt_share` where decode streams the first token: nobody sees a joiner's wait between two
-tokens."""
+"""`tuning.tbt_share` if decode streams the first token: no client sees a joining request wait
+between two tokens."""
 UNTOLD = Stopping(max_tokens=100_000)
-"""Traces do not tell what clients set, and the length that came is nobody's to know beforehand."""
+"""Traces do not say which limits clients set, and the Conductor must not know lengths beforehand.
+"""
 MOST_INSTANCES = 10_000
 _NO_LIMIT = 1 << 40
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """Something that goes wrong: `kill` (it dies), `join` (it is back, empty), or `slow`."""
+    """A fault: `kill` (the instance dies), `join` (it comes back, empty), or `slow`."""
 
     what: str
     instance: str
@@ -38,7 +39,7 @@ class Breakdown(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """One simulation, beside its trace."""
+    """One simulation, apart from its trace."""
 
     prefill: int = 8
     decode: int = 8
@@ -47,38 +48,39 @@ class Setup(msgspec.Struct, frozen=True):
     profile: Profile = PROFILES["a800-loaded"]
     tuning: Tuning = Tuning()
     goal: Slo = Slo(30 * MICROS_PER_SECOND, 200_000)
-    """What attainment is measured by; `tuning.slo` is what the Conductor works for."""
+    """Attainment is measured by it; the Conductor works for `tuning.slo`."""
     seed: int = 0
     cache_blocks: int | None = 5_859
     """Blocks that each prefill (or mixed) instance's segment holds; None: any number."""
     eviction: str = "lru"
     pooled: bool = False
-    """One global cache of all the instances' blocks, which everybody loads from."""
+    """One global cache of all the instances' blocks, from which every instance loads."""
     one_copy: bool = False
-    """Each block lies in one segment, as in the embedded store: what somebody holds is neither
-    stored again nor copied, and who loads a prefix finds it wherever it is."""
+    """Each block is in one segment only, as in the embedded store: a block that one segment holds
+    is neither stored again nor copied, and every instance finds it there."""
     keep_output: bool = False
-    """Whether decode instances keep the KV of what they made, for the next turn."""
+    """Whether decode instances keep the KV of their output, for the next turn."""
     prefill_seqs: int = 1
-    """Prompts that a prefill instance computes at a time; the papers' do one."""
+    """Prompts that a prefill instance computes at a time; in the papers, one."""
     chunk_tokens: Tokens = _NO_LIMIT
     """The most tokens of one pass: chunked prefill."""
     decode_seqs: int = 512
     ahead: int = 1
-    """Calls beyond those that run which load their KV already."""
+    """Calls, beyond those that run, that already load their KV."""
     first_token: Literal["prefill", "decode"] = "prefill"
-    """Who streams the first token: prefill, as in the paper; or decode, which makes it again, as
-    behind vLLM's and SGLang's connectors: then nobody waits between it and the second."""
+    """Which instance streams the first token. prefill: as in the paper. decode: it makes the token
+    again, as behind vLLM's and SGLang's connectors, so that no wait comes between it and the
+    second."""
     overlap: bool = True
     """Whether KV moves to the decode instance while prefill computes, layer by layer."""
     racks: int = 0
-    """Instances stand in so many racks, in turn; 0: racks are unknown."""
+    """Instances stand in this many racks, in turn; 0: racks are unknown."""
     breakdowns: tuple[Breakdown, ...] = ()
     sample_us: Micros = 10 * MICROS_PER_SECOND
-    """Between two looks at queues and loads."""
+    """The time between two samples of queues and loads."""
 
     def check(self) -> None:
-        """Raise ConfigError naming the first field that makes no sense."""
+        """Check all fields. Raises ConfigError that names the first field that makes no sense."""
         policy_of(self.tuning.policy)
         for field, most in (
             ("deviations", 100), ("overtaken", 100), ("held_share", 1), ("due_share", 1),

@@ -1,7 +1,7 @@
 """What a trace holds: its lengths, and how much of it a cache can give back.
 
-For `moonserve trace stats` and the paper's hit-rate figures. One pass over the requests in order
-of arrival, without any timing: each request finds what all before it have left.
+`moonserve trace stats` and the paper's hit-rate figures use it. It makes one pass over the requests
+in order of arrival, without timing: each request finds the blocks of all requests before it.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def stats(trace: Trace) -> Stats:
 def hits(trace: Trace, capacity: int | None, policy: str = "lru") -> Hits:
     """Serve a trace from one cache that all requests share.
 
-    A request hits the longest leading run of its blocks that is held; then all its blocks are
-    used or enter, deepest first, and the excess is evicted. In tokens, a hit on the partial last
-    block counts for what the request has of it.
+    A request hits the longest leading run of its blocks that the cache holds. Then all its blocks
+    are used or enter, the deepest first, and the surplus is evicted. In tokens, a hit on the
+    partial last block counts the tokens that the request has of it.
     """
     cache: Cache[int] = Cache(capacity, policy)
     block_hits = token_hits = 0
@@ -83,5 +83,5 @@ def hits(trace: Trace, capacity: int | None, policy: str = "lru") -> Hits:
 
 
 def _quantiles(ordered: Sequence[int]) -> dict[int, int]:
-    """Nearest rank: the smallest value that at least p percent do not exceed."""
+    """Nearest rank: the smallest value that at least p percent of the values do not exceed."""
     return {p: ordered[-(-len(ordered) * p // 100) - 1] for p in QUANTILES}

@@ -1,7 +1,7 @@
 """Made-up traces with the shape of chat: sessions that grow turn by turn under shared prompts.
 
-For `moonserve trace synthesize` and for tests that want a load of a known kind. Seeded: the same
-arguments give the same trace on every machine. It imitates no one trace.
+`moonserve trace synthesize` and tests that want a known kind of load use it. The same seed and
+arguments give the same trace on every machine. It does not imitate any one trace.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Shape(msgspec.Struct, frozen=True):
     turns: float = 3.0
     """Mean requests of a session, >= 1."""
     open_sessions: int = 256
-    """How many of the latest sessions may still go on: more of them, later reuse."""
+    """How many of the latest sessions may still continue: more of them, later reuse."""
     system_prompts: int = 16
-    """Shared by all sessions; the k-th is chosen in proportion to 1 / k ** zipf."""
+    """All sessions share them; the k-th is chosen in proportion to 1 / k ** zipf."""
     zipf: float = 1.0
     system_tokens: Tokens = 1024
     """Median length of a system prompt."""
     hot_share: float = 0.0
-    """Of the sessions, so many begin with one more prompt, the same for all of them."""
+    """This share of the sessions begins with one more prompt, the same for all of them."""
     hot_tokens: Tokens = 8_192
-    """Its length."""
+    """The length of that prompt."""
     user_tokens: Tokens = 800
     """Median length of what a turn adds."""
     output_tokens: Tokens = 300
@@ -40,7 +40,7 @@ class Shape(msgspec.Struct, frozen=True):
     sigma: float = 1.0
     """Standard deviation of the lengths' logarithms."""
     most_tokens: Tokens = 131_072
-    """The longest input; a session that would pass it begins anew."""
+    """The longest input; a session that would exceed it begins anew."""
 
 
 CHAT = Shape()
@@ -58,11 +58,11 @@ class _Session:
 def synthesize(
     seed: int, requests: int, rps: float, shape: Shape = CHAT, block_size: Tokens = BLOCK_SIZE
 ) -> Trace:
-    """Poisson arrivals at `rps`; each goes on with a recent session, or begins one.
+    """Poisson arrivals at `rps`; each continues a recent session, or begins one.
 
-    It goes on with probability 1 - 1 / turns, with any open session alike, so a session has
-    `turns` requests in the mean. Sessions share the full blocks of their system prompt, and turns
-    those of all turns before; a partial last block is never shared.
+    It continues with probability 1 - 1 / turns, any open session with equal chance, so a session
+    has `turns` requests in the mean. Sessions share the full blocks of their system prompt, and
+    turns share those of all turns before; a partial last block is never shared.
     """
     _check(requests, rps, shape, block_size)
     rng = Random(seed)
@@ -105,7 +105,7 @@ def synthesize(
 
 
 def _check(requests: int, rps: float, shape: Shape, block_size: Tokens) -> None:
-    """ConfigError for the first argument that is out of its range."""
+    """Check the arguments. Raises ConfigError for the first one that is out of its range."""
     ranges: dict[str, tuple[float, float, float]] = {
         "requests": (requests, 1, math.inf),
         "block_size": (block_size, 1, MOST_TOKENS),

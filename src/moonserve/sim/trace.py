@@ -1,8 +1,8 @@
 """Traces: what arrived when, how long it was, and which KV blocks it shares with others.
 
-For the simulator, the replayer and `moonserve trace`. Reads Mooncake's JSONL, Azure's LLM CSV and
-a simple CSV. Reading and validating share one checker, so what validates can be read. Nothing is
-repaired or reordered silently: a row that breaks a rule is named by file, line and field.
+The simulator, the replayer and `moonserve trace` use it. It reads Mooncake's JSONL, Azure's LLM CSV
+and a simple CSV. Reading and validating share one checker, so a file that validates can be read.
+Nothing is repaired or reordered silently: an error names the file, line and field of a bad row.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TOO_LATE_US = _TOO_LATE_MS * 1000
 class Row(msgspec.Struct, frozen=True, gc=False):
     """One request. `blocks` names every block of its input, the last, partial one included.
 
-    Equal id = same tokens after the same prefix, so no id comes twice in a row, and
-    block_size * (n - 1) < input_tokens <= block_size * n for n blocks. Both lengths are >= 1.
-    priority, tenant: as in core.request; of JSONL only.
+    Equal ids mean the same tokens after the same prefix, so no id comes twice in a row. For n
+    blocks, block_size * (n - 1) < input_tokens <= block_size * n. Both lengths are >= 1. priority
+    and tenant are as in core.request; only JSONL has them.
     """
 
     at_us: Micros
@@ -107,12 +107,12 @@ def head(trace: Trace, n: int) -> Trace:
 
 
 def scale(trace: Trace, speed: float = 1.0, lengths: int = 1) -> Trace:
-    """Arrivals `speed` times as fast; lengths and block size divided by `lengths`.
+    """Make arrivals `speed` times as fast; divide lengths and block size by `lengths`.
 
     Lengths are rounded up, so they stay >= 1, and a divided length still ends in the same block:
-    512 (n-1) < x <= 512 n gives 32 (n-1) < ceil(x / 16) <= 32 n. Hence ids and hits stay as they
-    are. ConfigError: `speed` is not positive, or so low that the last request would come in 30,000
-    years, or `lengths` does not divide the block size.
+    512 (n-1) < x <= 512 n gives 32 (n-1) < ceil(x / 16) <= 32 n. So ids and hits stay as they are.
+    Raises ConfigError if `speed` is not positive, or so low that the last request would come in
+    30,000 years, or if `lengths` does not divide the block size.
     """
     if not 0 < speed < float("inf"):
         raise ConfigError(f"{speed} must be above 0, as 1.5 for half as fast again", "speed")
@@ -151,7 +151,7 @@ class _Json(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """How a file calls its four fields; faults use the file's own words."""
+    """What a file calls its four fields; faults use the file's own words."""
 
     at: str
     input: str
@@ -202,7 +202,8 @@ def _read(path: Path, block_size: Tokens) -> Iterator[Row | Fault]:
 
 
 def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[Row | Fault]:
-    """Let good rows through, and turn those that break a rule of Row or go back in time."""
+    """Pass good rows on, and turn rows that break a rule of Row, or go back in time, into
+    faults."""
     before_us: Micros = 0
     for line, row in rows:
         if isinstance(row, Fault):
@@ -223,7 +224,7 @@ def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[R
 
 
 def _why(row: Row, line: int, form: _Format, size: Tokens, before_us: Micros) -> Fault:
-    """Say which rule a row breaks."""
+    """Find the rule that a row breaks."""
     if row.at_us < 0:
         return Fault(line, form.at, "must not be negative; count from the first request")
     if row.at_us < before_us:
@@ -261,7 +262,7 @@ def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
 
 
 def _not_json(line: int, err: msgspec.DecodeError) -> Fault:
-    """What is wrong with a line of JSON; the decoder's own words name types of Python's."""
+    """What is wrong with a line of JSON; the decoder's own text names Python types."""
     said = str(err)
     named = re.search(r"(\$\.|required field `)(\w+)", said)
     if named is None:
@@ -275,9 +276,9 @@ def _not_json(line: int, err: msgspec.DecodeError) -> Fault:
 def _csv_rows(
     file: Iterable[str], form: _Format, to_us: Callable[[str], Micros], block_size: Tokens
 ) -> Iterator[_Parsed]:
-    """Rows of a CSV file. Where it names no blocks, every request has blocks of its own.
+    """Rows of a CSV file. If it names no blocks, every request has blocks of its own.
 
-    A CSV's ISO times count from its first good row.
+    ISO times count from the file's first good row.
     """
     table = csv.reader(file)
     width = len(next(table))
