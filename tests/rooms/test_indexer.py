@@ -1,4 +1,8 @@
-"""Answers of the Indexer API's index, and what becomes of engines' events in it."""
+"""What becomes of engines' events in the Indexer API's index.
+
+How blocks on tiers are counted: tests/law/test_indexer_law.py; what a stream of events says:
+test_kvstream.py; the API itself: test_indexer_api.py.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,7 @@ import msgspec
 import pytest
 
 from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
-from moonserve.core.kv.rolling import RollingIndexer, block_keys, token_keys
-from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.core.kv.rolling import RollingIndexer, token_keys
 from moonserve.core.kv.tiers import Source, TieredIndex, TierHits, mask
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import read_live
@@ -80,52 +83,6 @@ def test_the_standards_own_example() -> None:
     assert wire == {"longest_matched": 12, "GPU": 8, "DP": {"0": 8, "1": 4}, "CPU": 8, "DISK": 12}
 
 
-def test_lower_tiers_go_on_where_the_tier_above_ends() -> None:
-    """What the device lacks in the middle host memory may have; a gap in all ends the match."""
-    site = Site()
-    one = site.add("a")
-    tell(one, stored(0, 6), stored(0, 6, "cpu"), removed(2), removed(0, 1, 5, medium="cpu"))
-    assert site.hits() == {"a": TierHits(5 * SIZE, 2 * SIZE, {"0": 2 * SIZE}, 5 * SIZE, 5 * SIZE)}
-    tell(one, removed(2, medium="cpu"))
-    assert site.hits()["a"].longest_matched == 2 * SIZE
-
-
-def test_a_store_is_everybodys() -> None:
-    """Blocks of a shared store count for every instance of the space, and it is none itself."""
-    site = Site()
-    one, _, store = site.add("a"), site.add("b"), site.add("pool", kind="Mooncake")
-    tell(one, stored(0, 1), stored(3, 4, "cpu"))
-    seqs = rolling(local_hashes(TOKENS, SIZE, 0), 0)
-    tell(store, StoredEvent([seqs[0], seqs[1]], None, [], SIZE, medium="cpu"))
-    tell(store, StoredEvent([seqs[2]], seqs[1], [], SIZE, medium="disk"))
-    found = site.hits()
-    assert found["a"] == TierHits(3 * SIZE, SIZE, {"0": SIZE}, 2 * SIZE, 3 * SIZE)
-    assert found["b"] == TierHits(3 * SIZE, 0, {"0": 0}, 2 * SIZE, 3 * SIZE)
-    assert sorted(site.space.instances) == ["a", "b"]
-    tell(store, ClearedEvent())
-    assert site.hits() == {"a": TierHits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)}
-
-
-def test_hashes_find_what_tokens_find() -> None:
-    """The standard's rolling hashes are the keys."""
-    site = Site()
-    tell(site.add("a"), stored(0, 5))
-    seqs = rolling(local_hashes(TOKENS, SIZE, 0), 0)
-    assert site.space.hits(block_keys(0, seqs)) == site.hits()
-
-
-def test_copies_are_counted() -> None:
-    """Stored twice, a block is gone when it was removed twice; from a tier it is not on, never."""
-    site = Site()
-    one = site.add("a")
-    tell(one, stored(0, 2), stored(1, 2), removed(1), removed(1, medium="cpu"))
-    assert site.hits()["a"].gpu == 2 * SIZE
-    tell(one, removed(1))
-    assert site.hits()["a"].gpu == SIZE
-    tell(one, removed(0), removed(0))
-    assert (site.hits(), site.space.entries) == ({}, 0)
-
-
 def test_lora_and_salt_keep_blocks_apart() -> None:
     """The same tokens under another adapter or salt are other blocks, and so is what follows."""
     site = Site()
@@ -151,45 +108,17 @@ def test_a_block_with_an_image_is_not_found_by_its_tokens() -> None:
     assert site.space.entries == 3
 
 
-def test_who_comes_before_its_parent_waits() -> None:
-    """An event of an unknown parent counts as soon as the parent is there, in whatever order."""
-    site = Site()
-    one = site.add("a")
-    tell(one, stored(4, 5), stored(2, 4), stored(1, 2))
-    assert site.hits() == {}
-    tell(one, stored(0, 1))
-    assert site.hits()["a"].gpu == 5 * SIZE
-
-
-def test_what_cannot_be_right_is_counted_and_left_out() -> None:
-    """Another block size, too few tokens, and ids that are none."""
-    site = Site()
-    one = site.add("a")
-    tell(one, stored(0, 2, token_ids=TOKENS[:SIZE]), stored(0, 1, token_ids=[-1] * SIZE))
-    assert one.mismatch is None
-    tell(one, stored(0, 1, token_ids=[]), stored(0, 1, block_size=8, token_ids=TOKENS[:8]))
-    assert site.hits() == {}
-    assert (one.stats.mismatches, one.stats.unplaced) == (1, 2 + 1 + 1)
-    tell(other := site.add("b"), stored(0, 1, block_size=8, token_ids=TOKENS[:8]))
-    assert (other.stats.mismatches, other.mismatch) == (1, 8)
-
-
-def test_a_reset_and_a_leave_drop_everything() -> None:
-    """On all tiers; who is left keeps what it has."""
+def test_a_reset_drops_every_tier_of_one_source() -> None:
+    """When batches were lost, or the engine restarted; the other rank keeps what it has."""
     site = Site()
     one, other = site.add("a"), site.add("a", 1)
-    for stream in (one, other):
-        tell(stream, stored(0, 2), stored(0, 3, "cpu"), stored(0, 4, "disk"))
+    for source in (one, other):
+        tell(source, stored(0, 2), stored(0, 3, "cpu"), stored(0, 4, "disk"))
     one.reset()
-    assert site.hits()["a"] == TierHits(
-        4 * SIZE, 2 * SIZE, {"0": 0, "1": 2 * SIZE}, 3 * SIZE, 4 * SIZE
-    )
+    device = {"0": 0, "1": 2 * SIZE}
+    assert site.hits() == {"a": TierHits(4 * SIZE, 2 * SIZE, device, 3 * SIZE, 4 * SIZE)}
     tell(one, stored(0, 1))
     assert site.hits()["a"].dp == {"0": SIZE, "1": 2 * SIZE}
-    assert site.space.leave(Source(SegmentId("a/1"), "a", 1))
-    assert site.hits()["a"] == TierHits(SIZE, SIZE, {"0": SIZE}, SIZE, SIZE)
-    assert not site.space.leave(Source(SegmentId("a/0"), "a", 0))
-    assert (site.hits(), dict(site.space.instances), site.space.entries) == ({}, {}, 0)
 
 
 def test_clearing_an_engine_leaves_what_it_put_below() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.kv.events import KvBatch, StoredEvent
+from moonserve.core.kv.events import ClearedEvent, KvBatch, StoredEvent
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.live.external import indexer_api as module
 from moonserve.live.external.indexer_api import IndexerApi
@@ -227,17 +227,16 @@ def test_spaces_do_not_see_each_other() -> None:
     run(use)
 
 
-def test_a_reset_forgets_what_a_stream_told() -> None:
-    """When batches were lost, or the engine restarted, what it had counts no more."""
+def test_services_count_resets() -> None:
+    """How often a stream's blocks were forgotten is in its row, beside what its events came to."""
 
     async def use(rig: Rig) -> None:
         await rig.good("/register", ONE)
         rig.feeds[0].tell(4)
         rig.feeds[0].reset()
         assert (await rig.good("/query", ASK))["default"]["a"]["longest_matched"] == 0
-        rig.feeds[0].tell(1)
-        assert (await rig.good("/query", ASK))["default"]["a"]["longest_matched"] == 4
-        assert (await rig.good("/services"))["services"][0]["resets"] == 1
+        [row] = (await rig.good("/services"))["services"]
+        assert (row["resets"], row["events"]["stored"]) == (1, 4)
 
     run(use)
 
@@ -256,6 +255,8 @@ def test_a_store_that_is_registered_counts_for_all() -> None:
         rig.feeds[0].tell(1)
         found = (await rig.good("/query", ASK))["default"]
         assert found == {"a": {**hits(4, **{"0": 4}), "CPU": 12, "DISK": 12, "longest_matched": 12}}
+        rig.feeds[1].indexer.batch(KvBatch(0.0, (ClearedEvent(),)))
+        assert (await rig.good("/query", ASK))["default"] == {"a": hits(4, **{"0": 4})}
 
     run(use)
 
@@ -288,7 +289,11 @@ def test_what_others_say_beyond_the_standard_is_skipped() -> None:
 
     async def use(rig: Rig) -> None:
         await rig.good("/register", {**ONE, "dp_rank": 5, "gpu_model": "H200"})
-        await rig.good("/query", {**ASK, "trace": {"span": [1]}})
+        rig.feeds[0].tell(2)
+        [row] = (await rig.good("/services"))["services"]
+        assert (row["dp_rank"], "gpu_model" in row) == (5, False)
+        found = await rig.good("/query", {**ASK, "trace": {"span": [1]}})
+        assert found == {"default": {"a": hits(8, **{"5": 8})}}
 
     run(use)
 
