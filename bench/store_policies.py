@@ -17,9 +17,8 @@ from pathlib import Path
 
 from common import machine_line
 from moonserve.core.store.evict import EVICTIONS
-from moonserve.core.store.extents import ALIGN
 from moonserve.core.store.master import Master
-from moonserve.core.store.words import Address, Key, Mount, Terms, Ticket
+from moonserve.core.store.words import ALIGN, Address, Key, Mount, Terms, Ticket
 from moonserve.core.units import LeaseId, SegmentId
 from moonserve.sim.stats import hits
 from moonserve.sim.trace import Trace, read_trace

@@ -5,6 +5,7 @@ import pytest
 
 from moonserve.core.errors import UnknownSegment
 from moonserve.core.kv.facts import BlocksCleared, BlocksStored
+from moonserve.core.store.catalog import Catalog, Leases
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Address, Exists, Full, Holder, Mount, Terms, Ticket
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
@@ -175,9 +176,8 @@ def test_a_lease_released_before_its_first_use_is_dead_too() -> None:
     assert it.stats().leases == 0
 
 
-def test_dead_names_are_forgotten_by_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A released name is free again after a lease's time, or when too many came after it."""
-    monkeypatch.setattr("moonserve.core.store.leases._MAX_DEAD", 2)
+def test_dead_names_are_forgotten_by_time_and_number() -> None:
+    """A released name is usable again after a lease's time to live, or after many more releases."""
     it = master(a=1)
     store(it, 1)
     it.release(LEASE)
@@ -187,10 +187,13 @@ def test_dead_names_are_forgotten_by_time_and_number(monkeypatch: pytest.MonkeyP
     it.reap(100)
     it.find(100, [key(1)], LEASE)
     assert it.stats().leases == 1
+    leases = Leases(Catalog(TERMS, first_id=1), max_released=2)
     for name in ("r1", "r2", "r3"):
-        it.release(LeaseId(name))
-    it.find(100, [key(1)], LEASE)
-    assert it.stats().leases == 1
+        leases.release(LeaseId(name))
+        leases.use(0, [], LeaseId(name))
+    assert leases.names() == []
+    leases.use(0, [], LeaseId("r1"))
+    assert leases.names() == ["r1"]
 
 
 def test_a_restarted_owner_starts_empty() -> None:

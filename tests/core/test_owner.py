@@ -1,6 +1,6 @@
 """What owners and clients remember: catalogues, copy tasks, diaries."""
 
-from moonserve.core.store.memory import Catalogue, Diary, Tasks
+from moonserve.core.store.owners import CopyQueue, RecentWrites, SegmentContents
 from moonserve.core.store.words import (
     UNSEEN,
     Change,
@@ -35,7 +35,7 @@ def copy(id: int, left_us: int = 100) -> Copy:
 
 def test_changes_are_taken_in_order_and_once() -> None:
     """An answer that does not go on from the last one is left alone."""
-    it = Catalogue()
+    it = SegmentContents()
     it.apply(orders(UNSEEN, (9, 2), held(1, 5), held(2, 6)))
     it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5)))
     assert (sorted(it.held), it.seen) == ([key(1), key(2)], (9, 2))
@@ -47,7 +47,7 @@ def test_changes_are_taken_in_order_and_once() -> None:
 
 def test_the_larger_id_stays() -> None:
     """What a later put or copy wrote is not dropped, or overwritten, by news of an earlier one."""
-    it = Catalogue([held(1, 5)])
+    it = SegmentContents([held(1, 5)])
     it.drop(key(1), 4)
     it.add(held(1, 3))
     it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 4), held(1, 4)))
@@ -59,7 +59,7 @@ def test_the_larger_id_stays() -> None:
 
 def test_what_was_told_as_gone_is_not_added_late() -> None:
     """The answer to a put may come after the news that its object is evicted."""
-    it = Catalogue()
+    it = SegmentContents()
     it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5)))
     it.add(held(1, 5))
     assert it.held == {}
@@ -69,18 +69,18 @@ def test_what_was_told_as_gone_is_not_added_late() -> None:
 
 def test_a_catalogue_is_told_in_pages() -> None:
     """All of it, once; an empty one is one empty page."""
-    it = Catalogue([held(n, n) for n in range(5)])
+    it = SegmentContents([held(n, n) for n in range(5)])
     assert [len(page) for page in it.pages(2)] == [2, 2, 1]
     assert [change.id for page in it.pages(2) for change in page] == list(range(5))
-    assert Catalogue().pages(2) == [()]
-    it = Catalogue([held(1, 5)])
+    assert SegmentContents().pages(2) == [()]
+    it = SegmentContents([held(1, 5)])
     it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5), held(2, 6)))
     assert it.pages(1) == [(held(2, 6),), (Gone(key(1), 5),)], "others may still claim it"
 
 
 def test_each_task_is_done_once_and_some_at_a_time() -> None:
     """Orders repeat what is not answered; the owner does not."""
-    it = Tasks(at_once=1)
+    it = CopyQueue(at_once=1)
     it.take(0, [copy(1), copy(2)])
     it.take(10, [copy(1), copy(2)])
     assert it.next(0) == copy(1)
@@ -89,7 +89,7 @@ def test_each_task_is_done_once_and_some_at_a_time() -> None:
     assert it.next(0) == copy(2)
     assert it.results() == [(1, True)]
     it.take(0, [copy(1)])
-    it.told([1])
+    it.reported([1])
     it.take(0, [copy(1)])
     it.end(2, False)
     assert it.next(0) is None
@@ -98,7 +98,7 @@ def test_each_task_is_done_once_and_some_at_a_time() -> None:
 
 def test_tasks_end_with_their_time() -> None:
     """Counted from when they were asked for; what is late does not start."""
-    it = Tasks(at_once=2)
+    it = CopyQueue(at_once=2)
     it.take(50, [copy(1, left_us=100), copy(2, left_us=20)])
     assert it.next(70) == copy(1, left_us=80)
     assert it.next(70) is None
@@ -106,7 +106,7 @@ def test_tasks_end_with_their_time() -> None:
 
 def test_void_tasks_are_stopped_and_not_taken_again() -> None:
     """When the master gave the segment up, no old order is carried out."""
-    it = Tasks(at_once=1)
+    it = CopyQueue(at_once=1)
     it.take(0, [copy(1), copy(2)])
     it.next(0)
     assert it.forget() == [copy(1)]
@@ -118,7 +118,7 @@ def test_void_tasks_are_stopped_and_not_taken_again() -> None:
 
 def test_a_diary_claims_what_was_written() -> None:
     """A put is claimed as under way, then with its checksum, until it is dropped or old."""
-    it = Diary()
+    it = RecentWrites()
     it.writing(0, Ticket(5, A, 128, 3), key(1), 64, None, OPTIONS)
     it.writing(0, Ticket(6, A, 192, 3), key(2), 64, key(1), OPTIONS)
     it.ended(10, 5, 7)
@@ -144,7 +144,7 @@ def test_a_diary_claims_what_was_written() -> None:
 
 def test_a_diary_claims_no_put_that_was_given_up_meanwhile() -> None:
     """What nobody acknowledged for a put's time to live may lie in another's extent by now."""
-    it = Diary()
+    it = RecentWrites()
     for ticket in (5, 6, 7):
         it.writing(0, Ticket(ticket, A, 64 * ticket, 3), key(ticket), 64, None, OPTIONS)
     for ticket in (6, 7):
@@ -160,7 +160,7 @@ def test_a_diary_claims_no_put_that_was_given_up_meanwhile() -> None:
 
 def test_a_diary_claims_removals() -> None:
     """The version that was removed, as long as puts are."""
-    it = Diary()
+    it = RecentWrites()
     it.removed(0, key(1), 5)
     assert it.claims(0, 100) == ([], [(key(1), 5)])
     it.forget(1)

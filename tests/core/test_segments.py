@@ -1,6 +1,7 @@
 """Extents: first fit, joined holes, exact accounting."""
 
-from moonserve.core.store.extents import ALIGN, Extents
+from moonserve.core.store.catalog import Extents
+from moonserve.core.store.words import ALIGN
 
 
 def test_holes_are_joined_when_freed_in_any_order() -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from moonserve.core.store.extents import ALIGN, aligned
+from moonserve.core.store.words import ALIGN, aligned
 from tests.support.pool_client import KEYS, Client, Oracle, intact
 from tests.support.pool_nodes import MASTER, TERMS, Node, Segment
 from tests.support.pool_world import World
@@ -224,7 +224,7 @@ class Run:
         usable = {it.id: it.node for it in stats.segments if not it.draining}
         for found in master.scan(b"", None, 1_000):
             *_, wanted = self.oracle.content[found.version]
-            if master._stock.objects[found.key].options.tenant:
+            if master._catalog.objects[found.key].options.tenant:
                 wanted = 1  # its quota may not allow more
             there = [it.segment for it in found.replicas]
             nodes = {usable[it] for it in there if it in usable}

@@ -81,7 +81,7 @@ def test_a_quota_is_kept() -> None:
         assert sorted(await replicas(client)) == ["o2", "o3", "other"]
         with pytest.raises(StoreError, match=r"'t' has a quota of 120000 .* for 3 of 50000 bytes"):
             await put(client, "more", PutOptions(tenant="t", replicas=3, blocks=False))
-        with pytest.raises(BadRequest, match="no segment 'nope'; there are: "):
+        with pytest.raises(BadRequest, match="no segment 'nope'; mounted segments: "):
             await put(client, "lost", PutOptions(preferred=SegmentId("nope"), blocks=False))
 
     run(test, None, ("--recover-s", "0", "--quota", "t=120000"))

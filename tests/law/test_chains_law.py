@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.core.store.chains import Chains
-from moonserve.core.store.evict import EVICTIONS
+from moonserve.core.store.evict import EVICTIONS, ChainEviction
 from moonserve.core.store.words import Key
 
 KEYS = [bytes([n]) for n in range(8)]
@@ -46,7 +45,7 @@ class Model:
 @given(steps=steps)
 def test_the_tail_goes_first(eviction: str, steps: list[tuple[str, object]]) -> None:
     """What is evicted is free and continued by no free key; nothing free is ever forgotten."""
-    chains, model = Chains(eviction), Model()
+    chains, model = ChainEviction(eviction), Model()
 
     def leave(key: Key) -> None:
         chains.remove(key, PARENTS[key])
@@ -91,7 +90,7 @@ def test_the_tail_goes_first(eviction: str, steps: list[tuple[str, object]]) -> 
 @given(uses=st.lists(st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)))
 def test_without_chains_the_order_alone_decides(eviction: str, uses: list[list[Key]]) -> None:
     """Keys that continue nobody go in the order's own order."""
-    chains, plain = Chains(eviction), EVICTIONS[eviction]()
+    chains, plain = ChainEviction(eviction), EVICTIONS[eviction]()
     here: set[Key] = set()
     for keys in uses:
         chains.use(keys)

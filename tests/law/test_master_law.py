@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonserve.core.kv.facts import BlocksCleared, BlocksStored
-from moonserve.core.store.extents import aligned
 from moonserve.core.store.master import Master
-from moonserve.core.store.memory import Catalogue
+from moonserve.core.store.owners import SegmentContents
 from moonserve.core.store.words import (
     Address,
     Exists,
@@ -26,6 +25,7 @@ from moonserve.core.store.words import (
     PutOptions,
     Terms,
     Ticket,
+    aligned,
 )
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 
@@ -51,7 +51,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
         self.lives = 1
         self.replayed: set[tuple[SegmentId, BlockKey]] = set()
         self.epochs: dict[SegmentId, int] = {}
-        self.catalogues: dict[SegmentId, Catalogue] = {}
+        self.catalogues: dict[SegmentId, SegmentContents] = {}
         self.tickets: dict[int, tuple[BlockKey, int, Ticket]] = {}
         self.spent: list[int] = []
         self.pins: dict[int, bool] = {}
@@ -120,7 +120,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
             self.master.unmount(name, old or 0)  # told apart: the clearing is of the old epoch
             self.sync([name])
             self.epochs[name] = (old or 1) + 1
-            self.catalogues[name] = Catalogue()
+            self.catalogues[name] = SegmentContents()
         if name not in self.master.addresses():
             self.catalogues[name].restart()
             self.draining.discard(name)
@@ -345,7 +345,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
     def evictable_is_exactly_what_nothing_holds(self) -> None:
         free = dict.fromkeys(self.master.addresses(), 0)
         for key, it in self.objects.items():
-            copied = self.master._copies.coming(key)
+            copied = self.master._copies.targets(key)
             if not self.is_leased(key) and key not in self.pinned and not copied:
                 for replica in it.replicas:
                     free[replica.segment] += aligned(it.size)

@@ -4,7 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.store.extents import ALIGN, Extents
+from moonserve.core.store.catalog import Extents
+from moonserve.core.store.words import ALIGN
 
 LINES = 24
 

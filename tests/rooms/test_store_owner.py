@@ -411,7 +411,7 @@ def test_no_room_and_no_quota_are_clear_errors() -> None:
         ([(b"k", b"1")], {"replicas": 9}, "replicas", "1 to 8, not 9"),
         ([(b"k", b"1")], {"replicas": "2"}, "replicas", "Expected `int`"),
         ([(b"k", b"1")], {"tenant": 5}, "tenant", "Expected `str`"),
-        ([(b"k", b"1")], {"preferred": "nope"}, "preferred", "no segment 'nope'; there are: a, b"),
+        ([(b"k", b"1")], {"preferred": "nope"}, "preferred", "no segment 'nope'; mounted"),
     ],
 )
 def test_what_can_never_be_put_is_refused_at_once(

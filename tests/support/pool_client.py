@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonserve.core.store.extents import ALIGN
-from moonserve.core.store.memory import Diary
+from moonserve.core.store.owners import RecentWrites
 from moonserve.core.store.words import (
+    ALIGN,
     Exists,
     Found,
     Full,
@@ -152,7 +152,7 @@ class Client:
             node.at(world.piece_us(), lambda: self._write(rest, 0, sent_us, then))
 
     def _end(
-        self, diary: Diary, writes: Sequence[tuple[Ticket, int, int]], lease: LeaseId | None
+        self, diary: RecentWrites, writes: Sequence[tuple[Ticket, int, int]], lease: LeaseId | None
     ) -> None:
         ends = [(ticket.id, checksum(tags(content, size))) for ticket, content, size in writes]
         if ends:
@@ -161,7 +161,7 @@ class Client:
             self._release(lease)
 
     def _try_end(
-        self, diary: Diary, ends: list[tuple[int, int]], lease: LeaseId | None, tries: int
+        self, diary: RecentWrites, ends: list[tuple[int, int]], lease: LeaseId | None, tries: int
     ) -> None:
         def then(versions: Any) -> None:
             if versions is LOST or versions is AGAIN:

@@ -1,4 +1,4 @@
-"""Nodes of the simulated store: segments, and what owners do with the very Catalogue and Tasks.
+"""Nodes of the simulated store: segments and their owners, with the real SegmentContents.
 
 Bytes are modelled as one tag per cache line, read and written piece by piece, so that torn writes
 and reused extents show.
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moonserve.core.store.extents import ALIGN
-from moonserve.core.store.memory import Catalogue, Diary, Tasks
-from moonserve.core.store.words import Address, Change, Copy, Held, Mount, Orders, Terms
+from moonserve.core.store.owners import CopyQueue, RecentWrites, SegmentContents
+from moonserve.core.store.words import ALIGN, Address, Change, Copy, Held, Mount, Orders, Terms
 from moonserve.core.units import SegmentId
 
 if TYPE_CHECKING:
@@ -69,8 +68,8 @@ class Segment:
             self.memory = {}
         else:
             held = [it for it in self.headers.values() if self.is_whole(it)]
-        self.catalogue = Catalogue(sorted(held, key=lambda it: it.id))
-        self.tasks = Tasks(at_once=2)
+        self.catalogue = SegmentContents(sorted(held, key=lambda it: it.id))
+        self.tasks = CopyQueue(at_once=2)
         self.stopped: set[int] = set()
 
     def is_whole(self, held: Held) -> bool:
@@ -130,7 +129,7 @@ class Node:
         """Come up, with nothing but what is on disk."""
         self.alive = True
         self.epoch += 1
-        self.diary = Diary()
+        self.diary = RecentWrites()
         for segment in self.segments:
             segment.start()
             self.world.owner.mount(segment, self.epoch, 0)
@@ -256,7 +255,7 @@ class Owner:
         def then(became: Any) -> None:
             if became is LOST:
                 return
-            segment.tasks.told([id for id, _ in results])
+            segment.tasks.reported([id for id, _ in results])
             for (id, _), is_replica in zip(results, became, strict=True):
                 if not is_replica and id in keys:
                     segment.catalogue.drop(keys[id], id)

@@ -13,8 +13,8 @@ from typing import Any
 
 from moonserve.core.errors import Recovering, UnknownSegment
 from moonserve.core.kv.facts import BlocksCleared, BlocksStored
-from moonserve.core.store.extents import ALIGN
 from moonserve.core.store.master import Master
+from moonserve.core.store.words import ALIGN
 from moonserve.core.units import SegmentId
 from tests.support.pool_nodes import (
     AGAIN,
@@ -157,7 +157,7 @@ class World:
 
     def _watch(self, master: Master) -> None:
         """Note which extents the master itself took back: bytes left there are nobody's."""
-        stock = master._stock
+        stock = master._catalog
         take, reserve, give = stock.take, stock.reserve, stock.give
 
         def taking(shelf: Any, size: int, tenant: str) -> int | None:

@@ -1,27 +1,185 @@
-"""Stock: the objects of the pool and the shelves they lie on. The ledger under core.store.master.
+"""The catalog: which objects the pool has, in which extents of which segments, and who leases them.
 
-For core.store.placement, core.store.copies, core.store.recovery and core.store.master. Here are
-the primitive changes, each of which keeps all ledgers in balance: extents, what is evictable, what
-each tenant has, the events, and what owners are to hear. Nothing is decided here.
+The master and its parts (core.store.placement, replicas and owners) share one Catalog. Each of its
+methods makes one change and keeps all ledgers in balance: extents, evictable bytes, bytes per
+tenant, KV events, and the changes that segment owners have not received. The catalog decides
+nothing, and it never touches a byte of a segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, merged
-from moonserve.core.store.chains import Chains
-from moonserve.core.store.extents import aligned
-from moonserve.core.store.ledger import Shelf
-from moonserve.core.store.words import Found, Held, Key, Medium, PutOptions, Replica, Terms
-from moonserve.core.units import BlockKey, Bytes, SegmentId
+from moonserve.core.store.evict import ChainEviction
+from moonserve.core.store.words import (
+    ALIGN,
+    Found,
+    Gone,
+    Held,
+    Key,
+    Medium,
+    Mount,
+    PutOptions,
+    Replica,
+    Seen,
+    Terms,
+    aligned,
+)
+from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId
+
+_MAX_CHANGES = 1_024
+"""The most changed keys in one answer to a beat."""
+_MAX_RELEASED = 65_536
+"""The most names of released leases that the master remembers."""
+
+
+class Extents:
+    """First-fit allocator over one segment. It joins free neighbours at once.
+
+    Nearly all KV blocks have one size, so the first hole nearly always fits.
+    """
+
+    def __init__(self, capacity_bytes: Bytes) -> None:
+        self.capacity_bytes = capacity_bytes // ALIGN * ALIGN
+        self.free_bytes = self.capacity_bytes
+        self._starts: list[Bytes] = [0] if self.capacity_bytes else []
+        """Offsets of the holes, ascending; never more than extents in use plus one."""
+        self._holes: dict[Bytes, Bytes] = dict.fromkeys(self._starts, self.capacity_bytes)
+        self._used: dict[Bytes, Bytes] = {}
+
+    @property
+    def used_bytes(self) -> Bytes:
+        """Bytes in use, alignment included."""
+        return self.capacity_bytes - self.free_bytes
+
+    def allocate(self, size: Bytes) -> Bytes | None:
+        """Return the offset of a new extent of at least `size` (> 0) bytes; None: no hole fits."""
+        assert size > 0, "an extent has at least one byte"
+        need = aligned(size)
+        if need > self.free_bytes:
+            return None
+        for index, start in enumerate(self._starts):
+            length = self._holes[start]
+            if length < need:
+                continue
+            del self._holes[start]
+            if length > need:
+                self._starts[index] = start + need
+                self._holes[start + need] = length - need
+            else:
+                del self._starts[index]
+            self._used[start] = need
+            self.free_bytes -= need
+            return start
+        return None
+
+    def free(self, offset: Bytes) -> None:
+        """Free the extent that starts at `offset`."""
+        length = self._used.pop(offset)
+        self.free_bytes += length
+        index = bisect_left(self._starts, offset)
+        if index < len(self._starts) and self._starts[index] == offset + length:
+            length += self._holes.pop(self._starts.pop(index))
+        if index > 0 and self._starts[index - 1] + self._holes[self._starts[index - 1]] == offset:
+            self._holes[self._starts[index - 1]] += length
+        else:
+            self._starts.insert(index, offset)
+            self._holes[offset] = length
+
+    def reserve(self, offset: Bytes, size: Bytes) -> bool:
+        """Take exactly `size` (> 0) bytes at `offset`. False: not all of them are free.
+
+        A recovering master uses it for replicas that an owner reports.
+        """
+        need = aligned(size)
+        index = bisect_right(self._starts, offset) - 1
+        if offset % ALIGN or index < 0:
+            return False
+        start = self._starts[index]
+        end = start + self._holes[start]
+        if offset + need > end:
+            return False
+        del self._holes[start], self._starts[index]
+        for hole, length in ((offset + need, end - offset - need), (start, offset - start)):
+            if length:
+                self._starts.insert(index, hole)
+                self._holes[hole] = length
+        self._used[offset] = need
+        self.free_bytes -= need
+        return True
+
+
+class SegmentLedger:
+    """One mounted segment: its extents, replicas, eviction order and unreported changes.
+
+    Bounded by the segment's replicas, and by the keys that left it since the last beat.
+    """
+
+    def __init__(self, mount: Mount, eviction: str, mounting: int, now_us: Micros) -> None:
+        self.mount = mount
+        self.name = mount.id
+        self.node = mount.node or mount.id
+        self.tier = mount.tier
+        self.last_contact_us = now_us
+        self.beats = 0
+        self.extents = Extents(mount.capacity_bytes)
+        self.chains: ChainEviction[Key] = ChainEviction(eviction)
+        self.objects: dict[Key, int] = {}
+        """The id of the put or copy that wrote each replica."""
+        self.gone: dict[Key, int] = {}
+        """The `Gone` records that the owner mounted with: a claim with such an id, or a lower one,
+        is void. As bounded as the owner's SegmentContents."""
+        self.evictable_bytes: Bytes = 0
+        self.leaving_bytes: Bytes = 0
+        """Bytes that will be free once their copies to disk are made."""
+        self.draining = False
+        self._changed: dict[Key, tuple[int, int]] = {}
+        """Key -> (number of its last change, highest id put or dropped), in that order."""
+        self._changes = 0
+        self._mounting = mounting
+
+    def note_change(self, key: Key, id: int) -> None:
+        """A replica was added or dropped: the owner has to receive this change."""
+        self._changes += 1
+        old = self._changed.pop(key, None)
+        self._changed[key] = (self._changes, id if old is None else max(id, old[1]))
+
+    def changes_after(
+        self, seen: Seen, held: Callable[[Key], Held]
+    ) -> tuple[tuple[Held | Gone, ...], Seen, bool]:
+        """Return the changes after `seen`, the new `seen`, and whether there are more.
+
+        Changes up to `seen` are forgotten. A key that changed twice is reported once, as it is now.
+        """
+        changed = self._changed
+        last = seen[1] if seen[0] == self._mounting else 0
+        if last:
+            changed = {key: change for key, change in changed.items() if change[0] > last}
+            self._changed = changed
+        changes: list[Held | Gone] = []
+        for key, (number, id) in islice(changed.items(), _MAX_CHANGES):
+            here = self.objects.get(key)
+            if here != id:
+                changes.append(Gone(key, id))
+            if here is not None:
+                changes.append(held(key))
+            last = number
+        return tuple(changes), (self._mounting, last), len(changed) > _MAX_CHANGES
+
+    def unreported(self) -> list[Key]:
+        """The keys on this segment whose last change the owner may not have received."""
+        return [key for key in self._changed if key in self.objects]
 
 
 @dataclass(slots=True)
-class Object:
+class StoredObject:
     """One object that exists."""
 
     found: Found
@@ -29,235 +187,337 @@ class Object:
     options: PutOptions
     leases: int = 0
     holds: int = 0
-    """Leases, a pin, and copies being made of it: while there are any, it is not evicted."""
+    """Leases, a pin, and copies of it under way. While there are any, it is not evicted."""
 
 
-class Stock:
-    """Shelves, objects, tenants' bytes and events of one pool."""
+class Catalog:
+    """Segments, objects, bytes per tenant, events and counters of one pool."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: Terms, first_id: int) -> None:
         self.terms = terms
-        self.shelves: dict[SegmentId, Shelf] = {}
-        self.objects: dict[Key, Object] = {}
-        self.tenants: dict[str, Bytes] = {}
-        """Bytes in use: replicas and what is being written."""
-        self.own = {tenant: Chains("lru") for tenant in terms.quotas}
-        """What a tenant with a quota has, oldest first."""
+        self.next_id = first_id
+        self.segments: dict[SegmentId, SegmentLedger] = {}
+        self.objects: dict[Key, StoredObject] = {}
+        self.tenant_bytes: dict[str, Bytes] = {}
+        """Bytes in use by tenant: replicas, and extents of puts and copies under way."""
+        self.tenant_orders: dict[str, ChainEviction[Key]] = {
+            tenant: ChainEviction("lru") for tenant in terms.quotas
+        }
+        """The objects of each tenant with a quota, in their order of eviction."""
+        self.evicted = 0
+        """Replicas evicted since the start; `demoted` and `promoted` count the same way."""
+        self.demoted = 0
+        self.promoted = 0
         self._events: list[BlockEvent] = []
 
+    def new_id(self) -> int:
+        """Return an id for a put, a copy or a mounting. No id is given out twice."""
+        self.next_id += 1
+        return self.next_id - 1
+
     def drain_events(self) -> list[BlockEvent]:
-        """What appeared and disappeared since the last call, in order; runs of a kind as one."""
+        """Return the events since the last call, in order; runs of one kind are merged."""
         events, self._events = self._events, []
         return merged(events)
 
     def inventory(self) -> list[BlockEvent]:
-        """The events that told all that there is now, to whoever has heard none."""
+        """Return events that describe every block replica that exists now."""
         events: list[BlockEvent] = []
-        for shelf in self.shelves.values():
-            for key in shelf.objects:
-                of = self.objects[key]
-                if of.options.blocks:
-                    events.append(self._stored(of, shelf))
+        for ledger in self.segments.values():
+            for key in ledger.objects:
+                stored = self.objects[key]
+                if stored.options.blocks:
+                    events.append(self._stored_event(stored, ledger))
         return merged(events)
 
     # Extents
 
-    def take(self, shelf: Shelf, size: Bytes, tenant: str) -> Bytes | None:
-        """An extent for something of `tenant`; None: no hole fits."""
-        offset = shelf.extents.allocate(size)
+    def take(self, ledger: SegmentLedger, size: Bytes, tenant: str) -> Bytes | None:
+        """Take an extent for an object of `tenant`; None: no hole fits."""
+        offset = ledger.extents.allocate(size)
         if offset is not None:
-            self.tenants[tenant] = self.tenants.get(tenant, 0) + aligned(size)
+            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + aligned(size)
         return offset
 
-    def reserve(self, shelf: Shelf, offset: Bytes, size: Bytes, tenant: str) -> bool:
-        """Exactly this extent. False: it is not free."""
-        if not shelf.extents.reserve(offset, size):
+    def reserve(self, ledger: SegmentLedger, offset: Bytes, size: Bytes, tenant: str) -> bool:
+        """Take exactly this extent. False: it is not free."""
+        if not ledger.extents.reserve(offset, size):
             return False
-        self.tenants[tenant] = self.tenants.get(tenant, 0) + aligned(size)
+        self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + aligned(size)
         return True
 
-    def give(self, shelf: Shelf, offset: Bytes, size: Bytes, tenant: str) -> None:
+    def give(self, ledger: SegmentLedger, offset: Bytes, size: Bytes, tenant: str) -> None:
         """Free an extent."""
-        shelf.extents.free(offset)
-        self._forget_bytes(size, tenant)
+        ledger.extents.free(offset)
+        self._subtract_bytes(size, tenant)
 
-    def _forget_bytes(self, size: Bytes, tenant: str) -> None:
-        self.tenants[tenant] -= aligned(size)
-        if not self.tenants[tenant]:
-            del self.tenants[tenant]
+    def _subtract_bytes(self, size: Bytes, tenant: str) -> None:
+        self.tenant_bytes[tenant] -= aligned(size)
+        if not self.tenant_bytes[tenant]:
+            del self.tenant_bytes[tenant]
 
     # Objects and replicas
 
     def create(
-        self, found: Found, parent: Key | None, options: PutOptions, shelf: Shelf, id: int
-    ) -> Object:
-        """An object whose first replica is `found.replicas[0]`, in an extent taken before.
+        self, found: Found, parent: Key | None, options: PutOptions, ledger: SegmentLedger, id: int
+    ) -> StoredObject:
+        """Add an object whose first replica is `found.replicas[0]`, in an extent taken before.
 
-        It is in no order of eviction until used.
+        It enters its orders of eviction at its first `use` or `enter`.
         """
-        made = Object(found, parent, options, holds=int(options.pin))
+        created = StoredObject(found, parent, options, holds=int(options.pin))
         key = found.key
-        self.objects[key] = made
-        own = self.own.get(options.tenant)
-        if own is not None and parent is not None:
-            own.add(key, parent)
-        self._appear(made, shelf, id)
-        return made
+        self.objects[key] = created
+        order = self.tenant_orders.get(options.tenant)
+        if order is not None and parent is not None:
+            order.add(key, parent)
+        self._appear(created, ledger, id)
+        return created
 
-    def add_replica(self, of: Object, shelf: Shelf, offset: Bytes, id: int) -> None:
-        """Another replica, in an extent taken before; in memory before on disk."""
-        found = of.found
-        replicas = [*found.replicas, Replica(shelf.name, offset)]
-        replicas.sort(key=lambda it: self.shelves[it.segment].tier == "disk")
-        of.found = msgspec.structs.replace(found, replicas=tuple(replicas))
-        self._appear(of, shelf, id)
-        shelf.chains.enter(found.key)
+    def add_replica(
+        self, stored: StoredObject, ledger: SegmentLedger, offset: Bytes, id: int
+    ) -> None:
+        """Add a replica in an extent taken before. Replicas in memory stay before those on disk."""
+        found = stored.found
+        replicas = [*found.replicas, Replica(ledger.name, offset)]
+        replicas.sort(key=lambda it: self.segments[it.segment].tier == "disk")
+        stored.found = msgspec.structs.replace(found, replicas=tuple(replicas))
+        self._appear(stored, ledger, id)
+        ledger.chains.enter(found.key)
 
-    def _appear(self, of: Object, shelf: Shelf, id: int) -> None:
-        key, parent = of.found.key, of.parent
-        shelf.objects[key] = id
+    def _appear(self, stored: StoredObject, ledger: SegmentLedger, id: int) -> None:
+        key, parent = stored.found.key, stored.parent
+        ledger.objects[key] = id
         if parent is not None:
-            shelf.chains.add(key, parent)
-        shelf.note(key, id)
-        if not of.holds:
-            shelf.evictable_bytes += aligned(of.found.size)
-        if of.options.blocks:
-            self._events.append(self._stored(of, shelf))
+            ledger.chains.add(key, parent)
+        ledger.note_change(key, id)
+        if not stored.holds:
+            ledger.evictable_bytes += aligned(stored.found.size)
+        if stored.options.blocks:
+            self._events.append(self._stored_event(stored, ledger))
 
-    def _stored(self, of: Object, shelf: Shelf) -> BlocksStored:
-        keys = (BlockKey(of.found.key),)
-        parent = None if of.parent is None else BlockKey(of.parent)
-        return BlocksStored(shelf.name, keys, parent, shelf.tier, shelf.mount.epoch)
+    def _stored_event(self, stored: StoredObject, ledger: SegmentLedger) -> BlocksStored:
+        keys = (BlockKey(stored.found.key),)
+        parent = None if stored.parent is None else BlockKey(stored.parent)
+        return BlocksStored(ledger.name, keys, parent, ledger.tier, ledger.mount.epoch)
 
-    def drop(self, of: Object, shelf: Shelf) -> None:
-        """Remove the replica on `shelf`; the object goes with its last."""
-        found = of.found
-        offset = self._offset(of, shelf)
-        self._disappear(of, shelf)
-        self.give(shelf, offset, found.size, of.options.tenant)
-        if of.options.blocks:
+    def drop(self, stored: StoredObject, ledger: SegmentLedger) -> None:
+        """Drop the replica on this segment. With its last replica the object is gone."""
+        found = stored.found
+        offset = self._offset(stored, ledger)
+        self._disappear(stored, ledger)
+        self.give(ledger, offset, found.size, stored.options.tenant)
+        if stored.options.blocks:
             self._events.append(
-                BlocksRemoved(shelf.name, (BlockKey(found.key),), shelf.tier, shelf.mount.epoch)
+                BlocksRemoved(ledger.name, (BlockKey(found.key),), ledger.tier, ledger.mount.epoch)
             )
 
-    def _disappear(self, of: Object, shelf: Shelf) -> None:
-        key, parent = of.found.key, of.parent
-        shelf.note(key, shelf.objects.pop(key))
-        shelf.chains.remove(key, parent)
-        if not of.holds:
-            shelf.evictable_bytes -= aligned(of.found.size)
-        if len(of.found.replicas) > 1:
-            left = tuple(it for it in of.found.replicas if it.segment != shelf.name)
-            of.found = msgspec.structs.replace(of.found, replicas=left)
+    def _disappear(self, stored: StoredObject, ledger: SegmentLedger) -> None:
+        key, parent = stored.found.key, stored.parent
+        ledger.note_change(key, ledger.objects.pop(key))
+        ledger.chains.remove(key, parent)
+        if not stored.holds:
+            ledger.evictable_bytes -= aligned(stored.found.size)
+        if len(stored.found.replicas) > 1:
+            left = tuple(it for it in stored.found.replicas if it.segment != ledger.name)
+            stored.found = msgspec.structs.replace(stored.found, replicas=left)
             return
         del self.objects[key]
-        own = self.own.get(of.options.tenant)
-        if own is not None:
-            own.remove(key, parent)
+        order = self.tenant_orders.get(stored.options.tenant)
+        if order is not None:
+            order.remove(key, parent)
 
-    def remove(self, of: Object) -> None:
+    def remove(self, stored: StoredObject) -> None:
         """Remove an object with all its replicas."""
-        for replica in of.found.replicas:
-            self.drop(of, self.shelves[replica.segment])
+        for replica in stored.found.replicas:
+            self.drop(stored, self.segments[replica.segment])
 
-    def drop_shelf(self, shelf: Shelf) -> list[Object]:
-        """Forget a shelf and its replicas; the objects that have others are returned."""
+    def drop_segment(self, ledger: SegmentLedger) -> list[StoredObject]:
+        """Drop a segment and its replicas; return its objects that have replicas elsewhere."""
         left = []
-        for key in list(shelf.objects):
-            of = self.objects[key]
-            self._disappear(of, shelf)
-            self._forget_bytes(of.found.size, of.options.tenant)
-            if self.objects.get(key) is of:
-                left.append(of)
-        self._events.append(BlocksCleared(shelf.name, shelf.tier, shelf.mount.epoch))
-        del self.shelves[shelf.name]
+        for key in list(ledger.objects):
+            stored = self.objects[key]
+            self._disappear(stored, ledger)
+            self._subtract_bytes(stored.found.size, stored.options.tenant)
+            if self.objects.get(key) is stored:
+                left.append(stored)
+        self._events.append(BlocksCleared(ledger.name, ledger.tier, ledger.mount.epoch))
+        del self.segments[ledger.name]
         return left
 
-    def held(self, shelf: Shelf, key: Key) -> Held:
-        """What the owner of `shelf` is to know of a replica there."""
-        of = self.objects[key]
-        found = of.found
-        id, offset = shelf.objects[key], self._offset(of, shelf)
+    def held(self, ledger: SegmentLedger, key: Key) -> Held:
+        """Return what the segment's owner has to remember about a replica."""
+        stored = self.objects[key]
+        found = stored.found
         return Held(
-            key, found.size, found.checksum, found.version, id, offset, of.parent, of.options
+            key,
+            found.size,
+            found.checksum,
+            found.version,
+            ledger.objects[key],
+            self._offset(stored, ledger),
+            stored.parent,
+            stored.options,
         )
 
-    def _offset(self, of: Object, shelf: Shelf) -> Bytes:
-        return next(it.offset for it in of.found.replicas if it.segment == shelf.name)
+    def _offset(self, stored: StoredObject, ledger: SegmentLedger) -> Bytes:
+        return next(it.offset for it in stored.found.replicas if it.segment == ledger.name)
 
     def short(self) -> list[Key]:
-        """The objects with fewer replicas than they want, or some that may share a node."""
+        """Return the objects whose replicas are on fewer nodes than the replicas they want."""
         found = []
-        for key, of in self.objects.items():
-            if of.options.replicas > 1:
-                nodes = {self.shelves[it.segment].node for it in of.found.replicas}
-                if len(nodes) < of.options.replicas:
+        for key, stored in self.objects.items():
+            if stored.options.replicas > 1:
+                nodes = {self.segments[it.segment].node for it in stored.found.replicas}
+                if len(nodes) < stored.options.replicas:
                     found.append(key)
         return found
 
     # What may be evicted, and in which order
 
-    def hold(self, of: Object) -> None:
-        """Keep an object from eviction once more."""
-        of.holds += 1
-        if of.holds == 1:
-            for replica in of.found.replicas:
-                self.shelves[replica.segment].evictable_bytes -= aligned(of.found.size)
+    def hold(self, stored: StoredObject) -> None:
+        """Add one hold: the object is not evicted until all holds have ended."""
+        stored.holds += 1
+        if stored.holds == 1:
+            for replica in stored.found.replicas:
+                self.segments[replica.segment].evictable_bytes -= aligned(stored.found.size)
 
-    def unhold(self, of: Object) -> None:
-        """End one hold. The caller sees to it that the object is in its orders, by use or enter."""
-        of.holds -= 1
-        if of.holds == 0:
-            for replica in of.found.replicas:
-                self.shelves[replica.segment].evictable_bytes += aligned(of.found.size)
+    def unhold(self, stored: StoredObject) -> None:
+        """End one hold. The caller then puts the object into its orders, by `use` or `enter`."""
+        stored.holds -= 1
+        if stored.holds == 0:
+            for replica in stored.found.replicas:
+                self.segments[replica.segment].evictable_bytes += aligned(stored.found.size)
 
-    def pin(self, of: Object, pinned: bool) -> None:
+    def pin(self, stored: StoredObject, pinned: bool) -> None:
         """Keep an object from eviction until it is unpinned."""
-        if of.options.pin == pinned:
+        if stored.options.pin == pinned:
             return
-        of.options = msgspec.structs.replace(of.options, pin=pinned)
+        stored.options = msgspec.structs.replace(stored.options, pin=pinned)
         if pinned:
-            self.hold(of)
+            self.hold(stored)
         else:
-            self.unhold(of)
-            self.enter(of)
-        for replica in of.found.replicas:
-            shelf = self.shelves[replica.segment]
-            shelf.note(of.found.key, shelf.objects[of.found.key])
+            self.unhold(stored)
+            self.enter(stored)
+        for replica in stored.found.replicas:
+            ledger = self.segments[replica.segment]
+            ledger.note_change(stored.found.key, ledger.objects[stored.found.key])
 
-    def use(self, objects: Iterable[Object]) -> None:
-        """The objects of one request, first block first, are used now, on all their shelves."""
+    def use(self, objects: Iterable[StoredObject]) -> None:
+        """Mark the objects of one request, first block first, as used now on all segments."""
         by_segment: dict[SegmentId, list[Key]] = {}
         by_tenant: dict[str, list[Key]] = {}
-        for of in objects:
-            key = of.found.key
-            for replica in of.found.replicas:
+        for stored in objects:
+            key = stored.found.key
+            for replica in stored.found.replicas:
                 by_segment.setdefault(replica.segment, []).append(key)
-            if of.options.tenant in self.own:
-                by_tenant.setdefault(of.options.tenant, []).append(key)
+            if stored.options.tenant in self.tenant_orders:
+                by_tenant.setdefault(stored.options.tenant, []).append(key)
         for name, keys in by_segment.items():
-            self.shelves[name].chains.use(keys)
+            self.segments[name].chains.use(keys)
         for tenant, keys in by_tenant.items():
-            self.own[tenant].use(keys)
+            self.tenant_orders[tenant].use(keys)
 
-    def enter(self, of: Object) -> None:
-        """See that an object is in its orders of eviction; no use of it."""
-        for replica in of.found.replicas:
-            self.shelves[replica.segment].chains.enter(of.found.key)
-        if of.options.tenant in self.own:
-            self.own[of.options.tenant].enter(of.found.key)
+    def enter(self, stored: StoredObject) -> None:
+        """Put an object into its orders of eviction, where it is not in them; this is no use."""
+        for replica in stored.found.replicas:
+            self.segments[replica.segment].chains.enter(stored.found.key)
+        if stored.options.tenant in self.tenant_orders:
+            self.tenant_orders[stored.options.tenant].enter(stored.found.key)
 
     def is_free(self, key: Key) -> bool:
-        """Whether an object may be evicted."""
-        of = self.objects.get(key)
-        return of is not None and of.holds == 0
+        """Whether an object exists and may be evicted."""
+        stored = self.objects.get(key)
+        return stored is not None and stored.holds == 0
 
-    def next_victim(self, shelf: Shelf) -> Object | None:
-        """What is to be evicted next from a shelf, out of its order now; None: there is nothing."""
-        objects, here = self.objects, shelf.objects
-        key = shelf.chains.pop(lambda key: key in here and objects[key].holds == 0)
+    def next_victim(self, ledger: SegmentLedger) -> StoredObject | None:
+        """Take the next object to evict out of a segment's order; None: nothing is evictable."""
+        objects, here = self.objects, ledger.objects
+        key = ledger.chains.pop(lambda key: key in here and objects[key].holds == 0)
         return None if key is None else objects[key]
 
-    def usable(self, tier: Medium) -> Sequence[Shelf]:
-        """The shelves of a tier that take new replicas."""
-        return [it for it in self.shelves.values() if it.tier == tier and not it.draining]
+    def usable(self, tier: Medium) -> Sequence[SegmentLedger]:
+        """Return the segments of a tier that take new replicas."""
+        return [it for it in self.segments.values() if it.tier == tier and not it.draining]
+
+
+@dataclass(slots=True)
+class _Lease:
+    expires_us: Micros
+    held: dict[Key, StoredObject] = field(default_factory=dict)
+    """In the order taken; some may be gone since. It grows only by the holder's own calls."""
+
+
+class Leases:
+    """Leases by name: each keeps objects from eviction until its release or its expiry.
+
+    A released name is dead: for a lease's time to live, calls under it hold nothing. Names that
+    were released first are forgotten first when more than `max_released` are dead.
+    """
+
+    def __init__(self, catalog: Catalog, max_released: int = _MAX_RELEASED) -> None:
+        self._catalog = catalog
+        self._ttl_us = catalog.terms.lease_ttl_us
+        self._max_released = max_released
+        self._leases: dict[LeaseId, _Lease] = {}
+        self._released: OrderedDict[LeaseId, Micros] = OrderedDict()
+        self._now_us: Micros = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def names(self) -> list[LeaseId]:
+        """The leases that hold something."""
+        return list(self._leases)
+
+    def use(self, now_us: Micros, objects: Sequence[StoredObject], lease: LeaseId | None) -> None:
+        """Hold objects under `lease`, which lasts its time to live anew.
+
+        With no lease, or with a dead one, the objects are only marked as used now.
+        """
+        if lease is None or lease in self._released:
+            self._catalog.use(objects)
+            return
+        record = self._leases.get(lease)
+        if record is None:
+            record = self._leases[lease] = _Lease(0)
+        record.expires_us = now_us + self._ttl_us
+        held = record.held
+        for stored in objects:
+            key = stored.found.key
+            if held.get(key) is not stored:
+                held[key] = stored
+                stored.leases += 1
+                self._catalog.hold(stored)
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease; its name is dead from now on. An unknown lease is no error."""
+        self._released[lease] = self._now_us  # the time of the last `reap` is near enough to now
+        self._released.move_to_end(lease)
+        if len(self._released) > self._max_released:
+            self._released.popitem(last=False)
+        self._end(lease)
+
+    def reap(self, now_us: Micros) -> None:
+        """End leases that expired, and forget dead names that are older than a time to live.
+
+        An expired lease is not dead: its holder may be slow, and may use it again.
+        """
+        self._now_us = now_us
+        forget_us = now_us - self._ttl_us
+        while self._released and next(iter(self._released.values())) <= forget_us:
+            self._released.popitem(last=False)
+        for name in [it for it, lease in self._leases.items() if lease.expires_us <= now_us]:
+            self._end(name)
+
+    def _end(self, lease: LeaseId) -> None:
+        """Unhold a lease's objects. Those that still exist count as used now."""
+        record = self._leases.pop(lease, None)
+        if record is None:
+            return
+        objects = self._catalog.objects
+        still_held = [of for key, of in record.held.items() if objects.get(key) is of]
+        for stored in still_held:
+            stored.leases -= 1
+            self._catalog.unhold(stored)
+        self._catalog.use(still_held)

@@ -1,8 +1,7 @@
-"""Eviction: which block goes next when room is short. LRU, FIFO, SIEVE, LFU and length-aware.
+"""Eviction: which block goes next when memory is short. LRU, FIFO, SIEVE, LFU, length-aware.
 
-For core.store.master (one order per segment) and for the simulator's caches. An order knows keys
-only, never sizes or time. It holds what may be evicted: the master takes a block out while it is
-leased, so leased blocks are passed over without being looked at.
+The simulator's caches use the orders; core.store.catalog uses them through ChainEviction, one per
+segment and one per tenant with a quota. An order knows keys only, never sizes or time.
 
 Every operation is O(1), amortised for SIEVE, and O(log n) for LFU and length-aware.
 """
@@ -12,26 +11,26 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Eviction(Protocol[K]):
-    """An order of eviction over keys that each name a block and all before it."""
+    """An order of eviction over block keys. Each key names a block and all blocks before it."""
 
     def use(self, keys: Sequence[K]) -> None:
-        """The blocks of one request, first block first, enter, or are used again.
+        """The blocks of one request, first block first, enter the order or are used again.
 
-        The last counts as used first: a prefix is worth something without its continuation, a
-        continuation is worth nothing without its prefix.
+        The last block counts as used first: a prefix is useful without its continuation, but a
+        continuation is useless without its prefix.
         """
 
     def discard(self, key: K) -> bool:
-        """Take a block out: leased, or gone. False: it was not in."""
+        """Take a block out of the order. False: it was not in it."""
 
     def pop(self) -> K | None:
-        """Take out the block to evict next; None when there is none."""
+        """Take out the block to evict next; None: the order is empty."""
 
     def __contains__(self, key: K) -> bool: ...
 
@@ -39,13 +38,13 @@ class Eviction(Protocol[K]):
 
 
 class Fifo(Eviction[K]):
-    """First in, first out, however often used since."""
+    """First in, first out. Later uses of a block change nothing."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()
 
     def use(self, keys: Sequence[K]) -> None:
-        """New blocks enter; for those in, nothing changes."""
+        """New blocks enter; blocks in the order keep their places."""
         for key in reversed(keys):
             self._order[key] = None
 
@@ -70,7 +69,7 @@ class Lru(Fifo[K]):
     """Least recently used first."""
 
     def use(self, keys: Sequence[K]) -> None:
-        """All become the most recently used, the first block last."""
+        """All become the most recently used; the first block is the most recent of them."""
         order, to_end = self._order, self._order.move_to_end
         for key in reversed(keys):
             order[key] = None
@@ -78,12 +77,13 @@ class Lru(Fifo[K]):
 
 
 class Sieve(Eviction[K]):
-    """FIFO with a hand that spares, once, what was used since it last passed (NSDI'24).
+    """FIFO with a hand that skips, once, a block used since the hand last passed (NSDI'24).
 
-    The queue is `_passed`, `_ahead`, `_entered`; the hand stands between the first two. What it
-    spares keeps its place, unlike in CLOCK. The paper makes room before it inserts: so the latest
-    request's new blocks wait in `_entered`, where the hand comes only when all else is gone.
-    (Let in at once, unmarked, they would be all that it ever evicts.) Values: used since.
+    The queue is `_passed`, `_ahead`, `_entered`; the hand is between the first two. A skipped block
+    keeps its place, unlike in CLOCK. The paper evicts before it inserts. Here, blocks enter before
+    the excess is evicted, so the latest request's new blocks wait in `_entered`, and the hand
+    reaches them last. Otherwise these unmarked blocks would always be the victims. The values say
+    whether a block was used since.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Sieve(Eviction[K]):
         self._entered: OrderedDict[K, bool] = OrderedDict()
 
     def use(self, keys: Sequence[K]) -> None:
-        """New blocks enter, unmarked; those in are marked."""
+        """New blocks enter unmarked; blocks in the order are marked."""
         passed, ahead, entered = self._passed, self._ahead, self._entered
         ahead.update(entered)
         entered.clear()
@@ -105,14 +105,14 @@ class Sieve(Eviction[K]):
                 entered[key] = False
 
     def discard(self, key: K) -> bool:
-        """Take a block out; the hand stays between its neighbours."""
+        """Take a block out; the hand stays between the same blocks."""
         found = key in self
         for part in (self._passed, self._ahead, self._entered):
             part.pop(key, None)
         return found
 
     def pop(self) -> K | None:
-        """Move the hand to the next unmarked block, clearing marks, and take that out."""
+        """Move the hand to the next unmarked block, clear marks on the way, take the block out."""
         while len(self):
             if not self._ahead and self._passed:
                 self._ahead, self._passed = self._passed, self._ahead
@@ -132,11 +132,11 @@ class Sieve(Eviction[K]):
 
 
 class Lfu(Eviction[K]):
-    """Least frequently used first, among equals the least recently used.
+    """Least frequently used first; if two have the same count, the least recently used.
 
-    Uses are counted from entry: a block that comes back starts anew, so that memory is bounded by
-    what is held. Ranks are (uses, -depth or 0, time of use); the heap keeps old ranks until they
-    surface, or until they outnumber the true ones.
+    Uses are counted from entry: a block that was taken out and comes back starts at one. So memory
+    is bounded by the blocks in the order. A rank is (uses, -depth or 0, time of use). The heap
+    keeps outdated ranks until they come to its top, or until they outnumber the current ones.
     """
 
     _by_depth = False
@@ -147,7 +147,7 @@ class Lfu(Eviction[K]):
         self._now = 0
 
     def use(self, keys: Sequence[K]) -> None:
-        """Each gets one use more."""
+        """Count one more use of each block."""
         ranks, heap, now = self._ranks, self._heap, self._now
         for depth in range(len(keys) - 1, -1, -1):
             key = keys[depth]
@@ -162,11 +162,11 @@ class Lfu(Eviction[K]):
             heapify(heap)
 
     def discard(self, key: K) -> bool:
-        """Take a block out; its count is forgotten."""
+        """Take a block out and forget its count."""
         return self._ranks.pop(key, None) is not None
 
     def pop(self) -> K | None:
-        """Take out the block of the lowest rank."""
+        """Take out the block with the lowest rank."""
         while self._heap:
             rank, key = heappop(self._heap)
             if self._ranks.get(key) == rank:
@@ -182,10 +182,10 @@ class Lfu(Eviction[K]):
 
 
 class LengthAware(Lfu[K]):
-    """LFU which, among equally frequent blocks, evicts those deepest in their requests first.
+    """LFU that, if two blocks are equally frequent, evicts the one deeper in its request first.
 
-    After arXiv 2407.00079, Table 1, whose LengthAwareCache is like LFU but gives priority to
-    evicting blocks that occur later in requests. It gives no formula; this is ours.
+    After LengthAwareCache in arXiv 2407.00079, Table 1: like LFU, but blocks that occur later in
+    requests are evicted first. The paper gives no formula; this one is ours.
     """
 
     _by_depth = True
@@ -198,4 +198,72 @@ EVICTIONS: dict[str, Callable[[], Eviction[Any]]] = {
     "sieve": Sieve,
     "length_aware": LengthAware,
 }
-"""The orders by name."""
+"""The orders by name, as in the setting `eviction`."""
+
+
+class ChainEviction(Generic[K]):
+    """An order of eviction over chains: the order names a victim, and its chain's tail goes first.
+
+    A block is useless without the blocks before it. So a block that others in this place continue
+    is evicted only after them, and what is left of a chain stays a usable prefix.
+
+    Held keys may be in the order: `pop` takes them out when it meets them. Code that ends a hold
+    must put the key in again (`enter` or `use`), so that every free key is in the order or doomed.
+    Beside the order's own cost every operation is O(1), amortised; `pop` also looks at the held
+    children of the key that it returns.
+    """
+
+    def __init__(self, eviction: str) -> None:
+        self._order: Eviction[K] = EVICTIONS[eviction]()
+        self._children: dict[K, dict[K, None]] = {}
+        self._doomed: list[K] = []
+        """A victim of the order, then the keys that go before it, each after its parent."""
+
+    def add(self, key: K, parent: K) -> None:
+        """Add a key that continues `parent`. It enters the order when it is used."""
+        siblings = self._children.get(parent)
+        if siblings is None:
+            self._children[parent] = {key: None}
+        else:
+            siblings[key] = None
+
+    def remove(self, key: K, parent: K | None) -> None:
+        """Remove a key that has left this place."""
+        self._order.discard(key)
+        if parent is not None:
+            siblings = self._children[parent]
+            del siblings[key]
+            if not siblings:
+                del self._children[parent]
+
+    def use(self, keys: Sequence[K]) -> None:
+        """The blocks of one request, first block first, are used now; see Eviction.use."""
+        self._order.use(keys)
+
+    def enter(self, key: K) -> None:
+        """Put a key into the order; nothing changes if it is in it."""
+        if key not in self._order:
+            self._order.use((key,))
+
+    def pop(self, free: Callable[[K], bool]) -> K | None:
+        """Take out the next key to evict among those that are `free`; None: there is none.
+
+        A caller that does not evict the key must hold it, or put it back by `use`.
+        """
+        doomed, order = self._doomed, self._order
+        while True:
+            while doomed:
+                key = doomed[-1]
+                if key in order or not free(key):  # used since, held or gone
+                    doomed.pop()
+                    continue
+                for child in self._children.get(key, ()):
+                    if free(child) and order.discard(child):
+                        doomed.append(child)
+                        break
+                else:
+                    return doomed.pop()
+            victim = order.pop()
+            if victim is None:
+                return None
+            doomed.append(victim)

@@ -1,282 +1,437 @@
-"""Roster: the owners' side of the master. Who is mounted, what owners are told and answer.
+"""What segment owners and clients remember, and how a restarted master learns it from them.
 
-For core.store.master, whose methods these are to the outside. It keeps the master from answering
-while it recovers, and lets a segment go together with all that hangs on it.
+live/store and the simulated store of the tests use the first part: an owner keeps SegmentContents
+and a CopyQueue; every client, owner or not, keeps RecentWrites, because the owners may not have
+received its latest puts yet. core.store.master uses the second part, Recovery. All of it is pure,
+and nothing here touches the bytes of a segment.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
-from moonserve.core.errors import BadRequest, Recovering
-from moonserve.core.store.catalog import Object, Stock
-from moonserve.core.store.copies import Copies
-from moonserve.core.store.ledger import Shelf
-from moonserve.core.store.puts import Puts
-from moonserve.core.store.recovery import Recovery
-from moonserve.core.store.repair import Repair
-from moonserve.core.store.tiers import Tiers
+import msgspec
+
+from moonserve.core.store.catalog import Catalog, SegmentLedger
 from moonserve.core.store.words import (
     UNSEEN,
-    Address,
     Change,
     Claim,
+    Copy,
+    Found,
     Gone,
     Held,
-    Holder,
     Key,
     Mount,
     Orders,
+    PutOptions,
+    Replica,
     Seen,
+    Ticket,
 )
-from moonserve.core.units import Micros, SegmentId
+from moonserve.core.units import Bytes, Micros, SegmentId
 
-_SILENT_US: Micros = 2_000_000
-"""An owner that lives beats several times meanwhile: twice a second, or four times a segment's time
-to live."""
-_MAX_KNOWN = 4_096
+_MAX_LATEST = 4_096
+"""The most keys that left a segment, and the most ended copies, that an owner remembers."""
+_MAX_REMOVED = 65_536
+"""The most removed keys that a master remembers."""
+_CLAIMS_KEPT_US: Micros = 60_000_000
 
 
-class Roster:
-    """Segments, and the copies and recovery that their owners work for."""
+# Owners and clients
 
-    def __init__(
-        self,
-        stock: Stock,
-        puts: Puts,
-        copies: Copies,
-        repair: Repair,
-        tiers: Tiers,
-        new_id: Callable[[], int],
-        recovering_until_us: Micros | None,
-    ) -> None:
-        self._stock = stock
-        self._puts = puts
-        self._copies = copies
-        self._repair = repair
-        self._tiers = tiers
-        self._new_id = new_id
-        self._first_id = new_id()
-        self._until_us = recovering_until_us
-        self._recovery = Recovery(stock)
-        self._known: OrderedDict[SegmentId, None] = OrderedDict()
-        """Names of segments that are mounted or were, the latest last."""
-        self._told: list[tuple[Shelf, Held]] = []
-        """What catalogues told while recovering."""
 
-    # Segments
+class SegmentContents:
+    """The replicas on one segment, as its owner knows them. Bounded by the segment."""
 
-    def mount(
+    def __init__(self, held: Sequence[Held] = ()) -> None:
+        self.held: dict[Key, Held] = {it.key: it for it in held}
+        self.seen: Seen = UNSEEN
+        """For the next beat."""
+        self._gone: dict[Key, int] = {}
+        """The latest keys that the master reported as gone, with their ids. An `add` of such an id
+        may come later."""
+
+    def add(self, held: Held) -> None:
+        """A put has ended here, or a copy is made.
+
+        The owner notes a copy before it reports it: the master's answer may be lost.
+        """
+        known = self.held.get(held.key)
+        gone = self._gone.get(held.key)
+        if (known is None or known.id < held.id) and (gone is None or gone < held.id):
+            self.held[held.key] = held
+
+    def drop(self, key: Key, id: int) -> None:
+        """The put or copy `id` made no replica; nor is there an older one of this key."""
+        known = self.held.get(key)
+        if known is not None and known.id <= id:
+            del self.held[key]
+
+    def apply(self, orders: Orders) -> None:
+        """Take in the changes in a beat's answer, unless it answers an earlier beat."""
+        if orders.after != self.seen:
+            return
+        self.seen = orders.seen
+        for change in orders.changes:
+            self._apply(change)
+        _keep_latest(self._gone)
+
+    def _apply(self, change: Change) -> None:
+        known = self.held.get(change.key)
+        if isinstance(change, Gone):
+            self.drop(change.key, change.id)
+            self._gone[change.key] = change.id
+        elif known is None or known.id <= change.id:
+            self.held[change.key] = change
+
+    def restart(self) -> None:
+        """The segment is not mounted any more: after the next mount, changes start anew."""
+        self.seen = UNSEEN
+
+    def pages(self, most: int) -> list[tuple[Change, ...]]:
+        """Return everything in pages of up to `most`, to mount with; at least one page.
+
+        Keys that are gone are part of it, because clients that put them may claim them for a while.
+        """
+        changes: list[Change] = [*self.held.values()]
+        changes += [Gone(key, id) for key, id in self._gone.items()]
+        rest = iter(changes)
+        pages = []
+        while page := tuple(islice(rest, most)):
+            pages.append(page)
+        return pages or [()]
+
+
+@dataclass(slots=True)
+class _Queued:
+    copy: Copy
+    until_us: Micros
+
+
+class CopyQueue:
+    """The copies that one owner has to make: at most `at_once` at a time, each once and in time."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._queue: dict[int, _Queued] = {}
+        self._running: dict[int, _Queued] = {}
+        self._results: dict[int, bool] = {}
+        self._finished: dict[int, None] = {}
+        """The latest ids that ended: a late answer to an earlier beat may name them again."""
+
+    def take(self, asked_us: Micros, copies: Sequence[Copy]) -> None:
+        """Queue the copies in the answer to a beat that was sent at `asked_us`."""
+        for copy in copies:
+            id = copy.held.id
+            if id not in self._running and id not in self._finished and id not in self._results:
+                self._queue.setdefault(id, _Queued(copy, asked_us + copy.left_us))
+
+    def next(self, now_us: Micros) -> Copy | None:
+        """Return the copy to start now, with the time left for it; None: none, or enough run.
+
+        After that time its extent may be reused, so the owner must write no more bytes of it.
+        Copies whose time ran out before they could start are skipped.
+        """
+        while self._queue and len(self._running) < self._at_once:
+            id = next(iter(self._queue))
+            queued = self._queue.pop(id)
+            if queued.until_us > now_us:
+                self._running[id] = queued
+                return msgspec.structs.replace(queued.copy, left_us=queued.until_us - now_us)
+        return None
+
+    def end(self, id: int, done: bool) -> None:
+        """A running copy ended; `done`: its bytes are there and verified."""
+        if self._running.pop(id, None) is not None:
+            self._results[id] = done
+
+    def results(self) -> list[tuple[int, bool]]:
+        """Return the results to report to the master, each (id, done)."""
+        return list(self._results.items())
+
+    def reported(self, ids: Sequence[int]) -> None:
+        """The master has answered the report of these."""
+        for id in ids:
+            self._results.pop(id, None)
+            self._finished[id] = None
+        _keep_latest(self._finished)
+
+    def forget(self) -> list[Copy]:
+        """The master dropped the segment: all copies are void. Return the running ones, to stop."""
+        running = [it.copy for it in self._running.values()]
+        self.reported([*self._queue, *self._running, *self._results])
+        self._queue.clear()
+        self._running.clear()
+        return running
+
+
+@dataclass(slots=True)
+class _Written:
+    claim: Claim
+    began_us: Micros
+    at_us: Micros
+    acknowledged: bool = False
+
+
+class RecentWrites:
+    """What one client put and removed lately. Bounded by its rate and by `forget`."""
+
+    def __init__(self) -> None:
+        self._puts: dict[int, _Written] = {}
+        self._removed: dict[Key, tuple[int, Micros]] = {}
+
+    def writing(
         self,
         now_us: Micros,
-        mount: Mount,
-        held: Sequence[Change] = (),
-        page: int = 0,
-        last: bool = True,
-    ) -> bool:
-        """Add a segment: empty, or with what lies on it, told in pages from 0 on.
-
-        False: refused. Another start of it is mounted (`holder` says where) or, after page 0, pages
-        are missing: start again. The same mount again is a repeated message. It is mounted with
-        its last page.
-
-        A name has one holder: whoever else asks for it gets it once that one is silent for longer
-        than any beat takes, all it held being dropped first, or has left. So a restarted owner is
-        back soon, and of two that live the second is refused. Older epochs never take over: theirs
-        may be late messages.
-        """
-        old = self._stock.shelves.get(mount.id)
-        if old is not None:
-            if old.mount == mount:
-                old.heard_us = now_us
-                return True
-            silent_us = min(_SILENT_US, self._stock.terms.segment_ttl_us // 2)
-            if mount.epoch < old.mount.epoch or now_us < old.heard_us + silent_us:
-                return False
-        self._drop(mount.id)
-        whole = self._recovery.page(now_us, mount, held, page, last)
-        if whole is None or not last:
-            return whole is not None
-        shelf = Shelf(mount, self._stock.terms.eviction, self._new_id(), now_us)
-        self._stock.shelves[mount.id] = shelf
-        self._known[mount.id] = None
-        self._known.move_to_end(mount.id)
-        if len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
-        for it in whole:
-            if isinstance(it, Gone):
-                shelf.gone[it.key] = it.id
-            else:
-                self._told.append((shelf, it))
-        if not self.recovering:
-            self._restore(now_us)
-        return True
-
-    def holder(self, segment: SegmentId) -> Holder | None:
-        """Who holds this name, if anybody does."""
-        shelf = self._stock.shelves.get(segment)
-        return None if shelf is None else Holder(shelf.mount.address, shelf.beats)
-
-    def check_known(self, segment: SegmentId) -> None:
-        """Raise BadRequest if no segment of this name is mounted, nor was since this start."""
-        if segment not in self._known:
-            there = ", ".join(self._stock.shelves) or "none"
-            raise BadRequest(f"preferred: no segment {segment!r}; there are: {there}", "preferred")
-
-    def hear(self, now_us: Micros, segment: SegmentId, epoch: int) -> bool:
-        """The owner lives, as who holds its beat's answer back may know. False: not mounted."""
-        shelf = self._shelf(segment, epoch)
-        if shelf is not None:
-            shelf.heard_us = now_us
-        return shelf is not None
-
-    def beat(
-        self, now_us: Micros, segment: SegmentId, epoch: int, seen: Seen = UNSEEN
-    ) -> Orders | None:
-        """The owner lives, and knows what changed up to `seen`. None: mount this epoch again."""
-        shelf = self._shelf(segment, epoch)
-        if shelf is None:
-            return None
-        shelf.heard_us = now_us
-        shelf.beats += 1
-        changes, now_seen, more = shelf.changes(seen, lambda key: self._stock.held(shelf, key))
-        return Orders(seen, changes, now_seen, more, self._copies.orders(now_us, segment))
-
-    def copied(
-        self, now_us: Micros, segment: SegmentId, epoch: int, results: Sequence[tuple[int, bool]]
-    ) -> list[bool]:
-        """Copies to a segment ended, each (id, whether the bytes are there and verified).
-
-        Per copy, whether it is a replica now; else its extent may be another's already. May be
-        asked again where the answer was lost.
-        """
-        if self._shelf(segment, epoch) is None:
-            return [False] * len(results)
-        became = [self._end_copy(now_us, segment, id, done) for id, done in results]
-        self._repair.plan(now_us)
-        return became
-
-    def unmount(self, segment: SegmentId, epoch: int) -> None:
-        """Drop a segment and all it holds; another epoch's is left alone."""
-        if self._shelf(segment, epoch) is not None:
-            self._drop(segment)
-
-    def drain(self, now_us: Micros, segment: SegmentId) -> bool:
-        """Put nothing more onto a segment, and move away what is there. False: it is unknown.
-
-        It is empty when its stats say so, and may be unmounted then.
-        """
-        self.serve(now_us)
-        shelf = self._stock.shelves.get(segment)
-        if shelf is None:
-            return False
-        shelf.draining = True
-        self._repair.look_at(shelf.objects)
-        self._repair.plan(now_us)
-        return True
-
-    def addresses(self) -> dict[SegmentId, Address]:
-        """Where the mounted segments are reached."""
-        return {name: shelf.mount.address for name, shelf in self._stock.shelves.items()}
-
-    def reap(self, now_us: Micros) -> list[SegmentId]:
-        """Drop segments not heard of (returned), give up overdue copies, end recovering in time.
-
-        What a silent owner has not heard of is claimed for it, should it come back.
-        """
-        silent_us = now_us - self._stock.terms.segment_ttl_us
-        shelves = self._stock.shelves
-        lost = [name for name, shelf in shelves.items() if shelf.heard_us <= silent_us]
-        for name in lost:
-            shelf = shelves[name]
-            untold = [self._stock.held(shelf, key) for key in shelf.untold()]
-            epoch = shelf.mount.epoch
-            self._drop(name)
-            self._recovery.claim(now_us, [Claim(name, epoch, it, False) for it in untold])
-        for shelf in shelves.values():
-            if shelf.draining:  # puts and copies to it may have ended since
-                self._repair.look_at(shelf.objects)
-        self._recovery.reap(now_us, silent_us)
-        for task in self._copies.overdue(now_us):
-            self._end_copy(now_us, task.target.segment, task.id, False)
-        self._end_recovering(now_us)
-        return lost
-
-    # Recovery
-
-    @property
-    def recovering(self) -> bool:
-        """Whether the master does not know yet what exists."""
-        return self._until_us is not None
-
-    def serve(self, now_us: Micros | None) -> None:
-        """To be called before anything that needs to know what exists. Raises Recovering."""
-        if self._until_us is not None:
-            if now_us is not None:
-                self._end_recovering(now_us)
-            if self.recovering:
-                raise Recovering("the store's master has just started and gathers what there is")
-
-    def claim(
-        self, now_us: Micros, claims: Sequence[Claim], removed: Sequence[tuple[Key, int]]
+        ticket: Ticket,
+        key: Key,
+        size: Bytes,
+        parent: Key | None,
+        options: PutOptions,
     ) -> None:
-        """What a client knows from an earlier master: puts, and removals as (key, version)."""
-        for key, version in removed:
-            self.note_removal(key, version)
-            of = self._stock.objects.get(key)
-            if of is not None and of.found.version <= version:
-                self._stock.remove(of)
-        self._recovery.claim(now_us, [it for it in claims if it.held.id < self._first_id])
-        if not self.recovering:
-            self._restore(now_us)
+        """A put, asked for at `now_us`, begins. Call this before the first byte is written."""
+        held = Held(key, size, 0, ticket.id, ticket.id, ticket.offset, parent, options)
+        claim = Claim(ticket.segment, ticket.epoch, held, True)
+        self._puts[ticket.id] = _Written(claim, now_us, now_us)
 
-    def note_removal(self, key: Key, version: int) -> None:
-        """This version is removed: no segment that comes back brings it again."""
-        self._recovery.removed(key, version)
+    def ended(self, now_us: Micros, ticket: int, checksum: int) -> None:
+        """All bytes are written.
 
-    def _end_recovering(self, now_us: Micros) -> None:
-        """Owners amid their pages are waited for, up to what makes a segment silent."""
-        if self._until_us is None or now_us < self._until_us:
-            return
-        if self._recovery.is_loading and now_us < self._until_us + self._stock.terms.segment_ttl_us:
-            return
-        self._until_us = None
-        self._restore(now_us)
+        Call this before the put is ended at the master: the answer may be lost.
+        """
+        written = self._puts.get(ticket)
+        if written is not None:
+            claim = written.claim
+            held = msgspec.structs.replace(claim.held, checksum=checksum)
+            written.claim = Claim(claim.segment, claim.epoch, held, False)
+            written.at_us = now_us
 
-    def _restore(self, now_us: Micros) -> None:
-        """Make objects and puts of all that was told and claimed of mounted segments."""
-        shelves = self._stock.shelves
-        told = [(shelf, it) for shelf, it in self._told if shelves.get(shelf.name) is shelf]
-        self._told = []
-        puts = self._recovery.restore(told)
-        for shelf, held in puts:
-            self._puts.claimed(shelf, held, now_us + self._stock.terms.put_ttl_us)
-        self._repair.look_at(self._stock.short())
+    def acknowledged(self, now_us: Micros, ticket: int) -> None:
+        """The master answered that the object exists by this put."""
+        written = self._puts.get(ticket)
+        if written is not None:
+            written.acknowledged = True
+            written.at_us = now_us
 
-    # Inside
+    def drop(self, ticket: int) -> None:
+        """The put was aborted, or the master answered that its ticket is stale."""
+        self._puts.pop(ticket, None)
 
-    def _shelf(self, segment: SegmentId, epoch: int) -> Shelf | None:
-        shelf = self._stock.shelves.get(segment)
-        return shelf if shelf is not None and shelf.mount.epoch == epoch else None
+    def removed(self, now_us: Micros, key: Key, version: int) -> None:
+        """The master removed this version for this client, or noted that it must not come back."""
+        known, _ = self._removed.get(key, (version, now_us))
+        self._removed[key] = (max(version, known), now_us)
 
-    def _end_copy(self, now_us: Micros, segment: SegmentId, id: int, done: bool) -> bool:
-        ended = self._copies.end(segment, id, done)
-        if ended is None:
-            return self._copies.became(segment, id)
-        task, became = ended
-        if became:
-            self._tiers.ended(task)
-        elif task.why in ("repair", "drain"):
-            self._repair.failed(now_us, task.of.found.key, segment)
-        return became
+    def held(self, ticket: int) -> Held | None:
+        """Return what a put wrote. An owner adds it to its contents once the master confirms."""
+        written = self._puts.get(ticket)
+        return None if written is None else written.claim.held
 
-    def _drop(self, name: SegmentId) -> None:
-        """Forget a segment, its replicas, every put and copy onto it and every put by its owner."""
-        shelf = self._stock.shelves.get(name)
-        if shelf is None:
-            return
-        self._puts.abort_of(name)
-        self._copies.drop_target(shelf)
-        left: list[Object] = self._stock.drop_shelf(shelf)
-        self._repair.look_at([of.found.key for of in left])
+    def claims(
+        self, now_us: Micros, put_ttl_us: Micros
+    ) -> tuple[list[Claim], list[tuple[Key, int]]]:
+        """Return puts and removals to report to a master that may have restarted.
+
+        The client repeats them until the master answers. All of them count as new again, because
+        that master has not reported them to the owners yet. A put without an acknowledgement for a
+        put's time to live is left out: the master gave it up, and its extent may be reused.
+        """
+        old_us = now_us - put_ttl_us
+        claimed = [it for it in self._puts.values() if it.acknowledged or it.began_us > old_us]
+        for written in claimed:
+            written.at_us = now_us
+        self._removed = {key: (version, now_us) for key, (version, _) in self._removed.items()}
+        claims = [it.claim for it in claimed]
+        return claims, [(key, version) for key, (version, _) in self._removed.items()]
+
+    def forget(self, before_us: Micros) -> None:
+        """Forget what is older: the owners have received it, or the master gave it up.
+
+        Do not call it while the master is silent. Call it after a good answer, with the time that
+        is a segment's and a put's time to live ago.
+        """
+        for id in [id for id, it in self._puts.items() if it.at_us < before_us]:
+            del self._puts[id]
+        for key in [key for key, (_, at_us) in self._removed.items() if at_us < before_us]:
+            del self._removed[key]
+
+
+def _keep_latest(names: dict[Any, Any]) -> None:
+    """Forget the oldest names beyond _MAX_LATEST."""
+    for name in list(islice(names, max(0, len(names) - _MAX_LATEST))):
+        del names[name]
+
+
+# The master's side
+
+
+@dataclass(slots=True)
+class _Loading:
+    mount: Mount
+    heard_us: Micros
+    held: list[Change] = field(default_factory=list)
+    pages: int = 0
+
+
+class Recovery:
+    """What owners report and clients claim, and how it becomes objects of the catalog.
+
+    It runs when a master starts among segments that outlived the earlier one, and whenever a
+    dropped segment comes back. Owners report their contents in pages. Clients claim what the owners
+    may not have received.
+
+    Conflicts have one rule: the later wins, which is the larger id. So of two overlapping extents,
+    and of two versions of a key, the later is true; a removal voids all versions up to its own. A
+    claim is void if the owner knows that its replica is gone, because the extent was reused since.
+    Versions with equal bytes are replicas of one object.
+    """
+
+    def __init__(self, catalog: Catalog, until_us: Micros | None) -> None:
+        self.running = until_us is not None
+        """Whether the master does not know yet which objects exist."""
+        self._catalog = catalog
+        self._first_id = catalog.new_id()
+        self._until_us = until_us
+        self._loading: dict[SegmentId, _Loading] = {}
+        self._mounted: list[tuple[SegmentLedger, Held]] = []
+        """Replicas of mounted segments that are not objects of the catalog yet."""
+        self._claims: dict[tuple[SegmentId, int], tuple[Micros, list[Claim]]] = {}
+        """Segment and epoch -> the time of the first claim, and all claims."""
+        self._removed: OrderedDict[Key, int] = OrderedDict()
+        """Removed key -> version: no owner brings this version back."""
+
+    def page(
+        self, now_us: Micros, mount: Mount, held: Sequence[Change], page: int, last: bool
+    ) -> list[Change] | None:
+        """Take one page; return all of them after the last, and an empty list before that.
+
+        None: the page is out of sequence, or of an older epoch.
+        """
+        loading = self._loading.get(mount.id)
+        if page == 0:
+            if loading is not None and loading.mount.epoch > mount.epoch:
+                return None
+            loading = self._loading[mount.id] = _Loading(mount, now_us)
+        if loading is None or loading.mount != mount or loading.pages != page:
+            return None
+        loading.heard_us = now_us
+        loading.held += held
+        loading.pages += 1
+        if not last:
+            return []
+        del self._loading[mount.id]
+        return loading.held
+
+    def mounted(self, ledger: SegmentLedger, changes: Sequence[Change]) -> None:
+        """A segment is mounted with these replicas, and without those that are gone."""
+        for change in changes:
+            if isinstance(change, Gone):
+                ledger.gone[change.key] = change.id
+            else:
+                self._mounted.append((ledger, change))
+
+    def claim(self, now_us: Micros, claims: Sequence[Claim]) -> None:
+        """Keep claims until their segments are mounted, or have not been mounted for long."""
+        for claim in claims:
+            _, kept = self._claims.setdefault((claim.segment, claim.epoch), (now_us, []))
+            kept.append(claim)
+
+    def claim_of_earlier(self, now_us: Micros, claims: Sequence[Claim]) -> None:
+        """Keep those claims whose ids an earlier master gave out; this master knows its own."""
+        self.claim(now_us, [it for it in claims if it.held.id < self._first_id])
+
+    def removed(self, key: Key, version: int) -> None:
+        """This version of a key and older ones must not come back."""
+        self._removed[key] = max(version, self._removed.get(key, version))
+        self._removed.move_to_end(key)
+        if len(self._removed) > _MAX_REMOVED:
+            self._removed.popitem(last=False)
+
+    def reap(self, now_us: Micros) -> None:
+        """Give up owners that stopped between two pages, and claims whose segments do not come."""
+        silent_us = now_us - self._catalog.terms.segment_ttl_us
+        for name in [it for it, load in self._loading.items() if load.heard_us <= silent_us]:
+            del self._loading[name]
+        old_us = now_us - _CLAIMS_KEPT_US
+        for at in [it for it, (first_us, _) in self._claims.items() if first_us <= old_us]:
+            del self._claims[at]
+
+    def is_due(self, now_us: Micros) -> bool:
+        """Whether the time to gather has just ended.
+
+        The master waits for owners between two pages, for one segment's time to live more.
+        """
+        if not self.running or self._until_us is None or now_us < self._until_us:
+            return False
+        latest_us = self._until_us + self._catalog.terms.segment_ttl_us
+        return not self._loading or now_us >= latest_us
+
+    def restore(self) -> list[tuple[SegmentLedger, Held]]:
+        """Make objects of the replicas on mounted segments, and of the claims on these segments.
+
+        Returns the puts under way; their extents are taken. Owners receive what was not true as
+        changes.
+        """
+        placed: list[tuple[SegmentLedger, Held]] = []
+        latest: set[tuple[SegmentId, Key]] = set()
+        puts: list[tuple[SegmentLedger, Held]] = []
+        for ledger, held, writing in self._latest_first():
+            at = (ledger.name, held.key)
+            void = at in latest or self._removed.get(held.key, -1) >= held.version
+            if void or not self._catalog.reserve(
+                ledger, held.offset, held.size, held.options.tenant
+            ):
+                ledger.note_change(held.key, held.id)
+            elif writing:
+                puts.append((ledger, held))
+            else:
+                placed.append((ledger, held))
+                latest.add(at)
+        placed.sort(key=lambda it: (it[1].version, -it[1].id))
+        for ledger, held in placed:
+            self._place(ledger, held)
+        return puts
+
+    def _latest_first(self) -> list[tuple[SegmentLedger, Held, bool]]:
+        """Return and forget all that mounted segments have, each with whether it is being put."""
+        segments = self._catalog.segments
+        found = [(it, held, False) for it, held in self._mounted if segments.get(it.name) is it]
+        self._mounted = []
+        for name, epoch in list(self._claims):
+            ledger = segments.get(name)
+            if ledger is not None and ledger.mount.epoch == epoch:
+                _, claims = self._claims.pop((name, epoch))
+                gone = ledger.gone
+                true = [it for it in claims if it.held.id > gone.get(it.held.key, -1)]
+                found += [(ledger, it.held, it.writing) for it in true]
+        found.sort(key=lambda it: (it[1].id, not it[2]), reverse=True)
+        return found
+
+    def _place(self, ledger: SegmentLedger, held: Held) -> None:
+        """Make a replica of an extent that is taken, or free it if it is out of date."""
+        catalog = self._catalog
+        stored = catalog.objects.get(held.key)
+        same = stored is not None and (stored.found.size, stored.found.checksum) == (
+            held.size,
+            held.checksum,
+        )
+        if stored is not None and not same and stored.found.version < held.version:
+            catalog.remove(stored)
+            stored = None
+        if stored is None:
+            replica = Replica(ledger.name, held.offset)
+            found = Found(held.key, held.size, held.checksum, held.version, (replica,))
+            stored = catalog.create(found, held.parent, held.options, ledger, held.id)
+            catalog.enter(stored)
+        elif same and held.key not in ledger.objects:
+            catalog.give(ledger, held.offset, held.size, held.options.tenant)
+            catalog.reserve(ledger, held.offset, held.size, stored.options.tenant)
+            catalog.add_replica(stored, ledger, held.offset, held.id)
+        else:
+            catalog.give(ledger, held.offset, held.size, held.options.tenant)
+            ledger.note_change(held.key, held.id)

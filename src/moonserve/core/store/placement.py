@@ -1,101 +1,189 @@
-"""Room: where something new goes, and what is evicted for it.
+"""Placement: where a new object goes, what the master evicts for it, and the puts under way.
 
-For core.store.master and core.store.copies. What is held (leased, pinned, being copied) is never
-evicted.
+core.store.master and core.store.replicas call it. It never evicts a held object: one that is
+leased, pinned or being copied.
 """
 
 from __future__ import annotations
 
-from moonserve.core.store.catalog import Stock
-from moonserve.core.store.extents import aligned
-from moonserve.core.store.ledger import Shelf
-from moonserve.core.units import Bytes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moonserve.core.store.catalog import Catalog, SegmentLedger, StoredObject
+from moonserve.core.store.words import Found, Held, Key, PutOptions, Replica, aligned
+from moonserve.core.units import Bytes, Micros, SegmentId
 
 
-class Room:
-    """Allocation and eviction over the shelves of one stock."""
+class Placement:
+    """Allocation and eviction over the segments of one catalog."""
 
-    def __init__(self, stock: Stock) -> None:
-        self._stock = stock
-        self.evicted = 0
-        """Replicas evicted since the start."""
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
 
-    def place(self, first: Shelf | None, size: Bytes, tenant: str) -> tuple[Shelf, Bytes] | None:
-        """An extent on `first` if there is room, else on the segment in memory with most of it.
+    def place(
+        self, first: SegmentLedger | None, size: Bytes, tenant: str
+    ) -> tuple[SegmentLedger, Bytes] | None:
+        """Take an extent for a new object; None: no segment has room.
 
-        Else in place of what `first` evicts, else of what another does. None: nowhere.
+        The order of trials: free bytes on `first`; free bytes on the memory segment with most of
+        them; eviction on `first`; eviction on another memory segment.
         """
-        stock, need = self._stock, aligned(size)
+        catalog, need = self._catalog, aligned(size)
         if first is not None:
             if first.draining:
                 first = None
-            elif (offset := stock.take(first, size, tenant)) is not None:
+            elif (offset := catalog.take(first, size, tenant)) is not None:
                 return first, offset
-        others = [it for it in stock.usable("dram") if it is not first]
+        others = [it for it in catalog.usable("dram") if it is not first]
         roomy = [it for it in others if it.extents.free_bytes >= need]
         roomy.sort(key=_free_bytes, reverse=True)
-        for shelf in roomy:
-            if (offset := stock.take(shelf, size, tenant)) is not None:
-                return shelf, offset
+        for ledger in roomy:
+            if (offset := catalog.take(ledger, size, tenant)) is not None:
+                return ledger, offset
         if first is not None and (offset := self._evict_for(first, size, tenant)) is not None:
             return first, offset
         others.sort(key=_free_bytes, reverse=True)
-        for shelf in others:
-            if (offset := self._evict_for(shelf, size, tenant)) is not None:
-                return shelf, offset
+        for ledger in others:
+            if (offset := self._evict_for(ledger, size, tenant)) is not None:
+                return ledger, offset
         return None
 
-    def largest(self, first: Shelf | None) -> Bytes:
-        """The most bytes that one object may have, were all else evicted."""
-        usable = [*self._stock.usable("dram")]
+    def largest(self, first: SegmentLedger | None) -> Bytes:
+        """Return the largest size of one object that an empty segment could take."""
+        usable = [*self._catalog.usable("dram")]
         if first is not None and not first.draining:
             usable.append(first)
         return max((it.extents.capacity_bytes for it in usable), default=0)
 
-    def take(self, shelf: Shelf, size: Bytes, tenant: str) -> Bytes | None:
-        """An extent on this shelf, evicting what must go for it; None: that would not do."""
-        offset = self._stock.take(shelf, size, tenant)
-        return self._evict_for(shelf, size, tenant) if offset is None else offset
+    def take(self, ledger: SegmentLedger, size: Bytes, tenant: str) -> Bytes | None:
+        """Take an extent on this segment, with eviction if needed; None: that is not enough."""
+        offset = self._catalog.take(ledger, size, tenant)
+        return self._evict_for(ledger, size, tenant) if offset is None else offset
 
-    def _evict_for(self, shelf: Shelf, size: Bytes, tenant: str) -> Bytes | None:
+    def _evict_for(self, ledger: SegmentLedger, size: Bytes, tenant: str) -> Bytes | None:
         """Evict until `size` fits.
 
-        Among held objects of other sizes all may be evicted in vain; with blocks of one size, the
-        first victim's extent fits.
+        With blocks of one size, the first victim's extent fits. With mixed sizes and held objects
+        between them, it may evict everything and still find no hole.
         """
-        if shelf.extents.free_bytes + shelf.evictable_bytes < aligned(size):
+        if ledger.extents.free_bytes + ledger.evictable_bytes < aligned(size):
             return None
-        while self._evict(shelf):
-            if (offset := self._stock.take(shelf, size, tenant)) is not None:
+        while (victim := self._catalog.next_victim(ledger)) is not None:
+            self._catalog.drop(victim, ledger)
+            self._catalog.evicted += 1
+            if (offset := self._catalog.take(ledger, size, tenant)) is not None:
                 return offset
         return None
 
-    def _evict(self, shelf: Shelf) -> bool:
-        """Evict the next replica. False: there was none."""
-        victim = self._stock.next_victim(shelf)
-        if victim is None:
-            return False
-        self._stock.drop(victim, shelf)
-        self.evicted += 1
-        return True
-
     def fits_quota(self, tenant: str, size: Bytes, evict: bool = True) -> bool:
-        """Whether the tenant may have `size` bytes more; its own oldest objects go for it."""
-        stock, need = self._stock, aligned(size)
-        quota = stock.terms.quotas.get(tenant)
+        """Whether `size` more bytes fit into the tenant's quota.
+
+        With `evict`, the tenant's own oldest objects are evicted to make them fit.
+        """
+        catalog, need = self._catalog, aligned(size)
+        quota = catalog.terms.quotas.get(tenant)
         if quota is None:
             return True
         if need > quota or not evict:
-            return stock.tenants.get(tenant, 0) + need <= quota
-        while stock.tenants.get(tenant, 0) + need > quota:
-            key = stock.own[tenant].pop(stock.is_free)
+            return catalog.tenant_bytes.get(tenant, 0) + need <= quota
+        while catalog.tenant_bytes.get(tenant, 0) + need > quota:
+            key = catalog.tenant_orders[tenant].pop(catalog.is_free)
             if key is None:
                 return False
-            victim = stock.objects[key]
-            self.evicted += len(victim.found.replicas)
-            stock.remove(victim)
+            victim = catalog.objects[key]
+            catalog.evicted += len(victim.found.replicas)
+            catalog.remove(victim)
         return True
 
 
-def _free_bytes(shelf: Shelf) -> Bytes:
-    return shelf.extents.free_bytes
+def _free_bytes(ledger: SegmentLedger) -> Bytes:
+    return ledger.extents.free_bytes
+
+
+@dataclass(slots=True)
+class Put:
+    """One object being written by `owner` (None: a client without a segment)."""
+
+    key: Key
+    parent: Key | None
+    size: Bytes
+    owner: SegmentId | None
+    ledger: SegmentLedger
+    offset: Bytes
+    deadline_us: Micros
+    options: PutOptions
+
+
+class Puts:
+    """The puts under way, by ticket id. Each has an extent, which was taken before.
+
+    A put ends when its client ends or aborts it, at its deadline, or when its segment leaves.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._puts: dict[int, Put] = {}
+
+    def __len__(self) -> int:
+        return len(self._puts)
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._puts
+
+    def oldest(self) -> dict[Key, int]:
+        """Return the lowest ticket id of each key that is being put."""
+        tickets: dict[Key, int] = {}
+        for id, put in self._puts.items():
+            tickets[put.key] = min(id, tickets.get(put.key, id))
+        return tickets
+
+    def add(self, ticket: int, put: Put) -> None:
+        """A put begins."""
+        self._puts[ticket] = put
+
+    def add_claimed(self, ledger: SegmentLedger, held: Held, deadline_us: Micros) -> None:
+        """Continue a put that an earlier master allowed. Its extent is reserved already."""
+        self._puts[held.id] = Put(
+            held.key,
+            held.parent,
+            held.size,
+            None,
+            ledger,
+            held.offset,
+            deadline_us,
+            held.options,
+        )
+
+    def end(self, ticket: int, checksum: int) -> StoredObject | None:
+        """The bytes are written: return the object that exists now. None: the ticket is stale.
+
+        If another put of the key ended first, its object is returned and this extent is freed. A
+        new object enters its orders of eviction when it is used.
+        """
+        put = self._puts.pop(ticket, None)
+        if put is None:
+            return None
+        catalog, ledger = self._catalog, put.ledger
+        existing = catalog.objects.get(put.key)
+        if existing is not None:
+            catalog.give(ledger, put.offset, put.size, put.options.tenant)
+            return existing
+        replica = Replica(ledger.name, put.offset)
+        found = Found(put.key, put.size, checksum, ticket, (replica,))
+        return catalog.create(found, put.parent, put.options, ledger, ticket)
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        """Abort puts; stale tickets are no error."""
+        for ticket in tickets:
+            put = self._puts.pop(ticket, None)
+            if put is not None:
+                self._catalog.give(put.ledger, put.offset, put.size, put.options.tenant)
+
+    def abort_overdue(self, now_us: Micros) -> None:
+        """Abort puts whose deadline has passed."""
+        self.abort([id for id, put in self._puts.items() if put.deadline_us <= now_us])
+
+    def abort_of(self, segment: SegmentId) -> None:
+        """Abort puts onto a segment that leaves, and its owner's puts onto other segments."""
+        puts = self._puts.items()
+        self.abort([id for id, put in puts if segment in (put.owner, put.ledger.name)])

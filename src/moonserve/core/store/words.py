@@ -1,6 +1,6 @@
-"""The pool's vocabulary: what the store's master, segment owners, clients and transfer tell.
+"""The store's vocabulary: what the master, segment owners, clients and transfer exchange.
 
-Frozen structs and nothing else; they travel as msgpack on the control plane.
+Frozen structs, which travel as msgpack on the control plane. Nothing here has behaviour.
 """
 
 from __future__ import annotations
@@ -12,38 +12,47 @@ import msgspec
 from moonserve.core.units import Bytes, Micros, SegmentId
 
 Key: TypeAlias = bytes
-"""Names an object: 1..256 bytes; that of a KV block is its BlockKey."""
+"""The name of an object, 1..256 bytes. The key of a KV block is its BlockKey."""
 Medium: TypeAlias = Literal["dram", "disk"]
-"""What a segment is made of: G2 or G3 of KV events."""
+"""Where a segment's bytes are: host memory (G2 of KV events) or local disk (G3)."""
+
+ALIGN: Bytes = 64
+"""Extents start and end on cache lines, so that no two writers share one."""
+
+
+def aligned(size: Bytes) -> Bytes:
+    """Return the bytes that an object of `size` takes up: the next multiple of ALIGN."""
+    return -(-size // ALIGN) * ALIGN
 
 
 class Card(msgspec.Struct, frozen=True):
-    """One network address of an owner's host."""
+    """One network card of an owner's host, by its address."""
 
     host: str
     rail: str = ""
-    """Cards of one rail reach each other faster than those of two; empty: not said."""
+    """Cards of one rail reach each other faster than cards of two rails. Empty: unknown."""
 
 
 class Address(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a segment's bytes are served: a TCP listener, and a shared-memory region beside it.
 
-    `identity` is drawn at random by the owner; whoever reaches the memory by either way checks it
-    there, so that a reused port or file name is never taken for the segment.
+    The owner draws `identity` at random. A reader checks it on either way to the memory, so that a
+    reused port or file name is never taken for the segment.
     """
 
     host: str
     port: int
     region: str
-    """File name of the shared-memory region, useful on the owner's host only."""
+    """File name of the shared-memory region; it is valid on the owner's host only."""
     identity: bytes
     cards: tuple[Card, ...] = ()
-    """All that the port is listened on at, `host` included; empty: `host` alone."""
+    """All cards that the owner listens on, `host` included. Empty: `host` alone."""
     location: str = ""
-    """`node:segment`, as its owner names it."""
+    """`node:segment`, as the owner names it."""
     rack: str = ""
     mooncake: Address | None = None
-    """Where Mooncake's engine serves the same bytes: its handshake, and as `region` the memory."""
+    """Where Mooncake's engine serves the same bytes: its handshake address; `region` names the
+    memory."""
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -51,105 +60,109 @@ class Mount(msgspec.Struct, frozen=True):
 
     id: SegmentId
     epoch: int
-    """Grows at every start of the owner: an older one is a late message."""
+    """It grows at every start of the owner: a message with an older epoch is late."""
     capacity_bytes: Bytes
     address: Address
     node: str = ""
-    """What fails together: replicas of one object avoid a common node. Empty: `id`."""
+    """Segments of one node fail together, so replicas of one object avoid a common node. Empty:
+    `id`."""
     tier: Medium = "dram"
     rack: str = ""
-    """Nodes of one rack reach each other faster; empty: not said."""
+    """Nodes of one rack reach each other faster. Empty: unknown."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The start of a segment that is mounted, as another start of it is told."""
+    """The mounted owner of a segment, as the master reports it to another start of that owner."""
 
     address: Address
     beats: int
-    """How many were heard of it: while they grow, it lives."""
+    """Beats that the master received from it: while they grow, it is alive."""
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """How the master keeps the pool: what it waits for, what it evicts, who may have how much."""
+    """The settings of the master: times to live, eviction, and quotas of tenants."""
 
     lease_ttl_us: Micros = 120_000_000
-    """For holders that crashed: every other lease is released. Longer than a decode may queue."""
+    """Only leases of crashed clients expire; all others are released. Longer than a decode may
+    queue."""
     put_ttl_us: Micros = 20_000_000
-    """A put or a copy that lasts longer is given up; its extent is used again."""
+    """The master gives up a put or a copy that lasts longer, and reuses its extent."""
     segment_ttl_us: Micros = 10_000_000
-    """A segment not heard of for so long is dropped."""
+    """The master drops a segment without a beat for this time."""
     eviction: str = "lru"
-    """One of core.store.evict.EVICTIONS, for every segment."""
+    """One of core.store.evict.EVICTIONS, used for every segment."""
     high: float = 0.95
-    """The share of a segment in use above which `reap` makes room ahead of need."""
+    """High-water mark: when a larger share of a segment is in use, `reap` frees bytes ahead of
+    need."""
     low: float = 0.90
-    """The share in use that it then stops at."""
+    """Low-water mark: `reap` stops when this share is in use."""
     quotas: dict[str, Bytes] = {}
-    """The most bytes, all replicas counted, that a tenant may have; others have no bound."""
+    """The most bytes that each tenant may have, all replicas counted. Other tenants have no
+    bound."""
 
 
 class PutOptions(msgspec.Struct, frozen=True):
-    """What holds for every object of one put."""
+    """Options of every object in one put."""
 
     replicas: int = 1
-    """Copies wanted, the primary one included; the others are made after the put has ended."""
+    """Replicas wanted. The first is written by the put; the others are made after it has ended."""
     preferred: SegmentId | None = None
-    """Where the primary should lie, if there is room and that segment has not left meanwhile; None:
-    on the owner's own segment."""
+    """The segment for the first replica, if it is mounted and has room. None: the owner's own
+    segment."""
     tenant: str = ""
     pin: bool = False
-    """Never evicted, until unpinned."""
+    """The object is not evicted until it is unpinned."""
     blocks: bool = True
-    """The keys are BlockKeys along one chain, told of by KV events; False: any bytes."""
+    """The keys are BlockKeys along one chain, and KV events report them. False: any bytes."""
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """Where one copy of an object lies."""
+    """The place of one copy of an object."""
 
     segment: SegmentId
     offset: Bytes
 
 
 class Found(msgspec.Struct, frozen=True):
-    """One object that exists: complete, readable, leased to the finder."""
+    """One object that exists, complete and readable; `find` and `get` have leased it."""
 
     key: Key
     size: Bytes
     checksum: int
     """XXH3-64 of its bytes."""
     version: int
-    """The id of the put that made it; never used again, also by a later put of the same key."""
+    """The id of the put that made it. No other put has this id, also no later put of the key."""
     replicas: tuple[Replica, ...]
-    """Those in memory first."""
+    """Replicas in memory come before those on disk."""
 
 
 class Ticket(msgspec.Struct, frozen=True, tag=True):
-    """Leave to write one object at `offset` of `segment`, and then to end the put."""
+    """Permission to write one object at `offset` of `segment`, and then to end the put."""
 
     id: int
     segment: SegmentId
     offset: Bytes
     epoch: int
-    """The segment's, for claims."""
+    """The segment's epoch, for claims."""
 
 
 class Exists(msgspec.Struct, frozen=True, tag=True):
-    """The object is there already (and leased, if a lease was named): nothing to write."""
+    """The object exists already, and is leased if the call named a lease: nothing to write."""
 
 
 class Full(msgspec.Struct, frozen=True, tag=True):
-    """No segment has room, and what could be evicted does not make room."""
+    """No segment has room, and eviction cannot make room."""
 
 
 class OverQuota(msgspec.Struct, frozen=True, tag=True):
-    """The tenant has no room left, and nothing of its own could be evicted for it."""
+    """The tenant's quota is used up, and none of its objects can be evicted."""
 
     tenant: str
     quota_bytes: Bytes
 
 
 class TooLarge(msgspec.Struct, frozen=True, tag=True):
-    """It is larger than any segment that takes objects; 0: there is none."""
+    """The object is larger than every segment that takes objects; 0: there is no such segment."""
 
     largest_bytes: Bytes
 
@@ -158,24 +171,24 @@ Outcome: TypeAlias = Ticket | Exists | Full | OverQuota | TooLarge
 
 
 class Removal(msgspec.Struct, frozen=True):
-    """What became of one key that was to be removed."""
+    """The result of the removal of one key."""
 
     outcome: Literal["removed", "missing", "leased"]
     version: int | None = None
-    """Of the removed object, or the latest that may be away: the remover claims it towards a master
-    that restarts."""
+    """The version of the removed object; if it was missing, the latest that may be on a segment
+    that is away. The client claims this removal to a restarted master."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, tag="h"):
-    """One object on one segment, as its owner must know it to tell a restarted master."""
+    """One replica on one segment, with all that its owner reports to a restarted master."""
 
     key: Key
     size: Bytes
     checksum: int
     version: int
     id: int
-    """Of the put or the copy that wrote this replica. Never repeats: of two that overlap, the
-    larger is the later."""
+    """The id of the put or copy that wrote this replica. Ids never repeat. If two replicas overlap,
+    the larger id is the later."""
     offset: Bytes
     parent: Key | None
     options: PutOptions
@@ -190,21 +203,23 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, tag="g"):
 
 Change: TypeAlias = Held | Gone
 Seen: TypeAlias = tuple[int, int]
-"""How much of its segment's changes an owner knows: (a mounting's id, a change's number)."""
+"""The last change of its segment that an owner has received: (mounting id, change number)."""
 UNSEEN: Seen = (0, 0)
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A task for a segment's owner: pull an object's bytes from `source` to `held.offset` of its
-    own, verify the checksum, answer whether they are there. The one way of replication, repair,
-    drain, demotion and promotion.
+    """A task for a segment's owner: pull an object's bytes from `source` to its own `held.offset`,
+    verify the checksum, and report whether they are there.
+
+    Replication, repair, drain, demotion and promotion are all done by copies.
     """
 
     held: Held
-    """What the segment then holds; its id names the task."""
+    """The replica that the segment then has; its id names the task."""
     source: Replica
     left_us: Micros
-    """To be ended within this time of asking for it, or left: the extent may be another's then."""
+    """The time left, from the sending of the beat. After it the owner must stop, because the extent
+    may be reused."""
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -212,17 +227,17 @@ class Orders(msgspec.Struct, frozen=True):
 
     after: Seen
     changes: tuple[Change, ...]
-    """What changed on the segment after `after`, oldest first."""
+    """The changes on the segment after `after`, oldest first."""
     seen: Seen
-    """To be told at the next beat, once `changes` are applied."""
+    """The owner sends it with the next beat, once it has applied `changes`."""
     more: bool
     """There are more changes: beat again at once."""
     copies: tuple[Copy, ...]
-    """All that are to be made now, those told before and not yet answered included."""
+    """All copies to make now, including those sent before and not answered yet."""
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """An object, or with `writing` a put under way, that a client knows on another's segment."""
+    """A put that a client knows on some segment: ended, or under way if `writing`."""
 
     segment: SegmentId
     epoch: int
@@ -246,7 +261,7 @@ class SegmentStats(msgspec.Struct, frozen=True):
 
 
 class MasterStats(msgspec.Struct, frozen=True):
-    """The master's ledgers: after every release and reap, leases and pending puts are zero."""
+    """The master's ledgers. When all clients have left, leases and pending puts are zero."""
 
     segments: tuple[SegmentStats, ...]
     objects: int
@@ -254,11 +269,11 @@ class MasterStats(msgspec.Struct, frozen=True):
     pending_puts: int
     pending_copies: int
     waiting: int
-    """Objects with fewer replicas than wanted since a segment left, or to leave a draining one."""
+    """Objects that wait for a replica, or to leave a draining segment."""
     tenants: dict[str, Bytes]
-    """Bytes in use by tenant, all replicas and what is being written."""
+    """Bytes in use by tenant: all replicas, and extents of puts and copies under way."""
     evicted: int
-    """Replicas evicted since the start; so are the next two counted."""
+    """Replicas evicted since the start; `demoted` and `promoted` count the same way."""
     demoted: int
     promoted: int
     recovering: bool

@@ -29,8 +29,7 @@ import msgspec
 import xxhash
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.store.extents import ALIGN
-from moonserve.core.store.words import Change, Held, Key
+from moonserve.core.store.words import ALIGN, Change, Held, Key
 from moonserve.core.units import Bytes
 from moonserve.live.transfer.region import HEADER_BYTES, IDENTITY_BYTES, Region, lock_file
 

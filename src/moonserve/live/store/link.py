@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from moonserve.core.errors import MoonserveError, Recovering, StoreError
-from moonserve.core.store.memory import Diary
+from moonserve.core.store.owners import RecentWrites
 from moonserve.core.store.words import Address, Terms
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId, seconds_to_us
 from moonserve.live.store import wire
@@ -46,7 +46,7 @@ class Link:
     def __init__(self, rpc: Rpc, call_s: float) -> None:
         self.rpc = rpc
         self.call_s = call_s
-        self.diary = Diary()
+        self.diary = RecentWrites()
         self.addresses: dict[SegmentId, Address] = {}
         self._claimed_s = float("-inf")
         self._tidied_us = 0

@@ -121,7 +121,7 @@ class LocalPool:
         called.clear()
 
     def _pass_events(self) -> None:
-        for segment in self.service.master.drain_called():
+        for segment in self.service.master.drain_new_targets():
             if segment in self._called:
                 self._called[segment].set()
         events = self.service.master.drain_events()

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from moonserve.core.errors import ConfigError, StoreError
-from moonserve.core.store.memory import Catalogue, Tasks
+from moonserve.core.store.owners import CopyQueue, SegmentContents
 from moonserve.core.store.words import Change, Copy, Gone, Held, Holder, Medium, Mount, Orders
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId
 from moonserve.live.store import wire
@@ -84,8 +84,8 @@ class Owner:
         """Listen for peers. Takes `region` and `journal` over, also where it raises ConfigError: it
         cannot listen there."""
         self.region = region
-        self.catalogue = Catalogue(held)
-        self.tasks = Tasks(_COPIES_AT_ONCE)
+        self.catalogue = SegmentContents(held)
+        self.tasks = CopyQueue(_COPIES_AT_ONCE)
         self._link = link
         self._transfer = transfer
         self._threads = threads
@@ -376,7 +376,7 @@ class Owner:
             return
         call = wire.CopiedCall(self.mounting.id, self.mounting.epoch, results)
         became = (await self._link.call("copied", call, wire.Answer)).yes
-        self.tasks.told([id for id, _ in results])
+        self.tasks.reported([id for id, _ in results])
         stale = [id for (id, done), yes in zip(results, became, strict=True) if done and not yes]
         if not stale:  # nearly always: it saves a look at all that is held
             return

@@ -50,7 +50,7 @@ class MasterService:
 
     def hear(self, beat: wire.BeatCall) -> bool:
         """A beat is here, whose answer may be held back. False: its segment is not mounted."""
-        return self.master.hear(self._now_us(), beat.segment, beat.epoch)
+        return self.master.keep_alive(self._now_us(), beat.segment, beat.epoch)
 
     def reap(self) -> None:
         """Take back what ran out; to be called about once a second."""

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.store.extents import ALIGN
+from moonserve.core.store.words import ALIGN
 from moonserve.core.units import Bytes
 
 log = logging.getLogger(__name__)
