@@ -334,8 +334,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _flag("up gateway segment", "SECONDS", "longest wait for running requests at the end"),
     ] = 30.0
     instances: tuple[dict[str, object], ...] | None = None
-    """External engines that a gateway serves with, as docs/engines.md describes them. Empty: they
-    are described later, over HTTP or in a registry. None: the gateway serves with workers."""
+    """External engines that a gateway serves with; docs/reference/external-engines.md has their
+    fields. Empty: they are described later, over HTTP or in a registry. None: the gateway serves
+    with workers."""
     logging: Logging = Logging()
 
 

@@ -179,6 +179,20 @@ def test_a_module_that_moved_is_found() -> None:
     assert strangers(text) == ["core/none", "tests/none.py"]
 
 
+def test_every_document_that_the_code_names_exists() -> None:
+    """A docstring or a help text names a page of docs/ that is there."""
+    files = [ROOT / "Makefile"]
+    files += [path for room in ("src", "tests") for path in (ROOT / room).rglob("*.py")]
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        if path != Path(__file__)
+        for name in re.findall(r"(?<![\w/])docs/(?!adr/)[\w./-]+\.md", path.read_text())
+        if not (ROOT / name).exists()
+    }
+    assert not wrong
+
+
 def test_every_metric_that_the_documents_name_exists() -> None:
     """A name such as moonserve_instance_up ends in a part that the product writes."""
     source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
