@@ -40,9 +40,9 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.store.words import PutOptions
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.client import HttpClient
-from moonserve.live.store import mooncake_master
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.remote import HttpRpc
+from moonserve.live.transfer import mooncake_master
 from moonserve.live.transfer.region import clean_stale
 
 SIZES = {"4KiB": 4 << 10, "64KiB": 64 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20, "16MiB": 16 << 20}

@@ -6,7 +6,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
-from moonserve.live.store.mooncake_master import require
+from moonserve.live.transfer.mooncake_master import require
 
 _NO_MODEL = f"{DEFAULT_MODEL} is not in the model cache; fetch it with: make model"
 

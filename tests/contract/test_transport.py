@@ -14,10 +14,9 @@ import pytest
 
 from moonserve.core.errors import TransferFailed
 from moonserve.core.store.words import Address
-from moonserve.live.transfer.batch import Lost, Request
+from moonserve.live.transfer.batch import EngineSettings, Lost, Request
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport
-from moonserve.live.transfer.peer import EngineSettings
 from moonserve.live.transfer.ports import Op, Path, Slice, Transport
 from moonserve.live.transfer.region import Region, clean_stale
 from moonserve.live.transfer.tcp import TcpTransport

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moonserve.live.store import mooncake_master
+from moonserve.live.transfer import mooncake_master
 from tests.support.up import PROGRAM, Up, children_of, gone
 
 pytestmark = [pytest.mark.model, pytest.mark.mooncake]  # model: for its tokenizer

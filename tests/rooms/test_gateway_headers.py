@@ -4,7 +4,7 @@ import pytest
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Slo
-from moonserve.live.api.headers import PRIORITY, TBT, TENANT, TTFT, priority, slo, tenant
+from moonserve.live.openai.headers import PRIORITY, TBT, TENANT, TTFT, priority, slo, tenant
 
 
 @pytest.mark.parametrize(

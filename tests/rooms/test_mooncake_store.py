@@ -15,9 +15,10 @@ import pytest
 from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.kv.facts import BlockEvent, BlocksStored
 from moonserve.core.units import LeaseId
-from moonserve.live.store import mooncake, mooncake_master
+from moonserve.live.store import mooncake
 from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 from moonserve.live.store.reports import POOL
+from moonserve.live.transfer import mooncake_master
 from moonserve.live.transfer.mooncake import MooncakeTransport
 from tests.support.pools import LEASE, blocks, key, read_all
 

@@ -18,9 +18,9 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.store.words import Address, Card
 from moonserve.core.transfer.lanes import LaneTerms
 from moonserve.live.transfer import frames, region
+from moonserve.live.transfer.batch import EngineSettings
 from moonserve.live.transfer.client import Slice, Transfer
 from moonserve.live.transfer.metrics import LaneMetrics
-from moonserve.live.transfer.peer import EngineSettings
 from moonserve.live.transfer.ports import Path
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer

@@ -15,10 +15,9 @@ import pytest
 from moonserve.core.errors import ConfigError, DeadlineExceeded, TransferFailed
 from moonserve.core.store.words import Address
 from moonserve.core.transfer.lanes import LaneTerms
-from moonserve.live.transfer.batch import Lost, Request
+from moonserve.live.transfer.batch import EngineSettings, Lost, Request
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import MemoryLink
-from moonserve.live.transfer.peer import EngineSettings
 from moonserve.live.transfer.ports import Op, Path, Slice, parse_location
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer

@@ -26,13 +26,13 @@ from moonserve.live.http.message import HttpRequest
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
 from moonserve.live.ports import KVStore
-from moonserve.live.store import mooncake_master
 from moonserve.live.store.channel import PATH, PROTOCOL, Served
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 from moonserve.live.store.remote import HttpRpc
 from moonserve.live.store.reports import POOL
 from moonserve.live.store.server import MasterService
+from moonserve.live.transfer import mooncake_master
 
 ROOM = 1 << 20
 LEASE = LeaseId("reader")

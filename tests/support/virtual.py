@@ -300,8 +300,7 @@ class LiveRun:
             for name, node in nodes.items()
         }
         self.shared = store
-        loop = ConductorLoop(self.conductor, lambda lease: None, store.copy)
-        loop.on_step = self._note
+        loop = ConductorLoop(self.conductor, lambda lease: None, store.copy, self._note)
         store.tell = lambda *facts: loop.tell(*facts) if facts else None
         loop.tell(*[Joined(info) for info in infos])
         cluster = Cluster(loop, LocalWire(runners, engines), {})  # type: ignore[arg-type]

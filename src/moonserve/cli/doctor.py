@@ -116,7 +116,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 def _mooncake() -> Iterator[Finding]:
     """Whether Mooncake would work, as store or as transport; nothing else needs it."""
-    from moonserve.live.store.mooncake_master import require
+    from moonserve.live.transfer.mooncake_master import require
 
     try:
         require()

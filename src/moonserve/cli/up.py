@@ -55,7 +55,7 @@ def up(config: Path | None, **flags: str | None) -> None:
     if settings.profile:
         read_profile(settings.profile)  # a wrong one is found now, not by the workers
     if settings.transport == "mooncake":
-        from moonserve.live.store import mooncake_master
+        from moonserve.live.transfer import mooncake_master
 
         mooncake_master.require("transport")
     port = _free_port(settings.host, settings.port)
@@ -126,7 +126,7 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
 def _mooncake(settings: Settings, environ: dict[str, str]) -> tuple[Settings, list[Child]]:
     """Where Mooncake's master is, and the process to start where none was named."""
     from moonserve.live.process.supervise import Child
-    from moonserve.live.store import mooncake_master
+    from moonserve.live.transfer import mooncake_master
 
     mooncake_master.require()
     if settings.mooncake_master:

@@ -33,3 +33,12 @@ LEAST_MOONCAKE_BYTES: Bytes = 16 << 20
 def seconds_to_us(seconds: float) -> Micros:
     """Convert seconds to whole microseconds."""
     return round(seconds * MICROS_PER_SECOND)
+
+
+def lease_of(request: RequestId, number: int) -> LeaseId:
+    """The lease that prefill call `number` of a request takes on the store, and its decode call
+    after it.
+
+    Each attempt has its own, so that the late end of an aborted attempt ends no other lease.
+    """
+    return LeaseId(f"{request}/{number}")

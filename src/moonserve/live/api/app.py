@@ -16,18 +16,18 @@ from moonserve.core.errors import (
 )
 from moonserve.core.request import Request
 from moonserve.core.units import RequestId, seconds_to_us
-from moonserve.live.api import headers
 from moonserve.live.api.front import Front
 from moonserve.live.api.generation import EventStream, Generation, whole_reply
 from moonserve.live.api.limiter import Limits as Limits
-from moonserve.live.api.prompts import Prompts, max_tokens
 from moonserve.live.health import Health
 from moonserve.live.http.message import (
     HttpRequest,
     Response,
     StreamingResponse,
 )
+from moonserve.live.openai import headers
 from moonserve.live.openai import request as openai
+from moonserve.live.openai.prompts import Prompts, max_tokens
 from moonserve.live.openai.reply import ReplyWriter, reply_head
 from moonserve.live.openai.request import Form
 from moonserve.live.ports import ModelCard, Serving

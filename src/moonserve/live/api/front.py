@@ -15,7 +15,7 @@ import msgspec
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Tokens
 from moonserve.live.api.limiter import Door, Limits
-from moonserve.live.control.metrics import Metrics
+from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
@@ -49,7 +49,7 @@ class Front:
     """What is missing where no model is alive."""
 
     def __init__(self, limits: Limits, health: Health) -> None:
-        self.metrics = Metrics()
+        self.metrics = RequestMetrics()
         self._door = Door(limits, self.metrics)
         self._created = int(time.time())
         self._health = health

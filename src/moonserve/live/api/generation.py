@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from moonserve.core.errors import EngineFailed, MoonserveError
 from moonserve.core.request import Request
-from moonserve.live.control.metrics import Metrics
+from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import error_reply
 from moonserve.live.openai.reply import ReplyWriter, Usage, event
 from moonserve.live.openai.text import TextStream
@@ -33,7 +33,7 @@ class Generation:
         request: Request,
         source: AsyncIterator[Output],
         text: TokenText,
-        metrics: Metrics,
+        metrics: RequestMetrics,
         arrived_s: float,
         on_close: Callable[[], None],
     ) -> None:

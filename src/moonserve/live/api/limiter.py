@@ -14,7 +14,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.units import Bytes, RequestId
-from moonserve.live.control.metrics import Metrics
+from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import (
     HttpRequest,
     Response,
@@ -47,7 +47,7 @@ class Limits(msgspec.Struct, frozen=True):
 class Door:
     """Counts requests in and out, and keeps out those over the limits."""
 
-    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, limits: Limits, metrics: RequestMetrics) -> None:
         self.metrics = metrics
         self.draining = False
         self._limits = limits

@@ -14,10 +14,8 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.request import Counted, Request, Stopping
 from moonserve.core.units import RequestId, seconds_to_us
-from moonserve.live.api import headers
 from moonserve.live.api.front import Front
 from moonserve.live.api.limiter import Limits as DoorLimits
-from moonserve.live.api.prompts import Prompts
 from moonserve.live.drive.calls import Caller, Guesses, Limits
 from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.life import Life
@@ -30,7 +28,9 @@ from moonserve.live.http.message import (
     Response,
     StreamingResponse,
 )
+from moonserve.live.openai import headers
 from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import Form
 from moonserve.live.ports import Conducting, ModelCard
 

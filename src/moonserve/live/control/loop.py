@@ -47,6 +47,7 @@ from moonserve.core.units import (
     RequestId,
     SegmentId,
     Tokens,
+    lease_of,
 )
 from moonserve.live.clock import LoopClock
 from moonserve.live.ports import Inbox
@@ -83,14 +84,6 @@ class Record(msgspec.Struct):
     """Of a refusal or a failure: in words."""
 
 
-def lease_of(request: RequestId, number: int) -> LeaseId:
-    """The lease that a prefill call takes on the store, and its decode call after it.
-
-    One per attempt, so that the late end of an aborted attempt cannot touch its successor's.
-    """
-    return LeaseId(f"{request}/{number}")
-
-
 class ConductorLoop:
     """Drives one Conductor on the running event loop. Implements ports.Conducting."""
 
@@ -99,8 +92,10 @@ class ConductorLoop:
         conductor: Conductor,
         release: Callable[[LeaseId], None],
         copy: Copy | None = None,
+        on_step: Callable[[Micros, list[Fact], list[Action]], None] | None = None,
     ) -> None:
-        """`copy` None: the store makes no copies."""
+        """`copy` None: the store makes no copies. on_step: is called with every step, for an
+        account of the run (core.schedule.events)."""
         self.core = conductor
         self.now_us = LoopClock().now_us
         self.account = Account(conductor.outlook.slo)
@@ -108,10 +103,8 @@ class ConductorLoop:
         self._copy = copy
         self._copying: set[asyncio.Task[None]] = set()
         self._inboxes: dict[RequestId, Inbox] = {}
-        self.on_step: Callable[[Micros, list[Fact], list[Action]], None] | None = None
-        """Told of every step, for who keeps an account of the run (core.schedule.events)."""
-        self.on_instances: Callable[[], None] | None = None
-        """Called when others have joined or left than `instances` gave last."""
+        self._on_step = on_step
+        self._watchers: list[Callable[[], None]] = []
         self._version = -1
         self._infos: list[InstanceInfo] = []
         self._facts: list[Fact] = []
@@ -172,6 +165,11 @@ class ConductorLoop:
     def errors(self) -> PredictionErrors:
         """How far off the Conductor's predictions were."""
         return self.core.errors
+
+    def watch_instances(self, changed: Callable[[], None]) -> None:
+        """Call `changed` after every step in which an instance joined or left, until `instances`
+        is called."""
+        self._watchers.append(changed)
 
     def tell(self, *facts: Fact) -> None:
         """Hand over facts; they are stepped together with all others of this turn of the loop."""
@@ -241,12 +239,13 @@ class ConductorLoop:
                 for request, inbox in self._inboxes.items():
                     inbox.put_nowait(GiveUp(request, "the Conductor failed"))
         self.account.take(now_us, facts, actions)
-        if self.on_step is not None:
-            self.on_step(now_us, facts, actions)
+        if self._on_step is not None:
+            self._on_step(now_us, facts, actions)
         for action in actions:
             self._act(action)
-        if self.on_instances is not None and self._version != self.core.view.version:
-            self.on_instances()
+        if self._version != self.core.view.version:
+            for changed in self._watchers:
+                changed()
         self._wake_at(self.core.wake_us(now_us))
 
     def _wake_at(self, wake_us: Micros | None) -> None:

@@ -1,20 +1,15 @@
-"""What the gateway counts, in Prometheus's form.
+"""What the Conductor counts, in Prometheus's form.
 
-Plain integers on the hot path, turned into metric families only when /metrics is read: a histogram
-of prometheus_client costs microseconds per token. `registry` takes further collectors.
+Control lists the collectors. They read the Conductor's counts when /metrics is read.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -22,32 +17,6 @@ from prometheus_client.registry import Collector
 from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.hot import SKIPPED
 from moonserve.live.control.loop import ConductorLoop
-
-_TTFT_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
-_TBT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-
-
-class Buckets:
-    """A histogram of seconds: counts per bucket, and the sum."""
-
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self._bounds_s = tuple(bounds_s)
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[bisect_left(self._bounds_s, seconds)] += 1
-        self._sum_s += seconds
-
-    def family(self, name: str, text: str) -> HistogramMetricFamily:
-        """As Prometheus reads it: cumulative buckets."""
-        total = 0
-        buckets = []
-        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum_s)
 
 
 class Predictions(Collector):
@@ -145,55 +114,3 @@ class Alarms(Collector):
         """Called by the registry."""
         text = "Things that somebody should look at; /health says which."
         yield GaugeMetricFamily("moonserve_alarms", text, value=float(len(self._alarms())))
-
-
-class Metrics(Collector):
-    """The gateway's counts; each attribute is raised by whoever sees it happen."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()
-        """By (route, status)."""
-        self.rejected: Counter[str] = Counter()
-        """Answered 429, by reason."""
-        self.ttft = Buckets(_TTFT_BOUNDS_S)
-        self.tbt = Buckets(_TBT_BOUNDS_S)
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.in_flight = 0
-        self.disconnects = 0
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)
-
-    def text(self) -> bytes:
-        """All of the registry in Prometheus's text format."""
-        return generate_latest(self.registry)
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
-        requests = CounterMetricFamily(
-            "moonserve_requests", "Requests answered.", labels=("route", "status")
-        )
-        for (route, status), count in sorted(self.requests.items()):
-            requests.add_metric((route, str(status)), count)
-        yield requests
-        rejected = CounterMetricFamily(
-            "moonserve_rejected", "Requests answered 429.", labels=("reason",)
-        )
-        for reason, count in sorted(self.rejected.items()):
-            rejected.add_metric((reason,), count)
-        yield rejected
-        yield self.ttft.family(
-            "moonserve_ttft_seconds", "From the request's arrival to its first token."
-        )
-        yield self.tbt.family("moonserve_tbt_seconds", "Between a request's pieces of output.")
-        for name, text, count in (
-            ("prompt_tokens", "Prompt tokens of requests that began.", self.prompt_tokens),
-            ("cached_tokens", "Prompt tokens that prefill reused.", self.cached_tokens),
-            ("completion_tokens", "Tokens generated.", self.completion_tokens),
-            ("client_disconnects", "Clients that left before the end.", self.disconnects),
-        ):
-            yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
-        yield GaugeMetricFamily(
-            "moonserve_in_flight", "Requests being served.", value=self.in_flight
-        )

@@ -30,8 +30,8 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
 )
 from moonserve.core.schedule.placement import Decision
-from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens
-from moonserve.live.control.loop import ConductorLoop, lease_of
+from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens, lease_of
+from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_asks import Asks, PlacementBody
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
 from moonserve.live.drive.dispatch import owed

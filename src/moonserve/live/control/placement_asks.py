@@ -15,8 +15,8 @@ from moonserve.core.errors import BadRequest, ModelNotFound, NobodyAlive
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.request import Counted, Request, Slo, Stopping
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
-from moonserve.live.api.headers import MAX_PRIORITY
-from moonserve.live.api.prompts import Prompts
+from moonserve.live.openai.headers import MAX_PRIORITY
+from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import CompletionRequest, context_exceeded
 from moonserve.live.ports import Conducting
 from moonserve.live.text.tools import TextTools

@@ -20,8 +20,8 @@ from moonserve.core.kv.guess import Guess
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, Tokens
-from moonserve.live.control.metrics import Metrics
 from moonserve.live.drive.engines import Engines
+from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import Reader, Reading
 from moonserve.live.external.observed import Observer
 from moonserve.live.http.client import ClientStream, HttpClient
@@ -126,7 +126,7 @@ class Caller(msgspec.Struct, frozen=True):
     http: HttpClient
     reader: Reader
     guesses: Guesses
-    metrics: Metrics
+    metrics: RequestMetrics
     limits: Limits
     new_id: Callable[[], str] = lambda: uuid4().hex
     """Of a transfer: never the same twice."""

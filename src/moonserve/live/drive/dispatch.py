@@ -38,8 +38,8 @@ from moonserve.core.units import (
     LeaseId,
     Micros,
     Tokens,
+    lease_of,
 )
-from moonserve.live.control.loop import lease_of
 from moonserve.live.drive.connectors import embedded
 from moonserve.live.drive.gather_group import MemberFailed, together
 from moonserve.live.drive.wire import (

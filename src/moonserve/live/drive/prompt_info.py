@@ -19,12 +19,12 @@ from moonserve.core.kv.guess import Ratio, text_keys
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, Bytes, Tokens
-from moonserve.live.api.prompts import Prompts
 from moonserve.live.drive.engines import Engines
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import UNREADABLE, decode_json
 from moonserve.live.openai import request as openai
 from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.prompts import Prompts
 from moonserve.live.text.tools import TextTools
 
 How: TypeAlias = Literal["ids", "tokens", "engine", "text", "unread"]

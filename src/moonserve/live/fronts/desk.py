@@ -28,7 +28,7 @@ _COUNT_S = 1.0
 
 
 class Desk:
-    """Listens for fronts. Sets the loop's `on_instances`."""
+    """Listens for fronts, and reports to them which instances there are."""
 
     def __init__(self, conductor: ConductorLoop, url: str, fleet: Fleet | None = None) -> None:
         """`url`: where this process serves HTTP, for what fronts pass on; `fleet`: the foreign
@@ -43,7 +43,7 @@ class Desk:
         self._numbers = itertools.count()
         self._gone: list[Family] = []
         """What fronts that are gone had counted."""
-        conductor.on_instances = self._tell_instances
+        conductor.watch_instances(self._tell_instances)
 
     async def listen(self, path: str) -> None:
         """Take fronts in at this socket."""

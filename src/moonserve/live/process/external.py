@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.registry import Collector
 
-from moonserve.live.external.api import FleetApi
+from moonserve.live.control.engines_api import FleetApi
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.registry_engines import RegistryEngines

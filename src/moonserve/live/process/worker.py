@@ -36,12 +36,12 @@ from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
 from moonserve.live.process.supervise import beat, say
 from moonserve.live.registry.entries import open_registry
-from moonserve.live.store import mooncake_master
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.remote import HttpRpc, mounted
 from moonserve.live.store.settings import check_reachable, url_of
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
+from moonserve.live.transfer import mooncake_master
 from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp, chain_client
 from moonserve.live.worker.config import WorkerConfig

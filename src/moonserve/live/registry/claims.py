@@ -1,37 +1,41 @@
 """What one process has in etcd: the entries that it keeps up, and the duties that it stands for.
 
-Made and kept by EtcdRegistry; handed to who asked for them, to be closed.
+EtcdRegistry makes and keeps them; the caller that asked for one closes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moonserve.live.registry.etcd import EtcdRegistry
+from collections.abc import Awaitable, Callable
 
 
 class Entry:
     """A value under a key, for as long as its process lives."""
 
-    def __init__(self, registry: EtcdRegistry, key: str, value: bytes) -> None:
-        self._registry = registry
+    def __init__(
+        self, key: str, value: bytes, withdraw: Callable[[Entry], Awaitable[None]]
+    ) -> None:
+        """withdraw: removes the entry from the registry."""
+        self._withdraw = withdraw
         self.key = key
         self.value = value
 
     async def close(self) -> None:
         """See ports.Registration."""
-        await self._registry.withdraw(self)
+        await self._withdraw(self)
 
 
 class Candidate:
-    """Who stands for a duty."""
+    """A process that stands for a duty."""
 
     def __init__(
-        self, registry: EtcdRegistry, duty: str, who: str, changed: Callable[[bool], None]
+        self,
+        duty: str,
+        who: str,
+        changed: Callable[[bool], None],
+        stand_down: Callable[[Candidate], Awaitable[None]],
     ) -> None:
-        self._registry = registry
+        """changed: called with whether it leads; stand_down: gives up duty and candidacy."""
+        self._stand_down = stand_down
         self.duty = duty
         self.key = f"leaders/{duty}"
         self.who = who
@@ -39,11 +43,11 @@ class Candidate:
         self.leads = False
 
     def told(self, leads: bool) -> None:
-        """Say so where it changed."""
+        """Report it if it changed."""
         if leads != self.leads:
             self.leads = leads
             self._changed(leads)
 
     async def close(self) -> None:
         """See ports.Registration."""
-        await self._registry.stand_down(self)
+        await self._stand_down(self)

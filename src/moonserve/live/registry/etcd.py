@@ -115,7 +115,7 @@ class EtcdRegistry:
             if before is not None:
                 self._entries[key] = before
             raise
-        return Entry(self, key, value)
+        return Entry(key, value, self._withdraw)
 
     async def put(self, key: str, value: bytes) -> None:
         """See ports.Registry."""
@@ -232,7 +232,7 @@ class EtcdRegistry:
 
     async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Candidate:
         """See ports.Registry."""
-        candidate = Candidate(self, duty, who, changed)
+        candidate = Candidate(duty, who, changed, self._stand_down)
         self._candidates[duty] = candidate
         try:
             await self._calling(self._register())
@@ -256,14 +256,14 @@ class EtcdRegistry:
             self._lease = None
         await self._quietly(self._client.close())
 
-    async def withdraw(self, entry: Entry) -> None:
+    async def _withdraw(self, entry: Entry) -> None:
         """For entries: this one is to be registered no more, unless it was replaced here."""
         if self._entries.get(entry.key) is entry.value:
             del self._entries[entry.key]
             self._put.pop(entry.key, None)
             await self._quietly(self._delete_own(self._full(entry.key), entry.value))
 
-    async def stand_down(self, candidate: Candidate) -> None:
+    async def _stand_down(self, candidate: Candidate) -> None:
         """For candidates: this one wants the duty no more."""
         if self._candidates.get(candidate.duty) is candidate:
             del self._candidates[candidate.duty]

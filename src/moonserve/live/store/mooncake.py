@@ -27,9 +27,9 @@ from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.store.words import Found
 from moonserve.core.units import LEAST_MOONCAKE_BYTES, BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store.mooncake_calls import Lane, Lanes, called
-from moonserve.live.store.mooncake_master import require
 from moonserve.live.store.reports import POOL, Reports, Tell
 from moonserve.live.store.settings import MooncakeProtocol
+from moonserve.live.transfer.mooncake_master import require
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import msgspec
 
 from moonserve.core.store.words import Address, Card
 from moonserve.core.transfer.lanes import SPARE
+from moonserve.live.transfer.batch import EngineSettings, LaneStats
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport
 from moonserve.live.transfer.mooncake import MooncakeTransport
-from moonserve.live.transfer.peer import EngineSettings, LaneStats
 from moonserve.live.transfer.ports import Path, Transport
 from moonserve.live.transfer.ports import Slice as Slice
 from moonserve.live.transfer.region import Region

@@ -19,10 +19,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from moonserve.core.errors import DeadlineExceeded, MoonserveError, TransferFailed
 from moonserve.core.transfer.lanes import Fault
 from moonserve.core.units import MICROS_PER_SECOND, Bytes, Micros
-from moonserve.live.transfer.batch import Batch, Group, Lost, Request, Task
+from moonserve.live.transfer.batch import (
+    Batch,
+    EngineSettings,
+    Group,
+    LaneStats,
+    Lost,
+    Peer,
+    Request,
+    Task,
+)
 from moonserve.live.transfer.in_flight import Room
 from moonserve.live.transfer.memory import MemoryLink
-from moonserve.live.transfer.peer import EngineSettings, LaneStats, Peer
 from moonserve.live.transfer.ports import Link, Op, Path, Slice, Transport, parse_location
 
 log = logging.getLogger(__name__)

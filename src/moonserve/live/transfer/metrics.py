@@ -12,7 +12,7 @@ from operator import add
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonserve.live.transfer.peer import LaneStats
+from moonserve.live.transfer.batch import LaneStats
 
 _MAX_PEERS = 64
 """Peers told apart; what others carried is summed under `other`."""

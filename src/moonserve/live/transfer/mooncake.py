@@ -24,7 +24,7 @@ import numpy as np
 from moonserve.core.errors import ConfigError, DeadlineExceeded, TransferFailed
 from moonserve.core.store.words import Address
 from moonserve.core.units import Bytes
-from moonserve.live.store.mooncake_master import require
+from moonserve.live.transfer.mooncake_master import require
 from moonserve.live.transfer.ports import Op, Path, Slice
 from moonserve.live.transfer.region import HEADER_BYTES, Region
 
