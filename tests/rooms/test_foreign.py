@@ -271,7 +271,7 @@ def test_a_wrong_description_over_http_names_its_field() -> None:
             reply = await it.call("DELETE", "/api/instances/a")
             assert reply.status == 409
             reply = await it.call("POST", "/internal/join", {})
-            assert (reply.status, b"foreign engines" in reply.body) == (409, True), reply
+            assert (reply.status, b"external engines" in reply.body) == (409, True), reply
 
     asyncio.run(body())
 

@@ -47,7 +47,7 @@ def register(
     engines = engines_of(settings, config, urls, model="")
     if not engines:
         raise ConfigError("name engines, in the file or by --url and so on", "instances")
-    replaced = asyncio.run(_put(settings.registry, [it.checked().told() for it in engines]))
+    replaced = asyncio.run(_put(settings.registry, [it.checked().untrusted() for it in engines]))
     for it in engines:
         old = replaced.get(it.name)
         click.echo(f"registered: {it.name}" + (f" (replaced the one at {old})" if old else ""))

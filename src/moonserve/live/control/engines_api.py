@@ -1,8 +1,9 @@
-"""Engines over HTTP: described, looked at and let go at /api/instances; alarms in /health.
+"""The HTTP API for external engines: /api/instances, and the alarms in /health.
 
-POST takes one description, or a list, with the fields of the cluster file; DELETE names one in its
-path. Both need the cluster token, and may be repeated. With a registry both change that, and so
-all gateways. What the cluster file describes is its to change.
+POST describes one engine, or a list of them, with the fields of the cluster file. DELETE names one
+in its path. Both need the cluster token, and may be repeated. With a registry, both change the
+registry, and so all gateways. An engine that the cluster file describes is changed there only.
+Called by process.external.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class WrongDescription(BadRequest):
 
 
 class Embedded(BadRequest):
-    """A worker of ours at a gateway for foreign engines."""
+    """A worker of ours wants to join a gateway for external engines."""
 
     status = 409
 
 
-class FleetApi:
-    """Handlers, to be mounted by the gateway process over those of gateway.api."""
+class EnginesApi:
+    """Handlers that the gateway process mounts over those of the control side."""
 
     def __init__(
         self,
@@ -49,25 +50,25 @@ class FleetApi:
         conductor: ClusterRead,
         token: str,
         health: Health,
-        found: RegistryEngines | None = None,
+        registered: RegistryEngines | None = None,
     ) -> None:
-        """found: engines of a registry, where there is one."""
+        """`registered`: the engines of the registry, where there is one."""
         self._fleet = fleet
         self._conductor = conductor
         self._token = token
         self._health = health
-        self._found = found
+        self._registered = registered
         self._kept: Path | None = None
 
     async def keep(self, kept: Path) -> None:
-        """Have what is described in this file, for who comes after us should we die; if one who
-        was before us left it, take up what it says. A registry keeps them by itself."""
-        if self._found is not None:
+        """Keep descriptions in this file, so that a restarted process finds them, and use those
+        that an earlier process left there. A registry keeps descriptions by itself."""
+        if self._registered is not None:
             return
         self._kept = kept
         for spec in _read(kept):
             try:
-                await self._fleet.add(SOURCE, spec.told())
+                await self._fleet.add(SOURCE, spec.untrusted())
             except (ConfigError, BadRequest) as error:
                 log.warning("engine %s, described over HTTP, is lost: %s", spec.name, error)
 
@@ -80,7 +81,7 @@ class FleetApi:
             new.write_bytes(msgspec.json.encode(specs))
             new.replace(self._kept)
         except OSError as error:
-            log.warning("engines will not be known after a restart: %s", error)
+            log.warning("engines described over HTTP will be lost by a restart: %s", error)
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
@@ -97,31 +98,33 @@ class FleetApi:
 
     async def _list(self, request: HttpRequest) -> Response:
         views, now_us = self._conductor.views(), self._conductor.now_us()
-        found = []
+        listed = []
         for instance, row in rows(self._fleet).items():
             view = views.get(instance)
-            found.append(row if view is None else instance_row(view, now_us) | row)
-        return json_response(found)
+            listed.append(row if view is None else instance_row(view, now_us) | row)
+        return json_response(listed)
 
     async def _add(self, request: HttpRequest) -> Response:
         check_token(request, self._token)
         body = await request.body()
-        several = body.lstrip().startswith(b"[")
-        specs = decode_json(body, list[InstanceSpec]) if several else []
-        specs = specs if several else [decode_json(body, InstanceSpec)]
-        put = self._put if self._found is None else self._found.put
+        if body.lstrip().startswith(b"["):
+            specs = decode_json(body, list[InstanceSpec])
+        else:
+            specs = [decode_json(body, InstanceSpec)]
+        put = self._put if self._registered is None else self._registered.put
         try:
             return json_response({"changed": await put(specs)})
         except ConfigError as error:
             raise WrongDescription(str(error), error.field.rpartition(".")[2]) from None
 
     async def _put(self, specs: list[InstanceSpec]) -> list[str]:
-        """Have them used by this gateway; the names of those that changed. Raises as Fleet.add."""
+        """Have this gateway use these engines. Returns the names of those that changed; raises as
+        Fleet.add."""
         changed = []
         try:
             for spec in specs:
                 try:
-                    if await self._fleet.add(SOURCE, spec.told()):
+                    if await self._fleet.add(SOURCE, spec.untrusted()):
                         changed.append(spec.name)
                 except ConfigError as error:
                     raise spec.fault(error) from None
@@ -132,25 +135,25 @@ class FleetApi:
     async def _remove(self, request: HttpRequest) -> Response:
         check_token(request, self._token)
         name = request.path.removeprefix(PATH + "/")
-        if self._found is not None:
-            return json_response({"changed": [name] if await self._found.remove(name) else []})
+        if self._registered is not None:
+            return json_response({"changed": [name] if await self._registered.remove(name) else []})
         try:
             await self._fleet.remove(SOURCE, name)
         except Unknown:
-            return json_response({"changed": []})  # as it was to be
+            return json_response({"changed": []})  # it is not there, as was asked
         self._changed()
         return json_response({"changed": [name]})
 
     async def _health_route(self, request: HttpRequest) -> Response:
-        """200: this process is well; what is wrong with engines is said beside that."""
+        """200: this process works. What is wrong with engines is in `alarms`."""
         states = {monitor.member.spec.name: monitor.state for _, monitor in self._fleet.monitors()}
         return json_response({"status": "ok", "instances": states, "alarms": self._health.alarms()})
 
     async def _no_workers(self, request: HttpRequest) -> Response:
         check_token(request, self._token)
         raise Embedded(
-            "the instances of this gateway are foreign engines, with which embedded workers cannot"
-            " exchange KV; start them with a gateway of their own (without instances)",
+            "the instances of this gateway are external engines, which cannot exchange KV with"
+            " embedded workers; start a gateway without instances for the workers",
             "instances",
         )
 

@@ -105,7 +105,7 @@ class RegistryEngines:
             spec = decode_json(value, InstanceSpec)
             if spec.name != name:
                 raise ConfigError(f"is {spec.name!r}, its key says {name!r}", "name")
-            await self._fleet.add(SOURCE, spec.told())
+            await self._fleet.add(SOURCE, spec.untrusted())
         except (ConfigError, BadRequest) as error:
             kept = "; what it was before is" if name in self._used else ""
             why = f"registry: {ENGINES}{name} is not used: {error}{kept}"
@@ -123,7 +123,7 @@ class RegistryEngines:
         """
         for spec in specs:
             try:
-                await self._fleet.check(SOURCE, spec.told())
+                await self._fleet.check(SOURCE, spec.untrusted())
             except ConfigError as error:
                 raise spec.fault(error) from None
         changed = list(await register(self._registry, specs))

@@ -103,7 +103,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"is needed to read KV events; {remedy}", "tokenizer")
         return self
 
-    def told(self) -> InstanceSpec:
+    def untrusted(self) -> InstanceSpec:
         """Itself, as somebody tells it who is not the gateway's owner. Raises ConfigError where it
         would have a variable sent to its URL that is not there for that."""
         if self.api_key_env and not self.api_key_env.startswith(_KEYS):

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.registry import Collector
 
-from moonserve.live.control.engines_api import FleetApi
+from moonserve.live.control.engines_api import EnginesApi
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.registry_engines import RegistryEngines
@@ -63,7 +63,7 @@ class ExternalEngines(Part):
         self._settings = settings
         self._registered = None if registry is None else RegistryEngines(registry, fleet)
         self._following: asyncio.Task[None] | None = None
-        self._api = FleetApi(fleet, conductor, token, health, self._registered)
+        self._api = EnginesApi(fleet, conductor, token, health, self._registered)
         if self._registered is not None:
             health.report_alarms(self._registered.alarms)
         health.report_alarms(fleet.alarms)
