@@ -1,7 +1,7 @@
-"""What msgspec finds wrong with data from outside, said so that people can mend it.
+"""What msgspec finds wrong with data from outside, in words that help a user to correct it.
 
-For settings, cluster files and HTTP bodies. Looks at the type that was wanted, since msgspec tells
-neither the values nor the fields that there are.
+Settings, cluster files and HTTP bodies use it. msgspec reports neither the allowed values nor the
+known fields, so this looks at the type that was wanted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _UNKNOWN = re.compile("unknown field `([^`]*)`")
 _BOUND = re.compile(r"Expected `(?:int|float)` ([<>]=) (\S+)")
 _KIND = re.compile("Invalid enum value|Expected `[^`]*`, got `([^`]*)`")
 _STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
-_type_info = lru_cache(maxsize=64)(inspect.type_info)  # it takes long; who errs may err often
+# it is slow, and a client that errs may err often
+_type_info = lru_cache(maxsize=64)(inspect.type_info)
 _WORDS: tuple[tuple[type[inspect.Type] | tuple[type[inspect.Type], ...], str], ...] = (
     (inspect.IntType, "a whole number"),
     (inspect.FloatType, "a number"),
@@ -32,7 +33,8 @@ _WORDS: tuple[tuple[type[inspect.Type] | tuple[type[inspect.Type], ...], str], .
 
 
 def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:
-    """(path of the field at fault, "" for all; what it must be) of data that is no `shape`."""
+    """(path of the field at fault, "" for all; what it must be) of data that does not fit
+    `shape`."""
     what, of_keys, path = str(error).partition(" - at `key` in `$")
     if not of_keys:
         what, _, path = what.partition(" - at `$")
@@ -57,26 +59,26 @@ def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """What to write instead of a name that is none of these; `cutoff`: how like one must be."""
+    """The known name that is most like this one; `cutoff`: how similar it must be."""
     known = list(known)
     close = difflib.get_close_matches(name, known, 1, cutoff)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def _at(shape: Any, path: str) -> list[inspect.Type]:
-    """The types that what is at the path may have."""
+    """The types that the value at this path may have."""
     return [it for kind in _said(shape, path) for it in _each(kind)]
 
 
 def _meant(shape: Any, path: str) -> str:
-    """What the type's description says of the text at the path, whose pattern is for machines."""
+    """The description of the text at this path; its pattern is for machines."""
     kinds = [it for kind in _said(shape, path) for it in _either(kind)]
     said = [it.extra_json_schema for it in kinds if isinstance(it, inspect.Metadata)]
     return next((it["description"] for it in said if it and "description" in it), "")
 
 
 def _said(shape: Any, path: str) -> list[inspect.Type]:
-    """The types at the path as they are written."""
+    """The types at the path, as they are written."""
     kinds = [_type_info(shape)]
     for step in _STEP.finditer(path):
         kinds = [below for kind in kinds for it in _each(kind) for below in _below(it, step[1])]
@@ -96,7 +98,7 @@ def _each(kind: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _below(kind: inspect.Type, field: str | None) -> Iterator[inspect.Type]:
-    """Of a field, or of whatever is in it."""
+    """The types of a field, or of an element."""
     match kind:
         case inspect.StructType(fields=fields) if field is not None:
             yield from (it.type for it in fields if it.encode_name == field)

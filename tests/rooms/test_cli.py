@@ -339,7 +339,7 @@ def test_explain_shows_what_the_gateway_says(url: str) -> None:
     ("request_id", "message"),
     [
         ("gone", "error: GET /api/decisions/gone: 404 no decision is kept"),
-        ("new", "says it in another way than this version"),
+        ("new", "answers in a form that this version cannot read"),
     ],
 )
 def test_explain_says_what_it_cannot_show(url: str, request_id: str, message: str) -> None:

@@ -1,6 +1,6 @@
 """The command line: one module per command, found in the dict below.
 
-May import every room, heavy ones only inside functions: `moonserve --help` must stay instant.
+It may import every room, heavy ones only inside functions: `moonserve --help` must stay instant.
 Users never see a traceback for an operating error; anything else that escapes is a bug.
 """
 
@@ -40,7 +40,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Cli(click.Group):
-    """Loads a command when it is asked for, and turns operating errors into one line."""
+    """Loads a command when a user calls it, and turns operating errors into one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -71,21 +71,21 @@ def cli() -> None:
     """A disaggregated LLM cluster that fits on a laptop, after Mooncake.
 
     \b
-    The gateway takes OpenAI requests; its Conductor picks who serves each of them.
-    A prefill worker computes what nobody has yet, and puts it into the KV store.
-    A decode worker takes it from there, and streams the answer.
+    The gateway takes OpenAI requests; its Conductor picks the workers for each.
+    A prefill worker computes the KV that is not cached yet, and puts it into the store.
+    A decode worker reads it from there, and streams the answer.
 
     \b
     Examples:
       moonserve up                          start it all, with a small real model
       moonserve ask "Why is the sky blue?"  ask it; see what was reused, and why
       moonserve up --prefill 2 --decode 2   more of everything
-      moonserve doctor                      is this machine fit?
+      moonserve doctor                      can this machine run it?
     """
 
 
 def main() -> None:
-    """Run the program. Where what it writes finds no room, that is one line and code 1."""
+    """Run the program. If the output has no room to go to, print one line and end with code 1."""
     try:
         try:
             cli(prog_name="moonserve")
@@ -94,6 +94,7 @@ def main() -> None:
     except OSError as err:
         if err.errno not in _NO_ROOM:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in it
+        # for what is still in its buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         click.echo(f"error: cannot write: {os.strerror(err.errno)}", err=True)
         sys.exit(1)

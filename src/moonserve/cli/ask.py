@@ -1,4 +1,7 @@
-"""`moonserve ask`: one question to a running gateway, and how its answer came about."""
+"""`moonserve ask`: one question to a running gateway, and how its answer came about.
+
+The command uses the gateway's HTTP API only.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from moonserve.core.errors import ConfigError, EngineFailed
 
 
 class Decision(msgspec.Struct):
-    """What GET /api/decisions/<id> says; fields we do not show may come with it."""
+    """What GET /api/decisions/<id> returns, as far as `ask` shows it."""
 
     prefill: str
     decode: str
@@ -60,7 +63,7 @@ def ask(
 ) -> None:
     """Stream an answer to PROMPT ("-" reads it from stdin) from a running gateway.
 
-    Then say how long the first token took (TTFT), the mean time between tokens (TBT), how many
+    Then print how long the first token took (TTFT), the mean time between tokens (TBT), how many
     prompt tokens were reused, and what the Conductor decided.
     """
     if not temperature >= 0:  # NaN passes every range check
@@ -80,7 +83,7 @@ def ask(
         if not as_json:
             click.echo(piece, nl=False)
     if answer.request_id is not None:
-        with contextlib.suppress(EngineFailed):  # forgotten
+        with contextlib.suppress(EngineFailed):  # the gateway has forgotten the request
             answer.decision = client.decision(answer.request_id)
     if as_json:
         print_json(answer)
@@ -92,18 +95,18 @@ def ask(
 
 
 def _text(prompt: str) -> str:
-    """The prompt, or for "-" what stdin holds. Raises ConfigError where it is not UTF-8."""
+    """The prompt, or for "-" the text of stdin. Raises ConfigError if it is not UTF-8."""
     try:
         if prompt == "-":
             return sys.stdin.buffer.read().decode()
-        prompt.encode()  # what the shell gave may hold bytes that are no text
+        prompt.encode()  # the shell's argument may hold bytes that are not text
     except UnicodeError as err:
         raise ConfigError("is not UTF-8 text", "prompt") from err
     return prompt
 
 
 def story(answer: Answer) -> Iterator[str]:
-    """Tell in one or two lines how the answer came about."""
+    """Describe in one or two lines how the answer came about."""
     times = [
         f"{name} {value:.0f} ms"
         for name, value in (("TTFT", answer.ttft_ms), ("TBT", answer.tbt_ms))
@@ -118,7 +121,7 @@ def story(answer: Answer) -> Iterator[str]:
         return
     try:
         decision = msgspec.convert(answer.decision, Decision)
-    except msgspec.ValidationError:  # a newer gateway may say it otherwise
+    except msgspec.ValidationError:  # a newer gateway may use another form
         return
     reused = f"expected to reuse {decision.reused_tokens:,} of {answer.prompt_tokens:,} tokens"
     if decision.reused_tokens and decision.holder:

@@ -1,4 +1,4 @@
-"""A client of a running gateway for commands; needs nothing but the standard library."""
+"""A client of a running gateway, for commands; it needs only the standard library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMEOUT_S = 120.0
 
 
 class Client:
-    """Calls one gateway; every failure is an error a user can act on."""
+    """Calls one gateway; every failure is an error that a user can act on."""
 
     def __init__(self, url: str) -> None:
         from urllib.parse import urlsplit
@@ -35,14 +35,15 @@ class Client:
         self._host, self._secure, self._url = parts.hostname, parts.scheme == "https", url
 
     def first_model(self) -> str:
-        """The name of a model the gateway serves."""
+        """The name of a model that the gateway serves."""
         models = self.get("/v1/models").get("data") or []
         if not models:
             raise NobodyAlive(f"{self._url} serves no model yet; are its workers up?")
         return str(models[0]["id"])
 
     def decision(self, request_id: str) -> dict[str, Any]:
-        """What the Conductor decided for a request. Raises EngineFailed if it has forgotten."""
+        """What the Conductor decided for a request. Raises EngineFailed if the gateway has
+        forgotten it."""
         from urllib.parse import quote
 
         return self.get(f"/api/decisions/{quote(request_id, safe='')}")
@@ -68,7 +69,7 @@ class Client:
     def events(
         self, path: str, body: dict[str, Any]
     ) -> Iterator[tuple[str | None, Iterator[dict[str, Any]]]]:
-        """Post a request for a stream: its id, and its events as they come."""
+        """Post a request for a stream: return its id, and its events as they come."""
         with self._open("POST", path, body) as reply:
             yield reply.getheader("x-request-id"), self._events(reply)
 
@@ -90,7 +91,7 @@ class Client:
         raise EngineFailed(f"{self._url} stopped in the middle of the answer")
 
     def _said(self, text: bytes) -> str:
-        """The words of an error reply."""
+        """The message of an error reply."""
         try:
             return _message(msgspec.json.decode(text))
         except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Prints docs/cli.md: `make docs` writes it, a test compares it with the program."""
+"""Prints docs/cli.md: `make docs` writes the file, and a test compares it with the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def render() -> str:
 
 
 def walk(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, str]]:
-    """Give (command path, help text) of a command and all below it, in the order they list."""
+    """Yield (command path, help text) of a command and all commands below it, in their order."""
     yield ctx.command_path, command.get_help(ctx).rstrip()
     if isinstance(command, click.Group):
         for name in command.list_commands(ctx):

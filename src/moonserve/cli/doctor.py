@@ -1,4 +1,4 @@
-"""`moonserve doctor`: is this machine fit to run a cluster? Looks, changes nothing."""
+"""`moonserve doctor`: can this machine run a cluster? It looks and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEED_MIB = 4_600
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing looked at; `remedy` says what to do where it is not "ok"."""
+    """The result of one check; `remedy` says what to do if the verdict is not "ok"."""
 
     name: str
     verdict: Literal["ok", "warn", "bad"]
@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 def doctor(as_json: bool) -> None:
     """Check that this machine can run moonserve.
 
-    Ends with 1 if something must be mended first.
+    Ends with code 1 if something must be repaired first.
     """
     checks = (_python, _torch, _cpu, _cores, _memory, _shared_memory, _mooncake, _models, _port)
     findings = [finding for check in checks for finding in check()]
@@ -87,7 +87,7 @@ def _cores() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    """Whether a default cluster fits: two workers of about 2 GiB each, their segments included."""
+    """Whether a default cluster fits: two workers of about 2 GiB each, with their segments."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -115,7 +115,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _mooncake() -> Iterator[Finding]:
-    """Whether Mooncake would work, as store or as transport; nothing else needs it."""
+    """Whether Mooncake would work as store or as transport; nothing else needs it."""
     from moonserve.live.transfer.mooncake_master import require
 
     try:

@@ -1,4 +1,4 @@
-"""`moonserve explain`: why a request went where it went, and what came of it."""
+"""`moonserve explain`: why the Conductor placed a request as it did, and how the request went."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from moonserve.cli.output import print_json
 from moonserve.core.errors import EngineFailed
 
 
-@click.command(short_help="Say why a request went where it went.")
+@click.command(short_help="Show why a request was placed as it was.")
 @click.argument("request_id")
 @click.option("--url", default=URL, show_default=True, help="The gateway.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the gateway says, as it is.")
+@click.option("--json", "as_json", is_flag=True, help="Print the gateway's JSON unchanged.")
 def explain(request_id: str, url: str, as_json: bool) -> None:
-    """Say why REQUEST_ID went where it went: every candidate, what was predicted, what came of it.
+    """Show why REQUEST_ID was placed as it was: every candidate, the predictions and the result.
 
-    The id is in the x-request-id header of the reply. A gateway keeps the latest 2,000 requests.
+    The id is in the x-request-id header of the reply. A gateway keeps the latest 500 requests, and
+    all that are under way.
     """
     said = Client(url).decision(request_id)
     if as_json:
@@ -29,6 +30,6 @@ def explain(request_id: str, url: str, as_json: bool) -> None:
     try:
         told = msgspec.convert(said, Explanation)
     except msgspec.ValidationError as err:
-        raise EngineFailed(f"{url} says it in another way than this version: {err}") from err
+        raise EngineFailed(f"{url} answers in a form that this version cannot read: {err}") from err
     for line in lines(told):
         click.echo(line)

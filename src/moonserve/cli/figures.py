@@ -1,6 +1,6 @@
-"""What a simulation found, as text: its title, its figures, and one request's story.
+"""The result of a simulation as text: its title, its figures, and one request's story.
 
-For `moonserve simulate`, which prints them.
+`moonserve simulate` prints them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _SAID = {
     *("admission", "fault", "speed", "ttft_slo", "tbt_slo", "trace", "explain", "as_json"),
     *("report", "rows", "cprofile"),
 }
-"""Options that the titles and the table say in words, and those that change nothing simulated."""
+"""Options that the titles and the table show already, and those that do not change the simulation.
+"""
 
 
 def setup_of(read: Trace, setup: Setup, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a run came of, to repeat it: the trace as it was read, and the options' values."""
+    """All that is needed to repeat a run: the trace as it was read, and the options' values."""
     given = dict(options)
     given["prefill"], given["decode"] = setup.prefill, setup.decode
     given["cache_blocks"] = "infinite" if setup.cache_blocks is None else setup.cache_blocks
@@ -54,7 +55,7 @@ def setup_of(read: Trace, setup: Setup, options: Mapping[str, Any]) -> dict[str,
 
 
 def unusual(ctx: click.Context) -> list[str]:
-    """Options that differ from their defaults, of those that nothing else says."""
+    """Options that differ from their defaults and that nothing else shows."""
     return [
         param.opts[0].lstrip("-") + ("" if ctx.params[param.name] is True else f" {value}")
         for param in ctx.command.params
@@ -65,7 +66,7 @@ def unusual(ctx: click.Context) -> list[str]:
 
 
 def titles(sim: Simulation, speed: float, more: Sequence[str] = ()) -> tuple[str, str]:
-    """What was simulated: the trace, and the cluster; `more` is what differs from the usual."""
+    """What was simulated: the trace, and the cluster; `more` is what differs from the defaults."""
     setup = sim.setup
     nodes = f"{setup.prefill} prefill + {setup.decode} decode"
     nodes = f"{setup.mixed} mixed" if setup.mixed else nodes
@@ -89,10 +90,10 @@ def titles(sim: Simulation, speed: float, more: Sequence[str] = ()) -> tuple[str
 
 
 class Form(Formatter):
-    """Shows what there is none of as a dash."""
+    """Shows a missing value as a dash."""
 
     def format_field(self, value: object, spec: str) -> str:
-        """See Formatter. Percent are rounded down."""
+        """See Formatter. Percentages are rounded down."""
         from moonserve.sim.metrics import percent
 
         if isinstance(value, float) and spec.endswith("%"):
@@ -101,7 +102,7 @@ class Form(Formatter):
 
 
 def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
-    """The figures in lines that people read, below what was simulated."""
+    """The figures as lines for people, below the titles."""
     found = result.summary
     goal = sim.setup.goal
     assert goal.ttft_us is not None
@@ -123,7 +124,7 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
         "both goals {attainment:.1%} of requests; goodput {goodput_rps:.2f} requests/s, "
         "{goodput_tokens_per_s:,.0f} tokens/s",
         "reuse      {hit_rate_tokens:.1%} of input tokens, {hit_rate_blocks:.1%} of blocks; "
-        "{hit_rate_available:.1%} of tokens were held by someone",
+        "{hit_rate_available:.1%} of tokens were held by an instance",
         f"{prefill:<11}busy {{busy_prefill:.0%}}, {{prefill_gpu_s_mean:.2f}} s a request, "
         "{wasted_prefill_s:,.0f} s wasted; busiest {imbalance:.2f} times the mean",
         "decode     busy {busy_decode:.0%}; busiest {imbalance_decode:.2f} times the mean; "
@@ -134,7 +135,7 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
         "{seesaw_correlation:.2f}",
         f"network    {{transfers:,}} transfers, {found['transfer_bytes'] / 1e9:,.1f} GB; "
         "{migrations:,} fetched blocks kept, {spread_copies:,} copies of hot prefixes",
-        "groups     {shared_prompts:,} prompts, each prefilled by several",
+        "groups     {shared_prompts:,} prompts, each prefilled by several instances",
         "hindsight  TTFT off by {ttft_error_mean_s:.2f} s; the best place was "
         "{regret_mean_s:.2f} s sooner (means)",
         "digest     {digest}, in {cpu_s:.1f} CPU s",
@@ -148,12 +149,12 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """As it stands, in a form."""
+    """Escape text for use in a format string."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def explanation_of(served: Served) -> Explanation:
-    """What was decided for a request, and what came of it."""
+    """The decision for a request, and its result."""
     from moonserve.core.schedule.explain import explanation, why, why_spread
 
     decision, first_us, ended_us = served.judged, served.first_us, served.ended_us
@@ -172,7 +173,7 @@ def explanation_of(served: Served) -> Explanation:
 
 
 def story(told: Explanation, served: Served) -> str:
-    """The decision and what came of it, for people, with the best place in hindsight."""
+    """The decision and its result, for people, with the best place in hindsight."""
     from moonserve.show.explain import lines
     from moonserve.sim.metrics import counterfactual_s
 

@@ -1,7 +1,7 @@
 """Calls in processes of their own, a few at a time: for sweeps, and for the paper's figures.
 
-A process a call: one that dies takes no other with it. Starting one takes about half a second, so
-calls should take longer.
+Each call has its own process, so one that dies harms no other. Starting a process takes about half
+a second, so calls should take longer.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ T = TypeVar("T")
 
 
 class Failed:
-    """What became of a call that gave no result."""
+    """Why a call gave no result."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
 def run_jobs(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[int, T | Failed]]:
-    """(index of the call, its result) as they end. Left early, those that run are ended.
+    """Yield (index of the call, its result) as calls end. If the caller stops early, running calls
+    are ended.
 
-    Calls can be pickled, and so can what they give.
+    Calls and their results must be picklable.
     """
     context = multiprocessing.get_context("spawn")
     todo = iter(enumerate(calls))
@@ -66,11 +67,12 @@ def _outcome(ours: Connection, process: BaseProcess) -> Any:
 
 
 def _work(call: Callable[[], object], theirs: Connection) -> None:
-    """What a process does. A bug's traceback goes to stderr, as from any process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
+    """The work of one process. The traceback of a bug goes to stderr, as from any process."""
+    # Ctrl-C reaches all processes; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         outcome = call()
     except MoonserveError as err:
         outcome = Failed(str(err))
-    with suppress(BrokenPipeError):  # nobody waits for it any more
+    with suppress(BrokenPipeError):  # the parent does not wait for the result any more
         theirs.send(outcome)

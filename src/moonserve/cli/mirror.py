@@ -1,8 +1,8 @@
-"""From a live cluster to a simulated one: a Profile of what it measured, a Setup of what it is.
+"""From a live cluster to a simulated one: a Profile of its measurements, a Setup of its parts.
 
-For `moonserve replay --profile-out` and `--compare`. Reads the gateway's API and, for what a call
-takes beside its work, the workers' own metrics, before and after. Tunes nothing: every number is
-one that the cluster measured of itself, or the clients of it.
+`moonserve replay --profile-out` and `--compare` use it. It reads the gateway's API before and after
+a run, and the workers' own metrics for what a call takes beside its work. It tunes nothing: the
+cluster or its clients measured every number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TTFT = "vllm:time_to_first_token_seconds"
 _HAND_OVER = "moonserve:kv_hand_over_seconds"
 _MUCH, _MUCH_US = 1 / 3, 20_000
-"""What a call and a hand-over may take of a TTFT, or at all, before that is worth a word."""
+"""The share of a TTFT, or the time, above which calls and hand-overs are worth a warning."""
 _COMPARED = (
     "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "tbt_mean_ms", "tbt_p50_ms", "tbt_p90_ms",
     "gap_p50_ms", "hit_rate_tokens", "span_s",
@@ -40,7 +40,7 @@ class _Cost(msgspec.Struct):
 
 
 class _Instance(msgspec.Struct):
-    """What /api/instances says of one, as far as it is read here."""
+    """What /api/instances returns of one instance, as far as it is read here."""
 
     id: str
     role: str
@@ -71,10 +71,11 @@ class _Stats(msgspec.Struct):
 
 
 class Watch:
-    """Looks at a cluster when made, and again at `end`; then has a profile of what was between."""
+    """Looks at a cluster when created, and again at `end`; then has a profile of the time
+    between."""
 
     def __init__(self, client: Client, block_size: Tokens) -> None:
-        """`block_size`: the trace's, which must be the cluster's. Raises ConfigError."""
+        """`block_size`: the trace's; the cluster's must be equal. Raises ConfigError."""
         self._client = client
         self._instances, self._stats = self._look()
         roles = {it.role for it in self._instances}
@@ -110,7 +111,7 @@ class Watch:
         return {name: found[name] for name in _COMPARED}
 
     def setup(self) -> Setup:
-        """The cluster, as the simulator takes it. Beyond the profile nothing is measured here."""
+        """The cluster, as the simulator takes it. Only the profile is measured."""
         from moonserve.sim.setup import Setup
 
         at_prefill, at_decode = self._of("prefill"), self._of("decode")
@@ -151,7 +152,8 @@ class Watch:
     def _waits(self) -> tuple[float, ...]:
         """(seconds, count) of prefill instances' first tokens and hand-overs, then of placements.
 
-        The last is what requests waited at the Conductor, which a simulation lets them wait again.
+        The last is the time that requests waited at the Conductor; a simulation adds that time by
+        itself.
         """
         sums = [0.0] * 4
         for instance in self._of("prefill"):
@@ -172,7 +174,8 @@ class Watch:
         waited_s: float,
         placed: float,
     ) -> Profile:
-        """Means over the instances of a role; the rest of what clients waited is the calls'."""
+        """Fit the means over the instances of a role; the rest of what clients waited belongs to
+        the calls."""
         ttft_us = _mean([a.tokens_us[0] - a.late_us for a in answers if a.tokens_us])
         waits = ((first_s, firsts), (waited_s, placed))
         inside_us = sum(1e6 * seconds / count for seconds, count in waits if count)
@@ -203,7 +206,8 @@ class Watch:
 def _doubts(
     ttft_us: float, call_us: float, hand_over_us: float, late_us: float, others: float
 ) -> Iterator[str]:
-    """Why a profile may say more of this run than of the cluster; `others`: requests not ours."""
+    """Reasons why the profile may describe this run more than the cluster. `others`: requests of
+    other clients."""
     if others > 0:
         yield f"requests of others were served meanwhile ({others:,.0f}), and are in its means"
     beside_us = call_us + hand_over_us

@@ -1,6 +1,7 @@
 """`moonserve model`: fetch and list the models that have a name.
 
-A face over live/model/catalog; nothing else imports it. Heavy imports stay inside the functions.
+A thin layer over live/model/catalog; no other module imports it. Heavy imports stay inside
+functions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def pull(name: str | None) -> None:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    # Bars go to stderr: stdout is the path alone, for scripts.
+    # Progress goes to stderr: stdout has only the path, for scripts.
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks = {}
 

@@ -24,7 +24,7 @@ def print_json(value: object) -> None:
 
 
 class Output(click.File):
-    """An option's file that is replaced as a whole once it is written; "-" is stdout."""
+    """An option's file, replaced as a whole when it is written; "-" is stdout."""
 
     def __init__(self, mode: str = "w") -> None:
         super().__init__(mode, atomic=True)
@@ -49,9 +49,10 @@ def input_path(file: Path) -> Path:
 def check_apart(
     read: Mapping[str, str | os.PathLike[str] | None], **written: IO[Any] | Path | None
 ) -> None:
-    """Raise ConfigError where two outputs are one file, or one is a file that is read.
+    """Raise ConfigError if two outputs are one file, or if an output is a file that is read.
 
-    By option; None is not given. "-" among outputs is stdout, which only one can have.
+    Files are named by option; None means not given. "-" among outputs is stdout, for one of them
+    only.
     """
     taken = {_real(path): option for option, path in read.items() if path is not None}
     for name, file in written.items():
@@ -66,7 +67,7 @@ def check_apart(
 
 
 def _real(path: str | os.PathLike[str]) -> str:
-    """The same for all names of one file."""
+    """An identity that is equal for all names of one file."""
     found = Path(path)
     if not found.exists():
         return str(found.resolve())
@@ -75,7 +76,7 @@ def _real(path: str | os.PathLike[str]) -> str:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise ConfigError naming the option where no file could be written. Leaves none there."""
+    """Raise ConfigError that names the option if the file cannot be written. Creates no file."""
     if not path.parent.is_dir():
         why = f"there is no folder {path.parent}"
     elif path.exists() and not path.is_file():

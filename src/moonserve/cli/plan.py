@@ -1,6 +1,6 @@
-"""`moonserve plan`: how to divide instances for a trace, and how fast it may come.
+"""`moonserve plan`: how to divide instances for a trace, and how fast the trace may come.
 
-A face over sim/plan; nothing else imports it.
+A thin layer over sim/plan; no other module imports it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _option = partial(click.option, show_default=True)
     metavar="N",
     help="Instances to divide between prefill and decode.",
 )
-@_option("--policy", default="late_binding", metavar="NAME", help="Who prefills.")
+@_option("--policy", default="late_binding", metavar="NAME", help="Placement policy.")
 @_option(
     "--admission",
     type=click.Choice(["none", "ttft", "early", "predictive"]),
     default="none",
-    help="What refuses whatever would miss an objective.",
+    help="How requests that would miss an objective are refused.",
 )
 @_option(
     "--profile",
@@ -59,7 +59,7 @@ _option = partial(click.option, show_default=True)
     default=0.99,
     type=click.FloatRange(0, 1, min_open=True),
     metavar="SHARE",
-    help="Of all requests, how many must meet both objectives.",
+    help="Share of all requests that must meet both objectives.",
 )
 @_option(
     "--tolerance",
@@ -81,12 +81,13 @@ def plan(
 ) -> None:
     """Search how to divide --nodes between prefill and decode, and how fast the trace may come.
 
-    A speed is met if --attainment of all requests meet both objectives. The search begins with the
-    split that the costs alone suggest, and goes on to a neighbour while that is faster; runs that
-    missed too many are not seen to their end. Each split says what binds it above its speed: of
-    which one more instance would serve more, by simulation. Beside it stands what an endless load
-    is bounded by. A trace may be faster, above all a short one: what
-    waits when its last request has come still has until its objective.
+    A speed is met if the share --attainment of all requests meets both objectives. The search
+    begins with the split that the costs alone suggest, and moves to a neighbour while that one is
+    faster. A run that has missed too many requests is not simulated to its end. For each split, the
+    output says what binds above its speed: one more instance of that kind would serve more, by
+    simulation. It also gives the bound for an endless load. A trace may be faster than that, above
+    all a short one: requests that still wait when the last one has arrived have time until their
+    objective.
     """
 
     from moonserve.sim.axes import setup_of, value_of
@@ -94,8 +95,8 @@ def plan(
     from moonserve.sim.trace import read_trace
 
     for name, value in (("attainment", attainment), ("tolerance", tolerance)):
-        if value != value:  # which no range of click's refuses
-            raise ConfigError(f"{value} is no number", f"--{name}")
+        if value != value:  # no range of click refuses NaN
+            raise ConfigError(f"{value} is not a number", f"--{name}")
     goals = {"ttft_slo_s": ttft_slo, "tbt_slo_ms": tbt_slo}
     settings["cache_blocks"] = value_of("cache_blocks", settings["cache_blocks"])
     setup = setup_of({**settings, **goals})
@@ -115,7 +116,7 @@ def plan(
 
 
 def _rps(trace: Trace, split: Split) -> float | None:
-    """Requests a second at the split's speed; None where none is met, or all come at once."""
+    """Requests a second at the split's speed; None if no speed is met, or all arrive at once."""
     span_s = (trace.rows[-1].at_us - trace.rows[0].at_us) / 1e6
     return split.speed * len(trace.rows) / span_s if split.speed and span_s else None
 

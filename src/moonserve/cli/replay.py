@@ -1,6 +1,6 @@
 """`moonserve replay`: a trace against a running cluster, measured as its clients see it.
 
-A face over live/replay, and with --compare over sim; nothing else imports it.
+A thin layer over live/replay, and with --compare over sim; no other module imports it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SOME = click.IntRange(min=1)
 _IDS = range(1_000, 8_000)
-"""Token ids that prompts are made of: words, in every vocabulary that is served."""
+"""Token ids for prompts: they are words in the vocabulary of every model that is served."""
 _COLUMNS = (
     "id", "arrived_s", "input_tokens", "output_tokens", "outcome", "cached_tokens", "late_s",
     "ttft_s", "tbt_ms", "ended_s", "error",
@@ -38,7 +38,7 @@ _COLUMNS = (
 @click.option("--model", metavar="NAME", help="Default: the first the gateway serves.")
 @click.option("--limit", type=_SOME, metavar="ROWS", help="Only the first requests of TRACE.")
 @click.option("--scale", type=_SOME, default=1, metavar="N", help="Divide lengths by this.")
-@click.option("--speed", default=1.0, metavar="X", help="Arrivals so many times as fast.")
+@click.option("--speed", default=1.0, metavar="X", help="How many times as fast arrivals come.")
 @click.option("--block-size", type=_SOME, default=512, metavar="N", help="Tokens of one block.")
 @click.option(
     "--concurrency",
@@ -46,9 +46,14 @@ _COLUMNS = (
     default=1024,
     show_default=True,
     metavar="N",
-    help="Most requests under way; more are sent late, which counts.",
+    help="Most requests at one time; further ones are sent late, and their wait counts.",
 )
-@click.option("--seed", default=0, metavar="N", help="Another seed, other tokens: nothing cached.")
+@click.option(
+    "--seed",
+    default=0,
+    metavar="N",
+    help="Another seed gives other tokens, of which nothing is cached.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option("--rows", type=Output(), help="Write a CSV of all requests.")
 @click.option(
@@ -74,9 +79,10 @@ def replay(
 ) -> None:
     """Send the requests of TRACE to a running cluster when they are due, and measure.
 
-    Equal block ids become equal tokens, so what shares a prefix in TRACE shares it here. --scale 16
-    makes blocks of 512 tokens into blocks of 32, the cluster's own size. Output has the trace's
-    length whatever the model says. --profile-out and --compare need a moonserve gateway.
+    Equal block ids become equal tokens, so requests that share a prefix in TRACE share it here.
+    --scale 16 turns blocks of 512 tokens into blocks of 32, the cluster's own size. Outputs have
+    the trace's length, whatever the model would do. --profile-out and --compare need a moonserve
+    gateway.
 
     \b
     Examples:
@@ -120,9 +126,9 @@ def replay(
 
 
 def prompt_of(row: Row, block_size: int, seed: int) -> tuple[int, ...]:
-    """Token ids for a row: a block's are drawn with its id as the seed, so equal blocks are equal.
+    """Token ids for a row: the block id seeds the tokens of its block, so equal blocks are equal.
 
-    A last, partial block has the beginning of what the whole one would have.
+    A partial last block has the beginning of the whole block's tokens.
     """
     tokens: list[int] = []
     for block in row.blocks:
@@ -131,7 +137,7 @@ def prompt_of(row: Row, block_size: int, seed: int) -> tuple[int, ...]:
 
 
 def _run(url: str, model: str, trace: Trace, bound: int, seed: int) -> list[Answered]:
-    """Replay it; says on stderr how far it is."""
+    """Replay the trace; print the progress on stderr."""
     from moonserve.live.replay import Due
     from moonserve.live.replay import replay as run
 
@@ -168,7 +174,7 @@ def gaps_ms(answer: Answered) -> list[float]:
 
 
 def summary(trace: Trace, answers: Sequence[Answered]) -> dict[str, Any]:
-    """The figures, named as those of `moonserve simulate` where they mean the same."""
+    """The figures, with the names that `moonserve simulate` uses if they mean the same."""
     import numpy as np
 
     from moonserve.sim.metrics import mean, paper_tbt_ms, quantiles

@@ -1,6 +1,6 @@
 """`moonserve simulate`: a trace against the Conductor, with instances, links and time made up.
 
-A face over sim/cluster, sim/metrics and sim/report; nothing else imports it.
+A thin layer over sim/cluster, sim/metrics and sim/report; no other module imports it.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ _OPTIONS = (
         type=click.Choice(list(POLICIES)),
         metavar="NAME",
         default="kvcache_centric",
-        help=f"Who prefills: {', '.join(POLICIES)}.",
+        help=f"Placement policy: {', '.join(POLICIES)}.",
     ),
     _option(
         "--threshold",
         default=1.0,
         metavar="RATIO",
-        help="Fetch a prefix this many times as long as one's own (Algorithm 1).",
+        help="Fetch a prefix that is this many times as long as the local one (Algorithm 1).",
     ),
     _option(
         "--spread-bytes",
         default="8GiB",
         metavar="SIZE",
-        help="Copy hot prefixes to idle instances, so much at a time; 0: none.",
+        help="Copy hot prefixes to idle instances, at most this much at a time; 0: none.",
     ),
     _option("--ttft-slo", default=30.0, metavar="S", help="Goal for the first token."),
     _option("--tbt-slo", default=200.0, metavar="MS", help="Goal between tokens."),
@@ -79,23 +79,23 @@ _OPTIONS = (
         "--admission",
         type=_MODE,
         default="none",
-        help="What refuses whatever would miss a goal: the TTFT predicted; and decode's load, now "
-        "or when prefill will have ended.",
+        help="Refuse requests that are predicted to miss a goal. ttft: by the predicted TTFT; "
+        "early: also by decode's load now; predictive: by its load when prefill will have ended.",
     ),
-    _option("--admission-low", type=_MODE, help="The same for priorities below 0 in TRACE."),
-    _option("--admission-high", type=_MODE, help="The same for priorities above 0."),
+    _option("--admission-low", type=_MODE, help="The same for requests of a priority below 0."),
+    _option("--admission-high", type=_MODE, help="The same for requests of a priority above 0."),
     _option(
         "--predictor",
         type=click.Choice(["uniform", "survival", "oracle"]),
         default="survival",
-        help="Predictive admission: how long others decode.",
+        help="How predictive admission estimates the lengths of outputs.",
     ),
     _option(
         "--cpp",
         type=_SOME,
         default=1,
         metavar="N",
-        help="Up to so many prefill instances share a prompt that one would be late with.",
+        help="Most prefill instances that share a prompt for which one alone would be late.",
     ),
     _option(
         "--profile",
@@ -116,9 +116,9 @@ _OPTIONS = (
         "--pool",
         type=click.Choice(["local", "global"]),
         default="local",
-        help="A cache for each instance, or one of all their blocks.",
+        help="One cache for each instance, or one for all of them.",
     ),
-    _option("--keep-output", is_flag=True, help="Decode instances keep KV for next turns."),
+    _option("--keep-output", is_flag=True, help="Decode instances keep KV for the next turns."),
     _option(
         "--prefill-seqs",
         type=_SOME,
@@ -136,25 +136,29 @@ _OPTIONS = (
         "--first-token",
         type=click.Choice(["prefill", "decode"]),
         default="prefill",
-        help="Who streams it; decode makes it again, as behind vLLM's connectors.",
+        help="Which instance streams the first token; decode makes it again, as behind vLLM.",
     ),
-    _option("--no-overlap", is_flag=True, help="KV moves only when its prefill has ended."),
+    _option("--no-overlap", is_flag=True, help="KV moves only after its prefill has ended."),
     _option(
-        "--racks", type=_COUNT, default=0, metavar="N", help="Instances stand in them in turn."
+        "--racks",
+        type=_COUNT,
+        default=0,
+        metavar="N",
+        help="Number of racks, in which instances stand in turn; 0: unknown.",
     ),
-    _option("--seed", default=0, metavar="N", help="For policies that draw."),
+    _option("--seed", default=0, metavar="N", help="Seed for policies that draw at random."),
     _option(
         "--fault",
         multiple=True,
         metavar="WHAT",
-        help="kill:p003@600, join:p003@660 or slow:d001@600x2: at so many seconds, so many times "
-        "as slow. May be given again.",
+        help="A fault at a time in seconds: kill:p003@600, join:p003@660, or slow:d001@600x2 for "
+        "twice as slow. May be given again.",
     ),
 )
 
 
 def _cluster_options(command: _Command) -> _Command:
-    """The options that `_setup` takes."""
+    """Add the options that `_setup` takes."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -176,7 +180,8 @@ def _setup(
     fault: tuple[str, ...],
     **same: Any,
 ) -> Setup:
-    """What is to be simulated, from the options' values. Raises ConfigError naming the option."""
+    """The simulation's setup, from the options' values. Raises ConfigError that names the
+    option."""
     from moonserve.sim.axes import setup_of
 
     for name, value in (("threshold", threshold), ("ttft-slo", ttft_slo), ("tbt-slo", tbt_slo)):
@@ -208,14 +213,16 @@ def _setup(
 @click.command(short_help="Try a cluster and a policy on a trace, without either.")
 @click.argument("trace", type=click.Path(path_type=Path))
 @_cluster_options
-@_option("--speed", default=1.0, metavar="X", help="Arrivals so many times as fast.")
+@_option("--speed", default=1.0, metavar="X", help="How many times as fast arrivals come.")
 @_option("--limit", type=_SOME, metavar="ROWS", help="Only the first requests of TRACE.")
 @_option("--block-size", type=_SOME, default=512, metavar="N", help="Tokens of one block in TRACE.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option("--report", type=Output(), help="Write a page with plots.")
 @click.option("--rows", type=Output(), help="Write a CSV of all requests.")
-@click.option("--explain", metavar="REQUEST", help="Say why it went where it went; r000042.")
-@click.option("--cprofile", type=Output("wb"), help="Write where CPU time went (pstats).")
+@click.option(
+    "--explain", metavar="REQUEST", help="Show why a request was placed as it was; r000042."
+)
+@click.option("--cprofile", type=Output("wb"), help="Write a CPU profile (pstats).")
 def simulate(
     trace: Path,
     speed: float,
@@ -230,8 +237,8 @@ def simulate(
 ) -> None:
     """Serve TRACE by the real Conductor on a made-up cluster, and measure it.
 
-    What decides is the very code of the live gateway; what takes time (engines, links, loads) and
-    what breaks is made up. TRACE is what `moonserve trace` reads; - is stdin. The same inputs give
+    The code of the live gateway decides. Engines, links, loads and faults, which take time, are
+    made up. TRACE has a format that `moonserve trace` reads; - is stdin. The same inputs give
     the same digest. docs/explanation/simulator.md says what is modelled, and what is not.
 
     \b
@@ -257,7 +264,7 @@ def simulate(
     for idle in _idle(setup, **cluster):
         click.echo(f"warning: {idle}", err=True)
     read = read_trace(input_path(trace), limit, block_size)
-    told = setup_of(read, setup, {"speed": speed, "limit": limit, **cluster})
+    described = setup_of(read, setup, {"speed": speed, "limit": limit, **cluster})
     read = scale(read, speed)
     if explain is not None and explain not in (f"r{at:06}" for at in range(len(read.rows))):
         raise ConfigError(f"{explain} is none of r000000 to r{len(read.rows) - 1:06}", "--explain")
@@ -273,7 +280,7 @@ def simulate(
         write_rows(result, rows)
     asked = [one for one in sim.served if one.id == explain]
     if as_json:
-        further: dict[str, Any] = {"lost": result.lost, "setup": told, "queues": queues(sim)}
+        further: dict[str, Any] = {"lost": result.lost, "setup": described, "queues": queues(sim)}
         if asked:
             further["explanation"] = explanation_of(asked[0])
         print_json(result.summary | further)
@@ -293,18 +300,18 @@ def _idle(
     eviction: str,
     **_: object,
 ) -> Iterator[str]:
-    """Options that were given and change nothing beside the others."""
+    """Options that were given but change nothing in combination with the others."""
     from moonserve.core.schedule.policies import policy_of
 
     fetches = policy_of(setup.tuning.policy).fetch
     if threshold != 1.0 and fetches != "threshold":
-        yield f"--threshold changes nothing: {setup.tuning.policy} does not balance by it"
+        yield f"--threshold changes nothing: policy {setup.tuning.policy} does not use it"
     if setup.cache_blocks is None and eviction != "lru":
         yield "--eviction changes nothing: an infinite cache never evicts"
     if setup.tuning.cpp > 1 and not setup.profile.layers:
         yield f"--cpp changes nothing: profile {setup.profile.name} does not say its layers"
     elif setup.tuning.cpp > 1 and setup.mixed:
-        yield "--cpp plans for --mixed instances as if they decoded nobody: it errs by that"
+        yield "--cpp plans for --mixed instances as if they did not decode: it plans too fast"
     for option, given in (
         ("--no-overlap", no_overlap),
         ("--keep-output", keep_output),
@@ -333,7 +340,7 @@ def _breakdown(text: str) -> Breakdown:
 
 
 def _run(sim: Simulation, out: IO[bytes] | None) -> float:
-    """Run it; gives CPU seconds. On a terminal, says how far it is."""
+    """Run it and return CPU seconds. On a terminal, print the progress."""
     if sys.stderr.isatty():
         rows = sim.trace.rows
         for percent in range(1, 101):
@@ -358,7 +365,7 @@ def _progress(percent: int) -> None:
 
 
 def _write_profile(profiler: Profiler, out: IO[bytes]) -> None:
-    """A pstats file; the ten functions with the most time of their own go to stderr."""
+    """Write a pstats file; print the ten functions with the most time of their own on stderr."""
     import marshal
     import pstats
 

@@ -1,6 +1,6 @@
 """`moonserve store`: the store's master alone, and a look into a pool; `moonserve segment`.
 
-A face over live/store; nothing else imports it. Heavy imports stay inside the functions.
+A thin layer over live/store; no other module imports it. Heavy imports stay inside functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 0.2
-_MAX_KEY_BYTES = 256  # as in live.store.wire, whose import takes its time
+_MAX_KEY_BYTES = 256  # as in live.store.wire, whose import is slow
 _url = click.option(
     "--url",
     default=URL,
@@ -142,7 +142,7 @@ def segment(
 ) -> None:
     """Give a pool memory, and disk, without an engine.
 
-    When told to stop, it first has what lies in its memory moved elsewhere.
+    When it is asked to stop, the segment first moves the objects in its memory elsewhere.
     """
     settings, name = read_settings(config, flags), check_name(name)
     import time
@@ -251,10 +251,10 @@ def get(key: str, output: Any, is_text: bool, url: str) -> None:
 @click.argument("size")
 @_url
 def evict(segment: str, size: str, url: str) -> None:
-    """Free SIZE of SEGMENT, of what would be evicted first. Needs the cluster's token.
+    """Free SIZE of SEGMENT, in the order of eviction. Needs the cluster's token.
 
-    It moves to the disk of the segment's node; where there is none, it is gone unless another
-    segment has a copy.
+    The objects move to the disk of the segment's node. If it has none, they are lost, unless
+    another segment has a copy.
     """
     from moonserve.core.units import SegmentId
 
@@ -301,7 +301,7 @@ def _lookup(url: str, query: dict[str, str]) -> dict[str, Any]:
 
 
 def _objects_on(url: str, segment: str) -> int:
-    """How many objects a segment holds; none once it has left."""
+    """How many objects a segment holds; 0 once it has left."""
     found = [it for it in _lookup(url, {})["segments"] if it["id"] == segment]
     return int(found[0]["objects"]) if found else 0
 

@@ -1,6 +1,6 @@
 """`moonserve sweep`: one simulation for every combination of settings, on all cores.
 
-A face over sim/sweep; nothing else imports it.
+A thin layer over sim/sweep; no other module imports it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _SHOWN = {
 @click.option("--admission-high", metavar="MODE,…", help="The same for priorities above 0.")
 @click.option("--seed", metavar="N,…", help="Seeds.")
 @click.option("--set", "more", multiple=True, metavar="NAME=V,…", help="Any other axis.")
-@click.option("-j", "--jobs", type=click.IntRange(min=1), help="At a time.  [default: all cores]")
+@click.option(
+    "-j", "--jobs", type=click.IntRange(min=1), help="How many run at a time.  [default: all cores]"
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write .csv or .json here.")
 @json_option
 def sweep(
@@ -55,12 +57,12 @@ def sweep(
 
     GRID is a YAML file of axes: a name, and one value or a list. Flags replace axes of GRID. An
     axis is trace, speed, split, profile, ttft_slo_s, tbt_slo_ms, or any setting of the simulated
-    cluster, as cache_blocks, eviction, pooled, chunk_tokens or kvcache_balancing_threshold; a
-    wrong name prints them all. Where nothing else is said: 8+8 of profile a800-loaded, 30 s to
-    the first token, 200 ms between tokens, admission none.
+    cluster, such as cache_blocks, eviction, pooled, chunk_tokens or kvcache_balancing_threshold;
+    a wrong name prints them all. Defaults: 8+8 instances of profile a800-loaded, 30 s to the
+    first token, 200 ms between tokens, admission none.
 
-    All values are looked at before the first run. A cell that fails is told and named in the
-    table; the others go on. Ctrl-C keeps what is done.
+    All values are checked before the first run. A cell that fails is reported and named in the
+    table; the others go on. Ctrl-C keeps the results so far.
 
     \b
     Example:
@@ -84,12 +86,12 @@ def sweep(
     done: dict[int, dict[str, Any]] = {}
     try:
         _run(cells, jobs or os.cpu_count() or 1, varied, done)
-    finally:  # also where it is interrupted
+    finally:  # also if it is interrupted
         rows = [done[at] for at in sorted(done)]
         if len(rows) < len(cells):
             click.echo(f"stopped, {len(rows)} of {len(cells)} done", err=True)
         if rows:
-            _tell(rows, varied, as_json, output)
+            _output(rows, varied, as_json, output)
     if any("error" in row for row in rows):
         click.get_current_context().exit(1)
 
@@ -101,23 +103,23 @@ def _read(file: TextIO) -> dict[str, Any]:
     try:
         read = yaml.safe_load(file)
     except yaml.YAMLError as err:
-        raise ConfigError(f"is no YAML: {err}", file.name) from None
+        raise ConfigError(f"is not valid YAML: {err}", file.name) from None
     if not isinstance(read, dict):
-        raise ConfigError("must be a mapping of axes to values, as speed: [1, 2]", file.name)
+        raise ConfigError("must map axes to values, such as speed: [1, 2]", file.name)
     return read
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
     name, equals, values = text.partition("=")
     if not equals:
-        raise ConfigError(f"{text!r} must be as cache_blocks=1000,5000", "set")
+        raise ConfigError(f"{text!r} must have the form cache_blocks=1000,5000", "set")
     return name.replace("-", "_"), values.split(",")
 
 
 def _run(
     cells: Sequence[Any], jobs: int, varied: Sequence[str], done: dict[int, dict[str, Any]]
 ) -> None:
-    """Fill `done`, by number of the cell, and tell each on stderr."""
+    """Fill `done`, by number of the cell, and print each result on stderr."""
     from moonserve.cli.jobs import Failed, run_jobs
 
     calls = [partial(cell.run, time.process_time) for cell in cells]
@@ -125,18 +127,18 @@ def _run(
         values = cells[at].values
         if isinstance(outcome, Failed):
             done[at] = {**values, "error": outcome.reason}
-            told = f"failed: {outcome.reason}"
+            result = f"failed: {outcome.reason}"
         else:
             done[at] = outcome
-            told = f"attainment {outcome['attainment']:.4f}, {outcome['cpu_s']:.1f} CPU s"
+            result = f"attainment {outcome['attainment']:.4f}, {outcome['cpu_s']:.1f} CPU s"
         what = " ".join(f"{name}={_said(values, name)}" for name in varied)
-        click.echo(f"{len(done)}/{len(cells)}  {what}  {told}", err=True)
+        click.echo(f"{len(done)}/{len(cells)}  {what}  {result}", err=True)
 
 
-def _tell(
+def _output(
     rows: Sequence[Mapping[str, Any]], varied: Sequence[str], as_json: bool, output: Path | None
 ) -> None:
-    """Print what is done, and write it; also where nobody reads what is printed."""
+    """Print the finished rows, and write them; write them even if no process reads stdout."""
     try:
         if as_json:
             print_json(rows)

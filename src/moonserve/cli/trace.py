@@ -1,7 +1,7 @@
 """`moonserve trace`: look at traces of requests, check them, cut and make them.
 
-A face over sim/trace, sim/stats and sim/synthesize; nothing else imports it. Traces go to stdout
-unless --output names a file.
+A thin layer over sim/trace, sim/stats and sim/synthesize; no other module imports it. Traces go to
+stdout unless --output names a file.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _requests = click.option(
 def trace() -> None:
     """Look at traces of requests; check, cut, scale and make them.
 
-    A trace says when requests came, how long they were, and which KV blocks they share. Read are
-    Mooncake's JSONL (timestamp in ms, input_length, output_length, hash_ids: one id for each block
-    of 512 input tokens, equal where all tokens up to there are), a CSV of timestamp_ms,
-    input_length, output_length and perhaps hash_ids with spaces between, and Azure's LLM CSV. A
-    CSV without ids shares nothing. FILE may be -, for stdin. What is written is JSONL.
+    A trace has the arrival times of requests, their lengths, and the KV blocks that they share.
+    Three formats can be read. Mooncake's JSONL: timestamp in ms, input_length, output_length, and
+    hash_ids, one id for each block of 512 input tokens; ids are equal if all tokens up to the end
+    of the block are. A CSV of timestamp_ms, input_length, output_length and perhaps hash_ids, which
+    are separated by spaces. Azure's LLM CSV. A CSV without ids shares nothing. FILE may be -, for
+    stdin. Traces are written as JSONL.
 
     \b
     Examples:
@@ -79,16 +80,16 @@ def stats(
     block_size: int,
     as_json: bool,
 ) -> None:
-    """Say what FILE holds, and how much of it a cache gives back.
+    """Show what FILE holds, and how much of it a cache gives back.
 
-    A request hits the longest leading run of its blocks that are held by one cache for all
-    requests; then all its blocks are used, the deepest first. Infinite hits are those of a cache
+    One cache serves all requests. A request hits the longest leading run of its blocks that the
+    cache holds; then all its blocks are used, the deepest first. Infinite hits are those of a cache
     that never evicts: no cache gives more.
     """
     from moonserve.sim import stats as count
 
     if not policy and capacity != _CAPACITIES:
-        raise ConfigError("says how large a cache of --policy is; give that too", "--capacity")
+        raise ConfigError("is the size of a cache of --policy; give --policy too", "--capacity")
     read = _read(file, block_size)
     found = count.stats(read)
     curve = [count.hits(read, size) for size in lru]
@@ -107,10 +108,10 @@ def stats(
 @_block_size
 @json_option
 def validate(file: Path, at_most: int, block_size: int, as_json: bool) -> None:
-    """Check every row of FILE, and name what is wrong by line and field.
+    """Check every row of FILE, and name each fault by line and field.
 
-    Ends with 1 if anything is. Times must not go back, lengths be at least 1, and hash_ids as many
-    as the input has blocks, none twice.
+    Ends with code 1 if there is a fault. Times must not go back, lengths must be at least 1, and
+    hash_ids must have one id for each block of the input, none twice.
     """
 
     from moonserve.sim.trace import validate as check
@@ -142,15 +143,17 @@ def head(file: Path, requests: int, block_size: int, output: TextIO) -> None:
 
 @trace.command()
 @_file
-@click.option("--speed", default=1.0, show_default=True, help="Arrivals so many times as fast.")
+@click.option(
+    "--speed", default=1.0, show_default=True, help="How many times as fast arrivals come."
+)
 @click.option("--lengths", default=1, show_default=True, help="Divide lengths by this.")
 @_block_size
 @_output
 def scale(file: Path, speed: float, lengths: int, block_size: int, output: TextIO) -> None:
     """Write FILE with faster (or slower) arrivals, or with shorter requests.
 
-    Lengths are rounded up and the block size is divided alike, so every request keeps its blocks
-    and its hits: --lengths 16 makes a trace of 32-token blocks, to be read with --block-size 32.
+    Lengths are rounded up and the block size is divided too, so every request keeps its blocks and
+    its hits. --lengths 16 makes a trace of 32-token blocks; read it with --block-size 32.
     """
     from moonserve.sim import trace as traces
 
@@ -167,11 +170,24 @@ def scale(file: Path, speed: float, lengths: int, block_size: int, output: TextI
     "--open-sessions", default=256, show_default=True, help="Sessions that may still go on."
 )
 @click.option("--system-prompts", default=16, show_default=True, help="How many are shared.")
-@click.option("--zipf", default=1.0, show_default=True, help="Skew of their popularity.")
-@click.option("--system-tokens", default=1024, show_default=True, help="Their median length.")
-@click.option("--hot-share", default=0.0, show_default=True, help="Sessions under one prompt more.")
-@click.option("--hot-tokens", default=8_192, show_default=True, help="Length of that prompt.")
-@click.option("--user-tokens", default=800, show_default=True, help="Median a turn adds.")
+@click.option(
+    "--zipf", default=1.0, show_default=True, help="Skew of the system prompts' popularity."
+)
+@click.option(
+    "--system-tokens", default=1024, show_default=True, help="Median length of system prompts."
+)
+@click.option(
+    "--hot-share",
+    default=0.0,
+    show_default=True,
+    help="Share of sessions that begin with one more, common prompt.",
+)
+@click.option(
+    "--hot-tokens", default=8_192, show_default=True, help="Length of that common prompt."
+)
+@click.option(
+    "--user-tokens", default=800, show_default=True, help="Median tokens that a turn adds."
+)
 @click.option("--output-tokens", default=300, show_default=True, help="Median of answers.")
 @click.option("--sigma", default=1.0, show_default=True, help="Spread of the log of lengths.")
 @click.option("--most-tokens", default=131_072, show_default=True, help="The longest input.")
@@ -182,8 +198,8 @@ def synthesize(
 ) -> None:
     """Make up a trace of chat sessions under shared system prompts.
 
-    Arrivals are Poisson. Each either begins a session or goes on with an open one, whose turns so
-    far, answers included, are then its prefix. Lengths are log-normal.
+    Arrivals are Poisson. Each request begins a session or continues an open one; then the session's
+    earlier turns, answers included, are its prefix. Lengths are log-normal.
     """
     import msgspec
 

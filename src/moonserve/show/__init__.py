@@ -1,4 +1,4 @@
-"""What people see of decisions and runs: text made from plain data.
+"""Text about decisions and runs for people, made from plain data.
 
-Imports core only. Nothing here decides, waits or listens.
+It imports core only. Nothing here decides, waits or listens.
 """

@@ -1,6 +1,6 @@
-"""One request's placement as a text for the terminal: the sentence, the figures, the candidates.
+"""One request's placement as text for the terminal: the sentence, the figures, the candidates.
 
-Called by the CLI with what the gateway or the simulator says of a request; returns lines.
+The CLI calls it with what the gateway or the simulator returns of a request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _HEADS = ("", "candidate", "from", "local", "reused", "transfer", "queue", "comp
 
 
 def lines(told: Explanation) -> Iterator[str]:
-    """The whole text; times in milliseconds."""
+    """The whole text, line by line; times in milliseconds."""
     yield f"request {told.request}: {told.outcome}{_attempts(told)}"
     if told.reject_reason is not None:
         yield f"rejected ({told.reject_reason})"
@@ -70,7 +70,7 @@ def _number(value: float | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
-    """Columns of their own width: the first `words` to the left, numbers to the right."""
+    """Columns of their own width: the first `words` columns to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         aligned = [
