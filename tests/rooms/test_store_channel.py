@@ -25,20 +25,22 @@ from moonserve.live.http.connection import Connection, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
-from moonserve.live.store import channel
-from moonserve.live.store.channel import PATH, PROTOCOL, Served
-from moonserve.live.store.local import LocalPool
+from moonserve.live.rpc.connection import CALL, DONE, HEAD, HELLO, NOTICES, Limits
+from moonserve.live.store.local import LocalPool, member_connection
 from moonserve.live.store.remote import HttpRpc, RemotePool
 from moonserve.live.store.server import MasterService
+from moonserve.live.store.wire import PATH, PROTOCOL
 from tests.support.loops import both_loops  # noqa: F401 - autouse
 
+GREETING = HEAD.pack(len(PROTOCOL), 0, HELLO) + PROTOCOL.encode()
 UPGRADE = f"GET {PATH} HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: {PROTOCOL}\r\n\r\n"
 
 
 class Site:
     """A master that echoes, and a member's way to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
         self.http = HttpClient()
         self.go = asyncio.Event()
         self.ran: list[str] = []
@@ -58,7 +60,7 @@ class Site:
             case "bug":
                 raise KeyError("bug")
             case "all":
-                return bytes(channel.MAX_FRAME_BYTES + 1)
+                return bytes(Limits().frame_bytes + 1)
             case "late bug":
                 return self._break()
         return body
@@ -75,7 +77,7 @@ class Site:
         raise KeyError("bug")
 
     async def _switch(self, request: HttpRequest) -> Switch:
-        return Switch(PROTOCOL, Served(self.answer))
+        return Switch(PROTOCOL, member_connection(self.answer, limits=self.limits))
 
     async def start(self, port: int = 0) -> None:
         self.server = await serve(App({("GET", PATH): self._switch}), "127.0.0.1", port)
@@ -99,11 +101,11 @@ class Site:
         return reader, writer
 
 
-def run(test: Callable[[Site], Awaitable[None]]) -> None:
+def run(test: Callable[[Site], Awaitable[None]], limits: Limits = Limits()) -> None:  # noqa: B008
     """Run a test with a site."""
 
     async def body() -> None:
-        site = Site()
+        site = Site(limits)
         await site.start()
         try:
             await test(site)
@@ -149,20 +151,20 @@ def test_an_answer_may_tell_of_a_very_large_pool() -> None:
     """Calls are bounded; of all there is in a pool, a gateway is told at once."""
 
     async def test(it: Site) -> None:
-        assert len(await it.call("all")) == channel.MAX_FRAME_BYTES + 1
+        assert len(await it.call("all")) == Limits().frame_bytes + 1
 
     run(test)
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system's own times hold")
 def test_a_peer_whose_machine_is_gone_is_soon_noticed() -> None:
-    """After two times _DEAD_S of silence: when the second proof of life is due."""
+    """After two times 5 s of silence: when the second proof of life is due."""
 
     async def test(it: Site) -> None:
         sock = (await it.rpc.connect()).transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            assert sock.getsockopt(socket.IPPROTO_TCP, option) == channel._DEAD_S
+            assert sock.getsockopt(socket.IPPROTO_TCP, option) == 5
 
     run(test)
 
@@ -264,8 +266,7 @@ def test_a_cancelled_call_leaves_nothing() -> None:
             await call
         it.go.set()
         assert await it.call("echo", b"1") == b"1"
-        assert it.rpc._channel is not None
-        assert not it.rpc._channel._calls
+        assert (await it.rpc.connect()).calls == 0
 
     run(test)
 
@@ -307,9 +308,16 @@ def test_a_master_that_hangs_is_late_whatever_the_call_waits_for() -> None:
     ("frame", "why"),
     [
         (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", "is over the limit"),
-        (channel._HEAD.pack(channel.MAX_FRAME_BYTES + 1, 1, 1), "is over the limit"),
-        (channel._HEAD.pack(3, 1, 0) + b"abc", "a frame without an operation"),
-        (channel._HEAD.pack(3, 1, 9) + b"abc", "a frame without an operation"),
+        (GREETING + HEAD.pack(Limits().frame_bytes + 1, 1, CALL | 1), "is over the limit"),
+        (GREETING + HEAD.pack(3, 1, CALL) + b"abc", "a call without an operation"),
+        (GREETING + HEAD.pack(3, 1, CALL | 9) + b"abc", "a call without an operation"),
+        (GREETING + HEAD.pack(1, 0, NOTICES) + b"\x91", "it sends notices"),
+        (GREETING + HEAD.pack(1, 0, 9) + b"a", "a frame of unknown kind 9"),
+        (HEAD.pack(7, 5, CALL | 4) + b"echoone", "its first frame is no hello"),
+        (
+            HEAD.pack(17, 0, HELLO) + b"moonserve-store/9",
+            "it speaks 'moonserve-store/9', not 'moonserve-store/2'",
+        ),
     ],
 )
 def test_garbage_is_cut_off(caplog: pytest.LogCaptureFixture, frame: bytes, why: str) -> None:
@@ -319,7 +327,7 @@ def test_garbage_is_cut_off(caplog: pytest.LogCaptureFixture, frame: bytes, why:
         reader, writer = await it.raw()
         writer.write(frame)
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-            await reader.readexactly(1)
+            await reader.readexactly(len(GREETING) + 1)
         writer.close()
         assert it.ran == []
         assert [why in line.getMessage() for line in caplog.records] == [True]
@@ -333,21 +341,22 @@ def test_frames_in_pieces() -> None:
 
     async def test(it: Site) -> None:
         reader, writer = await it.raw()
-        one = channel._HEAD.pack(7, 5, 4) + b"echoone"
+        one = HEAD.pack(7, 5, CALL | 4) + b"echoone"
+        writer.write(GREETING)
+        assert await reader.readexactly(len(GREETING)) == GREETING
         for at in range(len(one)):
             writer.write(one[at : at + 1])
             await asyncio.sleep(0)
         writer.write(one + one)
-        reply = channel._HEAD.pack(3, 5, 0) + b"one"
+        reply = HEAD.pack(3, 5, DONE) + b"one"
         assert await reader.readexactly(3 * len(reply)) == 3 * reply
         writer.close()
 
     run(test)
 
 
-def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_wait_are_bounded() -> None:
     """One connection cannot make the master hold more than so many; others are answered."""
-    monkeypatch.setattr(channel, "_MAX_WAITING", 4)
 
     async def test(it: Site) -> None:
         calls = [asyncio.create_task(it.call("wait", b"x")) for _ in range(6)]
@@ -355,9 +364,9 @@ def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await it.call("echo", b"1") == b"1"
         it.go.set()
         ended = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(it) for it in ended] == [bytes] * 4 + [StoreError] * 2
+        assert [type(it) for it in ended] == [bytes] * 4 + [MoonserveError] * 2
 
-    run(test)
+    run(test, Limits(waiting_calls=4))
 
 
 def test_who_reads_no_replies_is_not_read_from() -> None:
@@ -365,7 +374,8 @@ def test_who_reads_no_replies_is_not_read_from() -> None:
 
     async def test(it: Site) -> None:
         reader, writer = await it.raw()
-        frame = channel._HEAD.pack(4 + 100_000, 1, 4) + b"echo" + bytes(100_000)
+        writer.write(GREETING)
+        frame = HEAD.pack(4 + 100_000, 1, CALL | 4) + b"echo" + bytes(100_000)
         sent = 0
         while sent < 1_000:
             writer.write(frame)
@@ -377,9 +387,10 @@ def test_who_reads_no_replies_is_not_read_from() -> None:
             sent += 1
         assert sent < 1_000
         assert len(it.ran) < sent + 2
-        got = asyncio.create_task(reader.readexactly(50 * 100_013))
+        size = len(GREETING) + 50 * 100_013
+        got = asyncio.create_task(reader.readexactly(size))
         await writer.drain()
-        assert len(await got) == 50 * 100_013
+        assert len(await got) == size
         writer.close()
 
     run(test)

@@ -26,12 +26,13 @@ from moonserve.live.http.message import HttpRequest
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
 from moonserve.live.ports import KVStore
-from moonserve.live.store.channel import PATH, PROTOCOL, Served
 from moonserve.live.store.client import StoreClient, StoreSettings
+from moonserve.live.store.local import member_connection
 from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 from moonserve.live.store.remote import HttpRpc
 from moonserve.live.store.reports import POOL
 from moonserve.live.store.server import MasterService
+from moonserve.live.store.wire import PATH, PROTOCOL
 from moonserve.live.transfer import mooncake_master
 
 ROOM = 1 << 20
@@ -90,7 +91,7 @@ class Pool:
         return self.service.handle(op, body)
 
     async def _switch(self, request: HttpRequest) -> Switch:
-        return Switch(PROTOCOL, Served(lambda op, body: self.service.handle(op, body)))
+        return Switch(PROTOCOL, member_connection(lambda op, body: self.service.handle(op, body)))
 
     async def client(self, name: str, room: int = ROOM, **more: object) -> StoreClient:
         """Another client."""

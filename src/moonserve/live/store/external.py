@@ -14,7 +14,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
-from moonserve.live.store.channel import PATH
+from moonserve.live.store.wire import PATH
 
 _MOONCAKE = (
     "the KV of this cluster lies in Mooncake's pool, and only mooncake_master knows where: ask it"

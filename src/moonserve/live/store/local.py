@@ -20,12 +20,24 @@ from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.http.switch import Switch
+from moonserve.live.rpc.connection import Answer, Limits, RpcConnection
 from moonserve.live.store import admin, wire
-from moonserve.live.store.channel import PATH, PROTOCOL, Served
 from moonserve.live.store.server import MasterService
+from moonserve.live.store.wire import PATH, PROTOCOL
 
+_LIMITS = Limits(unread_bytes=2 * wire.MAX_REPLY_BYTES)
 _encode = msgspec.msgpack.Encoder().encode
 _decode_beat = msgspec.msgpack.Decoder(wire.BeatCall).decode
+
+
+def member_connection(
+    answer: Answer, peer: str = "store master: a member", limits: Limits = _LIMITS
+) -> RpcConnection:
+    """The master's end of one member's connection. It reads no calls while the member does not
+    read replies."""
+    return RpcConnection(
+        peer, PROTOCOL, answer=answer, limits=limits, accepted=True, holds_back=True
+    )
 
 
 class LocalPool:
@@ -84,7 +96,7 @@ class LocalPool:
         check_token(request, self._token)
         if request.headers.get("upgrade") != PROTOCOL:
             raise BadRequest(f"{PATH} is for the store's members, by {PROTOCOL}", "upgrade")
-        return Switch(PROTOCOL, Served(self.answer))
+        return Switch(PROTOCOL, member_connection(self.answer))
 
     def answer(self, op: str, body: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         """Run one operation of a member. Raises BadRequest."""

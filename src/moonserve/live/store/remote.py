@@ -30,9 +30,10 @@ from moonserve.live.http.client import ClientResponse, HttpClient, check_url
 from moonserve.live.http.connection import BadReply
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
+from moonserve.live.rpc.connection import Limits, RpcConnection
 from moonserve.live.store import wire
-from moonserve.live.store.channel import PATH, PROTOCOL, Channel
 from moonserve.live.store.link import FAILURES, Link, text
+from moonserve.live.store.wire import PATH, PROTOCOL
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,6 +46,7 @@ _MOUNT_DEADLINE_S = 120.0
 _WAIT_S = 20.0
 _PAUSE_S = 0.5
 _MAX_LEASES = 10_000
+_LIMITS = Limits(frame_bytes=wire.MAX_REPLY_BYTES)
 
 
 class HttpRpc:
@@ -58,46 +60,46 @@ class HttpRpc:
         self._http = http
         self.url = url.rstrip("/")
         self._headers = bearer(token)
-        self._channel: Channel | None = None
+        self._connection: RpcConnection | None = None
         self._connecting = asyncio.Lock()
 
     async def __call__(self, op: str, body: bytes, deadline_s: float) -> bytes:
-        """Run one operation. Raises what `connect` and Channel.call do."""
-        channel = self._channel
-        if channel is None or not channel.is_open():
+        """Run one operation. Raises what `connect` and RpcConnection.call do."""
+        connection = self._connection
+        if connection is None or not connection.is_open:
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    channel = await self.connect()
+                    connection = await self.connect()
             except TimeoutError:
                 raise DeadlineExceeded(f"{self.url} let nobody connect in time") from None
-        return await channel.call(op, body, deadline_s)
+        return await connection.call(op, body, deadline_s)
 
-    async def connect(self) -> Channel:
+    async def connect(self) -> RpcConnection:
         """Connect unless it is. Raises MoonserveError; ConfigError where trying again is in vain:
         the token is wrong, or no store's master is there.
         """
         async with self._connecting:
-            if self._channel is None or not self._channel.is_open():
-                channel = Channel(f"store master {self.url}")
+            if self._connection is None or not self._connection.is_open:
+                connection = RpcConnection(f"store master {self.url}", PROTOCOL, limits=_LIMITS)
                 try:
                     reply = await self._http.upgrade(
-                        self.url + PATH, PROTOCOL, channel,
+                        self.url + PATH, PROTOCOL, connection,
                         headers=self._headers, timeout_s=_CALL_S,
                     )  # fmt: skip
                 except BadReply as error:
                     raise ConfigError(f"{self.url} is no store's master: {error}", _URL) from None
                 if reply is not None:
                     raise self._refusal(reply)
-                self._channel = channel
-            return self._channel
+                self._connection = connection
+            return self._connection
 
     def move(self, url: str) -> None:
         """The master is elsewhere now: whoever calls next connects there."""
         if url.rstrip("/") != self.url:
             log.warning("the store's master is at %s now, not at %s", url, self.url)
             self.url = url.rstrip("/")
-            if self._channel is not None and self._channel.is_open():
-                self._channel.break_off("it has moved")
+            if self._connection is not None and self._connection.is_open:
+                self._connection.break_off("it has moved")
 
     def _refusal(self, reply: ClientResponse) -> MoonserveError:
         try:

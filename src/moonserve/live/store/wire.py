@@ -27,6 +27,11 @@ from moonserve.core.store.words import (
 )
 from moonserve.core.units import Bytes, LeaseId, SegmentId
 
+PATH = "/internal/store"
+"""Where a master's HTTP server switches a member's connection to rpc."""
+PROTOCOL = "moonserve-store/2"
+MAX_REPLY_BYTES: Bytes = 1 << 30
+"""A gateway receives all blocks of a pool, many millions, in one reply."""
 MAX_BATCH = 4096
 """The most items one call may name."""
 MAX_KEY_BYTES: Bytes = 256

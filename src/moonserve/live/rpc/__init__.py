@@ -1,0 +1,1 @@
+"""Calls, replies and notices between the processes of one cluster, as msgpack frames."""
