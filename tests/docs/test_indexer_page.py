@@ -19,7 +19,8 @@ from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
-from moonserve.live.kvevents.follower import BlockIndexer, EventAddress, Feed, FeedCounts
+from moonserve.live.kvevents.follower import BlockIndexer, Feed, FeedCounts
+from moonserve.live.kvevents.wire import EventAddress
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "indexer-api.md").read_text()

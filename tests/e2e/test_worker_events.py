@@ -19,9 +19,9 @@ from tests.support.kvevents import feed
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
-from moonserve.live.kvevents.follower import EventAddress
 from moonserve.live.kvevents.publisher import Publisher
 from moonserve.live.kvevents.subscriber import EventFeed
+from moonserve.live.kvevents.wire import EventAddress
 
 ANY = "tcp://127.0.0.1:0"
 

@@ -18,7 +18,8 @@ from moonserve.live.external.fleet import Taken, Unknown
 from moonserve.live.external.pages import RankPage, read_page
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import HttpRequest, Response
-from moonserve.live.kvevents.follower import BlockIndexer, EventAddress, Feed, FeedCounts
+from moonserve.live.kvevents.follower import BlockIndexer, Feed, FeedCounts
+from moonserve.live.kvevents.wire import EventAddress
 from tests.support.engines import Engine, rig
 from tests.support.kvevents import fixture
 from tests.support.serving import ByteText

@@ -16,7 +16,8 @@ from moonserve.live.external import indexer_api as module
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App, serve
-from moonserve.live.kvevents.follower import BlockIndexer, EventAddress, Feed, FeedCounts
+from moonserve.live.kvevents.follower import BlockIndexer, Feed, FeedCounts
+from moonserve.live.kvevents.wire import EventAddress
 
 SIZE = 4
 TOKENS = list(range(1, 18))

@@ -24,10 +24,9 @@ import zmq
 import zmq.asyncio
 
 from moonserve.live.kvevents import subscriber
-from moonserve.live.kvevents.follower import EventAddress
 from moonserve.live.kvevents.publisher import Publisher, SegmentEvents
 from moonserve.live.kvevents.subscriber import EventFeed, Subscriptions
-from moonserve.live.kvevents.wire import encode_batch, replay_answer
+from moonserve.live.kvevents.wire import EventAddress, encode_batch, replay_answer
 
 SIZE, ME = 4, SegmentId("p0")
 SPACE = Namespace("m", "r", "l", SIZE)

@@ -63,8 +63,8 @@ def test_vllms_publisher_is_followed() -> None:
     """Of vLLM's own publisher a late feed gets every batch, though its replay drops what is beyond
     the queue of its socket."""
     theirs: Any = vllms_events()
-    from moonserve.live.kvevents.follower import EventAddress
     from moonserve.live.kvevents.subscriber import EventFeed
+    from moonserve.live.kvevents.wire import EventAddress
 
     publisher = theirs.ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
     at = [s.last_endpoint.decode() for s in (publisher._pub, publisher._replay)]

@@ -10,6 +10,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,27 @@ FORBIDDEN = [
 ]
 
 
+FLOORS = {
+    "core": ("units", "errors", "request", "kv", "engine", "transfer", "store", "schedule"),
+    "live": (
+        *(
+            "health",
+            "clock",
+            "ports",
+            "tasks",
+            "http",
+            "rpc",
+            "model",
+            "text",
+            "openai",
+            "registry",
+        ),
+        *("replay", "transfer", "engine", "kvevents", "store", "external", "drive", "control"),
+        *("api", "fronts", "worker", "process"),
+    ),
+}
+"""The rooms from the ground up; a room imports only rooms before it."""
+STILL_CIRCULAR = ("src/moonserve/core/schedule/", "src/moonserve/live/worker/")
 LOOP = "src/moonserve/live/control/loop.py"
 SPECIFIED_BY = ("greedy_reference",)
 """Plain loops that stand beside the fast ones as their specification."""
@@ -103,6 +125,41 @@ def rooms_keep_their_floor(file: File) -> Iterator[str]:
     for line, module in imports(file.tree):
         if within(module, {f"moonserve.{room}" for room in others}):
             yield f"{line}: {match[1]} may not import {module}; share it through core"
+
+
+def rooms_keep_their_order(file: File) -> Iterator[str]:
+    """Within core and within live, a room imports the rooms below it only: see FLOORS."""
+    match = re.match(r"src/moonserve/(core|live)/(\w+)", file.path)
+    if match is None or match[2] == "__init__":
+        return
+    floors = FLOORS[match[1]]
+    if match[2] not in floors:
+        yield f"1: {match[2]} is new: give it a place in FLOORS, above all that it imports"
+        return
+    for line, module in imports(file.tree):
+        below = re.match(rf"moonserve\.{match[1]}\.(\w+)", module)
+        if below and below[1] in floors and floors.index(below[1]) > floors.index(match[2]):
+            yield f"{line}: {match[2]} may not import {below[1]}, which is above it"
+
+
+def circles(files: list[File]) -> Iterator[str]:
+    """No two files of the product import each other, not even by way of others."""
+    modules = {_module(file.path): file for file in files if file.path.startswith("src/")}
+    graph: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        named = {name for _, name in imports(file.tree)}
+        found = {it if it in modules else it.rpartition(".")[0] for it in named}
+        graph[module] = (found & modules.keys()) - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"{' <- '.join(error.args[1])}: move what they share into a file below them"
+
+
+def _module(path: str) -> str:
+    """The name under which a file is imported."""
+    name = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+    return name.removesuffix(".__init__")
 
 
 def sim_and_show_never_wait(file: File) -> Iterator[str]:
@@ -251,8 +308,9 @@ PYTHON_RULES: list[Callable[[File], Iterator[str]]] = [
     nothing_is_caught_blindly,
     settings_are_written_once,
     the_conductor_is_read_by_its_port,
+    rooms_keep_their_order,
 ]
-CORE, LIVE, CLI = (f"src/moonserve/{room}/x.py" for room in ("core", "live", "cli"))
+CORE, LIVE, CLI = (f"src/moonserve/{room}/x.py" for room in ("core/kv", "live/http", "cli"))
 BROKEN = [
     (core_is_pure, CORE, "import time"),
     (core_is_pure, CORE, "def f():\n    from moonserve.live import ports"),
@@ -268,6 +326,9 @@ BROKEN = [
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept (OSError, Exception): pass"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception: pass  # noqa: BLE001"),
     (settings_are_written_once, CLI, "GatewayConfig(eviction=settings.eviction)"),
+    (rooms_keep_their_order, "src/moonserve/live/http/x.py", "import moonserve.live.store.x"),
+    (rooms_keep_their_order, "src/moonserve/core/kv/x.py", "from moonserve.core.store import x"),
+    (rooms_keep_their_order, "src/moonserve/live/annex/x.py", "x = 1"),
     (the_conductor_is_read_by_its_port, LIVE, "len(conductor.core.index)"),
     (names_no_machine, "README.md", "cd /wo" + "rk/main"),
     (names_no_machine, "Makefile", "pip --index https://pypi" + ".org/simple"),
@@ -279,6 +340,7 @@ FINE = [
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception:  # noqa: BLE001 - why\n    0"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept BaseException:\n    raise"),
     (settings_are_written_once, CLI, "filled(WorkerConfig, settings, port=listen)"),
+    (rooms_keep_their_order, LOOP, "from moonserve.live.store import remote"),
     (the_conductor_is_read_by_its_port, LOOP, "len(self.core.index)"),
     (names_no_machine, LIVE, "path = tmp_path / 'work/x'"),
 ]
@@ -316,7 +378,22 @@ def test_nothing_is_there_for_tests_only() -> None:
     assert len(list(unused(lone))) == 1
     assert not list(unused([*lone, File(LIVE, "from a import f\nf()")]))
     assert len(list(unreached([*lone, File(LIVE, "import moonserve.core.y")]))) == 2
-    assert len(list(unreached([*lone, File(LIVE, "from moonserve.core.x import f")]))) == 1
+    assert len(list(unreached([*lone, File(LIVE, "from moonserve.core.kv.x import f")]))) == 1
+
+
+def test_no_files_import_each_other() -> None:
+    """The files of the product have an order in which each can be read after what it uses."""
+    files = [file for file in house() if file.path.endswith(".py")]
+    files = [it for it in files if not it.path.startswith(STILL_CIRCULAR)]
+    complaints = list(circles(files))
+    assert not complaints, "\n" + "\n".join(complaints)
+    circle = [
+        File("src/moonserve/a/__init__.py", ""),
+        File("src/moonserve/a/b.py", "from moonserve.a import c"),
+        File("src/moonserve/a/c.py", "def f():\n    from moonserve.a.b import g"),
+    ]
+    assert len(list(circles(circle))) == 1
+    assert not list(circles(circle[:2]))
 
 
 def test_no_file_names_a_machine() -> None:

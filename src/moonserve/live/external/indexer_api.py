@@ -23,7 +23,8 @@ from moonserve.live.external.spec import check_tcp
 from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response, decode_open, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.kvevents.follower import EventAddress, Feed, FeedCounts, Follow, Followers
+from moonserve.live.kvevents.follower import Feed, FeedCounts, Follow, Followers
+from moonserve.live.kvevents.wire import EventAddress
 
 MAX_STREAMS = 4_096
 _U64 = (1 << 64) - 1

@@ -25,7 +25,8 @@ from moonserve.live.external.events import ConductorIndexer, MonitoredCluster
 from moonserve.live.external.handshake import EngineFacts, handshake, models
 from moonserve.live.external.member import Member, Mismatch
 from moonserve.live.external.pages import Page, RankPage, read_page
-from moonserve.live.kvevents.follower import EventAddress, Feed, Follow
+from moonserve.live.kvevents.follower import Feed, Follow
+from moonserve.live.kvevents.wire import EventAddress
 from moonserve.live.text.tools import TextTools
 
 log = logging.getLogger(__name__)

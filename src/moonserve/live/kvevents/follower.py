@@ -18,22 +18,12 @@ import msgspec
 from moonserve.core.kv.events import KvBatch
 from moonserve.core.kv.stream import StreamStats
 from moonserve.core.units import Tokens
+from moonserve.live.kvevents.wire import EventAddress
 
 if TYPE_CHECKING:
     from moonserve.live.kvevents.subscriber import EventFeed, Subscriptions
 
 log = logging.getLogger(__name__)
-
-
-class EventAddress(msgspec.Struct, frozen=True):
-    """Where one engine rank publishes its KV events, as ZMQ addresses."""
-
-    endpoint: str
-    """Such as tcp://10.0.0.7:5557; rank N publishes at the port N higher."""
-    replay: str = ""
-    """Where it replays past events; empty: nowhere."""
-    topic: str = ""
-    """A prefix of the topics to follow; empty: all."""
 
 
 class BlockIndexer(Protocol):

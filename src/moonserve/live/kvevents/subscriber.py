@@ -23,8 +23,13 @@ from zmq.utils.monitor import parse_monitor_message
 from moonserve.core.errors import ConfigError
 from moonserve.core.kv.events import KvBatch
 from moonserve.core.kv.order import Order, Reset, Step
-from moonserve.live.kvevents.follower import EventAddress
-from moonserve.live.kvevents.wire import BadFrame, read_live, read_replayed, replay_request
+from moonserve.live.kvevents.wire import (
+    BadFrame,
+    EventAddress,
+    read_live,
+    read_replayed,
+    replay_request,
+)
 
 log = logging.getLogger(__name__)
 

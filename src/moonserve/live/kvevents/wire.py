@@ -26,6 +26,17 @@ END_SEQ = (1 << 64) - 1
 """The number that ends a replay: -1 as u64."""
 
 
+class EventAddress(msgspec.Struct, frozen=True):
+    """Where one engine rank publishes its KV events, as ZMQ addresses."""
+
+    endpoint: str
+    """Such as tcp://10.0.0.7:5557; rank N publishes at the port N higher."""
+    replay: str = ""
+    """Where it replays past events; empty: nowhere."""
+    topic: str = ""
+    """A prefix of the topics to follow; empty: all."""
+
+
 class BadFrame(MoonserveError):
     """What was received is no batch of KV events."""
 
