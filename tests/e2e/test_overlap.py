@@ -9,7 +9,7 @@ import asyncio
 
 from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import fake_cost
-from moonserve.live.worker.job import Stage
+from moonserve.live.worker.metrics import Stage
 from tests.support.inproc import BLOCK, Site, site
 
 PROMPT = list(range(2_000, 2_000 + 4_096))

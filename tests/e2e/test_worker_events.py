@@ -13,7 +13,6 @@ from moonserve.core.kv.keys import chain_keys
 from moonserve.core.kv.stream import EventStream
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
 from moonserve.core.units import BlockKey, SegmentId
-from moonserve.live.process.worker import publish_blocks
 from tests.support.inproc import BLOCK, site
 from tests.support.kvevents import feed
 
@@ -50,9 +49,9 @@ def test_what_a_worker_stores_and_loses_is_known() -> None:
 
     async def run() -> None:
         async with site() as it:
-            worker = await it.add("w", "both")
-            store, events = it.stores["w"], Publisher(ANY, ANY)
-            publish_blocks(worker, store, events)
+            events = Publisher(ANY, ANY)
+            worker = await it.add("w", "both", publisher=events)
+            store = it.stores["w"]
             stream = EventStream(SegmentId("w"), 1, worker.info.namespace)
             follower = Follower(stream)
             feed_ = EventFeed(EventAddress(events.endpoint, events.replay_endpoint or ""), follower)
@@ -90,9 +89,9 @@ def test_blocks_of_a_salted_request_are_told_as_vllms_are() -> None:
 
     async def run() -> None:
         async with site() as it:
-            worker = await it.add("w", "both")
-            store, events = it.stores["w"], Publisher(ANY, ANY)
-            publish_blocks(worker, store, events)
+            events = Publisher(ANY, ANY)
+            worker = await it.add("w", "both", publisher=events)
+            store = it.stores["w"]
             namespace = worker.info.namespace
             follower = Follower(EventStream(SegmentId("w"), 1, namespace))
             feed_ = EventFeed(EventAddress(events.endpoint, events.replay_endpoint or ""), follower)

@@ -44,9 +44,9 @@ class Group:
 
     @contextlib.asynccontextmanager
     async def _fetch(self, url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
-        chains = self.benches[int(url)].runner.chains
-        assert chains is not None
-        async with contextlib.aclosing(await chains.hand_on(lease)) as frames:
+        parts = self.benches[int(url)].runner.parts
+        assert parts is not None
+        async with contextlib.aclosing(await parts.hand_on(lease)) as frames:
             yield self._cut(frames)
 
     async def _cut(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -409,7 +409,7 @@ def test_an_engine_that_hangs_amid_its_layers_ends_its_worker() -> None:
         with pytest.raises(EngineFailed, match="did not end a pass"):
             await first
         first_runner = group.benches[0].runner
-        assert first_runner.passes.hung
+        assert first_runner.hung
         assert first_runner.failure is not None
         with pytest.raises(MoonserveError):
             await second
@@ -446,10 +446,10 @@ def test_no_part_is_here_twice_and_none_is_asked_for_twice() -> None:
         again = Job(RequestId("y"), first.prompt, GREEDY, first.stopping, first.lease, True)
         with pytest.raises(BadRequest, match="here already"):
             await group.piece(0, Job(**{**fields(again), "part": first.part}))
-        chains = group.benches[0].runner.chains
-        assert chains is not None
+        parts = group.benches[0].runner.parts
+        assert parts is not None
         with pytest.raises(BadRequest, match="asked for before"):
-            await chains.hand_on(first.lease)
+            await parts.hand_on(first.lease)
         await asyncio.gather(*tasks)
         await group.idle()
 

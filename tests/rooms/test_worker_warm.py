@@ -10,7 +10,7 @@ from moonserve.core.engine.batch import Pass, PassResult
 from moonserve.core.schedule.facts import Role
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.ports import Layers
-from moonserve.live.worker.warm import warm_up
+from moonserve.live.worker.passes import warm_up
 
 
 class Watched(FakeEngine):

@@ -21,7 +21,7 @@ from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.process.gateway import Gateway
-from moonserve.live.process.worker import Worker
+from moonserve.live.process.worker import Worker, publish_blocks
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.remote import HttpRpc
 from moonserve.live.worker.config import WorkerConfig
@@ -58,11 +58,12 @@ class Site:
         epoch: int = 0,
         blocks: int = 256,
         read_us: Micros = 0,
+        publisher: Any = None,
         **more: Any,
     ) -> Worker:
         """Start a worker and wait until it has joined; `more` goes into its WorkerConfig.
 
-        read_us: how much longer its store takes to read a block.
+        read_us: how much longer its store takes to read a block; publisher: of its KV events.
         """
         control = Control(self.http, self.url, TOKEN)
         common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK}
@@ -79,7 +80,10 @@ class Site:
             block_size=BLOCK, num_blocks=blocks, max_len=8192, cost=cost or fake_cost()
         )
         store.read = _slowed(store.read, read_us)  # type: ignore[method-assign]
-        worker = await Worker.start(config, engine, store, model=DEFAULT_MODEL, epoch=epoch)
+        on_put = publish_blocks(store, publisher, BLOCK) if publisher is not None else None
+        worker = await Worker.start(
+            config, engine, store, model=DEFAULT_MODEL, epoch=epoch, on_put=on_put
+        )
         self._stack.push_async_callback(worker.stop, 0)
         joined = asyncio.Event()
         member = Membership(control, worker.info, worker.load)

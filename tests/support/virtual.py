@@ -27,8 +27,9 @@ from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.http.message import decode_json
 from moonserve.live.worker.job import Limits
 from moonserve.live.worker.metrics import Metrics
-from moonserve.live.worker.serving import Runner
+from moonserve.live.worker.runner import Runner
 from moonserve.live.worker.wire import CompletionBody, make_job
+from moonserve.live.worker.workbench import Workbench
 from moonserve.sim.network import Network
 from moonserve.sim.segments import Segments
 from moonserve.sim.setup import MODEL, Setup
@@ -275,26 +276,28 @@ class LiveRun:
         @contextlib.asynccontextmanager
         async def fetch(url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
             """Of a part of a prompt; takes no time."""
-            chains = runners[url.removeprefix("sim://")].chains
-            assert chains is not None
-            async with contextlib.aclosing(await chains.hand_on(lease)) as frames:
+            parts = runners[url.removeprefix("sim://")].parts
+            assert parts is not None
+            async with contextlib.aclosing(await parts.hand_on(lease)) as frames:
                 yield frames
 
         runners |= {
             name: Runner(
-                engines[name],
-                WorkerStore(store, node, engines[name].shape.block_bytes),
-                node.info.namespace,
-                Limits(
-                    chunk_tokens=node.info.chunk_tokens,
-                    max_seqs=node.info.max_seqs,
-                    max_waiting=100_000,
-                    pass_s=1e6,
-                    piece_s=1e6,
-                    decode_kv="off",
+                Workbench(
+                    engines[name],
+                    node.info.namespace,
+                    Limits(
+                        chunk_tokens=node.info.chunk_tokens,
+                        max_seqs=node.info.max_seqs,
+                        max_waiting=100_000,
+                        pass_s=1e6,
+                        piece_s=1e6,
+                        decode_kv="off",
+                    ),
+                    Metrics(MODEL),
+                    LoopClock(),
                 ),
-                Metrics(MODEL),
-                LoopClock(),
+                WorkerStore(store, node, engines[name].shape.block_bytes),
                 fetch,
             )
             for name, node in nodes.items()

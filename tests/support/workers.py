@@ -11,10 +11,11 @@ from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
-from moonserve.live.worker.chain import Fetch
 from moonserve.live.worker.job import Job, Ledger, Limits
 from moonserve.live.worker.metrics import Metrics
-from moonserve.live.worker.serving import Runner
+from moonserve.live.worker.parts import Fetch
+from moonserve.live.worker.runner import Runner
+from moonserve.live.worker.workbench import Workbench
 from tests.support.kvstore import DictStore
 
 BLOCK = 4
@@ -39,15 +40,14 @@ class Bench:
         shape = self.engine.shape
         self.metrics = Metrics("m")
         self.namespace = Namespace("m", shape.revision, shape.layout, BLOCK)
-        self.runner = Runner(
+        bench = Workbench(
             self.engine,
-            store,
             self.namespace,
             Limits(**{"chunk_tokens": 8, "max_seqs": 4, **limits}),
             self.metrics,
             LoopClock(),
-            fetch,
         )
+        self.runner = Runner(bench, store, fetch)
 
     def keys(self, tokens: tuple[int, ...] | list[int]) -> tuple[BlockKey, ...]:
         """Of the full blocks of `tokens`."""

@@ -1,7 +1,7 @@
 """The worker process: engine, segment, HTTP server and membership in one event loop.
 
-`Worker.start` wires the serving part, for tests too; `run_worker` is the whole process, called by
-the CLI. Prints one line per step for the person who started it.
+The CLI calls `run_worker`, which is the whole process and prints one line per step. `Worker.start`
+assembles the serving part; tests call it too. No request is served in this file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moonserve.core.kv.keys import Namespace
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.core.store.words import PutOptions
-from moonserve.core.units import InstanceId, SegmentId
+from moonserve.core.units import InstanceId, SegmentId, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.http.auth import require_token_beyond_loopback
@@ -43,13 +43,15 @@ from moonserve.live.store.settings import check_reachable, url_of
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.transfer import mooncake_master
 from moonserve.live.transfer.metrics import LaneMetrics
-from moonserve.live.worker.app import WorkerApp, chain_client
+from moonserve.live.worker.app import WorkerApp, part_client
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.gateways import Gateways
 from moonserve.live.worker.job import Limits
+from moonserve.live.worker.kv import OnPut
 from moonserve.live.worker.metrics import Metrics
-from moonserve.live.worker.serving import Runner
-from moonserve.live.worker.warm import warm_up
+from moonserve.live.worker.passes import warm_up
+from moonserve.live.worker.runner import Runner
+from moonserve.live.worker.workbench import Workbench
 
 if TYPE_CHECKING:
     from moonserve.live.kvevents.publisher import Publisher
@@ -84,8 +86,12 @@ class Worker:
         model: str,
         tokenizer: Tokenizer | None = None,
         epoch: int = 1,
+        on_put: OnPut | None = None,
     ) -> Worker:
-        """Serve `engine` under the name `model`. Raises ConfigError if the port is taken."""
+        """Serve `engine` under the name `model`; on_put: see WorkerKV.
+
+        Raises ConfigError if the port is taken.
+        """
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
@@ -97,8 +103,10 @@ class Worker:
         )
         pool_len = shape.num_blocks * shape.block_size
         http = HttpClient()
-        fetch = chain_client(http, config.token, limits.chain_s)
-        runner = Runner(engine, store, namespace, limits, metrics, LoopClock(), fetch)
+        fetch = part_client(http, config.token, limits.chain_s)
+        bench = Workbench(engine, namespace, limits, metrics, LoopClock())
+        runner = Runner(bench, store, fetch, on_put)
+        metrics.watch(runner.ledger, shape.num_blocks)
         info = InstanceInfo(
             id=InstanceId(config.name),
             epoch=epoch,
@@ -110,11 +118,11 @@ class Worker:
             block_bytes=shape.block_bytes,
             max_seqs=config.max_seqs,
             chunk_tokens=config.chunk_tokens,
-            max_len=min(shape.max_len, pool_len),  # a longer request has no room to run in
+            max_len=min(shape.max_len, pool_len),  # the pool has no room for a longer request
             max_requests=limits.max_seqs + limits.max_waiting,
             segment=SegmentId(config.name) if isinstance(store, StoreClient) else None,
             rack=config.rack,
-            # A part is one long pass: whoever decodes would stand still.
+            # A part is one long pass: requests that decode here would wait for its end.
             layers=shape.layers if store and shape.layers > 1 and config.role == "prefill" else 0,
         )
         app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
@@ -128,7 +136,7 @@ class Worker:
         return cls(runner, server, app.info, http)
 
     def load(self) -> InstanceLoad:
-        """What a heartbeat tells. Raises EngineFailed once the worker cannot serve any more."""
+        """What a heartbeat reports. Raises EngineFailed once the worker cannot serve any more."""
         if self.runner.failure is not None:
             raise self.runner.failure
         return self.runner.take_load()
@@ -168,39 +176,46 @@ async def run_worker(config: WorkerConfig, say: Say = say) -> None:
             if store is not None:
                 stack.push_async_callback(store.close)
                 stack.push_async_callback(_hand_on, store, stop, config)
+                on_put = None
+                if events is not None and isinstance(store, StoreClient):
+                    on_put = publish_blocks(store, events, engine.shape.block_size)
                 worker = await Worker.start(
-                    config, engine, store, model=model, tokenizer=tokenizer, epoch=epoch
+                    config,
+                    engine,
+                    store,
+                    model=model,
+                    tokenizer=tokenizer,
+                    epoch=epoch,
+                    on_put=on_put,
                 )
                 stack.push_async_callback(worker.stop, config.drain_s)
                 worker.runner.measured(samples)
-                if events is not None and isinstance(store, StoreClient):
-                    publish_blocks(worker, store, events)
                 say(f"listening on {worker.info.url}")
                 beat()
                 try:
                     await _belong(worker, gateways, stop, say)
                 finally:
-                    if worker.runner.passes.hung:  # a clean-up that hangs too must not keep us
+                    if worker.runner.hung:  # the clean-up may hang too
                         threading.Timer(_CLEAN_UP_S, os._exit, (1,)).start()
     finally:
-        if worker is not None and worker.runner.passes.hung:
+        if worker is not None and worker.runner.hung:
             _end_process(say)
         await engine.close()
     say("stopped")
 
 
 async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) -> None:
-    """Leave to others in the pool what lies here, unless this worker ends for a fault."""
+    """Copy this worker's objects to other segments, unless the worker ends for a fault."""
     if stop.is_set() and isinstance(store, StoreClient):
         await hand_on(store, config.drain_s)
 
 
 def _events(config: WorkerConfig, say: Say) -> Publisher:
-    """Where what lies in the segments is published. Raises ConfigError: it cannot be."""
+    """The publisher of events about this worker's segments. Raises ConfigError."""
     if config.store == "mooncake":
-        why = "the Mooncake store does not tell what it evicts; leave it off"
+        why = "the Mooncake store does not report evictions; set kv_events to off"
         raise ConfigError(why, "kv_events")
-    from moonserve.live.kvevents.publisher import Publisher  # ZMQ costs the others nothing
+    from moonserve.live.kvevents.publisher import Publisher  # only here: imports ZMQ
 
     endpoint, _, replay = config.kv_events.partition(",")
     events = Publisher(endpoint, replay or None)
@@ -208,21 +223,24 @@ def _events(config: WorkerConfig, say: Say) -> Publisher:
     return events
 
 
-def publish_blocks(worker: Worker, store: StoreClient, events: Publisher) -> None:
-    """Publish what comes to the segments, and what goes."""
+def publish_blocks(store: StoreClient, events: Publisher, block_size: Tokens) -> OnPut:
+    """Publish events of all blocks that the segments of `store` receive and lose.
+
+    Returns the function that a runner calls with the keys it is about to put.
+    """
     from moonserve.live.kvevents.publisher import SegmentEvents
 
-    lying = SegmentEvents(worker.info.namespace.block_size, events.publish)
+    segment_events = SegmentEvents(block_size, events.publish)
     for owner in store.owners:
-        owner.watch = lying.segment(owner.mounting.tier, owner.catalogue.held.__contains__)
-    if worker.runner.kv is not None:
-        worker.runner.kv.learned = lying.learned
+        holds = owner.catalogue.held.__contains__
+        owner.watch = segment_events.segment(owner.mounting.tier, holds)
+    return segment_events.learned
 
 
 def _end_process(say: Say) -> None:
-    """End at once, for whoever keeps this worker alive to start it anew.
+    """End the process at once, so that its supervisor starts it again.
 
-    A thread that hangs in the engine would be waited for at the interpreter's exit, for ever.
+    At its exit, the interpreter would wait for the hanging thread of the engine for ever.
     """
     say("the engine hangs: ending this process")
     logging.shutdown()
@@ -232,8 +250,10 @@ def _end_process(say: Say) -> None:
 
 
 def _check_host(config: WorkerConfig) -> None:
-    """Refuse to compute for anyone, to be known by an address that leads nowhere, and to load a
-    model before it is known that bytes can travel.
+    """Check the host, the token and the transport before a model is loaded.
+
+    Raises ConfigError: every host on the network could send work here, the gateway could not reach
+    this address, or the transport is not installed.
     """
     require_token_beyond_loopback(config.host, config.token, "callers")
     if config.advertise_host is None:
@@ -243,7 +263,7 @@ def _check_host(config: WorkerConfig) -> None:
 
 
 async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: Say) -> None:
-    """Be a member until a stop is asked for; raises what ends the membership otherwise."""
+    """Be a member until `stop` is set. Raises the error that ends the membership before."""
     running = gateways.run(worker.info, worker.load, lambda url: say(f"joined {url}"))
     beating = asyncio.create_task(running)
     stopping = asyncio.create_task(stop.wait())
@@ -258,7 +278,7 @@ async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: 
 
 
 async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | None:
-    """What it comes to; None: a stop was asked for before."""
+    """The result; None: `stop` was set before."""
     task, stopping = asyncio.create_task(doing), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -272,7 +292,7 @@ async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | Non
 async def _open(
     gateways: Gateways, http: HttpClient, config: WorkerConfig, epoch: int, stop: asyncio.Event
 ) -> KVStore | None:
-    """The pool, once who is needed for it is there; None: stopped before. Raises MoonserveError."""
+    """The store, once its master answers; None: `stop` was set before. Raises MoonserveError."""
     if config.store == "mooncake":
         return await mounted(gateways.ping, partial(_open_mooncake, gateways, config), stop)
     url = await _unless(stop, gateways.master(config.store_url))
@@ -285,7 +305,7 @@ async def _open(
 
 
 async def _open_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
-    """One attempt. Raises ConfigError where another is in vain, else MoonserveError."""
+    """One attempt. Raises ConfigError where another attempt would fail too, else MoonserveError."""
     from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 
     settings = MooncakeSettings(
@@ -299,7 +319,7 @@ async def _open_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
 
 
 async def _open_store(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
-    """One attempt, as above."""
+    """One attempt, as `_open_mooncake`."""
     client = await StoreClient.open(
         rpc,
         StoreSettings(
@@ -344,8 +364,8 @@ def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
         return fake, tokenizer, found.name
     from moonserve.live.engine.torch_engine import TorchEngine  # torch takes a second to import
 
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    threads = config.threads or (int(said) if said.isdecimal() else None)
+    omp_threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = config.threads or (int(omp_threads) if omp_threads.isdecimal() else None)
     engine = TorchEngine.load(
         found.path,
         dtype=config.dtype,

@@ -1,8 +1,7 @@
-"""The worker's HTTP server: vLLM's paths over one Runner, /internal/… and /debug; and its client of
-other workers' /internal/chain.
+"""The worker's HTTP server: vLLM's paths over one Runner, /internal/… and /debug.
 
-Made by `main`; tests make it directly. A client that goes away cancels its request. Whoever POSTs
-must show the cluster token, since a worker does what it is told; GETs are open.
+It also has the client of other workers' /internal/chain. The worker process makes both. A client
+that disconnects cancels its request. A POST needs the cluster's token; GETs are open.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import EngineShape
 from moonserve.live.text.detok import Detokenizer
 from moonserve.live.text.tokenizer import Tokenizer
-from moonserve.live.worker.chain import Fetch
 from moonserve.live.worker.job import Job, Piece
 from moonserve.live.worker.metrics import Metrics
-from moonserve.live.worker.serving import Runner
+from moonserve.live.worker.parts import Fetch
+from moonserve.live.worker.runner import Runner
 from moonserve.live.worker.wire import (
     CONNECTOR,
-    ChainBody,
     CompletionBody,
     Delta,
+    PartBody,
     PrefetchBody,
     Shaper,
     make_job,
@@ -53,9 +52,9 @@ from moonserve.live.worker.wire import (
 
 
 class WorkerApp:
-    """Handlers over one runner. `info.url` must be known by the time a hand-over is asked for.
+    """Handlers over one runner. `info.url` must be known before the first hand-over.
 
-    token: what clients must present as Bearer; "" lets everyone in.
+    token: what clients must present as Bearer; "" lets every client in.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class WorkerApp:
             self._metrics.finished(reason)
 
     def _hand_over(self, job: Job, last: Delta) -> dict[str, Any] | None:
-        """What a decode worker is told; only a prefill that is to go on elsewhere has it."""
+        """The kv_transfer_params for a decode worker; None if the request does not go on there."""
         if not job.send_kv or last.finish_reason != "length":
             return None
         host, _, port = self.info.url.rpartition("//")[2].rpartition(":")
@@ -170,7 +169,7 @@ class WorkerApp:
         }
 
     async def _prefetch(self, request: HttpRequest) -> Response:
-        """Answers when the decode call came; a router that hangs up before will not make it."""
+        """Answers once the decode call came; a gateway that disconnects before will not make it."""
         check_token(request, self._token)
         body = parse_packed(await request.body(), PrefetchBody)
         request.cancel_on_disconnect()
@@ -180,11 +179,11 @@ class WorkerApp:
     async def _chain(self, request: HttpRequest) -> StreamingResponse:
         """Answers when the part has its blocks; its KV follows as it is computed."""
         check_token(request, self._token)
-        body = parse_packed(await request.body(), ChainBody)
+        body = parse_packed(await request.body(), PartBody)
         request.cancel_on_disconnect()
-        if self._runner.chains is None:
+        if self._runner.parts is None:
             raise BadRequest("this worker has no store, and no part of a prompt")
-        frames = await self._runner.chains.hand_on(LeaseId(body.lease))
+        frames = await self._runner.parts.hand_on(LeaseId(body.lease))
         return StreamingResponse(frames, content_type="application/octet-stream")
 
     async def _models(self, request: HttpRequest) -> Response:
@@ -209,14 +208,17 @@ class WorkerApp:
         )
 
     async def _ledger(self, request: HttpRequest) -> Response:
-        return json_response(msgspec.to_builtins(self._runner.ledger()))
+        return json_response(self._runner.ledger())
 
     async def _stages(self, request: HttpRequest) -> Response:
-        return json_response(msgspec.to_builtins(self._runner.stages()))
+        return json_response(self._runner.stages())
 
 
-def chain_client(http: HttpClient, token: str, wait_s: float) -> Fetch:
-    """How a runner gets the KV of a part before its own; it ends the call by leaving the block."""
+def part_client(http: HttpClient, token: str, wait_s: float) -> Fetch:
+    """Returns what fetches the KV of the part before from its worker; `wait_s` bounds each wait.
+
+    The caller ends the call by leaving the block.
+    """
     headers = {"content-type": "application/msgpack"} | bearer(token)
 
     @asynccontextmanager
@@ -225,7 +227,7 @@ def chain_client(http: HttpClient, token: str, wait_s: float) -> Fetch:
             "POST",
             url + "/internal/chain",
             headers=headers,
-            body=msgspec.msgpack.encode(ChainBody(lease)),
+            body=msgspec.msgpack.encode(PartBody(lease)),
             timeout_s=wait_s,
             idle_timeout_s=wait_s,
         ) as reply:
@@ -258,7 +260,7 @@ def _delta(piece: Piece, text: TextStream | None) -> Delta:
 
 
 class _Primed:
-    """A begun stream: its first event, then the rest. `aclose` reaches the generation always."""
+    """A stream that has begun: its first event, then the rest. `aclose` ends the generation."""
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         self._first: bytes | None = first

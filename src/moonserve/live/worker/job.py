@@ -1,13 +1,13 @@
-"""What the wire asks of the runner and gets back, and what the runner keeps of one job.
+"""One generation on this worker: what the wire asks for, what it gets back, what is kept meanwhile.
 
-Data only; `serving` and `kv` do the work.
+Data only; every other file of the worker uses it. `runner`, `intake`, `kv` and `parts` do the work.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -16,26 +16,24 @@ from moonserve.core.kv.keys import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 
-if TYPE_CHECKING:
-    from moonserve.live.worker.chain import Chain
-
 DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
-"""When the KV of generated tokens is stored: never, at the generation's end, or every so many
-blocks and at the end."""
+"""When the worker stores the KV of generated tokens: never, at the generation's end, or every so
+many blocks and at the end."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Of a prompt that several workers prefill: one computes from `start` to its prompt's end.
+    """One part of a prompt that several workers prefill.
 
-    The job's prompt ends with the part; its lease is that of all the prompt's parts.
+    The part begins at `start` and ends with the prompt of its job. All parts of one prompt share
+    one lease.
     """
 
     start: Annotated[Tokens, msgspec.Meta(ge=0)]
-    """A multiple of the block size. Of no effect where there is no source."""
+    """A multiple of the block size. It has no effect where there is no source."""
     source: str | None = None
-    """URL of the worker of the part before; None: this is the first, and the store has the rest."""
+    """URL of the worker of the part before. None: this is the first part."""
     followed: bool = False
-    """Whether another part follows: the token sampled here has no meaning."""
+    """Whether another part follows. If so, the token sampled here has no meaning."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -52,15 +50,15 @@ class Job(msgspec.Struct, frozen=True):
     take_kv: bool = False
     """All of the prompt's KV should be in the store (vLLM: do_remote_prefill)."""
     reuse: Tokens | None = None
-    """At most so many tokens are loaded for a prefill; None: all there are."""
+    """A prefill loads at most so many tokens; None: all that the store has."""
     first_token: int | None = None
-    """With take_kv: what prefill sampled; given again as the first piece."""
+    """With take_kv: the token that prefill sampled; it is the first piece here too."""
     near: SegmentId | None = None
-    """The segment that its prompt was published to."""
+    """The segment that prefill published its prompt to."""
     part: Part | None = None
-    """With send_kv: its prompt is prefilled by several workers."""
+    """With send_kv: several workers prefill its prompt."""
     salt: str = ""
-    """Only jobs of the same share KV."""
+    """Only jobs with the same salt share KV."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -72,23 +70,23 @@ class Piece(msgspec.Struct, frozen=True):
     """Prompt tokens whose KV came from the store; the same on every piece."""
 
 
-class KeyPlan(msgspec.Struct, frozen=True):
-    """The store keys of one prompt: its full blocks, its tail if it has one."""
+class PromptKeys(msgspec.Struct, frozen=True):
+    """The store keys of one prompt: its full blocks, and its tail if it has one."""
 
     root: bytes
-    """Of the chain."""
+    """The key before the first block's."""
     full: tuple[BlockKey, ...]
     tail: BlockKey | None
 
     @staticmethod
-    def of(root: bytes, prompt: Sequence[int], block_size: Tokens) -> KeyPlan:
+    def of(root: bytes, prompt: Sequence[int], block_size: Tokens) -> PromptKeys:
         """Hash the prompt; `root` is the namespace's with the job's salt."""
         full = chain_keys(root, prompt, block_size)
         rest = prompt[len(full) * block_size :]
-        return KeyPlan(root, tuple(full), tail_key(root, full, rest) if rest else None)
+        return PromptKeys(root, tuple(full), tail_key(root, full, rest) if rest else None)
 
     def wanted(self, job: Job, block_size: Tokens) -> tuple[BlockKey, ...]:
-        """What to look for before computing: prefill must compute its last token itself."""
+        """The blocks to look for before computing. Prefill must compute its last token itself."""
         if job.take_kv:
             return self.full if self.tail is None else (*self.full, self.tail)
         most = len(job.prompt) - 1
@@ -96,7 +94,7 @@ class KeyPlan(msgspec.Struct, frozen=True):
 
 
 class KVDeadlines(msgspec.Struct, frozen=True):
-    """How long the worker waits for the store before it goes on without."""
+    """How long the worker waits for the store before it continues without."""
 
     load_s: float = 20.0
     put_s: float = 20.0
@@ -104,7 +102,7 @@ class KVDeadlines(msgspec.Struct, frozen=True):
     """For all puts of a hand-over, before its reply."""
     release_s: float = 5.0
     ahead_s: float = 300.0
-    """For KV that came ahead of its request to be claimed by it."""
+    """For a decode call to come for the KV that was prefetched for it."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -113,7 +111,7 @@ class Limits(msgspec.Struct, frozen=True):
     chunk_tokens: int = 512
     max_seqs: int = 16
     max_waiting: int = 256
-    """Jobs that have not entered the batch; more are refused with 429."""
+    """Jobs that have not entered the batch; the worker refuses more with 429."""
     pass_s: float = 300.0
     """A pass that takes longer means a hung engine: the worker is dead."""
     piece_s: float = 600.0
@@ -121,7 +119,7 @@ class Limits(msgspec.Struct, frozen=True):
     chain_s: float = 200.0
     """The longest wait of a part of a prompt for the other parts, and in its pass altogether."""
     room_s: float = 10.0
-    """The longest wait for blocks of a part before which there is another."""
+    """The longest wait for its blocks of a part that follows another."""
     decode_kv: DecodeKV = "end"
     kv: KVDeadlines = KVDeadlines()
 
@@ -136,26 +134,11 @@ class Ledger(msgspec.Struct, frozen=True):
     pending_puts: int
     held_leases: int
     ahead: int = 0
-    """Prompts whose KV is pulled before their decode was asked for."""
+    """Prompts whose KV is prefetched before their decode call."""
 
 
-class Stage(msgspec.Struct, frozen=True):
-    """What happened to a request's KV here, and when; for who measures the hand-over."""
-
-    what: Literal["put", "read", "ahead", "handed_over", "loaded", "chained", "computed"]
-    """ahead: read before the request came. handed_over: from prefill's last pass until all its KV
-    was in the store. loaded: from the request's admission until its KV was here. Of a part of a
-    prompt, chained: from its having blocks until all KV of earlier parts was in them; computed: its
-    pass, with its turn waited for."""
-    lease: LeaseId
-    began_us: Micros
-    """On this machine's monotonic clock."""
-    ended_us: Micros
-    blocks: int = 0
-
-
-class Ahead:
-    """One prompt's KV on its way here before its decode was asked for."""
+class Prefetch:
+    """One prompt's KV that the worker fetches before its decode call comes."""
 
     __slots__ = ("blocks", "closed", "idle", "keys", "lease", "loaded", "unwanted")
 
@@ -163,52 +146,54 @@ class Ahead:
         self.lease = lease
         self.keys = keys
         self.blocks: list[int] = []
-        """Held for the leading keys; the last of them may be being written."""
+        """Held for the leading keys; the store may still write to the last of them."""
         self.loaded = 0
         """How many leading blocks have their KV."""
         self.closed = asyncio.Event()
-        """Claimed or dropped: no more blocks come."""
+        """It was claimed or dropped: no more blocks come."""
         self.idle = asyncio.Event()
-        """Nobody writes to the blocks any more."""
+        """The store writes to none of the blocks any more."""
         self.unwanted = False
 
 
-class Live:
-    """One job from submission to its end."""
+class ActiveJob:
+    """One job from its submission to its end."""
 
     __slots__ = (
-        "ahead", "arrived_us", "blocks", "cached", "chain", "ended", "grown", "job", "keys",
-        "last_us", "loading", "made", "pieces", "published", "wanted",
+        "arrived_us", "blocks", "cached", "ended", "grown", "job", "keys", "last_us", "loading",
+        "made", "pieces", "prefetch", "published", "wanted",
     )  # fmt: skip
 
     def __init__(
         self,
         job: Job,
-        keys: KeyPlan | None,
+        keys: PromptKeys | None,
         wanted: tuple[BlockKey, ...],
         now_us: Micros,
     ) -> None:
+        """keys: None where there is no store; wanted: the blocks to load before it runs."""
         self.job = job
         self.keys = keys
         self.wanted = wanted
-        self.ahead: Ahead | None = None
-        """What came before it did; its blocks are the first of `blocks`."""
-        self.chain: Chain | None = None
-        """Of a part of a prompt."""
+        self.prefetch: Prefetch | None = None
+        """What was fetched before the job came; its blocks are the first of `blocks`."""
         self.grown = list(keys.full) if keys is not None else []
-        """Keys of its full blocks; those of generated tokens follow when they are stored."""
+        """Keys of its full blocks; those of generated tokens are added when they are stored."""
         self.made = [] if job.first_token is None else [job.first_token]
-        """Tokens generated, the first one included."""
+        """Generated tokens, the first one included."""
         self.published = 0
         """How many leading blocks the store has, or has been given."""
         self.blocks: tuple[int, ...] = ()
+        """Blocks it holds before it enters the batch; a part of a prompt never enters."""
         self.loading = False
+        """Whether its KV is loaded or, for a part of a prompt, computed outside the batch."""
         self.cached = 0
         self.ended = False
         self.arrived_us = now_us
         self.last_us: Micros | None = None
-        # Bounded by max_tokens: the batch makes no more.
+        """When its last piece came."""
         self.pieces: asyncio.Queue[Piece | MoonserveError] = asyncio.Queue()
+        """Bounded by max_tokens: the batch makes no more."""
 
     @property
     def known(self) -> tuple[int, ...]:

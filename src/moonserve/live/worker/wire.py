@@ -1,7 +1,7 @@
-"""vLLM's wire in structs: what /v1/completions takes, and the shapes of its replies.
+"""The worker's wire: bodies of requests to Jobs, and pieces of a generation to vLLM's replies.
 
-Parses and validates into a Job; `app` serves. Pure but for the clock-free randomness of a seed that
-the client left open. Shapes follow captures of vLLM 0.32.
+`app` calls it. It adds KV hand-over to the shapes of live/openai; those follow captures of vLLM
+0.32. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Body = TypeVar("_Body")
 
 
 class KVTransferParams(msgspec.Struct, frozen=True):
-    """vLLM's hand-over parameters, with ours; those of other connectors are ignored."""
+    """vLLM's hand-over parameters and moonserve's own; those of other connectors are ignored."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -39,21 +39,22 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     reuse_tokens: _Count | None = None
     first_token_id: _Count | None = None
     segment: _Name | None = None
-    """Where prefill published it."""
+    """The segment that prefill published to."""
     part: Part | None = None
 
 
 class PrefetchBody(msgspec.Struct, frozen=True):
-    """The body of POST /internal/prefetch, in msgpack: a decode call under this lease will want
-    these blocks, which its prefill publishes one after the other.
+    """The body of POST /internal/prefetch, in msgpack.
+
+    A decode call under this lease will want these blocks, which its prefill publishes in order.
     """
 
     lease: _Name
     keys: tuple[_Key, ...]
 
 
-class ChainBody(msgspec.Struct, frozen=True):
-    """The body of POST /internal/chain, in msgpack: hand on the KV of the part under this lease."""
+class PartBody(msgspec.Struct, frozen=True):
+    """The body of POST /internal/chain, in msgpack: send the KV of the part with this lease."""
 
     lease: _Name
 
@@ -168,7 +169,7 @@ def _prompt(
         given = list(encode(given))
     if not given:
         raise BadRequest("must hold at least one token", "prompt")
-    # type() is not isinstance: true is an int to Python, and no token to anyone.
+    # type() and not isinstance(): true is an int in Python, and no token.
     if not all(type(token) is int and 0 <= token < shape.vocab_size for token in given):
         raise BadRequest(
             f"must be one list of token ids from 0 to {shape.vocab_size - 1}", "prompt"
