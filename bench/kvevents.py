@@ -3,8 +3,9 @@
     python bench/kvevents.py [--quick]
 
 One process, one thread; the frames are an engine's in steady state: each batch stores the 18 blocks
-of a prompt of 600 tokens, that shares its first 6 with others, and removes as many. Ratios are
-medians over rounds, of CPU time; `array` is the form of vLLM up to 0.20 and of SGLang.
+of a prompt of 600 tokens, that shares its first 6 with others, and removes as many. `index` is the
+Conductor's index, `tiered` that of the Indexer API; `array` is the form of vLLM up to 0.20 and of
+SGLang. Ratios are medians over rounds, of CPU time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from moonserve.core.kv.events import ClearedEvent, KvEvent, RemovedEvent, Stored
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace
+from moonserve.core.kv.rolling import RollingIndexer
 from moonserve.core.kv.stream import EventStream
+from moonserve.core.kv.tiers import Source, TieredIndex
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import decode_batch, encode_batch
 
@@ -95,9 +98,20 @@ def ways() -> dict[str, Doing]:
             elif isinstance(fact, BlocksRemoved):
                 index.removed(fact.segment, fact.keys, fact.tier, fact.epoch)
 
+    def to_tiered_index(payload: bytes) -> None:
+        rolling.batch(decode_batch(payload))
+
     space, index = Namespace("m", "r", "l", SIZE), PrefixIndex()
+    source, tiered = Source(SegmentId("p0"), "p0"), TieredIndex(SIZE, 1337)
+    tiered.join(source)
+    rolling = RollingIndexer(source, tiered, "", "")
     alone, stream = (EventStream(SegmentId("p0"), 1, space) for _ in range(2))
-    return {"decode": decode_batch, "stream": to_stream, "index": to_index}
+    return {
+        "decode": decode_batch,
+        "stream": to_stream,
+        "index": to_index,
+        "tiered": to_tiered_index,
+    }
 
 
 def seconds(do: Doing, frames: Sequence[bytes]) -> float:
