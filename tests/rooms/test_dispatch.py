@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 import pytest
 
 from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive, Overloaded
+from moonserve.core.kv import keys
 from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule.facts import Joined
 from moonserve.core.schedule.policies import Tuning
@@ -110,6 +112,29 @@ def test_every_call_has_the_salt() -> None:
         assert len(world.wire.calls) == 5
         await collect(world.request("s"))
         assert world.wire.salts[5:] == [None, None]
+
+    run(test)
+
+
+def test_each_block_of_a_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt's blocks and those of new tokens, whatever calls fail and however often."""
+    hashed: list[bytes] = []
+
+    def counting(data: bytes) -> Any:
+        hashed.append(data)
+        return sha256(data)
+
+    async def test() -> None:
+        world = Chunked("p0", "p1", "d0", "d1")
+        world.wire.faults = [("prefill", "reset", 0), ("decode", "reset", 4)]
+        namespace = info("p0", "prefill").namespace
+        monkeypatch.setattr(keys, "sha256", counting)
+        tokens, _ = await collect(world.request())
+        assert tokens == expected(8)
+        roots = hashed.count(hashed[0])
+        known = len(PROMPT) + 5  # when the last call failed
+        assert (roots, len(hashed) - roots) == (1, known // namespace.block_size)
+        assert hashed[-1][:32] == keys.chain_keys(namespace.root(), [*PROMPT, *tokens], 4)[-3]
 
     run(test)
 

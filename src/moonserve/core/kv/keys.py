@@ -65,6 +65,23 @@ def chain_keys(root: bytes, tokens: Sequence[int], block_size: Tokens) -> list[B
     return keys
 
 
+class KeyChain:
+    """The block keys of a sequence that grows; no block is hashed twice."""
+
+    def __init__(self, root: bytes, block_size: Tokens) -> None:
+        self._parent = root
+        self._block_size = block_size
+        self._keys: tuple[BlockKey, ...] = ()
+
+    def of(self, tokens: Sequence[int]) -> tuple[BlockKey, ...]:
+        """The keys of every full block of `tokens`, which begin with those of the last call."""
+        fresh = tokens[len(self._keys) * self._block_size :]
+        if len(fresh) >= self._block_size:
+            self._keys += tuple(chain_keys(self._parent, fresh, self._block_size))
+            self._parent = self._keys[-1]
+        return self._keys
+
+
 def tail_key(root: bytes, keys: Sequence[BlockKey], tail: Sequence[int]) -> BlockKey:
     """The key of a partial last block: `keys` are the full blocks before it."""
     parent = keys[-1] if keys else root

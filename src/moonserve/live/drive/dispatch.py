@@ -21,7 +21,7 @@ from moonserve.core.errors import (
     NobodyAlive,
     Overloaded,
 )
-from moonserve.core.kv.keys import Namespace, chain_keys
+from moonserve.core.kv.keys import KeyChain, Namespace
 from moonserve.core.request import Counted, Request
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.facts import (
@@ -135,8 +135,8 @@ class _Life:
         self, request: Request, namespace: Namespace, conductor: Conducting, wire: WireClient
     ) -> None:
         self._request = request
-        self._root = namespace.salted(request.cache_salt)
         self._block_size = namespace.block_size
+        self._chain = KeyChain(namespace.salted(request.cache_salt), namespace.block_size)
         self._conductor = conductor
         self._wire = wire
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue()  # bounded by max_tokens replies
@@ -279,7 +279,7 @@ class _Life:
         return self._request.stopping.max_tokens - self._generated()
 
     def _keys(self) -> tuple[BlockKey, ...]:
-        return tuple(chain_keys(self._root, self._known, self._block_size))
+        return self._chain.of(self._known)
 
     def _prefill(self, action: Prefill) -> None:
         self._placed = action
