@@ -118,7 +118,7 @@ class Moonserve:
         """One decision; the blocks that the chosen instance has itself."""
         [action] = self.step(self.facts.Arrived(self.request.Request(name, "m", ask[0]), ask[1]))
         self.running.append((name, action.number))
-        return action.decision.candidates[0].local_tokens // BLOCK
+        return action.decision.chosen.local_tokens // BLOCK
 
     reserve = keys_given
 

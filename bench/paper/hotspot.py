@@ -7,7 +7,8 @@ from typing import Any
 
 from bench.paper.lab import Lab, Page
 
-from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.policies import POLICIES
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure

@@ -110,7 +110,7 @@ def test_a_request_from_its_arrival_to_its_end(run: Callable[[Use], None]) -> No
         assert prefill.decode == info("d0", "decode")
         decision = prefill.decision
         assert (decision.prefill, decision.prompt_tokens) == ("p0", 9)
-        assert decision.candidates[0].instance == "p0"
+        assert decision.chosen.instance == "p0"
         assert [share.instance for share in decision.shares] == ["p0"]
         assert rig.loop.core.promised().requests == 1
         rig.port.first_token(R, 4)

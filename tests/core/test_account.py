@@ -15,7 +15,7 @@ from moonserve.core.schedule.facts import (
     Joined,
     PrefillEnded,
 )
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import RequestId
 from tests.support.cluster import info
 
@@ -29,7 +29,7 @@ class Told:
         tuning = Tuning(slo=Slo(2 * SECOND, SECOND), admission=admission)  # type: ignore[arg-type]
         cost = Cost((SECOND, 0, 0, 0, 500_000, 0, 0), (5, 0.005), learns=False)
         self.core = Conductor(tuning, cost_of=lambda _: cost)
-        self.account = Account(self.core.outlook.slo)
+        self.account = Account(self.core.slo)
         names = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
         self.step(0, *[Joined(info(n, r)) for n, r in names.items()])  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from moonserve.core.request import Counted, Request, Slo, Stopping
-from moonserve.core.schedule import admission_state
+from moonserve.core.schedule import decode_forecast
 from moonserve.core.schedule.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
@@ -26,7 +26,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     Role,
 )
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import RequestId
 from tests.support.cluster import info
@@ -181,7 +181,7 @@ def test_a_prefill_that_finds_no_room_goes_elsewhere() -> None:
     assert first.to.id == homes["a"]
     for name in "bcd":
         assert begun(c.step(3, [prefilled(name)]), Decode) == [name]
-    members = [len(view.stays.active) for view in c.view.decodes("m")]
+    members = [len(view.residencies.active) for view in c.view.decodes("m")]
     assert members == [2, 2]
 
 
@@ -192,7 +192,7 @@ def test_nobodys_tbt_is_broken_by_who_joins(mode: str) -> None:
     c.step(1, [arrived("1 strict", slo=Slo(tbt_us=150)), arrived("2 lax")])
     actions = c.step(2, [prefilled("1 strict"), prefilled("2 lax")])
     assert begun(actions, Decode) == ["1 strict"]
-    assert list(c.view.decodes("m")[0].stays.active) == ["1 strict"]
+    assert list(c.view.decodes("m")[0].residencies.active) == ["1 strict"]
 
 
 def test_low_priority_goes_first() -> None:
@@ -348,7 +348,7 @@ def test_who_is_too_late_anyway_costs_no_look_at_decode(monkeypatch: pytest.Monk
     def forecast(*args: Any) -> tuple[int, int]:
         raise AssertionError("nobody needs it")
 
-    monkeypatch.setattr(admission_state, "forecast", forecast)
+    monkeypatch.setattr(decode_forecast, "forecast", forecast)
     assert refusals(conductor.step(0, [arrived("a")])) == [("a", "ttft_slo")]
 
 
@@ -406,12 +406,12 @@ def test_what_tightens_an_objective_is_named() -> None:
     actions = flood.step(1, [arrived(f"r{at}", tenant="flood") for at in range(6)])
     [first, *_] = [a for a in actions if isinstance(a, Refuse)]
     assert "since it is of tenant 'flood', given more than its part" in first.why
-    held = [a.decision.held for a in actions if isinstance(a, Prefill)]
-    assert held[0] == ""
-    assert held[-1].endswith("given more than its part")
+    held = [a.decision.tightened for a in actions if isinstance(a, Prefill)]
+    assert held[0] is None
+    assert (held[-1] or "").endswith("given more than its part")
     free = cluster("predictive", "p0", "d0", slo=Slo())
     [placed] = [a for a in free.step(1, [arrived("a", priority=-1)]) if isinstance(a, Prefill)]
-    assert placed.decision.held == "", "without objectives there is none to tighten"
+    assert placed.decision.tightened is None, "without objectives there is none to tighten"
 
 
 def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:
@@ -450,6 +450,6 @@ def test_who_leaves_early_says_little_and_one_token_says_all() -> None:
                 c.step(now_us + 410, [prefilled(name)])
                 c.step(now_us + 1_410, [ClientGone(RequestId(name))])  # after some ten passes
         c.step(20_000_000, [arrived("next")])
-        expected[how] = c.view.instances["d0"].stays.promised[RequestId("next")].expected  # type: ignore[index]
+        expected[how] = c.view.instances["d0"].residencies.promised[RequestId("next")].expected  # type: ignore[index]
     assert expected["left"] > 100
     assert expected["one"] < 30

@@ -20,7 +20,7 @@ from moonserve.core.schedule.facts import (
     Tick,
 )
 from moonserve.core.schedule.handoff import MAX_ATTEMPTS
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info

@@ -23,7 +23,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     Tick,
 )
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info

@@ -102,7 +102,9 @@ def test_decode_serves_alone_where_no_prefill_instance_is_left(policy: str) -> N
     call = prefill(it)
     assert call.decision.joint
     assert call.to.id == call.decision.decode
-    assert "no prefill instance that hands KV to it is alive" in explain.why(call.decision)
+    assert "no prefill instance that hands KV to it is alive" in explain.why(
+        call.decision, call.candidates
+    )
     assert it.step(2, [PrefillEnded(R, call.number, final=False)]) == []
     [again] = it.step(3, [CallFailed(R, call.number, "broke", True, len(PROMPT), KEYS)])
     assert isinstance(again, Prefill)
@@ -198,7 +200,7 @@ def test_what_others_hold_is_no_source_for_who_cannot_fetch() -> None:
     it.step(0, [holds("b", 8)])
     call = prefill(it)
     assert (call.to.id, call.decision.reused_tokens) == ("b", 8 * BLOCK)
-    [first, second] = call.decision.candidates
+    [first, second] = call.candidates
     assert (second.instance, second.reused_tokens, second.holder) == ("a", 0, None)
     assert first.transfer_us == second.transfer_us == 0
 

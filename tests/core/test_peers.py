@@ -9,8 +9,10 @@ import pytest
 
 from moonserve.core.kv.index import Match
 from moonserve.core.schedule import peer_policies
-from moonserve.core.schedule.placement import Ask, Estimate, Options
-from moonserve.core.schedule.policies import POLICIES, Memory
+from moonserve.core.schedule.estimate import Ask, Estimate, Options, Roles
+from moonserve.core.schedule.policies import POLICIES
+from moonserve.core.schedule.policy_state import PolicyState
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 from tests.support.cluster import BLOCK, view
@@ -23,7 +25,7 @@ def holding(length: int, blocks: tuple[int, ...], views: list[InstanceView]) -> 
     """A prompt of which each instance holds so many blocks, decided at 1,000 s."""
     held = {SegmentId(v.info.id): n for v, n in zip(views, blocks, strict=True) if n}
     ask = Ask(length, Match(max(blocks), held))
-    return Estimate(ask, BLOCK, "never", 1.0, 1.0).options(views, 1_000 * SECOND)
+    return Estimate(ask, Roles(views, ()), BLOCK, "never", Tuning()).options(views, 1_000 * SECOND)
 
 
 def busy(
@@ -38,9 +40,9 @@ def busy(
     return made
 
 
-def chosen(policy: str, made: Options, memory: Memory | None = None) -> int:
+def chosen(policy: str, made: Options, state: PolicyState | None = None) -> int:
     """The row that a policy takes: the lowest score, the first of equals."""
-    scores = POLICIES[policy].score(made, memory or Memory())
+    scores = POLICIES[policy].score(made, state or PolicyState())
     assert len(scores) == len(made.views)
     return min(range(len(scores)), key=scores.__getitem__)
 
@@ -68,7 +70,7 @@ def test_sglang(counts, blocks, winner) -> None:  # type: ignore[no-untyped-def]
 def test_sglang_counts_a_coupled_request_once() -> None:
     """Where prefill and decode share an instance, a request in prefill is one request."""
     made = holding(40, (0, 0), [busy("p0", 2, 1, decodes=(1, 1)), busy("p1", decodes=(1, 1, 1))])
-    assert peer_policies.sglang_cache_aware(made, Memory()) == [2, 3]
+    assert peer_policies.sglang_cache_aware(made, PolicyState()) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +90,14 @@ def test_sglang_counts_a_coupled_request_once() -> None:
 )
 def test_dynamo(views, blocks, scores) -> None:  # type: ignore[no-untyped-def]
     """Cost is (tokens under way + prompt) / block - cached blocks + active blocks."""
-    assert peer_policies.dynamo_overlap(holding(41, blocks, views), Memory()) == scores
+    assert peer_policies.dynamo_overlap(holding(41, blocks, views), PolicyState()) == scores
 
 
 def test_dynamo_frees_at_the_end_of_prefill() -> None:
     """A prefill that ended leaves nothing behind, cached blocks included."""
     made = busy("p0", 1, 20, 8)
     made.end_prefill(RequestId("p0"), 0)
-    assert peer_policies.dynamo_overlap(holding(41, (0,), [made]), Memory()) == [21.25]
+    assert peer_policies.dynamo_overlap(holding(41, (0,), [made]), PolicyState()) == [21.25]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_dynamo_frees_at_the_end_of_prefill() -> None:
 def test_llmd(counts, blocks, scores) -> None:  # type: ignore[no-untyped-def]
     """The score is twice the cached share plus the queue's place between shortest and longest."""
     views = [busy(name, count) for name, count in zip(NAMES, counts, strict=True)]
-    got = peer_policies.llmd_scorers(holding(40, blocks, views), Memory())
+    got = peer_policies.llmd_scorers(holding(40, blocks, views), PolicyState())
     assert got == pytest.approx(scores)
 
 
@@ -121,7 +123,7 @@ def test_llmd_sees_no_prefix_beyond_its_cap() -> None:
     """Prefixes are told apart up to 256 blocks of 64 characters, 4,096 tokens, and no further."""
     views = [busy("p0"), busy("p1"), busy("p2")]
     made = holding(8_000, (512, 1_024, 1_999), views)
-    assert peer_policies.llmd_scorers(made, Memory()) == [-2, -3, -3]
+    assert peer_policies.llmd_scorers(made, PolicyState()) == [-2, -3, -3]
 
 
 @pytest.mark.parametrize("policy", ["dynamo_overlap", "llmd_scorers"])
@@ -129,19 +131,19 @@ def test_equals_are_drawn_from_where_the_rule_says_so(policy: str) -> None:
     """Among the lowest scores each is taken about as often, no other ever; the first unseeded."""
     made = holding(40, (0, 5, 5), [busy(name) for name in NAMES])
     assert chosen(policy, made) == 1
-    memory = Memory(Random(7))
-    drawn = Counter(chosen(policy, made, memory) for _ in range(200))
+    state = PolicyState(Random(7))
+    drawn = Counter(chosen(policy, made, state) for _ in range(200))
     assert sorted(drawn) == [1, 2]
     assert min(drawn.values()) > 60
 
 
-def worked(*work: int, at_us: int = 999 * SECOND, requests: int = 1) -> Memory:
-    """A memory in which each instance was given so many requests of so much work each."""
-    memory = Memory()
+def worked(*work: int, at_us: int = 999 * SECOND, requests: int = 1) -> PolicyState:
+    """A state in which each instance was given so many requests of so much work each."""
+    state = PolicyState()
     for name, work_us in zip(NAMES, work, strict=False):
         for _ in range(requests):
-            memory.assigned(InstanceId(name), at_us, work_us)
-    return memory
+            state = state.assigned(InstanceId(name), at_us, work_us)
+    return state
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,14 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.kv.index import Match
-from moonserve.core.request import Held, Slo
+from moonserve.core.request import EffectiveSlo, Slo
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.placement import Ask, Estimate, Fetch, Options, choose_decode
-from moonserve.core.schedule.policies import POLICIES, Memory, Tuning, Verdict, decide, policy_of
+from moonserve.core.schedule.decide import Verdict, decide
+from moonserve.core.schedule.decode_choice import choose_decode
+from moonserve.core.schedule.estimate import Ask, Estimate, Fetch, Options, Roles
+from moonserve.core.schedule.policies import POLICIES, policy_of
+from moonserve.core.schedule.policy_state import PolicyState
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
 from tests.support.cluster import BLOCK, view
@@ -45,11 +49,15 @@ def terms(
     fetch: Fetch = "threshold",
     threshold: float = 1.0,
     length: int = 41,
-    **ask: object,
+    pending: dict[SegmentId, int] | None = None,
+    racks: dict[SegmentId, str] | None = None,
 ) -> Options:
     """The options of one prompt at time 0; a transfer between racks takes twice as long."""
-    wanted = Ask(length, match, **ask)  # type: ignore[arg-type]
-    return Estimate(wanted, BLOCK, fetch, threshold, 2.0).options(views, 0)
+    ask = Ask(length, match, pending=pending or {})
+    tuning = Tuning(kvcache_balancing_threshold=threshold, cross_rack=2.0)
+    return Estimate(ask, Roles(views, (), racks=racks or {}), BLOCK, fetch, tuning).options(
+        views, 0
+    )
 
 
 # 41 tokens = 10 full blocks of 4 and one token; a new token costs 10 us, a fetched block 5 us + 5.
@@ -106,7 +114,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_what_is_coming_counts_as_held() -> None:
     """An instance that was promised the same prefix will have it when this request's turn comes."""
-    made = terms(NOTHING, [prefill("p0"), prefill("p1")], coming={P1: 6})
+    made = terms(NOTHING, [prefill("p0"), prefill("p1")], pending={P1: 6})
     assert made.local == [0, 6]
     assert made.compute_us == [410, 410 - 6 * 10 * BLOCK]
 
@@ -125,21 +133,18 @@ def verdict(
     prefills: list[InstanceView] | None = None,
     decodes: list[InstanceView] | None = None,
     slo: Slo | None = None,
-    memory: Memory | None = None,
+    state: PolicyState | None = None,
     avoid: list[InstanceId] | None = None,
     **tuning: object,
 ) -> Verdict | None:
     """A decision about 41 tokens at time 0; two prefill and one decode instance by default."""
-    return decide(
-        Ask(41, match),
+    roles = Roles(
         prefills if prefills is not None else [prefill("p0"), prefill("p1")],
         decodes if decodes is not None else [decode("d0")],
-        Held(slo or Slo()),
-        Tuning(policy=policy, **tuning),  # type: ignore[arg-type]
-        memory or Memory(Random(1)),
-        0,
-        avoid or (),
     )
+    ask = Ask(41, match, slo=EffectiveSlo(slo or Slo()), avoid=avoid or ())
+    made = Tuning(policy=policy, **tuning)  # type: ignore[arg-type]
+    return decide(ask, roles, state or PolicyState(Random(1)), made, 0)
 
 
 def chosen(*args: object, **more: object) -> tuple[str, int]:
@@ -185,26 +190,53 @@ def test_each_policy_by_its_rule(
     assert chosen(policy, match, views) == (winner, reused)
 
 
+def in_turn(policy: str, count: int, state: PolicyState) -> list[str]:
+    """Who prefills so many requests, one after another, of three instances."""
+    views = [prefill(name) for name in ("p0", "p1", "p2")]
+    found = []
+    for _ in range(count):
+        made = verdict(policy, prefills=views, state=state)
+        assert made is not None
+        state = made.state
+        found.append(str(made.decision.prefill))
+    return found
+
+
 def test_round_robin_takes_turns() -> None:
     """In order of ids, from the first."""
-    memory = Memory()
-    views = [prefill(name) for name in ("p0", "p1", "p2")]
-    turns = [chosen("round_robin", prefills=views, memory=memory)[0] for _ in range(4)]
+    turns = in_turn("round_robin", 4, PolicyState())
     assert sorted(turns[:3]) == ["p0", "p1", "p2"]
     assert turns[3] == turns[0]
 
 
 def test_random_draws_from_its_seed() -> None:
     """Everybody gets some; the same seed gives the same choices."""
+    assert in_turn("random", 30, PolicyState(Random(1))) == in_turn(
+        "random", 30, PolicyState(Random(1))
+    )
+    assert in_turn("random", 30, PolicyState(Random(1))) != in_turn(
+        "random", 30, PolicyState(Random(2))
+    )
+    assert set(in_turn("random", 30, PolicyState(Random(1)))) == {"p0", "p1", "p2"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decision_is_a_function(policy: str) -> None:
+    """The same state gives the same answer again; the new state is part of the answer."""
+    state = PolicyState(Random(1), turn=5)
     views = [prefill(name) for name in ("p0", "p1", "p2")]
-
-    def draws(seed: int) -> list[str]:
-        memory = Memory(Random(seed))
-        return [chosen("random", prefills=views, memory=memory)[0] for _ in range(30)]
-
-    assert draws(1) == draws(1)
-    assert draws(1) != draws(2)
-    assert set(draws(1)) == {"p0", "p1", "p2"}
+    first, second = (verdict(policy, prefills=views, state=state) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.decision == second.decision
+    assert list(first.candidates) == list(second.candidates)
+    assert (state.turn, first.state.turn) == (5, 6)
+    assert state.rng is not None
+    assert state.rng.getstate() == Random(1).getstate()
+    draws = first.state.rng
+    assert draws is not None
+    assert second.state.rng is not None
+    assert draws.getstate() == second.state.rng.getstate()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -216,7 +248,8 @@ def test_every_policy_decides(policy: str) -> None:
     assert decision.policy == policy
     assert decision.decode == "d0"
     assert decision.considered == 2
-    winner, loser = decision.candidates
+    winner, loser = made.candidates
+    assert winner == decision.chosen
     assert winner.instance == decision.prefill != loser.instance
     assert winner.score <= loser.score
     assert decision.predicted_ttft_us == winner.ttft_us

@@ -13,7 +13,7 @@ from moonserve.core.schedule.residency import (
     Lengths,
     Oracle,
     Predictor,
-    Stay,
+    Residency,
     Survival,
     Uniform,
     predictor_of,
@@ -27,9 +27,11 @@ def request(prompt: int = 1_000, most: int = 100_000, tenant: str = "") -> Reque
     return Request(RequestId("r"), "m", Counted(prompt), stopping=stopping, tenant=tenant)
 
 
-def stays(model: Predictor, stay: Stay, tokens: float, us: int, more: float, more_us: int) -> float:
+def residencies(
+    model: Predictor, residency: Residency, tokens: float, us: int, more: float, more_us: int
+) -> float:
     """The chance that one with so many tokens, after so long, goes on for so many more."""
-    lasts = model.lasts(stay, tokens)
+    lasts = model.lasts(residency, tokens)
     before = lasts(tokens, us)
     return lasts(tokens + more, us + more_us) / before if before else 0.0
 
@@ -77,10 +79,10 @@ def test_who_is_never_seen_to_end_is_expected_to_go_on() -> None:
     model = Survival()
     for most in (40, 50, 60) * 100:
         model.ended(request(most=most), most, 1)
-    stay = model.stay(request(most=60), 1, 0)
-    assert stays(model, stay, 0.0, 0, 59.0, 0) > 0.9
-    assert stays(model, stay, 0.0, 0, 60.0, 0) == 0.0
-    assert 55 < stay.expected <= 60
+    residency = model.residency(request(most=60), 1, 0)
+    assert residencies(model, residency, 0.0, 0, 59.0, 0) > 0.9
+    assert residencies(model, residency, 0.0, 0, 60.0, 0) == 0.0
+    assert 55 < residency.expected <= 60
 
 
 def test_the_mean_is_bounded_by_max_tokens() -> None:
@@ -108,8 +110,8 @@ def test_a_class_learns_from_all_until_it_has_its_own() -> None:
     for _ in range(300):
         model.ended(request(prompt=100), 10, 1)
         model.ended(request(prompt=100_000), 2_000, 1)
-    short, long = (model.stay(request(prompt=p), 1, 0).expected for p in (100, 100_000))
-    other = model.stay(request(prompt=3_000), 1, 0).expected
+    short, long = (model.residency(request(prompt=p), 1, 0).expected for p in (100, 100_000))
+    other = model.residency(request(prompt=3_000), 1, 0).expected
     assert short < 100 < other < 1_500 < long
 
 
@@ -118,7 +120,9 @@ def test_tenants_are_classes_of_their_own() -> None:
     survival = Survival()
     for tenant, tokens in (("terse", 5), ("wordy", 2_000)) * 100:
         survival.ended(request(tenant=tenant), tokens, 0)
-    expected = [survival.stay(request(tenant=t), 1_000, 0).expected for t in ("terse", "wordy")]
+    expected = [
+        survival.residency(request(tenant=t), 1_000, 0).expected for t in ("terse", "wordy")
+    ]
     assert 10 * expected[0] < expected[1]
 
 
@@ -126,9 +130,9 @@ def test_classes_are_bounded() -> None:
     """However many models clients name, no more than so many histograms are kept."""
     model = Survival()
     for at in range(1_000):
-        model.stay(Request(RequestId("r"), "m", Counted(1), stopping=Stopping(at + 1)), 1, 0)
+        model.residency(Request(RequestId("r"), "m", Counted(1), stopping=Stopping(at + 1)), 1, 0)
     for bits in range(300):
-        model.stay(request(prompt=1 << bits % 30, most=1 << bits // 10), 1, 0)
+        model.residency(request(prompt=1 << bits % 30, most=1 << bits // 10), 1, 0)
     assert len(model._classes) <= 256
 
 
@@ -137,30 +141,33 @@ def test_survival_depends_on_age_and_ends_at_max_tokens() -> None:
     model = Survival()
     for tokens in [10] * 90 + [1_000] * 10:
         model.ended(request(), tokens, 1)
-    young = model.stay(request(), 1, 0)
-    assert stays(model, young, 0, 0, 50, 1) < 0.2
-    assert stays(model, young, 100, 0, 50, 1) > 0.8
-    capped = model.stay(request(most=120), 1, 0)
-    assert stays(model, capped, 100, 0, 20, 1) == 0
+    young = model.residency(request(), 1, 0)
+    assert residencies(model, young, 0, 0, 50, 1) < 0.2
+    assert residencies(model, young, 100, 0, 50, 1) > 0.8
+    capped = model.residency(request(most=120), 1, 0)
+    assert residencies(model, capped, 100, 0, 20, 1) == 0
     assert capped.expected <= 120
 
 
 def test_uniform_is_the_papers() -> None:
     """One time for all: the mean of those seen; before that, nobody is taken to last."""
     model = Uniform()
-    stay = model.stay(request(), 1, 0)
-    assert stays(model, stay, 5, 10, 5, 10) == 0
+    residency = model.residency(request(), 1, 0)
+    assert residencies(model, residency, 5, 10, 5, 10) == 0
     model.ended(request(), 10, 100)
     model.ended(request(), 10, 300)
-    assert stays(model, stay, 5, 150, 5, 49) == 1
-    assert stays(model, stay, 5, 150, 5, 50) == 0
+    assert residencies(model, residency, 5, 150, 5, 49) == 1
+    assert residencies(model, residency, 5, 150, 5, 50) == 0
 
 
 def test_the_oracle_knows() -> None:
     """It says when exactly; outside simulation there is none."""
     model: Predictor = Oracle(lambda request: 10)
-    stay = model.stay(request(), 1, 0)
-    assert (stays(model, stay, 4, 0, 5, 0), stays(model, stay, 4, 0, 6, 0)) == (1, 0)
+    residency = model.residency(request(), 1, 0)
+    assert (
+        residencies(model, residency, 4, 0, 5, 0),
+        residencies(model, residency, 4, 0, 6, 0),
+    ) == (1, 0)
     with pytest.raises(ConfigError, match="in simulation only"):
         predictor_of("oracle")
 
@@ -180,4 +187,4 @@ def test_errors_are_counted() -> None:
 def test_a_stay_is_of_its_predictor() -> None:
     """A length that is known is no histogram: a bug, not a guess."""
     with pytest.raises(AssertionError):
-        Survival().lasts(Stay(1, 0, 7, 7), 1)
+        Survival().lasts(Residency(1, 0, 7, 7), 1)

@@ -7,9 +7,10 @@ import pytest
 from moonserve.core.kv.index import Match
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.trust import HitSample, Trust
+from moonserve.core.schedule.estimate import Ask, Estimate, Roles
 from moonserve.core.schedule.external_load import NOBODY, Others, others
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Role
-from moonserve.core.schedule.placement import Ask, Estimate
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 
@@ -67,8 +68,10 @@ def test_doubted_claims_count_by_their_share() -> None:
     bad = view.instances[InstanceId("a")]
     view.heard(bad, InstanceLoad(hits=(HitSample(320, 32),) * 4), 0)
     match = Match(20, {SegmentId("a"): 20, SegmentId("b"): 10})
-    ask = Ask(length=1_000, match=match, doubts=view.doubts)
-    made = Estimate(ask, 32, "never", 1.0, 1.0).options(view.prefills("m"), 0)
+    views = view.prefills("m")
+    roles = Roles(views, (), doubts=view.doubts)
+    ask = Ask(length=1_000, match=match)
+    made = Estimate(ask, roles, 32, "never", Tuning()).options(views, 0)
     assert made.reused == [2, 10]
     view.remove(InstanceId("a"))
     assert view.doubts == {}
@@ -78,7 +81,7 @@ def test_who_cannot_fetch_reuses_its_own_only() -> None:
     """An engine without a shared store cannot start from a prefix that others hold."""
     views = [InstanceView(info("a", fetches=fetches), 0) for fetches in (False, True)]
     ask = Ask(length=1_000, match=Match(20, {SegmentId("b"): 20}))
-    made = Estimate(ask, 32, "threshold", 1.0, 1.0).options(views, 0)
+    made = Estimate(ask, Roles(views, ()), 32, "threshold", Tuning()).options(views, 0)
     assert made.reused == [0, 20]
 
 

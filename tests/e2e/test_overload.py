@@ -48,7 +48,7 @@ def test_those_who_are_refused_and_obey_get_in_and_nothing_is_left() -> None:
         view = it.gateway.conductor.core.view.instances["d0"]
         while not view.cost.known:  # before that nobody is refused
             assert (await post(it, 0)).status == 200
-        outlook = it.gateway.conductor.core.outlook
+        retries = it.gateway.conductor.core.retries
 
         async def client(number: int) -> list[ClientResponse]:
             return [reply async for reply in obedient(it, number)]
@@ -65,7 +65,7 @@ def test_those_who_are_refused_and_obey_get_in_and_nothing_is_left() -> None:
             assert error["type"] == "overloaded_error"
             assert 1 <= int(reply.headers["retry-after"]) <= 60
         await it.settle()
-        assert len(outlook.told) == 0
+        assert len(retries) == 0
         metrics = await it.http.request("GET", it.url + "/metrics", timeout_s=5)
         told = metrics.body.decode()
         counted = re.findall(r"^moonserve_rejected_total\{.*\} (\d+)", told, re.MULTILINE)

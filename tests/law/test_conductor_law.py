@@ -32,7 +32,8 @@ from moonserve.core.schedule.facts import (
     Tick,
 )
 from moonserve.core.schedule.handoff import MAX_ATTEMPTS
-from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.policies import POLICIES
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId
 from tests.support.cluster import BLOCK, NAMESPACE, info
@@ -166,7 +167,7 @@ class ConductorMachine(RuleBasedStateMachine):
             decision.prompt_tokens,
         )
         assert all(s.start < s.end and s.start % BLOCK == 0 for s in stages)
-        alone_us = decision.waited_us + decision.candidates[0].ttft_us
+        alone_us = decision.waited_us + decision.chosen.ttft_us
         assert decision.predicted_ttft_us < alone_us
         self.stages[action.request] = [stage.instance for stage in stages[:-1]]
 

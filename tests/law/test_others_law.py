@@ -90,7 +90,7 @@ class Views(RuleBasedStateMachine):
             assert view.joined_seqs == decodes + 1
             assert view.joined_context == context
             assert view.queue_us(self.now_us) == sum(it.queue_us for it in theirs)
-            assert view.stays.others.running == sum(it.running for it in theirs)
+            assert view.residencies.others.running == sum(it.running for it in theirs)
             assert view.tbt_us(7) == 100 + 10 * (decodes + 1) + context + 7
 
     def teardown(self) -> None:

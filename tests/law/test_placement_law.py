@@ -1,5 +1,6 @@
 """Decisions that look at few instances against ones that look at all, in the plainest way."""
 
+import sys
 from unittest.mock import patch
 
 import msgspec
@@ -7,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonserve.core.kv.index import Match
-from moonserve.core.request import Held
-from moonserve.core.schedule import policies
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.placement import Ask, choose_decode
-from moonserve.core.schedule.policies import Memory, Tuning, decide
+from moonserve.core.schedule.decide import decide
+from moonserve.core.schedule.decode_choice import choose_decode
+from moonserve.core.schedule.estimate import Ask, Roles
+from moonserve.core.schedule.policy_state import PolicyState
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 from tests.support.cluster import view
@@ -54,13 +56,18 @@ def test_those_left_out_would_not_have_been_kept(
         cluster.add(one)
     views = cluster.prefills("m")
     held = {SegmentId(f"p{at:02}"): blocks for at, blocks in holders if at < len(views)}
-    ask = Ask(41, Match(max(held.values(), default=0), held), racks={SegmentId("p03"): "a"})
+    ask = Ask(41, Match(max(held.values(), default=0), held))
+    roles = Roles(views, views, racks={SegmentId("p03"): "a"})
 
     def verdict() -> object:
-        return decide(ask, views, views, Held(), Tuning(policy), Memory(), NOW_US)
+        return decide(ask, roles, PolicyState(), Tuning(policy), NOW_US)
 
     quick = verdict()
-    with patch.object(policies, "_likely", lambda estimate, views, now_us: views):
+    with patch.object(
+        sys.modules["moonserve.core.schedule.decide"],
+        "_likely",
+        lambda estimate, views, now_us: views,
+    ):
         assert quick == verdict()
 
 

@@ -14,7 +14,7 @@ from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Action, GiveUp, Prefill, Refuse, Spread
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import Fact, Joined, PrefillEnded, SpreadUpTo
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, SegmentId
 from moonserve.live.control import loop as module
 from moonserve.live.control.loop import ConductorLoop

@@ -15,7 +15,7 @@ from moonserve.core.errors import BadRequest, EngineFailed, NobodyAlive, Overloa
 from moonserve.core.kv import keys
 from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule.facts import Joined
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import RequestId
 from tests.support.cluster import info
 from tests.support.scripted import NOTHING, PROMPT, World, collect, expected

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import pytest
 
 from moonserve.core.kv.index import Match
-from moonserve.core.request import Held
+from moonserve.core.schedule.decide import decide
+from moonserve.core.schedule.decision import Candidate, Decision, Stage
+from moonserve.core.schedule.estimate import Ask, Roles
 from moonserve.core.schedule.explain import Explanation, explanation, why
-from moonserve.core.schedule.pipeline import Group, Stage
-from moonserve.core.schedule.placement import Ask, Candidate, Decision
-from moonserve.core.schedule.policies import Memory, Tuning, decide
+from moonserve.core.schedule.policy_state import PolicyState
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 from moonserve.show.explain import lines
 from tests.support.cluster import view
@@ -39,26 +42,34 @@ def candidate(
     )
 
 
-def decision(
-    *candidates: Candidate, policy: str = "kvcache_centric", waited_us: int = 0
-) -> Decision:
+class Made(NamedTuple):
+    """A decision, and the candidates that it was made from."""
+
+    decision: Decision
+    candidates: tuple[Candidate, ...]
+
+    def but(self, **changes: object) -> Made:
+        """The same with these changes of the decision."""
+        return Made(msgspec.structs.replace(self.decision, **changes), self.candidates)
+
+
+def decision(*candidates: Candidate, policy: str = "kvcache_centric", waited_us: int = 0) -> Made:
     """A decision about 1,000 tokens for the first of these."""
     best = candidates[0]
-    return Decision(
+    made = Decision(
         policy=policy,
         prefill=best.instance,
         decode=InstanceId("d0"),
         prompt_tokens=1_000,
-        reused_tokens=best.reused_tokens,
-        holder=best.holder,
         copies=True,
         waited_us=waited_us,
         predicted_ttft_us=best.ttft_us + waited_us,
         predicted_tbt_us=25_000,
         pool_tokens=960,
-        candidates=candidates,
+        chosen=best,
         considered=len(candidates),
     )
+    return Made(made, candidates)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +138,9 @@ def decision(
         ),
     ],
 )
-def test_why_the_winner_won(made: Decision, sentence: str) -> None:
+def test_why_the_winner_won(made: Made, sentence: str) -> None:
     """One sentence names the winner, its plan, and what told it from the next one."""
-    assert why(made) == sentence
+    assert why(*made) == sentence
 
 
 def test_the_reason_for_a_tie_is_as_it_was_when_it_was_decided() -> None:
@@ -137,23 +148,24 @@ def test_the_reason_for_a_tie_is_as_it_was_when_it_was_decided() -> None:
     first, second = view("m0", "both"), view("m1", "both")
     first.promise_decode(RequestId("r0"), 1)
     ask, views = Ask(41, Match(0, {})), [first, second]
-    made = decide(ask, views, views, Held(), Tuning(), Memory(), 0)
+    made = decide(ask, Roles(views, views), PolicyState(), Tuning(), 0)
     assert made is not None
     first.promise_decode(RequestId("r1"), 1)
-    assert why(made.decision).endswith("m0 would have taken as long, but has 1 to decode, not 0.")
+    said = why(made.decision, made.candidates)
+    assert said.endswith("m0 would have taken as long, but has 1 to decode, not 0.")
 
 
 def test_nothing_reused_is_said() -> None:
     """All of the prompt is computed."""
     fresh = msgspec.structs.replace(candidate("p0", 0, 40), local_tokens=0, reused_tokens=0)
-    assert "computing all 1,000 prompt tokens" in why(decision(fresh))
+    assert "computing all 1,000 prompt tokens" in why(*decision(fresh))
 
 
 def test_the_text_shows_terms_and_predictions_beside_the_truth() -> None:
     """Each candidate in a row that adds up, the chosen one marked, then predicted and actual."""
     made = decision(candidate("p0", 5, 40, 20), candidate("p1", 200, 40), waited_us=3_000)
-    made = msgspec.structs.replace(made, considered=70)
-    told = explanation("r1", "stop", made, why(made))
+    made = made.but(considered=70)
+    told = explanation("r1", "stop", *made, why(*made))
     told.actual_ttft_ms, told.actual_tbt_ms, told.actual_cached_tokens = 70.25, 24.0, 960
     told.attempts = 2
     text = list(lines(told))
@@ -180,7 +192,7 @@ def test_a_refused_request_has_its_reason_and_what_would_have_been() -> None:
     told = Explanation(request="r1", outcome="refused", why="No.", reject_reason="queue_full")
     assert list(lines(told)) == ["request r1: refused", "rejected (queue_full)", "No."]
     made = decision(candidate("p0", 5, 40))
-    told = explanation("r1", "refused", made, "predicted TTFT of 45 ms misses it")
+    told = explanation("r1", "refused", *made, "predicted TTFT of 45 ms misses it")
     told.error, told.reject_reason = told.why, "ttft_slo"
     text = list(lines(told))
     assert text[:3] == ["request r1: refused", "rejected (ttft_slo)", told.why]
@@ -188,7 +200,7 @@ def test_a_refused_request_has_its_reason_and_what_would_have_been() -> None:
     assert text[-3].split() == ["TTFT", "ms", "45.0", "-"]
 
 
-def shared(*ends: int, chunks: int | None = None) -> Decision:
+def shared(*ends: int, chunks: int | None = None) -> Made:
     """p0 alone would take 65 ms; with others, who go on to those ends, it takes 30."""
     starts = [0] * len(ends) if chunks else [0, *ends[:-1]]
     stages = tuple(
@@ -196,35 +208,33 @@ def shared(*ends: int, chunks: int | None = None) -> Decision:
         for at, (start, end) in enumerate(zip(starts, ends, strict=True))
     )
     made = decision(candidate("p0", 5, 40, 20), candidate("p1", 200, 40), waited_us=3_000)
-    return made.shared(Group(stages, 30_000, 70_000))
+    return made.but(prefill=stages[-1].instance, predicted_ttft_us=33_000, stages=stages)
 
 
 def test_a_group_is_named_with_its_parts() -> None:
     """Who does what, the time together and alone; then in the text, where each part lies."""
     made = shared(600, 1_000)
-    said = why(made)
+    said = why(*made)
     assert "65 ms to the first token alone" in said
     assert said.endswith(" 2 share it: p0 600 p1 400 tokens; 30 ms to the first token together.")
-    assert made.predicted_ttft_us == 33_000
-    assert made.prefill == "p1"
-    text = list(lines(explanation("r1", "stop", made, said)))
+    text = list(lines(explanation("r1", "stop", *made, said)))
     assert "part of p0: tokens 0 to 600" in text
     assert "part of p1: tokens 600 to 1,000" in text
-    by_layers = why(shared(1_000, 1_000, chunks=16))
+    by_layers = why(*shared(1_000, 1_000, chunks=16))
     assert " 2 share it: the layers, in 16 chunks; 30 ms " in by_layers
 
 
 def test_why_nobody_shares_it_is_said() -> None:
     """Where a group is possible; nothing where none is asked for."""
     made = decision(candidate("p0", 5, 40), candidate("p1", 200, 40))
-    assert "split" not in why(made)
-    alone = msgspec.structs.replace(made, alone="nobody else can take a part of it")
-    assert why(alone).endswith(" Not split: nobody else can take a part of it.")
-    assert explanation("r1", "stop", alone, "").alone == alone.alone
+    assert "split" not in why(*made)
+    alone = made.but(alone="nobody else can take a part of it")
+    assert why(*alone).endswith(" Not split: nobody else can take a part of it.")
+    assert explanation("r1", "stop", *alone, "").alone == alone.decision.alone
 
 
 def test_an_explanation_travels_as_json() -> None:
     """What the gateway sends is what the CLI reads."""
     made = shared(600, 1_000)
-    told = explanation("r1", "stop", made, why(made))
+    told = explanation("r1", "stop", *made, why(*made))
     assert msgspec.json.decode(msgspec.json.encode(told), type=Explanation) == told

@@ -11,13 +11,16 @@ import msgspec
 import pytest
 
 from moonserve.core.kv.index import Match
-from moonserve.core.request import Held, Slo
+from moonserve.core.request import EffectiveSlo, Slo
 from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.decide import decide
+from moonserve.core.schedule.estimate import Ask, Roles
 from moonserve.core.schedule.groups import groups, partners, split
 from moonserve.core.schedule.pipeline import Group, Step, Work, chain, finish, pass_us, shared_us
-from moonserve.core.schedule.placement import Ask
-from moonserve.core.schedule.policies import POLICIES, Memory, Tuning, decide
+from moonserve.core.schedule.policies import POLICIES
+from moonserve.core.schedule.policy_state import PolicyState
 from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import RequestId, Tokens
 from moonserve.sim.setup import Setup
@@ -235,16 +238,16 @@ def test_where_all_are_busy_it_is_soon_said_that_none_is_in_time(
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"random"}))
 def test_a_decision_names_the_group(policy: str) -> None:
     """Under any policy the chosen one comes first; what it would take alone can still be read."""
-    ask = Ask(65_536, Match(0, {}))
+    ask = Ask(65_536, Match(0, {}), slo=EffectiveSlo(Slo(3_000_000, None)))
     tuning = Tuning(policy=policy, cpp=4)
     decodes = views(1, role="decode")
-    verdict = decide(ask, views(8), decodes, Held(Slo(3_000_000, None)), tuning, Memory(), 0)
+    verdict = decide(ask, Roles(views(8), decodes), PolicyState(), tuning, 0)
     assert verdict is not None
     decision = verdict.decision
     assert len(decision.stages) == 4
-    assert decision.stages[0].instance == decision.candidates[0].instance
+    assert decision.stages[0].instance == decision.chosen.instance
     assert decision.prefill == decision.stages[-1].instance
-    assert decision.predicted_ttft_us < 3_000_000 < decision.candidates[0].ttft_us
+    assert decision.predicted_ttft_us < 3_000_000 < decision.chosen.ttft_us
     assert not verdict.misses_ttft
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from moonserve.cli import cli
 from moonserve.core.request import Slo
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.plan import (

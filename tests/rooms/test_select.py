@@ -15,7 +15,7 @@ from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Connector, InstanceInfo, Joined, Left, Role
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, SegmentId
 from moonserve.live.control import placement_api as module

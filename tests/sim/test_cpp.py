@@ -9,8 +9,8 @@ import pytest
 
 from moonserve.core.request import Slo
 from moonserve.core.schedule.pipeline import pass_us
-from moonserve.core.schedule.policies import Tuning
 from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.report import why_slow
@@ -100,7 +100,7 @@ def test_parts_are_stored_where_they_were_computed() -> None:
     assert later.cached == first
     assert later.judged is not None
     assert not later.judged.stages
-    assert later.judged.candidates[0].local_tokens < first
+    assert later.judged.chosen.local_tokens < first
     assert ttft_s(sim, 1) < 2.0
     balanced(sim)
 

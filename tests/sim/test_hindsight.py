@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from moonserve.core.request import Slo
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.hindsight import could_have_been_served
 from moonserve.sim.metrics import measure

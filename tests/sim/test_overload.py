@@ -61,9 +61,9 @@ def test_everybody_is_accounted_for(mode: str) -> None:
     assert found["completed"] + found["rejected"] == found["requests"]
     assert set(msgspec.structs.astuple(sim.conductor.promised())) == {0}
     for view in sim.conductor.view.instances.values():
-        assert not view.stays.active
-        assert not view.stays.promised
-        assert view.stays.context == 0
+        assert not view.residencies.active
+        assert not view.residencies.promised
+        assert view.residencies.context == 0
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])

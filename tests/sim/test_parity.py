@@ -9,8 +9,9 @@ import pytest
 
 from moonserve.core.request import Slo
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.policies import POLICIES
 from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.setup import Setup
@@ -39,7 +40,7 @@ def both(trace: Trace, setup: Setup) -> tuple[Simulation, LiveRun]:
     heap = Simulation(trace, setup, keep_events=True)
     heap.run()
     cost = setup.profile.cost()
-    conductor = Conductor(setup.tuning, Random(setup.seed), lambda info: cost)
+    conductor = Conductor(setup.tuning, Random(setup.seed), lambda info: cost, clients_return=False)
     live = LiveRun(trace, setup, conductor, POLICIES[setup.tuning.policy].copies)
     run(live.run())
     return heap, live

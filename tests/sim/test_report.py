@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from moonserve.core.request import Slo
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.sim.charts import Band, Goal, Line, columns, heatmap, line_chart
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure

@@ -15,8 +15,9 @@ import pytest
 from moonserve.core.engine.batch import Batch
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
-from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.policies import POLICIES
 from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import counterfactual_s, measure, queues

@@ -19,12 +19,17 @@ from moonserve.core.schedule.actions import Decode, Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Arrived, DecodeEnded, Joined, PrefillEnded
-from moonserve.core.schedule.policies import Tuning
-from moonserve.core.units import RequestId
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.units import BlockKey, RequestId
 from tests.support.cluster import info
 
 SECOND = 1_000_000
 STEP, SEQ = 40_000, 4_000
+
+
+def key_of(prompt: Any) -> BlockKey:
+    """Of its last full block."""
+    return BlockKey(repr(prompt).encode())
 
 
 class World:
@@ -88,7 +93,7 @@ class World:
         self.lengths[request] = self.rng.randint(20, 80)
         stopping = Stopping(max_tokens=self.lengths[request])
         it = Request(request, "m", self.prompts[client], stopping=stopping)
-        self.step(now_us, [Arrived(it, ())])
+        self.step(now_us, [Arrived(it, (key_of(it.prompt),))])
 
     def prefilled(self, now_us: int, who: tuple[RequestId, int]) -> None:
         """A prefill call has ended."""
@@ -186,7 +191,7 @@ def test_so_it_is_in_one_instant_after_a_crowd_that_did_not_come() -> None:
     """The share that comes is learned of each crowd anew."""
     it = World(90, obey=False, prefill_us=200_000)
     it.run(30 * SECOND)
-    assert it.core.outlook.told.share < 0.5
+    assert it.core.retries.share < 0.5
     it.closed = True
     it.run(60 * SECOND)
     it.closed, it.obey = False, True
@@ -212,4 +217,4 @@ def test_nothing_is_left_when_the_crowd_has_gone() -> None:
     it.run(400 * SECOND)
     it.core.step(400 * SECOND, [Arrived(Request(RequestId("last"), "m", (1,)), ())])
     assert it.core.promised().requests == 1
-    assert len(it.core.outlook.told) == 0
+    assert len(it.core.retries) == 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.pending import PendingPrefixes
-from moonserve.core.request import Counted, Held, Request
+from moonserve.core.request import Counted, Request
 from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.decide import decide
+from moonserve.core.schedule.estimate import Ask, Roles
 from moonserve.core.schedule.facts import SpreadUpTo
 from moonserve.core.schedule.hot import Hot
-from moonserve.core.schedule.placement import Ask
-from moonserve.core.schedule.policies import Memory, Tuning, decide
+from moonserve.core.schedule.policy_state import PolicyState
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 from tests.support.cluster import BLOCK, view
@@ -48,11 +50,10 @@ class World:
         self.now_us += LOOK_US
         length = len(keys) * BLOCK + tail
         match = self.index.match(keys)
-        ask = Ask(length=length, match=match, coming=self.coming.match(keys))
+        ask = Ask(length=length, match=match, pending=self.coming.match(keys))
         prefills = [v for v in self.view.prefills("m") if v.info.id == at]
-        verdict = decide(
-            ask, prefills, self.view.decodes("m"), Held(), self.tuning, Memory(), self.now_us
-        )
+        roles = Roles(prefills, self.view.decodes("m"))
+        verdict = decide(ask, roles, PolicyState(), self.tuning, self.now_us)
         assert verdict is not None
         request = Request(RequestId(f"r{self.count}"), "m", Counted(length))
         return self.hot.placed(request, keys, verdict.decision, self.now_us)

@@ -329,7 +329,7 @@ class LiveRun:
         for action in actions:
             if isinstance(action, Prefill):
                 decision = action.decision
-                fetches = decision.reused_tokens > decision.candidates[0].local_tokens
+                fetches = decision.reused_tokens > decision.chosen.local_tokens
                 self.shared.fetches[action.request] = fetches or self.setup.one_copy
                 later = [str(stage.instance) for stage in decision.stages[1:]]
                 self.shared.later[action.request] = later

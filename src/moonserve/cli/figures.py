@@ -158,8 +158,11 @@ def explanation_of(served: Served) -> Explanation:
     from moonserve.core.schedule.explain import explanation, why, why_spread
 
     decision, first_us, ended_us = served.judged, served.first_us, served.ended_us
-    because = why(decision) if decision is not None and served.attempts else served.why
-    told = explanation(served.id, served.outcome, decision, because)
+    candidates = served.judged_among
+    because = served.why
+    if decision is not None and served.attempts:
+        because = why(decision, candidates)
+    told = explanation(served.id, served.outcome, decision, candidates, because)
     told.attempts = served.attempts
     told.error = served.why or None
     told.spread = None if served.spread is None else why_spread(served.spread)

@@ -15,8 +15,8 @@ import msgspec
 
 from moonserve.cli.client import Client
 from moonserve.core.errors import ConfigError, EngineFailed
-from moonserve.core.schedule.policies import Tuning
 from moonserve.core.schedule.profiles import Profile
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Bytes, Micros, Tokens
 
 if TYPE_CHECKING:

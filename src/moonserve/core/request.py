@@ -94,12 +94,12 @@ class Slo(msgspec.Struct, frozen=True):
         )
 
 
-class Held(msgspec.Struct, frozen=True):
+class EffectiveSlo(msgspec.Struct, frozen=True):
     """The objectives that a request is held to."""
 
     slo: Slo = Slo()
-    why: str = ""
-    """What made them tighter than its own; empty: nothing did."""
+    why: str | None = None
+    """What made them tighter than its own; None: nothing did."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -124,6 +124,11 @@ class Request(msgspec.Struct, frozen=True):
     """Its KV is shared with requests of the same salt only; see core.kv.keys.Namespace."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""
+
+    @property
+    def length(self) -> Tokens:
+        """Of its prompt."""
+        return len(self.prompt)
 
     def since_us(self, now_us: Micros) -> Micros:
         """Since when its client waits, for one that the Conductor hears of now."""

@@ -17,8 +17,8 @@ import msgspec
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
-from moonserve.core.schedule.policies import Tuning
 from moonserve.core.schedule.profiles import PROFILES, Profile, profile_from_json, profile_of
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Micros
 from moonserve.sim.setup import ALONE, Breakdown, Setup
 

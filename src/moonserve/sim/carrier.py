@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.decision import Decision
 from moonserve.core.schedule.facts import Fact, SpreadUpTo
-from moonserve.core.schedule.placement import Decision
 from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.clock import Clock
@@ -66,7 +66,7 @@ class Carrier:
         """Load what is reused: first from the node's own segment, the rest from other holders."""
         size = self._size
         keys = served.keys[: decision.reused_tokens // size]
-        fetch = self._setup.one_copy or decision.reused_tokens > decision.candidates[0].local_tokens
+        fetch = self._setup.one_copy or decision.reused_tokens > decision.chosen.local_tokens
         local, remote = self._segments.find(node, keys, fetch)
         blocks = local + sum(remote.values())
         left = len(remote)

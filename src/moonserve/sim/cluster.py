@@ -65,7 +65,9 @@ class Simulation:
         self.events: list[Event] | None = [] if keep_events else None
         cost = setup.profile.cost()
         rng = Random(setup.seed)
-        self.conductor = Conductor(setup.tuning, rng, lambda info: cost, self._length_of)
+        self.conductor = Conductor(
+            setup.tuning, rng, lambda info: cost, self._length_of, clients_return=False
+        )
         infos = setup.instances(trace.block_size)
         self.nodes = {info.id: self._node(info, cost) for info in infos}
         self._in_order = list(self.nodes.values())
@@ -209,8 +211,11 @@ class Simulation:
                 served.spread = action
                 self.carrier.spread(action)
             case Refuse(why=why, reason=reason, decision=decision):
-                served.outcome, served.why, served.decision = "refused", why, decision
+                served.outcome = "refused"
+                served.why = why
                 served.reason = reason
+                served.decision = decision
+                served.candidates = action.candidates
             case GiveUp(why=why):
                 served.outcome, served.why = "failed", why
             case Release():
@@ -225,7 +230,7 @@ class Simulation:
 
     def _prefill(self, served: Served, action: Prefill) -> None:
         decision, length = action.decision, action.decision.prompt_tokens
-        served.was_placed(decision, action.number, self._tails)
+        served.was_placed(action, self._tails)
         nodes = [self.nodes[share.instance] for share in decision.shares]
         self._tails.update((node.name, served) for node in nodes)
         load = partial(self.carrier.load_prefix, served, nodes[0], decision)
@@ -334,6 +339,7 @@ class Simulation:
         if served.first_us is None:
             served.first_us = now_us
             served.placed = served.decision
+            served.placed_among = served.candidates
             first = call if served.relay is None else served.relay.calls[0]
             served.cached = first.cached
             # some blocks came while it was prefilled

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Protocol
 
 from moonserve.core.schedule.actions import Prefill
-from moonserve.core.schedule.pipeline import HIDDEN, Form, Stage, shared_us
+from moonserve.core.schedule.decision import Stage
+from moonserve.core.schedule.pipeline import HIDDEN, Form, shared_us
 from moonserve.core.units import Bytes, Micros, Tokens
 from moonserve.sim.call import Call, Part
 from moonserve.sim.node import Node

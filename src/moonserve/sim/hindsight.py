@@ -59,7 +59,7 @@ class _Free:
         """Whether there is room for this request; if so, it takes the room."""
         decision = one.decision
         if decision is not None:
-            best = decision.candidates[0]
+            best = decision.chosen
             work_us = best.transfer_us + best.compute_us
         else:
             work_us = self._cost.prefill_us(one.row.input_tokens, 0, one.row.input_tokens)

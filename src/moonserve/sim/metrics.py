@@ -319,7 +319,7 @@ def counterfactual_s(served: Served) -> tuple[str, float] | None:
     tails = dict(served.tails)
     decided_us = served.arrived_us + decision.waited_us
     best: tuple[str, float] | None = None
-    for candidate in decision.candidates:
+    for candidate in served.judged_among:
         tail = tails.get(str(candidate.instance))
         free_us = decided_us
         if tail is not None and tail.prefilled_us is not None:

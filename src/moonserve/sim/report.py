@@ -54,7 +54,7 @@ def why_slow(served: Served) -> str:
     decision, first_us = served.judged, served.first_us
     if decision is None or first_us is None:
         return "it has no first token"
-    chosen = decision.candidates[0]
+    chosen = decision.chosen
     computed = decision.prompt_tokens - chosen.reused_tokens
     fetched = chosen.reused_tokens - chosen.local_tokens
     ttft_us = first_us - served.arrived_us

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.placement import Decision
+from moonserve.core.schedule.actions import Prefill, Spread
+from moonserve.core.schedule.decision import Candidate, Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.cpp import Relay
@@ -17,10 +17,10 @@ class Served:
     """One request of the trace, and what became of it."""
 
     __slots__ = (
-        "arrived_us", "attempts", "available", "cached", "calls", "decision", "ended_us",
-        "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed", "prefill_us",
-        "prefilled_tokens_us", "prefilled_us", "reason", "relay", "row", "spread", "tails",
-        "wasted_us", "why",
+        "arrived_us", "attempts", "available", "cached", "calls", "candidates", "decision",
+        "ended_us", "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed",
+        "placed_among", "prefill_us", "prefilled_tokens_us", "prefilled_us", "reason", "relay",
+        "row", "spread", "tails", "wasted_us", "why",
     )  # fmt: skip
 
     def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
@@ -57,8 +57,12 @@ class Served:
         """Its decode calls, in order."""
         self.decision: Decision | None = None
         """The last decision; for a refused request, what it would have been."""
+        self.candidates: Sequence[Candidate] = ()
+        """The candidates of that decision, the chosen one first."""
         self.placed: Decision | None = None
         """The decision that its first token came from."""
+        self.placed_among: Sequence[Candidate] = ()
+        """The candidates of that decision, likewise."""
         self.spread: Spread | None = None
         """The copy of its prefix that its placement called for."""
         self.flow: Flow | None = None
@@ -67,14 +71,17 @@ class Served:
         self.tails: tuple[tuple[str, Served | None], ...] = ()
         """For each prefill instance: the last request there when this one was placed."""
 
-    def was_placed(
-        self, decision: Decision, number: int, tails: Mapping[str, Served | None]
-    ) -> None:
-        """Prefill call `number` goes out; `tails`: the last request of each prefill instance."""
+    def was_placed(self, action: Prefill, tails: Mapping[str, Served | None]) -> None:
+        """A prefill call goes out; `tails`: the last request of each prefill instance."""
+        decision = action.decision
         if not self.attempts:
             self.available = min(decision.pool_tokens, self.row.input_tokens - 1)
         self.attempts += 1
-        self.number, self.decision, self.flow, self.relay = number, decision, None, None
+        self.number = action.number
+        self.decision = decision
+        self.candidates = action.candidates
+        self.flow = None
+        self.relay = None
         if self.first_us is None:
             self.tails = tuple(tails.items())
 
@@ -87,6 +94,11 @@ class Served:
     def judged(self) -> Decision | None:
         """The decision with which the results are compared."""
         return self.placed or self.decision
+
+    @property
+    def judged_among(self) -> Sequence[Candidate]:
+        """The candidates of that decision."""
+        return self.placed_among if self.placed is not None else self.candidates
 
 
 def first_of_decode_us(served: Served) -> Micros | None:

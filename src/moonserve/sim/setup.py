@@ -10,8 +10,9 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.request import Slo, Stopping
 from moonserve.core.schedule.facts import InstanceInfo, Role
-from moonserve.core.schedule.policies import Tuning, policy_of
+from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.profiles import PROFILES, Profile
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.store.evict import EVICTIONS
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, SegmentId, Tokens
 

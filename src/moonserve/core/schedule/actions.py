@@ -5,12 +5,13 @@ Plain frozen structs. A driver does each and reports the outcome as a fact, with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
 
+from moonserve.core.schedule.decision import Candidate, Decision
 from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.core.schedule.placement import Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
 
 
@@ -28,6 +29,9 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     group: tuple[InstanceInfo, ...] = ()
     """Those of decision.stages, in that order: call each for its part, by the same number. The last
     is `to`, whose outcome is the call's; where any of them fails, all are broken off."""
+    candidates: Sequence[Candidate] = ()
+    """The chosen one, then the best that it won against: for explanations, not for other
+    processes."""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +65,8 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
     retry_after_us: Micros | None = None
     decision: Decision | None = None
     """What it would have been, where it was refused for what that predicts."""
+    candidates: Sequence[Candidate] = ()
+    """See Prefill."""
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):

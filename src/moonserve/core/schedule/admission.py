@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Refuse
-from moonserve.core.schedule.admission_state import misses, own_slo
 from moonserve.core.schedule.cost import KNOWN_FROM
-from moonserve.core.schedule.policies import Verdict
+from moonserve.core.schedule.decide import Verdict
+from moonserve.core.schedule.objectives import misses, own_slo
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
@@ -44,7 +44,7 @@ def unwanted(
     refuses = (known or chosen.prefills >= KNOWN_FROM) and refuses_ttft(tuning, request.priority)
     own_us = own_slo(request, tuning).ttft_us
     # Held to less, it leaves room for others: where nobody is before it, to nobody.
-    gives_way = decision.candidates[0].queue_us > 0 or own_us is None or predicted_us > own_us
+    gives_way = decision.chosen.queue_us > 0 or own_us is None or predicted_us > own_us
     if refuses and gives_way:
         why = misses("TTFT", predicted_us, slo.ttft_us) + _tightened(verdict, slo)
         if own_us is not None and predicted_us > own_us:  # for anybody
@@ -53,7 +53,7 @@ def unwanted(
         if not known:
             why += ": its costs are not measured yet"
             wait_us = MICROS_PER_SECOND
-        return Refuse(request.id, why, "ttft_slo", wait_us, decision)
+        return Refuse(request.id, why, "ttft_slo", wait_us, decision, verdict.candidates)
     return unwanted_in_decode(request, verdict, slo, tuning, view)
 
 
@@ -79,12 +79,13 @@ def unwanted_in_decode(
         why += f"{verdict.breaks_us / 1e3:.10g} ms of a request that decodes on {chosen.info.id}"
     else:
         return None
-    return Refuse(request.id, why, "tbt_slo", MICROS_PER_SECOND, verdict.decision)
+    decision = verdict.decision
+    return Refuse(request.id, why, "tbt_slo", MICROS_PER_SECOND, decision, verdict.candidates)
 
 
 def _tightened(verdict: Verdict, slo: Slo) -> str:
     """Why an objective is tighter than the request's own, where it is the one it was held to."""
-    why = verdict.decision.held
+    why = verdict.decision.tightened
     return f" ({why})" if why and slo is verdict.slo else ""
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moonserve.core.schedule.estimate import Ask, Estimate
 from moonserve.core.schedule.facts import Connector
-from moonserve.core.schedule.placement import Ask, Estimate
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import Tokens
 
@@ -18,13 +18,13 @@ NOBODY_GIVES = "no prefill instance that hands KV to it is alive"
 """Why a decode instance does all of it, in a decision's record."""
 
 
-def is_foreign(view: InstanceView) -> bool:
-    """Whether it is an engine that does not know our store."""
+def is_external(view: InstanceView) -> bool:
+    """Whether it is an external engine, one that does not know our store."""
     return view.info.connector != "embedded"
 
 
 def able(
-    ask: Ask, prefills: list[InstanceView], decodes: Sequence[InstanceView]
+    ask: Ask, prefills: Sequence[InstanceView], decodes: Sequence[InstanceView]
 ) -> list[InstanceView]:
     """Those of the foreign `prefills` for whom there is somebody to decode."""
     ways = {view.info.connector for view in decodes}
@@ -49,14 +49,14 @@ def _meets(view: InstanceView) -> bool:
     return view.info.connector == "sglang" and view.info.role == "decode"
 
 
-def mates(prefill: InstanceView, decodes: list[InstanceView]) -> list[InstanceView]:
+def mates(prefill: InstanceView, decodes: Sequence[InstanceView]) -> Sequence[InstanceView]:
     """Those who can decode what the foreign `prefill` has prefilled."""
     if _whole(prefill):
         return [view for view in decodes if view is prefill]
     return speaking(prefill.info.connector, decodes)
 
 
-def speaking(way: Connector, views: list[InstanceView]) -> list[InstanceView]:
+def speaking(way: Connector, views: Sequence[InstanceView]) -> Sequence[InstanceView]:
     """Those who hand KV on this way."""
     if way == "embedded":
         return views
@@ -64,7 +64,7 @@ def speaking(way: Connector, views: list[InstanceView]) -> list[InstanceView]:
 
 
 def alone(
-    ask: Ask, estimate: Estimate, decodes: list[InstanceView], most: Tokens
+    ask: Ask, estimate: Estimate, decodes: Sequence[InstanceView], most: Tokens
 ) -> list[InstanceView]:
     """Foreign instances that should do all of it by themselves; none: it is to be handed over.
 

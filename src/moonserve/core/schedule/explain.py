@@ -6,10 +6,12 @@ of the simulator show it. Nothing here decides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.placement import Candidate, Decision
+from moonserve.core.schedule.decision import Candidate, Decision
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 
 _PER_MS = 1_000
@@ -84,7 +86,13 @@ class Explanation(msgspec.Struct, kw_only=True):
     """The chosen one first."""
 
 
-def explanation(request: str, outcome: str, decision: Decision | None, why: str) -> Explanation:
+def explanation(
+    request: str,
+    outcome: str,
+    decision: Decision | None,
+    candidates: Sequence[Candidate],
+    why: str,
+) -> Explanation:
     """All that a decision says; what came of it is left to be filled in."""
     if decision is None:
         return Explanation(request=request, outcome=outcome, why=why)
@@ -102,11 +110,11 @@ def explanation(request: str, outcome: str, decision: Decision | None, why: str)
         waited_ms=decision.waited_us / _PER_MS,
         predicted_ttft_ms=decision.predicted_ttft_us / _PER_MS,
         group=[Part(stage.instance, stage.start, stage.end) for stage in decision.stages],
-        alone=decision.alone or None,
-        held=decision.held or None,
+        alone=decision.alone,
+        held=decision.tightened,
         predicted_tbt_ms=decision.predicted_tbt_us / _PER_MS,
         considered=decision.considered,
-        candidates=[_row(candidate) for candidate in decision.candidates],
+        candidates=[_row(candidate) for candidate in candidates],
     )
 
 
@@ -124,9 +132,9 @@ def _row(candidate: Candidate) -> Row:
     )
 
 
-def why(decision: Decision) -> str:
+def why(decision: Decision, candidates: Sequence[Candidate]) -> str:
     """Why the winner won, in one sentence; and in another, who shares its work or why nobody."""
-    best, *others = decision.candidates
+    best, others = decision.chosen, candidates[1:]
     alone = " alone" if decision.stages else ""
     expected = f"{_ms(best.ttft_us)} to the first token{alone}, {_plan(best, decision)}"
     waited = f" after {_ms(decision.waited_us)} at the Conductor" if decision.waited_us else ""

@@ -160,8 +160,8 @@ class Left(_OfInstance, frozen=True, tag=True):
 
     rank: ClassVar[int] = 2
     epoch: int
-    lost: str = ""
-    """Why what it has is broken off; empty: it still finishes that."""
+    lost: str | None = None
+    """Why what it has is broken off; None: it still finishes that."""
 
 
 class Promises(msgspec.Struct, frozen=True, array_like=True):

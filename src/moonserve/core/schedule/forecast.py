@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from moonserve.core.schedule.external_load import NOBODY, Others
-from moonserve.core.schedule.residency import Chance, Predictor, Stay
+from moonserve.core.schedule.residency import Chance, Predictor, Residency
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 
 _POINTS = 16
@@ -26,7 +26,7 @@ _DUE = attrgetter("due_us")
 _LATEST_US: Micros = 600 * MICROS_PER_SECOND
 
 
-class Stays:
+class Residencies:
     """Who decodes on one instance now, and who was promised to.
 
     Decodes of one instance share its passes: a token each. So one count of passes, from predicted
@@ -34,8 +34,8 @@ class Stays:
     """
 
     def __init__(self) -> None:
-        self.active: dict[RequestId, Stay] = {}
-        self.promised: dict[RequestId, Stay] = {}
+        self.active: dict[RequestId, Residency] = {}
+        self.promised: dict[RequestId, Residency] = {}
         self.context: Tokens = 0
         """Of the active, summed."""
         self.others: Others = NOBODY
@@ -61,21 +61,21 @@ class Stays:
         context = self.context + self.others.context + (joining or 0)
         return max(1.0, base + per_seq * count + per_context * context)
 
-    def promise(self, request: RequestId, stay: Stay) -> None:
+    def promise(self, request: RequestId, residency: Residency) -> None:
         """One will come; promised again, it is counted once."""
         if request not in self.active:
             before = self.promised.get(request)
-            stay.lag_us = before.lag_us if before is not None else stay.lag_us
-            self.promised[request] = stay
+            residency.lag_us = before.lag_us if before is not None else residency.lag_us
+            self.promised[request] = residency
 
     def begin(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> None:
         """The promised one is here."""
         passes = self.passes(now_us, step)
-        stay = self.promised.pop(request)
-        self._begun.append((now_us, stay.lag_us, stay.context))
-        stay.began_tokens, stay.due_us = passes, now_us
-        self.active[request] = stay
-        self.context += stay.context
+        residency = self.promised.pop(request)
+        self._begun.append((now_us, residency.lag_us, residency.context))
+        residency.began_tokens, residency.due_us = passes, now_us
+        self.active[request] = residency
+        self.context += residency.context
 
     def unseen_us(self, lag_us: Micros, now_us: Micros, step: Sequence[float]) -> float:
         """Part of a pass, `lag_us` from now, of those who are yet to arrive: the short overtake.
@@ -93,20 +93,20 @@ class Stays:
         ]
         return sum(ahead) / (now_us - self._begun[0][0])
 
-    def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Stay | None:
-        """It is gone, or will not come; gives the stay if it had begun."""
+    def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Residency | None:
+        """It is gone, or will not come; gives the residency if it had begun."""
         self.passes(now_us, step)
         self.promised.pop(request, None)
-        stay = self.active.pop(request, None)
-        if stay is not None:
-            self.context -= stay.context
-        return stay
+        residency = self.active.pop(request, None)
+        if residency is not None:
+            self.context -= residency.context
+        return residency
 
 
 def forecast(
-    stays: Stays,
+    residencies: Residencies,
     step: Sequence[float],
-    joining: Stay,
+    joining: Residency,
     predictor: Predictor,
     now_us: Micros,
     deviations: float,
@@ -119,17 +119,17 @@ def forecast(
     more than `seqs` are there, who take part in a pass, with the wait until a place is free.
     Hand-overs are gone through in order, since what is there by then sets how fast all go on: those
     who decode now and are still there, and those who came meanwhile and are. How many those are is
-    a sum of independent chances. Nobody else is taken to come: see Stays.unseen_us. step:
+    a sum of independent chances. Nobody else is taken to come: see Residencies.unseen_us. step:
     Cost.step_us of the instance.
     """
-    passes = stays.passes(now_us, step)
+    passes = residencies.passes(now_us, step)
     own_us = max(now_us, joining.due_us)
-    coming = sorted([*stays.promised.values(), joining], key=_DUE)
+    coming = sorted([*residencies.promised.values(), joining], key=_DUE)
     group = -(-len(coming) // _POINTS)
-    at_us, ahead, pass_us = now_us, 0.0, stays.step_us(step)
+    at_us, ahead, pass_us = now_us, 0.0, residencies.step_us(step)
     here = _Here(predictor, joining, step, deviations)
-    for stay in stays.active.values():
-        here.add(stay, passes - stay.began_tokens, now_us - stay.due_us, began=True)
+    for residency in residencies.active.values():
+        here.add(residency, passes - residency.began_tokens, now_us - residency.due_us, began=True)
     for first in range(0, len(coming), group):
         arrived = coming[first : first + group]
         then_us = max(now_us, arrived[-1].due_us)
@@ -138,8 +138,8 @@ def forecast(
                 pass_us, _, _ = here.pass_us(ahead, at_us - now_us)
             ahead += (then_us - at_us) / pass_us
             at_us = then_us
-        for stay in arrived:
-            here.add(stay, -ahead, now_us - then_us, began=False)
+        for residency in arrived:
+            here.add(residency, -ahead, now_us - then_us, began=False)
         if then_us >= own_us:
             break
     pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
@@ -153,7 +153,7 @@ def forecast(
     return round(mean_us), round(high_us)
 
 
-def place_us(joining: Stay, pass_us: float, seqs: int) -> float:
+def place_us(joining: Residency, pass_us: float, seqs: int) -> float:
     """Until one more place of `seqs`, all taken, is free: outputs end like the expected one."""
     return max(1.0, joining.expected) * pass_us / seqs
 
@@ -162,7 +162,7 @@ class _Here:
     """Who decodes, or will by some time: their chances to be there, and what passes take then."""
 
     def __init__(
-        self, predictor: Predictor, joining: Stay, step: Sequence[float], deviations: float
+        self, predictor: Predictor, joining: Residency, step: Sequence[float], deviations: float
     ) -> None:
         self._predictor = predictor
         self._joining = joining
@@ -172,15 +172,15 @@ class _Here:
         """(chances, None of the one that joins; tokens and time that it has by now, below 0 if it
         comes later; the chance that it was there until now; its part of a pass)."""
 
-    def add(self, stay: Stay, tokens: float, us: Micros, *, began: bool) -> None:
+    def add(self, residency: Residency, tokens: float, us: Micros, *, began: bool) -> None:
         """One more; `began`: it decodes already."""
         _, per_seq, per_context = self._step
         lasts, chance = None, 1.0
-        if stay is not self._joining:
+        if residency is not self._joining:
             has, since_us = (tokens, us) if began else (0.0, 0)
-            lasts = self._predictor.lasts(stay, has)
+            lasts = self._predictor.lasts(residency, has)
             chance = lasts(has, since_us)
-        self._rows.append((lasts, tokens, us, chance, per_seq + per_context * stay.context))
+        self._rows.append((lasts, tokens, us, chance, per_seq + per_context * residency.context))
 
     def pass_us(self, ahead: float, more_us: Micros) -> tuple[float, float, float]:
         """A pass, so many tokens from now: mean, so far above, how many take part."""
@@ -197,7 +197,7 @@ class _Here:
 
 
 def room_in_us(
-    stays: Stays,
+    residencies: Residencies,
     step: Sequence[float],
     joining: Tokens,
     goal_us: Micros,
@@ -210,11 +210,13 @@ def room_in_us(
     At least a second, at most ten minutes.
     """
     wait_us = _SOONEST_US
-    last_us = max([stay.due_us - now_us for stay in stays.promised.values()], default=0)
+    last_us = max(
+        [residency.due_us - now_us for residency in residencies.promised.values()], default=0
+    )
     wait_us = max(wait_us, last_us)
     while wait_us < _LATEST_US:
-        joins = Stay(joining, now_us + wait_us, 1, 1)
-        if forecast(stays, step, joins, predictor, now_us, 0.0, 0, seqs)[1] <= goal_us:
+        joins = Residency(joining, now_us + wait_us, 1, 1)
+        if forecast(residencies, step, joins, predictor, now_us, 0.0, 0, seqs)[1] <= goal_us:
             break
         wait_us *= 2
     return min(wait_us, _LATEST_US)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from moonserve.core.request import Slo
+from moonserve.core.schedule.decision import Stage
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.pipeline import (
     Group,
-    Stage,
     Work,
     chain,
     free_us,
@@ -22,8 +23,9 @@ from moonserve.core.schedule.pipeline import (
     pass_us,
     way,
 )
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView
-from moonserve.core.units import InstanceId, Micros, RequestId
+from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 
 _SMALL = 8
 """Instances of a group, up to which groups of every size are planned."""
@@ -120,7 +122,7 @@ def split(
     alone: tuple[Micros, Micros],
     within_us: Micros | None,
     now_us: Micros,
-) -> tuple[Group | None, str]:
+) -> tuple[Group | None, str | None]:
     """The smallest group that has the first token `within_us` from now, or why there is none.
 
     alone: the TTFT that `first` is predicted to have by itself, and what of it is its engine's
@@ -143,7 +145,7 @@ def split(
     best: Group | None = None
     for group in groups(first, others, work, now_us, within_us):
         if group.ttft_us <= within_us:
-            return _smallest(members, work, group, within_us, now_us), ""
+            return _smallest(members, work, group, within_us, now_us), None
         best = group if best is None or group.ttft_us < best.ttft_us else best
     if best is None:
         return None, "nobody else can take a part of it"
@@ -151,9 +153,26 @@ def split(
     found = groups(first, idle, work, now_us, within_us)
     paying = [it for it in found if alone_us - it.ttft_us > it.spent_us - spent_us]
     if paying:
-        return min(paying, key=lambda it: it.ttft_us), ""
+        return min(paying, key=lambda it: it.ttft_us), None
     late = f"the best group, of {len(best.stages)}, would be late too, after"
     return None, f"{late} {best.ttft_us / 1e6:.3g} s, and is not idle or costs more than it saves"
+
+
+def work_us(
+    prefills: Sequence[InstanceView], length: Tokens, pool: int, slo: Slo, tuning: Tuning
+) -> Micros:
+    """What a prefill takes with nobody before it: one instance, or a group where one is too slow.
+
+    pool: leading blocks of the prompt that somebody holds.
+    """
+    first, size = prefills[0], prefills[0].info.namespace.block_size
+    start = min(pool, (length - 1) // size) * size
+    alone_us = first.cost.prefill_us(length, start, first.info.chunk_tokens)
+    if tuning.cpp < 2 or slo.ttft_us is None or alone_us <= slo.ttft_us:
+        return alone_us
+    work = Work(start, length, size, 0, tuning.cpp, tuning.cpp_form, tuning.cross_rack)
+    found = groups(first, prefills, work, None, slo.ttft_us)
+    return min([group.ttft_us for group in found], default=alone_us)
 
 
 def promise(

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 
 from moonserve.core.request import Request
+from moonserve.core.schedule.decision import Decision, Stage
 from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
@@ -27,8 +28,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.schedule.pipeline import Stage
-from moonserve.core.schedule.placement import Decision
+from moonserve.core.schedule.retry import Client
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 
 MAX_ATTEMPTS = 3
@@ -72,7 +72,9 @@ class Handoff:
     def __init__(self, request: Request, keys: Sequence[BlockKey], arrived_us: Micros) -> None:
         self.request = request
         self.arrived_us = arrived_us
-        self.length: Tokens = len(request.prompt)
+        self.client: Client | None = None
+        """What its client is recognised by if it is refused and returns."""
+        self.length: Tokens = request.length
         self.keys = tuple(keys)
         self.phase = Phase.PREFILL
         self.number = 0

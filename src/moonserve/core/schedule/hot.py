@@ -25,9 +25,10 @@ from moonserve.core.kv.index import PrefixIndex, parting
 from moonserve.core.kv.pending import PendingPrefixes
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Spread
+from moonserve.core.schedule.decision import Decision
 from moonserve.core.schedule.facts import Leading, SpreadUpTo
-from moonserve.core.schedule.placement import Decision
-from moonserve.core.schedule.policies import Tuning, policy_of
+from moonserve.core.schedule.policies import policy_of
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import BlockKey, Bytes, InstanceId, Micros, SegmentId, Tokens
 
@@ -267,7 +268,7 @@ class Hot:
     ) -> InstanceId | None:
         """The chosen instance, if it lacks hot blocks as it did at an earlier placement: what it
         computes or loads of them is not kept there."""
-        chosen = decision.candidates[0]
+        chosen = decision.chosen
         has = chosen.local_tokens // size
         if has >= len(keys):
             return None

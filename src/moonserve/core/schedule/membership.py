@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Beat, InstanceInfo, Left, PeerPromised
-from moonserve.core.schedule.policies import Tuning
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, Micros
 
 
-class Presence:
+class Membership:
     """Keeps the view's instances; an epoch that is over says nothing any more."""
 
     def __init__(

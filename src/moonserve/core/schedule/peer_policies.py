@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import nextafter
-from typing import TYPE_CHECKING
 
-from moonserve.core.schedule.placement import Options
+from moonserve.core.schedule.estimate import Options
+from moonserve.core.schedule.policy_state import HISTORY_US, PolicyState
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import Micros, Tokens
-
-if TYPE_CHECKING:
-    from moonserve.core.schedule.policies import Memory  # at run time policies imports us
 
 SGLANG_CACHE_THRESHOLD = 0.3
 SGLANG_BALANCE_ABS, SGLANG_BALANCE_REL = 64, 1.5
@@ -27,13 +24,13 @@ LLMD_PREFIX, LLMD_QUEUE = 2.0, 1.0
 LLMD_PREFIX_TOKENS: Tokens = 4_096
 """256 blocks of 64 characters, at our own guess of four characters a token."""
 
-PREBLE_WINDOW_US: Micros = 180_000_000
+PREBLE_WINDOW_US: Micros = HISTORY_US
 PREBLE_HIGH_LOAD = 15
 PREBLE_SETTLED = 50
 """Requests before loads are compared."""
 
 
-def sglang_cache_aware(made: Options, memory: Memory) -> Sequence[float]:
+def sglang_cache_aware(options: Options, state: PolicyState) -> Sequence[float]:
     """Fewest requests while counts are far apart, else the longest prefix if it is long enough.
 
     SGLang's cache_aware, from policies/cache_aware.rs of sgl-router (@026f853) and
@@ -45,16 +42,16 @@ def sglang_cache_aware(made: Options, memory: Memory) -> Sequence[float]:
     Approximated: what an instance holds stands for the router's tree of what it sent there;
     tokens for characters; the first for whichever of equal holders its tree names.
     """
-    counts = [_requests(view) for view in made.views]
+    counts = [_requests(view) for view in options.views]
     low, high = min(counts), max(counts)
     apart = high - low > SGLANG_BALANCE_ABS and high > SGLANG_BALANCE_REL * low
-    cached = max(made.local) * made.block_size / made.ask.length
+    cached = max(options.local) * options.block_size / options.ask.length
     if apart or cached <= SGLANG_CACHE_THRESHOLD:
         return counts
-    return [-local for local in made.local]
+    return [-local for local in options.local]
 
 
-def dynamo_overlap(made: Options, memory: Memory) -> Sequence[float]:
+def dynamo_overlap(options: Options, state: PolicyState) -> Sequence[float]:
     """Blocks left to prefill there with this prompt among them, plus blocks active there.
 
     Dynamo's KV router, from lib/kv-router/src/scheduling/selector.rs (@01690d4) at the defaults of
@@ -65,18 +62,18 @@ def dynamo_overlap(made: Options, memory: Memory) -> Sequence[float]:
     Active blocks are those of prompts in prefill, as in a prefill pool of its own, and where an
     instance decodes as well, of all that decodes or will. Approximated: a block that several
     requests share counts for each; all of an instance's own prefix counts as on the device (host
-    memory is worth 0.75 there); its queue in front of busy workers is left out.
+    state is worth 0.75 there); its queue in front of busy workers is left out.
     """
-    size, length = made.block_size, made.ask.length
+    size, length = options.block_size, options.ask.length
     scores = []
-    for local, view in zip(made.local, made.views, strict=True):
+    for local, view in zip(options.local, options.views, strict=True):
         prefill = (view.promised_tokens + length) / size - local
-        active = max(view.prompt_tokens, view.context) / size + made.prompt_blocks
+        active = max(view.prompt_tokens, view.context) / size + options.prompt_blocks
         scores.append(prefill + active)
-    return _any_of_equals(scores, memory)
+    return _any_of_equals(scores, state)
 
 
-def llmd_scorers(made: Options, memory: Memory) -> Sequence[float]:
+def llmd_scorers(options: Options, state: PolicyState) -> Sequence[float]:
     """2 * share of the prompt cached + 1 * how short the queue is, from 0 (longest) to 1.
 
     llm-d's sample for prefill and decode apart (deploy/config/pd-epp-config.yaml @0bb9fa8), with
@@ -87,24 +84,24 @@ def llmd_scorers(made: Options, memory: Memory) -> Sequence[float]:
     Approximated: what an instance holds stands for the plugin's own record of what it sent there;
     256 blocks are 4,096 tokens; one prompt runs at a time, the others wait.
     """
-    total = min(made.ask.length, LLMD_PREFIX_TOKENS)
-    waiting = [max(0, view.prefills - 1) for view in made.views]
+    total = min(options.ask.length, LLMD_PREFIX_TOKENS)
+    waiting = [max(0, view.prefills - 1) for view in options.views]
     longest, spread = max(waiting), max(waiting) - min(waiting)
     scores = []
-    for local, waits in zip(made.local, waiting, strict=True):
-        prefix = min(local * made.block_size, LLMD_PREFIX_TOKENS) / total
+    for local, waits in zip(options.local, waiting, strict=True):
+        prefix = min(local * options.block_size, LLMD_PREFIX_TOKENS) / total
         queue = (longest - waits) / spread if spread else 1.0
         scores.append(-(LLMD_PREFIX * prefix + LLMD_QUEUE * queue))
-    return _any_of_equals(scores, memory)
+    return _any_of_equals(scores, state)
 
 
-def preble_e2(made: Options, memory: Memory) -> Sequence[float]:
+def preble_e2(options: Options, state: PolicyState) -> Sequence[float]:
     """E2: exploit the longest prefix where it is more than the rest of the prompt, else explore.
 
     Preble, from multi_node/global_scheduler_with_time.py (@0c962c4). Exploit: the least loaded of
     those with the longest prefix. Explore: the least loaded of all. Load is the prefill time given
     to an instance in the last 3 minutes, done or not, plus this prompt's own there (that last term
-    is the paper's, from memory, arXiv 2407.00023; the code has 0).
+    is the paper's, from state, arXiv 2407.00023; the code has 0).
 
     Where the most loaded has 15 times the work of the least (the code's constant), and 50 requests
     came before, a request that would exploit the most loaded goes to the least. That is how we
@@ -112,19 +109,20 @@ def preble_e2(made: Options, memory: Memory) -> Sequence[float]:
     a call that is commented out. Approximated: load is counted by instance, not by prefix; what
     eviction will cost, decode time and copies of hot prefixes are left out.
     """
-    since_us = made.now_us - PREBLE_WINDOW_US
+    since_us = options.now_us - PREBLE_WINDOW_US
     recent = [
-        [work_us for at_us, work_us in memory.history.get(view.info.id, ()) if at_us >= since_us]
-        for view in made.views
+        [work_us for at_us, work_us in state.history.get(view.info.id, ()) if at_us >= since_us]
+        for view in options.views
     ]
     work = [sum(past) for past in recent]
-    load = [done + own for done, own in zip(work, made.compute_us, strict=True)]
-    longest = max(made.local)
-    if 2 * longest * made.block_size <= made.ask.length:
+    load = [done + own for done, own in zip(work, options.compute_us, strict=True)]
+    longest = max(options.local)
+    if 2 * longest * options.block_size <= options.ask.length:
         return load
     far = 1 + max(load)
     exploit = [
-        own if local == longest else own + far for own, local in zip(load, made.local, strict=True)
+        own if local == longest else own + far
+        for own, local in zip(load, options.local, strict=True)
     ]
     chosen = min(range(len(exploit)), key=exploit.__getitem__)
     settled = sum(len(past) for past in recent) >= PREBLE_SETTLED
@@ -138,11 +136,11 @@ def _requests(view: InstanceView) -> int:
     return max(view.prefills, view.decodes)
 
 
-def _any_of_equals(scores: list[float], memory: Memory) -> list[float]:
-    """One of the lowest scores, drawn if there is a generator, made lower by a hair."""
-    if memory.rng is not None:
+def _any_of_equals(scores: list[float], state: PolicyState) -> list[float]:
+    """One of the lowest scores, drawn if there is a generator, options lower by a hair."""
+    if state.rng is not None:
         low = min(scores)
         lowest = [row for row, score in enumerate(scores) if score == low]
         if len(lowest) > 1:
-            scores[memory.rng.choice(lowest)] = nextafter(low, float("-inf"))
+            scores[state.rng.choice(lowest)] = nextafter(low, float("-inf"))
     return scores

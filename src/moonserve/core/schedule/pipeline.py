@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.decision import Stage
 from moonserve.core.schedule.view import InstanceView
-from moonserve.core.units import InstanceId, Micros, Tokens
+from moonserve.core.units import Micros, Tokens
 
 Form: TypeAlias = Literal["chain", "layers"]
 
@@ -27,24 +28,6 @@ HIDDEN = 0.05
 """A token's hidden state over its KV, in bytes: 16,384 over 327,680 of LLaMA3-70B."""
 MOST_CHUNKS = 64
 _ROUNDS, _NEAR = 2, 1e-3
-
-
-class Stage(msgspec.Struct, frozen=True):
-    """One instance of a group, and the tokens [start, end) of the prompt that it computes.
-
-    Stages follow each other: the first starts at the reused prefix, the last ends with the prompt.
-    All starts are multiples of the block size. A stage is one pass, whatever chunk_tokens says:
-    else the next one could begin only with the last of its passes, not one layer behind. In the
-    form `layers` every stage has all of the tokens, and its share of the layers.
-    """
-
-    instance: InstanceId
-    start: Tokens
-    end: Tokens
-    work_us: Micros = 0
-    """Predicted: its engine's time, waiting for layers of the one before included."""
-    pieces: int = 1
-    """In which it hands on what it computes: layers; in the form `layers`, chunks."""
 
 
 class Group(msgspec.Struct, frozen=True):

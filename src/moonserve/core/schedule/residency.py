@@ -7,8 +7,7 @@ Source: arXiv 2407.00079 "Mooncake", section 7.4 (one decode time for all); the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol, TypeAlias
 
@@ -17,6 +16,7 @@ from moonserve.core.request import Request
 from moonserve.core.units import Micros, RequestId, Tokens
 
 PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
+_Class: TypeAlias = tuple[str, str, int, int]
 Chance: TypeAlias = Callable[[float, Micros], float]
 """Of one output: the probability that it has more tokens, and takes longer, than these."""
 
@@ -147,7 +147,7 @@ def _will_do(seen: int) -> int:
     return seen + min(seen // 16, _STALE)
 
 
-class Stay:
+class Residency:
     """One decode on one instance, promised or under way.
 
     context: tokens it will have there. due_us: when its prefill should end; once it has, when it
@@ -179,11 +179,15 @@ class Stay:
 class Predictor(Protocol):
     """Who still decodes later on."""
 
-    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
-        """A decode to come, which takes over from prefill at `due_us`."""
+    def expect(self, request: Request) -> None:
+        """A request is about to be placed: its output will be of its class."""
         ...
 
-    def lasts(self, stay: Stay, tokens: float) -> Chance:
+    def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
+        """A decode to come, which takes over from prefill at `due_us`. Changes nothing."""
+        ...
+
+    def lasts(self, residency: Residency, tokens: float) -> Chance:
         """The chances of a decode that has so many tokens by now; they hold until another ends.
 
         Of one that has some, they are to be taken as a share of that for now: see
@@ -225,11 +229,14 @@ class Uniform:
         self._tokens = 0.0
         self._seen = 0
 
-    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
-        """See Predictor."""
-        return Stay(context, due_us, expected=self._tokens)
+    def expect(self, request: Request) -> None:
+        """See Predictor: there are no classes."""
 
-    def lasts(self, stay: Stay, tokens: float) -> Chance:
+    def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
+        """See Predictor."""
+        return Residency(context, due_us, expected=self._tokens)
+
+    def lasts(self, residency: Residency, tokens: float) -> Chance:
         """See Predictor."""
         return lambda tokens, us: 1.0 if us < self.mean_us else 0.0
 
@@ -253,18 +260,24 @@ class Survival:
 
     def __init__(self) -> None:
         self._all: dict[str, Lengths] = {}
-        self._classes: dict[tuple[str, str, int, int], Lengths] = {}
+        self._classes: dict[_Class, Lengths] = {}
 
-    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+    def expect(self, request: Request) -> None:
         """See Predictor."""
-        lengths = self._of(request)
+        self._of(request)
+
+    def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
+        """See Predictor."""
+        lengths = self._classes.get(_class_of(request))
+        if lengths is None:
+            lengths = Lengths(self._all.get(request.model) or Lengths())
         most = request.stopping.max_tokens
-        return Stay(context, due_us, lengths, most, lengths.mean(most))
+        return Residency(context, due_us, lengths, most, lengths.mean(most))
 
-    def lasts(self, stay: Stay, tokens: float) -> Chance:
+    def lasts(self, residency: Residency, tokens: float) -> Chance:
         """See Predictor."""
-        length, most = stay.length, stay.most
-        assert isinstance(length, Lengths), "a stay of this predictor's"
+        length, most = residency.length, residency.most
+        assert isinstance(length, Lengths), "a residency of this predictor's"
         if tokens >= most:
             return lambda tokens, us: 0.0
         shares = length._table()
@@ -285,8 +298,7 @@ class Survival:
 
     def _of(self, request: Request) -> Lengths:
         """Of its class; the least lately made classes are forgotten."""
-        most, prompt = request.stopping.max_tokens, len(request.prompt)
-        key = (request.model, request.tenant, most.bit_length(), prompt.bit_length() // 2)
+        key = _class_of(request)
         found = self._classes.pop(key, None)
         if found is None:
             found = Lengths(self._all.setdefault(request.model, Lengths()))
@@ -296,15 +308,10 @@ class Survival:
         return found
 
 
-@contextmanager
-def untouched(predictor: Predictor) -> Iterator[None]:
-    """What is asked within leaves no trace: classes of lengths are those there were."""
-    if not isinstance(predictor, Survival):
-        yield
-        return
-    before = predictor._all.copy(), predictor._classes.copy()
-    yield
-    predictor._all, predictor._classes = before
+def _class_of(request: Request) -> _Class:
+    """Its model and tenant, and the sizes of its max_tokens and prompt in powers of two."""
+    most, prompt = request.stopping.max_tokens, request.length
+    return (request.model, request.tenant, most.bit_length(), prompt.bit_length() // 2)
 
 
 class Oracle:
@@ -313,15 +320,18 @@ class Oracle:
     def __init__(self, length_of: Callable[[RequestId], Tokens]) -> None:
         self._length_of = length_of
 
-    def stay(self, request: Request, context: Tokens, due_us: Micros) -> Stay:
+    def expect(self, request: Request) -> None:
+        """See Predictor: there are no classes."""
+
+    def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
         """See Predictor."""
         length = self._length_of(request.id)
-        return Stay(context, due_us, length, expected=length)
+        return Residency(context, due_us, length, expected=length)
 
-    def lasts(self, stay: Stay, tokens: float) -> Chance:
+    def lasts(self, residency: Residency, tokens: float) -> Chance:
         """See Predictor."""
-        length = stay.length
-        assert isinstance(length, int), "a stay of this predictor's"
+        length = residency.length
+        assert isinstance(length, int), "a residency of this predictor's"
         return lambda tokens, us: 1.0 if tokens < length else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:

@@ -1,37 +1,35 @@
-"""Who was refused and told to come again, each at a time of its own; who comes first when they do.
+"""The Retry-After calendar: when each refused client should return, and who is expected now.
 
-Told the same time, all of a crowd would meet again and all but a few be refused again; told a time
-at which newcomers may have taken their place, so would they. So each is told the next free time of
-a calendar that is as dense as places become free, and room is kept for those whose time it is, in
-so far as those who are told do come: against newcomers of their own tenant, since no tenant is to
-wait for another's crowd. One is known again by its tenant, model and prompt. For objectives of a
-request's own there may never be room, so that none is kept. Kept by core.schedule.admission;
-bounded; knows no instance.
+If every refused client got the same Retry-After, they would all return together and most would be
+refused again. If new requests took the places meanwhile, so would they. So every refused client
+gets the next free time of a calendar that is as dense as places become free. Room is kept for those
+clients that are due, as far as refused clients do return: against new requests of their own tenant
+only, since no tenant is to wait for the clients of another. A request with objectives of its own
+may never find room, so no room is kept for it.
+
+A client that returns is recognised by its Client key, which arrives on every road. It is kept by
+the Conductor, bounded, and knows no instance.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from moonserve.core.request import Counted, Request, Slo
-from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
-
-_Kind: TypeAlias = tuple[str, str]
-_Key: TypeAlias = tuple[str, str, int]
-"""Model, tenant, and a hash of the prompt."""
-_NOBODY: _Key = ("", "", 0)
+from moonserve.core.request import Request, Slo
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Micros, RequestId, Tokens
 
 LATEST_US: Micros = 60 * MICROS_PER_SECOND
-"""OpenAI's clients do as Retry-After says up to this, and else as they like. Whose time is later
-comes too early once, and is told the rest."""
+"""OpenAI's clients obey a Retry-After up to this. A client whose time is later returns too early
+once, and is given the rest."""
 _SOONEST_US: Micros = MICROS_PER_SECOND
 _EARLY_US: Micros = MICROS_PER_SECOND // 2
-"""Clocks differ."""
+"""A client may return so much early: clocks differ."""
 _GRACE_US: Micros = 3 * MICROS_PER_SECOND
-"""Retry-After is in whole seconds, rounded up, and the way here takes some time."""
+"""A client may return so much late: Retry-After is in whole seconds, and the way takes time."""
 _AHEAD_US: Micros = MICROS_PER_SECOND
-"""A place that is free now is for those whose time is so near."""
+"""A place that is free now is kept for clients that are due this soon."""
 _MOST = 4_096
 _WEIGHT = 1 / 16
 _LEAST_SHARE = 0.1
@@ -39,117 +37,136 @@ _GOLDEN = 0.618
 _SPARSER, _DENSER, _DENSEST, _SPARSEST = 1.02, 0.995, 1.15, 2.0
 
 
-class Told:
-    """See the module."""
+class Client(NamedTuple):
+    """What a refused request is recognised by when its client sends it again."""
 
-    def __init__(self) -> None:
-        self._due: dict[_Key, Micros] = {}
-        self._order: list[tuple[Micros, _Key]] = []
-        """The same times, sorted, and whose."""
+    model: str
+    tenant: str
+    last_key: BlockKey
+    """Of the last full block of its prompt, which names all tokens up to there."""
+    length: Tokens
+
+
+def client_of(request: Request, keys: Sequence[BlockKey]) -> Client | None:
+    """The client of a request that arrives with these keys.
+
+    None: a prompt without a full block has no key, and its client is not recognised.
+    """
+    return Client(request.model, request.tenant, keys[-1], request.length) if keys else None
+
+
+_FIRST = Client("", "", BlockKey(b""), 0)
+"""Is sorted before every other."""
+
+
+class RetryCalendar:
+    """See the module. `returns` False: clients never return, as in a simulation."""
+
+    def __init__(self, returns: bool = True) -> None:
+        self._returns = returns
+        self._due: dict[Client, Micros] = {}
+        self._order: list[tuple[Micros, Client]] = []
+        """The same times, sorted, with their clients."""
         self._last_us: dict[str, Micros] = {}
         """The latest time that was given out, by model."""
         self._again_us: Micros = 0
-        """The same for those who came in time, and in vain."""
+        """The latest time that was given to a client that returned in time and was refused."""
         self._back: RequestId | None = None
-        """Who came last, where that was in time."""
+        """The request that arrived last, if its client returned in time."""
         self._spread = 0.0
         self._pace = _DENSEST
-        """How much sparser the calendar is than it was told to be: as returns find no place."""
+        """How much sparser the calendar is than free places: as returning clients find none."""
         self.share = 1.0
-        """Of those who were told, how many come in time, lately."""
+        """The share of refused clients that return in time, lately."""
 
     def __len__(self) -> int:
         return len(self._due)
 
-    def came(self, request: Request, now_us: Micros) -> None:
-        """A request arrives: it may be one of them. Those whose time is past are forgotten."""
+    def arrive(self, request: Request, client: Client | None, now_us: Micros) -> None:
+        """A request arrives: its client may be a returning one. Times that are past are dropped."""
         self._back = None
         if not self._order:
             return
         past_us = now_us - _GRACE_US
         if self._order[0][0] < past_us:
-            missed = bisect_left(self._order, (past_us, _NOBODY))
+            missed = bisect_left(self._order, (past_us, _FIRST))
             for _, key in self._order[:missed]:
                 del self._due[key]
             del self._order[:missed]
             self.share *= (1 - _WEIGHT) ** missed
-        due_us = self._due.get(_key(request))
+        if client is None:
+            return
+        due_us = self._due.get(client)
         if due_us is not None and now_us >= due_us - _EARLY_US:
-            self._forget(request)
+            self._forget(client)
             self._back = request.id
             self.share += _WEIGHT * (1 - self.share)
 
     def ahead(self, request: Request, now_us: Micros) -> float:
-        """How many are expected about now who go before it: none, if it is its own turn."""
+        """How many clients are expected about now that go before it: 0.0, if it is due itself."""
         if not self._order or self._back == request.id:
             return 0.0
-        near = self._order[: bisect_left(self._order, (now_us + _AHEAD_US, _NOBODY))]
-        kind = _kind(request)
-        return self.share * sum([key[:2] == kind for _, key in near])
+        near = self._order[: bisect_left(self._order, (now_us + _AHEAD_US, _FIRST))]
+        model, tenant = request.model, request.tenant
+        return self.share * sum([c.model == model and c.tenant == tenant for _, c in near])
 
     def is_due(self, request: Request) -> bool:
-        """Whether it came last, and at the time that it was told."""
+        """Whether it arrived last, and at the time that its client was given."""
         return self._back == request.id
 
-    def admitted(self, request: Request) -> None:
-        """It found a place."""
+    def admit(self, request: Request, client: Client | None) -> None:
+        """The request found a place: its client will not return for it."""
         if self._back == request.id:
             self._pace = max(_DENSEST, self._pace * _DENSER)
-        elif self._due and _key(request) in self._due:
-            self._forget(request)
+        elif client is not None and client in self._due:
+            self._forget(client)
 
-    def tell(
-        self, request: Request, now_us: Micros, first_us: Micros, interval_us: float
+    def book(
+        self,
+        request: Request,
+        client: Client | None,
+        now_us: Micros,
+        first_us: Micros,
+        interval_us: float,
     ) -> Micros:
-        """How long it is to wait; the same again for one that came before its time.
+        """Book the next free time for a refused client; returns how long it should wait.
 
-        It may be more than LATEST_US. first_us: from now until there is one place. interval_us:
-        from place to place.
+        A client that returned before its time keeps that time. The wait may exceed LATEST_US.
+        first_us: from now until there is one place. interval_us: from place to place.
         """
-        if (due_us := self._due.get(_key(request))) is not None:
+        due_us = None if client is None else self._due.get(client)
+        if due_us is not None:
             return max(_SOONEST_US, due_us - now_us)
-        if self._back == request.id:  # it had been told too early
+        if client is not None and self._back == request.id:  # its time was too early
             self._pace = min(_SPARSEST, self._pace * _SPARSER)
             due_us = max(now_us + _SOONEST_US, self._again_us + round(interval_us))
             self._again_us = due_us
-            if request.model in self._last_us:  # it takes the place of one told later
+            if request.model in self._last_us:  # it takes the place of a client with a later time
                 self._last_us[request.model] += round(interval_us)
-            self._remember(request, due_us)
+            self._remember(client, due_us)
             return due_us - now_us
         if self.next_us(request.model, now_us) == 0 and not self._order:
             self.share = 1.0  # a crowd of which nothing is known yet
         gap_us = self._pace * max(_LEAST_SHARE, self.share) * interval_us
         due_us = max(now_us + first_us, self._last_us.get(request.model, 0) + round(gap_us))
         wait_us = max(_SOONEST_US, due_us - now_us)
-        if len(self._due) >= _MOST or request.slo != Slo() or isinstance(request.prompt, Counted):
+        keeps_room = self._returns and request.slo == Slo() and len(self._due) < _MOST
+        if client is None or not keeps_room:
             apart = 1 + self._spread / 4  # not at the same time at least
             self._spread = (self._spread + _GOLDEN) % 1.0
             return round(apart * wait_us)
         self._last_us[request.model] = due_us
-        self._remember(request, due_us)
+        self._remember(client, due_us)
         return wait_us
 
     def next_us(self, model: str, now_us: Micros) -> Micros:
-        """How long until the next free time: 0 where nobody was told a later one than now."""
+        """How long until the latest time that was given out; 0 where that is past."""
         return max(0, self._last_us.get(model, 0) - now_us)
 
-    def _remember(self, request: Request, due_us: Micros) -> None:
-        key = _key(request)
-        self._due[key] = due_us
-        insort(self._order, (due_us, key))
+    def _remember(self, client: Client, due_us: Micros) -> None:
+        self._due[client] = due_us
+        insort(self._order, (due_us, client))
 
-    def _forget(self, request: Request) -> None:
-        key = _key(request)
-        del self._order[bisect_left(self._order, (self._due.pop(key), key))]
-
-
-def _kind(request: Request) -> _Kind:
-    """Whom it waits with."""
-    return (request.model, request.tenant)
-
-
-def _key(request: Request) -> _Key:
-    """What a request is known by when it comes again; in a simulation none does."""
-    if isinstance(request.prompt, Counted):
-        return (request.id, "", 0)
-    return (*_kind(request), hash(tuple(request.prompt)))
+    def _forget(self, client: Client) -> None:
+        due_us = self._due.pop(client)
+        del self._order[bisect_left(self._order, (due_us, client))]

@@ -7,7 +7,7 @@ a decision looks at every instance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -15,10 +15,12 @@ from moonserve.core.kv.trust import Trust
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.external_load import NOBODY, NOTHING, Others, Told, others, told
 from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad, Promises
-from moonserve.core.schedule.forecast import Stays
-from moonserve.core.schedule.residency import Stay
+from moonserve.core.schedule.forecast import Residencies
+from moonserve.core.schedule.residency import Residency
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 
+NO_SEGMENT = SegmentId("")
+"""Stands for the segment of an instance that has none: nobody holds anything there."""
 _USUAL: Tokens = 1_024
 """A prompt, before any was promised."""
 
@@ -38,12 +40,24 @@ class Kind:
         self.rack = info.rack
         self.fetches = info.fetches
 
+    def is_like(self, other: Kind) -> bool:
+        """Whether both depend on the same."""
+        return (
+            self.cost is other.cost
+            and self.chunk_tokens == other.chunk_tokens
+            and self.block_bytes == other.block_bytes
+            and self.rack == other.rack
+            and self.fetches == other.fetches
+        )
+
 
 class InstanceView:
     """One live instance: who it is, what it said last, what was promised to it."""
 
     def __init__(self, info: InstanceInfo, now_us: Micros, cost: Cost | None = None) -> None:
         self.info = info
+        self.segment = info.segment or NO_SEGMENT
+        """Where it keeps what it holds, for look-ups."""
         self.cost = cost or Cost()
         self.kind = Kind(info, self.cost)
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
@@ -79,7 +93,7 @@ class InstanceView:
         self.prompt_tokens: Tokens = 0
         """All their prompt tokens, cached ones included."""
         self._decoding: dict[RequestId, Tokens] = {}
-        self.stays = Stays()
+        self.residencies = Residencies()
         """The same decodes in time: who is here, and who comes when."""
         self.decodes = 0
         """How many decodes are promised here, those still in prefill included."""
@@ -110,7 +124,7 @@ class InstanceView:
             self._see_others(load, now_us)
 
     def _see_others(self, load: InstanceLoad, now_us: Micros) -> None:
-        active, context = len(self.stays.active), self.stays.context
+        active, context = len(self.residencies.active), self.residencies.context
         before, found = self._seen, others(self.info.role, load, self.prefills, active, context)
         self._seen, self._counted = found, found.or_less(before)
         usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
@@ -125,7 +139,7 @@ class InstanceView:
     def _join_others(self) -> None:
         """What an engine counts has in it what other gateways sent there."""
         self.others = self._counted.or_more(self._told.promised)
-        self.stays.others = self._counted.or_more(self._told.now)
+        self.residencies.others = self._counted.or_more(self._told.now)
         self.others_until_us = max(self._counted_until_us, self._told.until_us)
         self._count_prefills()
         self._count_decodes()
@@ -141,8 +155,8 @@ class InstanceView:
             self.prefills,
             self.decodes,
             self.context,
-            len(self.stays.active),
-            self.stays.context,
+            len(self.residencies.active),
+            self.residencies.context,
         )
 
     def promise_prefill(
@@ -214,13 +228,14 @@ class InstanceView:
         request: RequestId,
         context: Tokens,
         tbt_goal_us: Micros | None = None,
-        stay: Stay | None = None,
+        residency: Residency | None = None,
     ) -> None:
         """A request of this context will decode here; promised again, it is counted once.
 
-        tbt_goal_us: its own objective for the time between tokens; stay: from when on, how long.
+        tbt_goal_us: its own objective for the time between tokens; residency: when it begins and
+        how long it is expected to last.
         """
-        self.stays.promise(request, stay or Stay(context))
+        self.residencies.promise(request, residency or Residency(context))
         self.context += context - self._decoding.get(request, 0)
         self._decoding[request] = context
         self._count_decodes()
@@ -230,16 +245,16 @@ class InstanceView:
 
     def begin_decode(self, request: RequestId, now_us: Micros) -> None:
         """Its prefill is over: what was promised begins."""
-        self.stays.begin(request, now_us, self.cost.step_us)
+        self.residencies.begin(request, now_us, self.cost.step_us)
 
-    def end_decode(self, request: RequestId, now_us: Micros) -> Stay | None:
+    def end_decode(self, request: RequestId, now_us: Micros) -> Residency | None:
         """The promise is over, kept or not; unknown requests are no error. Gives what had begun."""
-        stay = self.stays.end(request, now_us, self.cost.step_us)
+        residency = self.residencies.end(request, now_us, self.cost.step_us)
         self.context -= self._decoding.pop(request, 0)
         if self._tbt_goals.pop(request, None) == self._strictest_us:
             self._strictest_us = min(self._tbt_goals.values(), default=None)
         self._count_decodes()
-        return stay
+        return residency
 
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
@@ -256,7 +271,7 @@ class InstanceView:
     @property
     def has_place(self) -> bool:
         """Whether one that begins to decode now takes part in the next pass."""
-        return len(self.stays.active) + self.stays.others.running < self.info.max_seqs
+        return len(self.residencies.active) + self.residencies.others.running < self.info.max_seqs
 
     def tbt_us(self, joining: Tokens) -> Micros:
         """Predicted time between tokens once a request of context `joining` has joined.
@@ -267,11 +282,20 @@ class InstanceView:
 
     def tbt_now_us(self, joining: Tokens) -> Micros:
         """The same with those alone who decode here by now, without those in prefill."""
-        return round(self.stays.step_us(self.cost.step_us, joining))
+        return round(self.residencies.step_us(self.cost.step_us, joining))
 
     def strictest_us(self) -> Micros | None:
         """The tightest TBT objective of those who decode here; None when nobody has one."""
         return self._strictest_us
+
+
+def preferred(
+    views: Sequence[InstanceView], avoid: Collection[InstanceId]
+) -> Sequence[InstanceView]:
+    """Those not to be avoided, or all where that leaves none."""
+    if not avoid:
+        return views
+    return [view for view in views if view.info.id not in avoid] or views
 
 
 def tbts_us(views: Sequence[InstanceView], joining: Tokens) -> list[Micros]:
@@ -330,9 +354,8 @@ class ClusterView:
 
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
-        like = view.kind
         for other in self.instances.values():
-            if all(getattr(like, of) == getattr(other.kind, of) for of in Kind.__slots__):
+            if other.kind.is_like(view.kind):
                 view.kind = other.kind
                 break
         self.instances[view.info.id] = view

@@ -31,10 +31,9 @@ from moonserve.core.schedule.actions import (
     Spread,
 )
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.dry_run import look
+from moonserve.core.schedule.decision import Candidate, Decision
 from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, Promises, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
-from moonserve.core.schedule.placement import Decision
 from moonserve.core.schedule.prediction_errors import PredictionErrors
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView, Promised
@@ -69,6 +68,8 @@ class Record(msgspec.Struct):
     arrived_us: Micros
     decision: Decision | None = None
     """The last one; for a refused request, what it would have been, if that was why."""
+    candidates: Sequence[Candidate] = ()
+    """Of that decision, the chosen one first."""
     attempts: int = 0
     """Prefill calls."""
     ttft_us: Micros | None = None
@@ -98,7 +99,7 @@ class ConductorLoop:
         account of the run (core.schedule.events)."""
         self.core = conductor
         self.now_us = LoopClock().now_us
-        self.account = Account(conductor.outlook.slo)
+        self.account = Account(conductor.slo)
         self._release = release
         self._copy = copy
         self._copying: set[asyncio.Task[None]] = set()
@@ -149,7 +150,7 @@ class ConductorLoop:
 
     def dry_run(self, request: Request, keys: Sequence[BlockKey]) -> Decision | Refuse:
         """What the Conductor would decide for this request now; nothing changes."""
-        return look(self.core, request, keys, self.now_us())
+        return self.core.preview(request, keys, self.now_us())
 
     @property
     def tuning(self) -> Tuning:
@@ -263,8 +264,8 @@ class ConductorLoop:
                 for number in numbers:
                     self._release(lease_of(request, number))
                 return
-            case Prefill(request, number, to, decision):
-                self._decided(request, decision)
+            case Prefill(request, number, to):
+                self._decided(action)
                 log.debug("%s: call %d: prefill on %s", request, number, to.id)
             case Decode(request, number, to):
                 log.debug("%s: call %d: decode on %s", request, number, to.id)
@@ -313,13 +314,15 @@ class ConductorLoop:
         elif count < len(keys):
             self.tell(SpreadUpTo(number, count))
 
-    def _decided(self, request: RequestId, decision: Decision) -> None:
-        record = self.records.get(request)
+    def _decided(self, action: Prefill) -> None:
+        record = self.records.get(action.request)
         if record is not None:
             if not record.attempts:
                 self.placed += 1
-                self.waited_us += decision.waited_us
-            record.decision = decision
+                self.waited_us += action.decision.waited_us
+            record.decision = action.decision
+            record.candidates = action.candidates
+            record.candidates = action.candidates
             record.attempts += 1
             record.outcome = "running"
 
@@ -331,3 +334,5 @@ class ConductorLoop:
         if isinstance(action, Refuse):
             record.reason = action.reason
             record.decision = action.decision
+            record.candidates = action.candidates
+            record.candidates = action.candidates

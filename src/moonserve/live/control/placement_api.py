@@ -22,6 +22,7 @@ from moonserve.core.errors import (
 )
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.schedule.decision import Decision
 from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
@@ -29,7 +30,6 @@ from moonserve.core.schedule.facts import (
     InstanceInfo,
     PrefillEnded,
 )
-from moonserve.core.schedule.placement import Decision
 from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens, lease_of
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_asks import Asks, PlacementBody

@@ -120,8 +120,8 @@ def explain(request: RequestId, record: Record) -> Explanation:
     decision = record.decision
     sentence = record.error or "It waits for an instance to be free."
     if decision is not None and record.reason is None:
-        sentence = why(decision)
-    told = explanation(request, record.outcome, decision, sentence)
+        sentence = why(decision, record.candidates)
+    told = explanation(request, record.outcome, decision, record.candidates, sentence)
     told.attempts = record.attempts
     told.actual_ttft_ms = _ms(record.ttft_us)
     told.actual_tbt_ms = _ms(record.tbt_us)

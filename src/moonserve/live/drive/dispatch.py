@@ -266,7 +266,7 @@ class _Life:
         if placed is None or not placed.decision.copies:
             return
         decision, loader = placed.decision, (*placed.group, placed.to)[0]
-        fetched = decision.reused_tokens > decision.candidates[0].local_tokens
+        fetched = decision.reused_tokens > decision.chosen.local_tokens
         if fetched and loader.segment is not None:
             keys = self._keys()[: decision.reused_tokens // self._block_size]
             self._conductor.keep(keys, loader.segment, decision.holder)

@@ -157,14 +157,11 @@ class _Link(wire.Frames):
         self._asked: dict[int, asyncio.Future[None]] = {}
 
     def put_nowait(self, action: Any, /) -> None:
-        """As the inbox: tell the front. Of the candidates it is told the first, all it looks at."""
+        """As the inbox: send it to the front, without what only explanations need."""
         if isinstance(action, Prefill):
-            first = msgspec.structs.replace(
-                action.decision, candidates=(action.decision.candidates[0],)
-            )
-            action = msgspec.structs.replace(action, decision=first)
+            action = msgspec.structs.replace(action, candidates=())
         elif isinstance(action, Refuse):
-            action = msgspec.structs.replace(action, decision=None)
+            action = msgspec.structs.replace(action, decision=None, candidates=())
         self.say(action)
 
     def count(self, number: int) -> asyncio.Future[None]:

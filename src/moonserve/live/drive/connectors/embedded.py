@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from moonserve.core.schedule.decision import Decision, Stage
 from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.core.schedule.pipeline import Stage
-from moonserve.core.schedule.placement import Decision
 from moonserve.core.units import LeaseId
 
 

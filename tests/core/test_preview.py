@@ -1,4 +1,4 @@
-"""A look at what the Conductor would decide."""
+"""Conductor.preview: what would be decided, without deciding it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.dry_run import look
+from moonserve.core.schedule.decision import Decision
 from moonserve.core.schedule.facts import Arrived, Joined
-from moonserve.core.schedule.placement import Decision
-from moonserve.core.schedule.policies import POLICIES, Tuning
+from moonserve.core.schedule.policies import POLICIES
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import RequestId, SegmentId
 from tests.support.cluster import BLOCK, NAMESPACE, exact, info
 
@@ -35,13 +35,13 @@ def conductor(policy: str) -> Conductor:
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].late])
-def test_a_look_is_what_would_be_decided_and_changes_nothing(policy: str) -> None:
+def test_a_preview_is_what_would_be_decided_and_changes_nothing(policy: str) -> None:
     """Whatever the policy, drawing and turn-taking ones too, the request then gets just that."""
     asked, other = conductor(policy), conductor(policy)
-    before = pickle.dumps(asked._memory.__dict__), pickle.dumps(asked.outlook._predictor)
+    before = pickle.dumps(asked._state), pickle.dumps(asked._forecast)
     request = Request(RequestId("r"), "m", PROMPT, tenant="new")
-    found = [look(asked, request, KEYS, 3) for _ in range(3)]
-    assert (pickle.dumps(asked._memory.__dict__), pickle.dumps(asked.outlook._predictor)) == before
+    found = [asked.preview(request, KEYS, 3) for _ in range(3)]
+    assert (pickle.dumps(asked._state), pickle.dumps(asked._forecast)) == before
     assert asked.promised() == other.promised()
     [placed] = asked.step(3, [Arrived(request, KEYS)])
     [unasked] = other.step(3, [Arrived(request, KEYS)])
@@ -52,20 +52,20 @@ def test_a_look_is_what_would_be_decided_and_changes_nothing(policy: str) -> Non
         assert each == placed.decision
 
 
-def test_a_look_says_whom_a_waiting_request_would_get() -> None:
+def test_a_preview_says_whom_a_waiting_request_would_get() -> None:
     """Where requests wait to be bound, it is answered as if it were its turn."""
-    found = look(conductor("late_binding"), Request(RequestId("r"), "m", PROMPT), KEYS, 3)
+    found = conductor("late_binding").preview(Request(RequestId("r"), "m", PROMPT), KEYS, 3)
     assert isinstance(found, Decision)
 
 
-def test_a_look_says_the_refusal() -> None:
-    """It is the one that the request would get, and gives nobody's time to come again away."""
+def test_a_preview_says_the_refusal() -> None:
+    """It is the one that the request would get; no slot of the Retry-After calendar is booked."""
     made = conductor("kvcache_centric")
     never = Request(RequestId("r"), "m", PROMPT, slo=Slo(ttft_us=1))
-    found = look(made, never, KEYS, 3)
+    found = made.preview(never, KEYS, 3)
     assert isinstance(found, Refuse)
     assert found.reason == "ttft_slo"
-    assert len(made.outlook.told) == 0
-    nobody = look(made, Request(RequestId("r"), "else", PROMPT), KEYS, 3)
+    assert len(made.retries) == 0
+    nobody = made.preview(Request(RequestId("r"), "else", PROMPT), KEYS, 3)
     assert isinstance(nobody, Refuse)
     assert nobody.retry_after_us is None

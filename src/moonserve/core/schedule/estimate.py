@@ -1,0 +1,256 @@
+"""What a request's first token would take on each instance: the terms of Algorithm 1.
+
+Estimate computes T_transfer, T_queue and T_prefill; Options holds them for many instances in
+columns; Candidates shows the best of them to people. How a policy weighs the terms stands in
+core.schedule.policies. Functions from views to numbers; nothing here changes a view. Source:
+FAST'25 "Mooncake", section 6.1 and Algorithm 1 (page 8); the prose of section 4.2 states the
+balancing condition backwards, this follows the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, TypeAlias, overload
+
+import msgspec
+
+from moonserve.core.kv.index import Match
+from moonserve.core.request import EffectiveSlo
+from moonserve.core.schedule.decision import Candidate
+from moonserve.core.schedule.decode_choice import DecodeLoad
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.schedule.view import InstanceView, Kind
+from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
+
+Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
+"""When a prefix that others hold is loaded rather than computed: never; where it exceeds one's own
+by the balancing threshold (Algorithm 1); where that is predicted to be faster."""
+
+_MANY = 32
+"""Kinds of instances, times prefixes, of which all are not worth looking at."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request as a decision sees it."""
+
+    length: Tokens
+    """Of its prompt, and of what was generated before it is placed again."""
+    match: Match
+    """What the index knows of its prefix."""
+    pending: Mapping[SegmentId, int] = {}
+    """Leading blocks that each holder will have once its promised prefills are done."""
+    waited_us: Micros = 0
+    """Since it arrived."""
+    expected_tokens: Tokens = 0
+    """Output to be expected; for KV room."""
+    whole: bool = False
+    """Whether one call must do all of it; see Request."""
+    slo: EffectiveSlo = EffectiveSlo()
+    """The objectives that it is held to."""
+    avoid: Collection[InstanceId] = ()
+    """Instances that failed this request: taken only if no other is left."""
+    decode_load: DecodeLoad | None = None
+    """How full decode will be, where the decodes promised there do not say it well."""
+
+
+class Roles(msgspec.Struct, frozen=True):
+    """The instances that a decision may choose from."""
+
+    prefills: Sequence[InstanceView]
+    decodes: Sequence[InstanceView]
+    partners: Sequence[InstanceView] | None = None
+    """Instances that may share a prefill with the chosen one; None: those of `prefills`."""
+    racks: Mapping[SegmentId, str] = {}
+    """Rack of each segment whose instance reported one."""
+    doubts: Mapping[SegmentId, float] = {}
+    """Segments whose claims are not believed, and the share of them that counts all the same."""
+
+
+class Options:
+    """The terms of many instances in columns: row i belongs to views[i].
+
+    Columns, since a decision may look at a thousand instances and shows only few of them.
+    """
+
+    __slots__ = (
+        "ask", "block_size", "compute_us", "decodes", "local", "now_us", "queue_us", "reused",
+        "transfer_us", "views",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        ask: Ask,
+        block_size: Tokens,
+        views: Sequence[InstanceView],
+        local: Sequence[int],
+        terms: Sequence[tuple[int, Micros, Micros]],
+        now_us: Micros,
+    ) -> None:
+        self.ask = ask
+        self.block_size = block_size
+        self.views = views
+        self.now_us = now_us
+        self.local = local
+        """Blocks of the prompt that each instance has itself."""
+        self.reused, self.transfer_us, self.compute_us = map(list, zip(*terms, strict=True))
+        """Blocks that each would start from; time to load those it lacks, to compute the rest."""
+        left = [
+            left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
+            for view in views
+        ]
+        if max([view.others_until_us for view in views]) > now_us:  # others have work there too
+            left = [view.queue_us(now_us) for view in views]
+        self.queue_us: list[Micros] = left
+        self.decodes = [view.decodes for view in views]
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks of the prompt, a partial last one included."""
+        return -(-self.ask.length // self.block_size)
+
+    def ttft_us(self) -> list[Micros]:
+        """Predicted TTFT of each instance, from now."""
+        columns = zip(self.transfer_us, self.queue_us, self.compute_us, strict=True)
+        return [transfer + queue + compute for transfer, queue, compute in columns]
+
+    def candidate(self, row: int, score: float) -> Candidate:
+        """One row as plain data."""
+        own, size = self.views[row].info, self.block_size
+        local, reused = self.local[row], self.reused[row]
+        return Candidate(
+            own.id,
+            local * size,
+            reused * size,
+            source(self.ask.match, own.segment) if reused > local else None,
+            self.transfer_us[row],
+            self.queue_us[row],
+            self.compute_us[row],
+            score,
+            self.decodes[row],
+        )
+
+
+class Candidates(Sequence[Candidate]):
+    """The chosen candidate, then those it won against, best first, `most` in all.
+
+    Made when looked at: of most decisions nobody reads more than the first.
+    """
+
+    __slots__ = ("_all", "_chosen", "_most", "_options", "_row", "_scores")
+
+    def __init__(self, options: Options, scores: Sequence[float], row: int, most: int) -> None:
+        self._options = options
+        self._scores = scores
+        self._row = row
+        self._most = most
+        self._chosen = options.candidate(row, scores[row])
+        self._all: list[Candidate] | None = None
+
+    @property
+    def chosen(self) -> Candidate:
+        """The first of them."""
+        return self._chosen
+
+    def __len__(self) -> int:
+        return min(self._most, len(self._scores))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if self._all is None:
+            scores = self._scores
+            order = sorted(range(len(scores)), key=scores.__getitem__)[: self._most]
+            others = [row for row in order if row != self._row][: self._most - 1]
+            losers = [self._options.candidate(row, scores[row]) for row in others]
+            self._all = [self._chosen, *losers]
+        return self._all[at]
+
+
+class Estimate:
+    """Algorithm 1's estimate of one request for any instance: T_transfer, T_queue and T_prefill.
+
+    best = the longest prefix the pool can give. Where an instance fetches, only length - best is
+    computed; else it computes from its own prefix. At least one token is always computed: its
+    logits are the first token's.
+    """
+
+    def __init__(
+        self, ask: Ask, roles: Roles, block_size: Tokens, fetch: Fetch, tuning: Tuning
+    ) -> None:
+        self._ask = ask
+        self._block_size = block_size
+        self._fetch = fetch
+        self._threshold = tuning.kvcache_balancing_threshold
+        self._cross_rack = tuning.cross_rack
+        self._usable = (ask.length - 1) // block_size
+        self._best = min(ask.match.pool, self._usable)
+        known = ask.match.by_holder
+        held = known.copy() if ask.pending or roles.doubts else known
+        for segment, blocks in ask.pending.items():
+            if blocks > held.get(segment, 0):
+                held[segment] = blocks
+        for segment, share in roles.doubts.items():
+            if held.get(segment):
+                held[segment] = max(1, int(share * held[segment]))
+        self._own = held
+        """Leading blocks that each segment has, or will have."""
+        longest = source(ask.match, None) if roles.racks else None
+        self._home = roles.racks.get(longest, "") if longest is not None else ""
+        self._known: dict[tuple[int, Kind], tuple[int, Micros, Micros]] = {}
+
+    def options(self, views: Sequence[InstanceView], now_us: Micros) -> Options:
+        """The terms of these instances."""
+        own, known, usable = self._own, self._known, self._usable
+        local = [own.get(view.segment, 0) for view in views]
+        if max(local) > usable:
+            local = [blocks if blocks < usable else usable for blocks in local]
+        # Most have nothing, and may be of one kind.
+        pairs = zip(local, [view.kind for view in views], strict=True)
+        rows = [known.get(pair) or self._terms(*pair) for pair in pairs]
+        return Options(self._ask, self._block_size, views, local, rows, now_us)
+
+    def own_tokens(self, view: InstanceView) -> Tokens:
+        """The prefix of it that the instance has itself, or will have."""
+        return min(self._own.get(view.segment, 0), self._usable) * self._block_size
+
+    def least_us(self, kinds: Collection[Kind]) -> Micros:
+        """What transfer and compute take at least on instances of these kinds; 0 where many."""
+        runs = dict.fromkeys((0, *self._own.values()))
+        if len(runs) * len(kinds) > _MANY:
+            return 0
+        terms = [self._terms(min(run, self._usable), kind) for run in runs for kind in kinds]
+        return min(transfer_us + compute_us for _, transfer_us, compute_us in terms)
+
+    def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:
+        """Blocks to start from, time to load those it lacks, time to compute the rest."""
+        length, size, best, fetch = self._ask.length, self._block_size, self._best, self._fetch
+        cost, chunk = kind.cost, kind.chunk_tokens
+        reused, transfer_us = local, 0
+        if (best > local and kind.fetches) and (
+            fetch == "cheaper" or (fetch == "threshold" and best > local * self._threshold)
+        ):
+            crosses = self._home and kind.rack not in ("", self._home)
+            load_us = cost.transfer_us((best - local) * kind.block_bytes)
+            reused = best
+            transfer_us = round(self._cross_rack * load_us) if crosses else load_us
+        compute_us = cost.prefill_us(length, reused * size, chunk)
+        if fetch == "cheaper" and reused > local:
+            alone_us = cost.prefill_us(length, local * size, chunk)
+            if transfer_us + compute_us >= alone_us:
+                reused, transfer_us, compute_us = local, 0, alone_us
+        row = self._known[local, kind] = reused, transfer_us, compute_us
+        return row
+
+
+def source(match: Match, own: SegmentId | None) -> SegmentId | None:
+    """The other segment with the longest run of its own; of equal runs the first id."""
+    runs = match.by_holder
+    if own in runs:
+        runs = {holder: length for holder, length in runs.items() if holder != own}
+    longest = max(runs.values(), default=0)
+    return min((holder for holder, length in runs.items() if length == longest), default=None)

@@ -1,0 +1,104 @@
+"""Which objectives a request is held to: its own or the cluster's, or tighter ones.
+
+Kept by the Conductor. Low priority, a tenant above its equal share, and clients that were told to
+return about now make the objectives of a request tighter, so that it is refused first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moonserve.core.request import EffectiveSlo, Request, Slo
+from moonserve.core.schedule.policies import policy_of
+from moonserve.core.schedule.retry import RetryCalendar
+from moonserve.core.schedule.tenants import Tenants
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.schedule.view import InstanceView
+from moonserve.core.units import Micros
+
+_MENTIONED_US: Micros = 1_000
+"""A reduction by less is not mentioned in a message."""
+
+
+class Objectives:
+    """See the module."""
+
+    def __init__(self, tuning: Tuning, tenants: Tenants, calendar: RetryCalendar) -> None:
+        self._tuning = tuning
+        self._tenants = tenants
+        self._calendar = calendar
+        self._turns = policy_of(tuning.policy).late
+        """Whether tenants take turns where requests wait; then no request is held to less."""
+
+    def own(self, request: Request) -> Slo:
+        """Its own objectives, or the cluster's."""
+        return own_slo(request, self._tuning)
+
+    def effective(
+        self, request: Request, prefills: Sequence[InstanceView], now_us: Micros
+    ) -> EffectiveSlo:
+        """The objectives that it must be predicted to meet.
+
+        Requests of low priority are refused first, and so are those of a tenant above its share.
+        Clients that were told to return about now are taken to be before it, each with a request
+        like this one.
+        """
+        slo, whys = self.own(request), list[str]()
+        if slo.ttft_us is None and slo.tbt_us is None:
+            return EffectiveSlo(slo)
+        returning = self.returning(request, now_us)
+        if returning and slo.ttft_us is not None:
+            view, length = prefills[0], request.length
+            each_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens) / len(prefills)
+            less_us = min(slo.ttft_us, round(returning * each_us))
+            slo = Slo(slo.ttft_us - less_us, slo.tbt_us)
+            if less_us >= _MENTIONED_US:
+                less = f"less {less_us / 1e3:.0f} ms"
+                whys.append(f"{less} for {returning:.1f} told to come before it")
+        share = 1.0
+        low = self._tuning.low_share
+        if request.priority < 0:
+            share = low
+            whys.append(f"{low:.3g} of its own, since it is of a priority below 0")
+        part = 1.0 if self._turns else max(low, self._tenants.share(request.tenant, now_us))
+        if part != 1.0:  # the two multiply: within a tenant low priority goes first all the same
+            share *= part
+            whose = f"of tenant {request.tenant!r}, given more than its part"
+            whys.append(f"{part:.3g} of its own, since it is {whose}")
+        if share != 1.0:
+            slo = _scaled(slo, share)
+        return EffectiveSlo(slo, ", ".join(whys) or None)
+
+    def returning(self, request: Request, now_us: Micros) -> float:
+        """How many clients that were refused before are expected before this one.
+
+        Where other requests wait at the Conductor, or another admission decides: none.
+        """
+        if self._turns or request.priority > 0:
+            return 0.0
+        if self._tuning.mode(request.priority) != "predictive":
+            return 0.0
+        return self._calendar.ahead(request, now_us)
+
+
+def own_slo(request: Request, tuning: Tuning) -> Slo:
+    """A request's own objectives, or the cluster's; a single token has no time between tokens."""
+    slo, of_all = request.slo, tuning.slo
+    if of_all.ttft_us is not None or of_all.tbt_us is not None:
+        slo = slo.over(of_all)
+    return slo if request.stopping.max_tokens > 1 else Slo(slo.ttft_us)
+
+
+def _scaled(slo: Slo, share: float) -> Slo:
+    """Objectives that are this share of others."""
+    ttft_us, tbt_us = slo.ttft_us, slo.tbt_us
+    return Slo(
+        None if ttft_us is None else round(share * ttft_us),
+        None if tbt_us is None else round(share * tbt_us),
+    )
+
+
+def misses(what: str, predicted_us: Micros, goal_us: Micros) -> str:
+    """An objective that is predicted to be missed, in words."""
+    predicted_ms, goal_ms = predicted_us / 1e3, goal_us / 1e3
+    return f"predicted {what} of {predicted_ms:.10g} ms misses the objective of {goal_ms:.10g} ms"
