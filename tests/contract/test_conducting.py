@@ -24,8 +24,8 @@ from moonserve.core.schedule.facts import (
 )
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, RequestId, SegmentId
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.fronts.server import FrontServer
 from moonserve.live.ports import Conducting
 from tests.support.cluster import exact, info
 
@@ -71,7 +71,7 @@ async def rig_of(kind: str, folder: Path) -> AsyncIterator[Rig]:
     if kind == "here":
         yield rig
         return
-    desk = Desk(rig.loop, "http://127.0.0.1:1")
+    desk = FrontServer(rig.loop, "http://127.0.0.1:1")
     await desk.listen(str(folder / "link"))
     rig.port = remote = RemoteConductor(str(folder / "link"), list)
     await remote.start()

@@ -1,10 +1,9 @@
-"""Fronts and the Conductor's process: what they say, whose requests are whose, and who is gone."""
+"""Fronts and the Conductor's process: messages, requests of several fronts, lost processes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,29 +20,41 @@ from moonserve.core.units import RequestId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
-from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.fronts.server import FrontServer
 from moonserve.live.ports import Told
+from moonserve.live.rpc.connection import HEAD, HELLO, NOTICES, Limits
 from tests.support.cluster import exact, info
 
 R = RequestId("r")
+HASTY = msgspec.structs.replace(wire.LIMITS, beat_s=0.01)
+"""A process that hangs is noticed in 50 ms."""
 COUNTER = Family("c", "counter", "", [("c_total", (("route", "/a"),), 2.0)])
 GAUGE = Family("g", "gauge", "", [("g", (), 3.0)])
 
 
-class Site:
-    """A desk with two instances behind it, and fronts."""
+def frame(kind: int, body: bytes) -> bytes:
+    """A frame, by hand."""
+    return HEAD.pack(len(body), 0, kind) + body
 
-    def __init__(self, path: Path) -> None:
+
+GREETING = frame(HELLO, wire.PROTOCOL.encode())
+
+
+class Site:
+    """A server with two instances behind it, and fronts."""
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.limits = limits
         self.path = str(path / "link")
         self.loop = ConductorLoop(Conductor(cost_of=exact), lambda lease: None)
         self.loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
-        self.desk = Desk(self.loop, "http://127.0.0.1:1")
+        self.server = FrontServer(self.loop, "http://127.0.0.1:1", limits=limits)
         self.fronts: list[RemoteConductor] = []
 
     async def front(self) -> RemoteConductor:
         """One more, which knows the instances."""
-        front = RemoteConductor(self.path, lambda: [COUNTER, GAUGE])
+        front = RemoteConductor(self.path, lambda: [COUNTER, GAUGE], limits=self.limits)
         self.fronts.append(front)
         await front.start()
         await until(lambda: len(front.instances()) == 2)
@@ -62,22 +73,22 @@ async def until(true: Callable[[], object]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def site(path: Path) -> AsyncIterator[Site]:
+async def site(path: Path, limits: Limits) -> AsyncIterator[Site]:
     """All of it, inside a deadline."""
     async with asyncio.timeout(10):
-        it = Site(path)
-        await it.desk.listen(it.path)
+        it = Site(path, limits)
+        await it.server.listen(it.path)
         yield it
         for front in it.fronts:
             await front.leave()
-        await it.desk.close()
+        await it.server.close()
 
 
-def run(use: Callable[[Site], Awaitable[None]], path: Path) -> None:
+def run(use: Callable[[Site], Awaitable[None]], path: Path, limits: Limits = wire.LIMITS) -> None:
     """Run a test at a site."""
 
     async def main() -> None:
-        async with site(path) as it:
+        async with site(path, limits) as it:
             await use(it)
 
     asyncio.run(main())
@@ -143,8 +154,7 @@ def test_a_front_that_is_gone_has_left_all_its_requests(tmp_path: Path) -> None:
         for inbox in inboxes:
             await inbox.get()
         assert it.requests == 6
-        assert one._link is not None
-        one._link.transport.abort()
+        await one.leave()
         await until(lambda: it.requests == 1)
         assert it.loop.known(R)
         assert not it.loop.known(RequestId("r0"))
@@ -167,22 +177,24 @@ def test_what_cannot_be_said_ends_the_connection(tmp_path: Path) -> None:
     run(use, tmp_path)
 
 
-def test_a_front_that_does_not_listen_is_sent_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_front_that_does_not_read_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What waits for it is bounded."""
+    """The bytes that wait for it are bounded."""
 
     async def use(it: Site) -> None:
         _, writer = await asyncio.open_unix_connection(it.path)
-        await until(lambda: it.desk._links)
-        monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1 << 20)
-        [link] = it.desk._links
-        while it.desk._links:
-            link.say(wire.Welcome("x" * (1 << 18)))
+        writer.write(GREETING)
+        await until(lambda: it.server.fronts)
+        number = 0
+        while it.server.fronts:
+            number += 1
+            it.loop.tell(Joined(info(f"p{number}", "prefill")))
             await asyncio.sleep(0)
         writer.close()
 
-    run(use, tmp_path)
+    run(use, tmp_path, msgspec.structs.replace(wire.LIMITS, unread_bytes=1 << 18))
+    assert "peer does not read; write buffer over limit" in caplog.text
 
 
 def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
@@ -194,7 +206,7 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
         front = await it.front()
         inbox = opened(front)
         assert isinstance(await inbox.get(), Prefill)
-        await it.desk.close()
+        await it.server.close()
         assert isinstance(await inbox.get(), Refuse)
         assert "does not answer" in front.missing()
         front.tell(ClientGone(R))
@@ -204,8 +216,8 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
         assert isinstance(refuse, Refuse)
         assert (refuse.reason, "started again" in refuse.why) == ("nobody_alive", True)
         front.close(R, "refused")
-        it.desk = Desk(it.loop, "http://127.0.0.1:2")
-        await it.desk.listen(it.path)
+        it.server = FrontServer(it.loop, "http://127.0.0.1:2")
+        await it.server.listen(it.path)
         await until(lambda: len(front.instances()) == 2)
         assert (front.url, front.missing()) == ("http://127.0.0.1:2", "")
         assert isinstance(await opened(front).get(), Prefill)
@@ -227,12 +239,9 @@ def test_who_leaves_the_conductor_has_not_lost_it(
     run(use, tmp_path)
 
 
-def test_a_conductor_that_hangs_is_as_one_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
     """What is under way gives up; new ones are refused, though it can be connected to, until it
     speaks again."""
-    monkeypatch.setattr(wire, "_BEAT_S", 0.01)
 
     async def use(it: Site) -> None:
         path, hangs, alive = str(tmp_path / "hangs"), asyncio.Event(), asyncio.Event()
@@ -241,14 +250,14 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(
             said = msgspec.msgpack.encode([wire.Welcome("u"), wire.Instances([info("p0", "both")])])
             if hangs.is_set():
                 await alive.wait()
-            writer.write(struct.pack("<I", len(said)) + said)
+            writer.write(GREETING + frame(NOTICES, said))
             hangs.set()
             while alive.is_set():
                 await asyncio.sleep(0.01)
-                writer.write(struct.pack("<I", 1) + b"\x90")
+                writer.write(frame(NOTICES, b"\x90"))
 
         async with await asyncio.start_unix_server(serve, path):
-            front = RemoteConductor(path, list)
+            front = RemoteConductor(path, list, limits=HASTY)
             await front.start()
             await until(front.instances)
             inbox = opened(front)
@@ -268,11 +277,8 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(
     run(use, tmp_path)
 
 
-def test_a_front_that_hangs_has_left_its_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_front_that_hangs_has_left_its_requests(tmp_path: Path) -> None:
     """What is reserved for it is free after its deadline; another's that speak go on."""
-    monkeypatch.setattr(wire, "_BEAT_S", 0.01)
 
     async def use(it: Site) -> None:
         front = await it.front()
@@ -280,18 +286,25 @@ def test_a_front_that_hangs_has_left_its_requests(
         _, writer = await asyncio.open_unix_connection(it.path)
         hung = Request(RequestId("hung"), "m", tuple(range(9)))
         said = msgspec.msgpack.encode([wire.opened(hung, ())])
-        writer.write(struct.pack("<I", len(said)) + said)
+        writer.write(GREETING + frame(NOTICES, said))
         await until(lambda: it.requests == 2)
         await until(lambda: it.requests == 1)
         assert it.loop.known(R)
-        assert len(it.desk._links) == 1
+        assert it.server.fronts == 1
         writer.close()
 
-    run(use, tmp_path)
+    run(use, tmp_path, HASTY)
 
 
 @pytest.mark.parametrize(
-    "said", [b"\xff\xff\xff\xff", struct.pack("<I", 3) + b"abc", struct.pack("<I", 1) + b"\x01"]
+    "said",
+    [
+        b"\xff" * HEAD.size,
+        frame(HELLO, b"moonserve-fronts/1"),
+        frame(NOTICES, b"\x90"),
+        GREETING + frame(NOTICES, b"abc"),
+        GREETING + frame(NOTICES, b"\x01"),
+    ],
 )
 def test_who_speaks_otherwise_is_cut_off(tmp_path: Path, said: bytes) -> None:
     """Too large a frame, or one that is no messages, ends that connection and nothing else."""
@@ -316,11 +329,11 @@ def test_counts_are_those_of_all_fronts_there_have_been(tmp_path: Path) -> None:
         one, _ = await it.front(), await it.front()
 
         async def values() -> dict[str, float]:
-            return {f.name: f.samples[0][2] for f in await it.desk.counts()}
+            return {f.name: f.samples[0][2] for f in await it.server.counts()}
 
         assert await values() == {"c": 4.0, "g": 6.0}
         await one.leave()
-        await until(lambda: len(it.desk._links) == 1)
+        await until(lambda: it.server.fronts == 1)
         assert await values() == {"c": 4.0, "g": 3.0}
 
     run(use, tmp_path)

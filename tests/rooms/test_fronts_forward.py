@@ -99,7 +99,7 @@ def test_what_is_under_way_ends_with_the_conductor() -> None:
             get = lambda: client.request("GET", url + "/w", timeout_s=10)  # noqa: E731
             waiting = [asyncio.create_task(get()) for _ in range(2)]
             await asyncio.sleep(0.1)
-            conductor.on_gone()
+            forward.cut()
             for reply in await asyncio.gather(*waiting):
                 assert (reply.status, reply.headers["retry-after"]) == (503, "2")
                 assert b"the Conductor's process does not answer" in reply.body

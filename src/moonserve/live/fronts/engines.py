@@ -1,7 +1,7 @@
-"""Foreign engines as a front sees them: Fleet is in the Conductor's process, and tells of them.
+"""External engines as a front knows them: Fleet in the Conductor's process reports them.
 
-Implements relay's Engines and fleet's Observer. What is to be learned of calls is told back. Tokens
-are made here, by tokenizers that this process reads itself; until one is read the engine is asked.
+Implements drive's Engines and external's Observer. A front reports its calls to engines back. It
+makes tokens with tokenizers that it loads itself; until one is loaded, it asks the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RemoteFleet:
-    """See the module. Sets the link's `on_engines`."""
+    """See the module. RemoteConductor calls `update`."""
 
     def __init__(
         self,
@@ -36,8 +36,10 @@ class RemoteFleet:
         load_text: Callable[[str], TextTools],
         environ: Mapping[str, str],
     ) -> None:
-        """`load_text`: a model's text side by its reference, called in a thread; `environ`: where
-        API keys are."""
+        """
+        load_text: loads a model's text side by its reference; called in a thread. environ: has the
+        API keys.
+        """
         self._conductor, self._http = conductor, http
         self._load_text, self._environ = load_text, environ
         self._engines: dict[str, tuple[wire.Engine, Member]] = {}
@@ -46,25 +48,24 @@ class RemoteFleet:
         self._texts: dict[str, TextTools | None] = {}
         self._reading: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
-        conductor.on_engines = self._told
 
     def member(self, instance: InstanceId) -> Member:
-        """See relay's Engines."""
+        """See drive.engines.Engines."""
         found = self._by_id.get(instance)
         if found is None:
-            raise NobodyAlive(f"{instance} is not there any more")
+            raise NobodyAlive(f"{instance} has left")
         return found
 
     def tells(self, model: str) -> bool:
-        """See relay's Engines."""
+        """See drive.engines.Engines."""
         return any(info.model == model and self.tells_of(info.id) for info in self._infos())
 
     def tells_of(self, instance: InstanceId) -> bool:
-        """See relay's Engines."""
+        """See drive.engines.Engines."""
         return instance in self._tells
 
     def text(self, model: str) -> TextTools | None:
-        """See relay's Engines."""
+        """See drive.engines.Engines."""
         for engine, _ in self._engines.values():
             if any(info.model == model for info in engine.infos):
                 found = self._texts.get(engine.spec.tokenizer)
@@ -73,7 +74,7 @@ class RemoteFleet:
         return None
 
     def missed(self, keys: Sequence[BlockKey]) -> None:
-        """See fleet's Observer."""
+        """See external.observed.Observer."""
         self._conductor.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
 
     def began(
@@ -84,13 +85,13 @@ class RemoteFleet:
         predicted: Tokens,
         streams: bool = True,
     ) -> Noted:
-        """See fleet's Observer."""
+        """See external.observed.Observer."""
         number = next(self._numbers)
-        self._conductor.say(wire.CallBegan(number, instance, part, prompt, predicted, streams))
+        self._conductor.notify(wire.CallBegan(number, instance, part, prompt, predicted, streams))
         return Noted(number, self._conductor)
 
-    def _told(self, engines: list[wire.Engine]) -> None:
-        """All that there are now; one that restarted is another one."""
+    def update(self, engines: list[wire.Engine]) -> None:
+        """Take over all engines that there are now. A restarted engine is a new member."""
         before, self._engines = self._engines, {}
         for engine in engines:
             old = before.get(engine.spec.name)
@@ -124,7 +125,7 @@ class RemoteFleet:
 
 
 class Noted:
-    """One call that is out; see observed.Call."""
+    """One call to an engine; reports to the Conductor's process. See external.observed."""
 
     __slots__ = ("_conductor", "_number", "count")
 
@@ -133,15 +134,15 @@ class Noted:
         self._number, self._conductor = number, conductor
 
     def answered(self, cached: Tokens | None) -> None:
-        """See observed.Call."""
-        self._conductor.say(wire.CallAnswered(self._number, self.count, cached))
+        """See external.observed.OutgoingCall."""
+        self._conductor.notify(wire.CallAnswered(self._number, self.count, cached))
 
     def ended(self, cached: Tokens | None = None) -> None:
-        """See observed.Call."""
-        self._conductor.say(wire.CallEnded(self._number, self.count, cached))
+        """See external.observed.OutgoingCall."""
+        self._conductor.notify(wire.CallEnded(self._number, self.count, cached))
 
 
 def _same(old: wire.Engine, new: wire.Engine) -> bool:
-    """Whether it is the same start of the same engine."""
+    """Whether both are the same start of the same engine."""
     starts = [{info.id: info.epoch for info in engine.infos} for engine in (old, new)]
     return old.spec == new.spec and starts[0] == starts[1]

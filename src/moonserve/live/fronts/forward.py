@@ -1,7 +1,7 @@
-"""What a front passes on to the Conductor's process: joins, beats, store calls, the admin API.
+"""Forwards HTTP requests of a front to the Conductor's process: joins, beats, store, admin API.
 
-A long reply passes as it comes. Connections that are to speak another protocol are joined, end to
-end. All of it ends when the Conductor is gone or hangs, which its link tells in seconds.
+A long reply passes as it comes. A connection that switches to another protocol is piped through,
+end to end. When the Conductor is gone or hangs, RemoteConductor calls `cut` in seconds.
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.switch import Switch, Switched
 
 _TIMEOUT_S = 300.0
-"""The longest, of a Conductor that is there."""
+"""Longest call of a Conductor that answers at all."""
 _WHOLE_BYTES: Bytes = 1 << 20
-"""Shorter replies go on whole."""
+"""Shorter replies are forwarded whole."""
 _OURS = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
 _ITS = {*_OURS, "content-type", "date", "x-request-id"}
 
 
 class Forward:
-    """The handler of all that a front does not serve itself. Sets the conductor's `on_gone`."""
+    """The handler of all requests that a front does not serve itself."""
 
     def __init__(
         self, conductor: RemoteConductor, client: Callable[[], HttpClient] = HttpClient
     ) -> None:
-        """`client` makes one, for nothing but this."""
+        """client: makes an HttpClient, which only this object uses."""
         self._conductor = conductor
         self._client = client
         self._http = client()
-        conductor.on_gone = self._cut
 
     async def close(self) -> None:
-        """Cut what is under way."""
+        """End all requests under way."""
         await self._http.close()
 
-    def _cut(self) -> None:
-        """What is under way will not be answered; asking again must not be tried either."""
+    def cut(self) -> None:
+        """End all requests under way: the Conductor is gone. None of them may be sent again."""
         self._http.cut()
         self._http = self._client()
 
     async def __call__(self, request: HttpRequest) -> Response | StreamingResponse | Switch:
-        """Its reply; 503 while the Conductor's process is not there."""
+        """The Conductor's reply; 503 while its process is away."""
         try:
             return await self._passed_on(request)
-        except NobodyAlive as error:  # said once, by the link: beats and the like are no news
+        except NobodyAlive as error:  # RemoteConductor has logged it once
             return error_response(error)
 
     async def _passed_on(self, request: HttpRequest) -> Response | StreamingResponse | Switch:
@@ -81,25 +80,25 @@ class Forward:
                 )
                 async with contextlib.AsyncExitStack() as stack:
                     await stack.enter_async_context(stream)
-                    told, kind = _said(stream.headers)
+                    told, kind = _forwarded(stream.headers)
                     if int(stream.headers.get("content-length", _WHOLE_BYTES)) < _WHOLE_BYTES:
                         return Response(stream.status, await stream.read(), told, kind)
                     chunks = _Chunks(stream, stack.pop_all())
                     return StreamingResponse(chunks, stream.status, told, kind)
         except UpstreamError as error:
             raise NobodyAlive(f"the Conductor's process does not answer: {error}") from None
-        told, kind = _said(reply.headers)
+        told, kind = _forwarded(reply.headers)
         return Response(reply.status, reply.body, told, kind)
 
 
-def _said(headers: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """The headers that go on, and the content type."""
+def _forwarded(headers: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The headers that are forwarded, and the content type."""
     told = {k: v for k, v in headers.items() if k not in _ITS}
     return told, headers.get("content-type", "application/octet-stream")
 
 
 class _Chunks:
-    """The rest of a reply; `aclose` leaves it, also before its first piece was asked for."""
+    """The rest of a reply; `aclose` ends it, also before its first piece was read."""
 
     def __init__(self, stream: ClientStream, left: contextlib.AsyncExitStack) -> None:
         self._stream, self.aclose = stream, left.aclose
@@ -112,7 +111,7 @@ class _Chunks:
 
 
 class _Pipe(Switched):
-    """One of two connections that are one from now on. The second brings the first along."""
+    """One of two connections that are piped into each other. The second is made with the first."""
 
     def __init__(self, other: _Pipe | None = None) -> None:
         self._other = other
@@ -120,7 +119,7 @@ class _Pipe(Switched):
     def take_over(
         self, transport: asyncio.Transport, lost: Callable[[Exception | None], None]
     ) -> None:
-        """See Switched: the first waits for the second."""
+        """See Switched: the first pauses until the second is there."""
         super().take_over(transport, lost)
         if self._other is None:
             transport.pause_reading()
@@ -132,22 +131,22 @@ class _Pipe(Switched):
                 self._other.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        """Hand it on."""
+        """Write to the other connection."""
         assert self._other is not None
         self._other.transport.write(data)
 
     def pause_writing(self) -> None:
-        """This end takes no more: the other is not to bring any."""
+        """This end does not read: stop reading from the other."""
         if self._other is not None and not self._other.transport.is_closing():
             self._other.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """This end reads again: read from the other."""
         if self._other is not None and not self._other.transport.is_closing():
             self._other.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Both end."""
+        """Close both."""
         if self._other is not None:
             self._other.transport.close()
         super().connection_lost(exc)

@@ -1,7 +1,7 @@
-"""The Conductor as a front sees it: in another process, at the end of a unix socket.
+"""The Conductor as a front uses it: in another process, over a unix socket.
 
-Implements ports.Conducting. While nobody is there, or it hangs, no instance is known and requests
-are refused as where nobody is alive; what was under way has failed. It connects again by itself.
+Implements ports.Conducting. While the Conductor's process is away or hangs, no instance is known
+and requests are refused. Requests that were under way have failed. It connects again by itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from moonserve.core.errors import NobodyAlive
+import msgspec
+
+from moonserve.core.errors import BadRequest, NobodyAlive
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Refuse
 from moonserve.core.schedule.facts import InstanceInfo
@@ -19,12 +21,13 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family
 from moonserve.live.ports import Inbox, Told
+from moonserve.live.rpc.connection import Limits, RpcConnection
 
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.1
 _LONG = 100
-"""Tries after which it takes longer than a start."""
+"""After this many tries, the wait is longer than a start of the Conductor takes."""
 _GONE = (
     "this gateway's Conductor does not answer; if it died it is started again at once, if it hangs "
     "after 30 seconds"
@@ -34,8 +37,19 @@ _GONE = (
 class RemoteConductor:
     """See the module. All fronts and the Conductor are on one machine, and so on one clock."""
 
-    def __init__(self, path: str, counts: Callable[[], list[Family]]) -> None:
-        """`path` of the socket; `counts`: what this process has counted, for the sums of all."""
+    def __init__(
+        self,
+        path: str,
+        counts: Callable[[], list[Family]],
+        on_engines: Callable[[list[wire.Engine]], None] = lambda engines: None,
+        on_gone: Callable[[], None] = lambda: None,
+        limits: Limits = wire.LIMITS,
+    ) -> None:
+        """
+        path: of the unix socket. counts: returns what this process has counted, for the sums over
+        all fronts. on_engines: called with the external engines whenever they change, before their
+        instances are known. on_gone: called when the Conductor's process is gone or hangs.
+        """
         self.now_us = LoopClock().now_us
         self._path = path
         self._counts = counts
@@ -43,35 +57,34 @@ class RemoteConductor:
         self._infos: list[InstanceInfo] = []
         self._inboxes: dict[RequestId, Inbox] = {}
         self._url = ""
-        self.on_engines: Callable[[list[wire.Engine]], None] | None = None
-        """Told of the foreign engines, before their instances are."""
-        self.on_gone: Callable[[], None] | None = None
-        """Told that nobody is there any more, or answers."""
+        self._on_engines = on_engines
+        self._on_gone = on_gone
+        self._limits = limits
         self._keeper: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
 
     async def start(self) -> None:
-        """Connect as soon as somebody listens there, and again whenever the connection is lost."""
+        """Connect as soon as the Conductor listens, and again whenever the connection is lost."""
         self._keeper = asyncio.create_task(self._keep(), name="link to the Conductor")
 
     async def leave(self) -> None:
-        """Leave: what is still open has ended for the Conductor."""
+        """Leave: for the Conductor, all requests of this front have ended."""
         if self._keeper is not None:
             self._keeper.cancel()
         if self._link is not None:
-            await asyncio.sleep(0)  # what was said in this turn goes out
-            link, self._link = self._link, None  # that it ends is no news
-            link.transport.close()
+            await asyncio.sleep(0)  # the messages of this turn go out
+            link, self._link = self._link, None  # its end is no failure
+            link.close()
 
     @property
     def url(self) -> str:
-        """Where the Conductor's process serves HTTP. Raises NobodyAlive: it is not there now."""
+        """Where the Conductor's process serves HTTP. Raises NobodyAlive: it is away now."""
         if self._link is None or not self._url:
             raise NobodyAlive(_GONE)
         return self._url
 
     def missing(self) -> str:
-        """Why nothing can be decided now; empty: somebody is there."""
+        """Why no request can be decided now; empty: the Conductor is there."""
         return "" if self._link is not None else _GONE
 
     def instances(self) -> Sequence[InstanceInfo]:
@@ -89,24 +102,24 @@ class RemoteConductor:
         if self._link is None:
             inbox.put_nowait(Refuse(request.id, _GONE))
         else:
-            self._link.say(wire.opened(request, keys))
+            self._link.notify(wire.opened(request, keys))
 
-    def say(self, *messages: wire.ToConductor) -> None:
-        """To nobody, where nobody is there."""
+    def notify(self, *messages: wire.ToConductor) -> None:
+        """Send messages to the Conductor; if it is away, they are dropped."""
         if self._link is not None:
-            self._link.say(*messages)
+            self._link.notify(*messages)
 
     def tell(self, *facts: Told) -> None:
         """See ports.Conducting."""
-        self.say(*facts)
+        self.notify(*facts)
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """See ports.Conducting."""
-        self.say(wire.FirstToken(request, cached_tokens))
+        self.notify(wire.FirstToken(request, cached_tokens))
 
     def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
         """See ports.Conducting."""
-        self.say(wire.Kept(tuple(keys), to, source))
+        self.notify(wire.Kept(tuple(keys), to, source))
 
     def close(
         self,
@@ -117,14 +130,14 @@ class RemoteConductor:
     ) -> None:
         """See ports.Conducting."""
         self._inboxes.pop(request, None)
-        self.say(wire.Closed(request, outcome, tbt_us, cached_tokens))
+        self.notify(wire.Closed(request, outcome, tbt_us, cached_tokens))
 
     async def _keep(self) -> None:
         loop, tries = asyncio.get_running_loop(), 0
         while True:
             self._lost.clear()
             try:
-                await loop.create_unix_connection(lambda: _Link(self), self._path)
+                await loop.create_unix_connection(lambda: _Link(self, self._limits), self._path)
             except OSError as error:
                 tries += 1
                 if tries == _LONG:
@@ -134,44 +147,52 @@ class RemoteConductor:
                 await self._lost.wait()
             await asyncio.sleep(_AGAIN_S)
 
-    # What the link says.
+    # For the link
 
-    def heard(self, message: wire.ToFront, link: _Link) -> None:
+    def answer(self, op: str, body: bytes) -> bytes:
+        """Run an operation for the Conductor's process. Raises BadRequest."""
+        if op != wire.COUNT:
+            raise BadRequest(f"no such operation at a front: {op!r}; there is {wire.COUNT!r}")
+        return msgspec.msgpack.encode(self._counts())
+
+    def received(self, message: wire.ToFront, link: _Link) -> None:
         """Act on one message."""
         match message:
-            case wire.Welcome(url):  # not before: a process that hangs can be connected to
+            case wire.Welcome(url):  # not before: a process that hangs accepts connections too
                 self._link, self._url = link, url
             case wire.Engines(engines):
-                if self.on_engines is not None:
-                    self.on_engines(engines)
+                self._on_engines(engines)
             case wire.Instances(infos):
                 self._infos = infos
-            case wire.Count(number):
-                link.say(wire.Counts(number, self._counts()))
             case action:
                 inbox = self._inboxes.get(action.request)
                 if inbox is not None:
                     inbox.put_nowait(action)
 
     def gone(self) -> None:
-        """Nobody there knows of what is under way here."""
+        """The Conductor does not know the requests of this front any more."""
         if self._link is not None:
             log.warning("the Conductor is gone; requests under way have failed")
-            if self.on_gone is not None:
-                self.on_gone()
+            self._on_gone()
         self._link, self._infos, self._url = None, [], ""
         for request, inbox in self._inboxes.items():
             inbox.put_nowait(Refuse(request, _GONE))
         self._lost.set()
 
 
-class _Link(wire.Frames):
-    def __init__(self, owner: RemoteConductor) -> None:
-        super().__init__("the Conductor", wire.ToFront)
+class _Link(RpcConnection):
+    def __init__(self, owner: RemoteConductor, limits: Limits) -> None:
+        super().__init__(
+            "the Conductor",
+            wire.PROTOCOL,
+            answer=owner.answer,
+            notices=wire.ToFront,
+            limits=limits,
+        )
         self._owner = owner
 
-    def heard(self, message: wire.ToFront) -> None:
-        self._owner.heard(message, self)
+    def noticed(self, message: wire.ToFront) -> None:
+        self._owner.received(message, self)
 
     def lost(self) -> None:
         self._owner.gone()

@@ -21,10 +21,10 @@ from moonserve.live.control.control import registered
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.counts import Summed, families, summed
-from moonserve.live.fronts.desk import Desk
 from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.fronts.server import FrontServer
 from moonserve.live.health import Health
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
@@ -49,13 +49,13 @@ _LOOK_S = 0.5
 """How often the Conductor's process looks for external engines whose events began or ended."""
 
 
-class FrontsDesk(Part):
+class FrontsLink(Part):
     """The Conductor's end of the link to the fronts."""
 
     def __init__(self, deciding: Deciding, path: str) -> None:
         self._deciding = deciding
         self._path = path
-        self._desk: Desk | None = None
+        self._server: FrontServer | None = None
         self._looking: asyncio.Task[None] | None = None
 
     def routes(self) -> Routes:
@@ -66,27 +66,27 @@ class FrontsDesk(Part):
         """Let fronts connect, once this process knows what others hold."""
         deciding = self._deciding
         url = f"http://{_LOOPBACK}:{port}"
-        self._desk = desk = Desk(deciding.conductor, url, deciding.fleet)
+        self._server = server = FrontServer(deciding.conductor, url, deciding.fleet)
         self._looking = keep_doing("looking at engines", self._look)
         await deciding.control.gathered()
-        await desk.listen(self._path)
+        await server.listen(self._path)
 
     async def stop(self) -> None:
         """To be called when the fronts have stopped: no request is under way."""
         if self._looking is not None:
             self._looking.cancel()
-        if self._desk is not None:
-            await self._desk.close()
+        if self._server is not None:
+            await self._server.close()
 
     async def _look(self) -> None:
-        while self._desk is not None:
+        while self._server is not None:
             await asyncio.sleep(_LOOK_S)
-            self._desk.look()
+            self._server.look()
 
     async def _metrics(self, request: HttpRequest) -> Response:
         """The sums over all fronts, and the Conductor's own."""
         own = families([it for part in self._deciding.parts for it in part.collectors()])
-        counts = [own] if self._desk is None else [await self._desk.counts(), own]
+        counts = [own] if self._server is None else [await self._server.counts(), own]
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Summed(summed(counts)))
         return Response(body=generate_latest(registry), content_type=METRICS_TYPE)
@@ -99,9 +99,9 @@ class ConductorProcess(Process):
         self, config: GatewayConfig, http: HttpClient, deciding: Deciding, path: str
     ) -> None:
         self.conductor, self.fleet = deciding.conductor, deciding.fleet
-        desk = FrontsDesk(deciding, path)
+        fronts = FrontsLink(deciding, path)
         here = msgspec.structs.replace(config, port=0)
-        super().__init__(here, http, [*deciding.parts, desk], name="conductor")
+        super().__init__(here, http, [*deciding.parts, fronts], name="conductor")
 
     @classmethod
     async def start(
@@ -151,16 +151,21 @@ class FrontProcess(Process):
     def __init__(self, config: GatewayConfig, text: Text | None, path: str) -> None:
         """`text`: of the model that workers serve; None: engines are external."""
         http = HttpClient()
-        self.conductor = RemoteConductor(path, lambda: families([front.metrics.registry]))
-        health = Health(undecided=self.conductor.missing)
+        self.conductor = conductor = RemoteConductor(
+            path,
+            lambda: families([front.metrics.registry]),
+            on_engines=lambda engines: None if fleet is None else fleet.update(engines),
+            on_gone=lambda: self._forward.cut(),
+        )
+        health = Health(undecided=conductor.missing)
         fleet = None
         if text is None:
-            fleet = RemoteFleet(self.conductor, http, load_text, os.environ)
+            fleet = RemoteFleet(conductor, http, load_text, os.environ)
         part = -(-config.max_in_flight // config.workers)
         config = msgspec.structs.replace(config, max_in_flight=part)
-        front = front_of(config, self.conductor, http, health, text, fleet)
-        self._forward = Forward(self.conductor)
-        link = ConductorLink(self.conductor, self._forward)
+        front = front_of(config, conductor, http, health, text, fleet)
+        self._forward = Forward(conductor)
+        link = ConductorLink(conductor, self._forward)
         super().__init__(config, http, [link], front, name="front")
 
     @classmethod

@@ -1,0 +1,203 @@
+"""The Conductor's end of the connections to the fronts, on a unix socket.
+
+The Conductor's process makes one FrontServer. It opens the requests of all fronts at the one
+ConductorLoop, and ends those of a front that is gone. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError
+from moonserve.core.kv.facts import BlocksRemoved
+from moonserve.core.schedule.actions import Prefill, Refuse
+from moonserve.core.schedule.facts import ClientGone
+from moonserve.core.units import RequestId
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.external.events import POOL
+from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.observed import OutgoingCall
+from moonserve.live.fronts import wire
+from moonserve.live.fronts.counts import Family, lasting, summed
+from moonserve.live.rpc.connection import Limits, RpcConnection
+
+_COUNT_S = 1.0
+"""Longest time a front may take to report its counts; after it, its last report is used."""
+_decode_counts = msgspec.msgpack.Decoder(list[Family]).decode
+
+
+class FrontServer:
+    """Accepts the connections of fronts, and reports instances and external engines to them."""
+
+    def __init__(
+        self,
+        conductor: ConductorLoop,
+        url: str,
+        fleet: Fleet | None = None,
+        limits: Limits = wire.LIMITS,
+    ) -> None:
+        """
+        url: where this process serves HTTP, for requests that fronts forward. fleet: the external
+        engines, None if this gateway has workers.
+        """
+        self._conductor = conductor
+        self._url = url
+        self._fleet = fleet
+        self._limits = limits
+        self._engines: list[wire.Engine] = []
+        """The external engines as fronts know them."""
+        self._links: set[_Link] = set()
+        self._listener: asyncio.Server | None = None
+        self._gone: list[Family] = []
+        """The counters and histograms of fronts that are gone."""
+        conductor.watch_instances(self._send_instances)
+
+    async def listen(self, path: str) -> None:
+        """Accept fronts at this unix socket from now on."""
+        loop = asyncio.get_running_loop()
+        make = lambda: _Link(self, self._limits)  # noqa: E731
+        self._listener = await loop.create_unix_server(make, path)
+
+    async def close(self) -> None:
+        """Accept no more fronts, and close the connections to all."""
+        if self._listener is not None:
+            self._listener.close()
+        for link in list(self._links):
+            link.close()
+
+    @property
+    def fronts(self) -> int:
+        """Number of fronts that are connected."""
+        return len(self._links)
+
+    def look(self) -> None:
+        """Report external engines that have changed; to be called about twice a second."""
+        if self._fleet is None:
+            return
+        monitors = [monitor for _, monitor in self._fleet.monitors()]
+        engines = [
+            wire.Engine(it.member.spec, list(it.member.infos.values()), list(it.feeds))
+            for it in monitors
+        ]
+        if engines != self._engines:
+            self._engines = engines
+            for link in self._links:
+                link.notify(wire.Engines(engines))
+
+    def _send_instances(self) -> None:
+        self.look()
+        message = wire.Instances(self._conductor.instances())
+        for link in self._links:
+            link.notify(message)
+
+    async def counts(self) -> list[Family]:
+        """The sums over all fronts since the start."""
+        await asyncio.gather(*(link.count() for link in list(self._links)))
+        return summed([self._gone, *(link.counted for link in self._links)])
+
+    # For the links
+
+    def joined(self, link: _Link) -> None:
+        """A front has connected."""
+        self._links.add(link)
+        link.notify(wire.Welcome(self._url), wire.Engines(self._engines))
+        link.notify(wire.Instances(self._conductor.instances()))
+
+    def left(self, link: _Link) -> None:
+        """A front is gone, and its clients with it: end its requests and calls."""
+        self._links.discard(link)
+        self._gone = summed([self._gone, lasting(link.counted)])
+        for call in link.outgoing.values():
+            call.ended()
+        for request in link.lives:
+            self._conductor.tell(ClientGone(request))
+            self._conductor.close(request, "cancelled")
+
+    def received(self, message: wire.ToConductor, link: _Link) -> None:
+        """Hand one message to the Conductor. A message about another front's request is dropped."""
+        conductor = self._conductor
+        match message:
+            case wire.Opened(name) if conductor.known(name):
+                why = f"a request with id {name} is under way; ids must differ"
+                link.notify(Refuse(name, why, "duplicate_request_id"))
+            case wire.Opened(name, keys=keys):
+                link.lives.add(name)
+                conductor.open(message.request(), keys, link)
+            case wire.FirstToken(name, cached) if name in link.lives:
+                conductor.first_token(name, cached)
+            case wire.Kept(keys, to, source):
+                conductor.keep(keys, to, source)
+            case wire.Closed(name, outcome, tbt_us, cached) if name in link.lives:
+                link.lives.discard(name)
+                conductor.close(name, outcome, tbt_us, cached)
+            case wire.CallBegan(number, instance, part, prompt, predicted, streams):
+                if self._fleet is not None:
+                    began = self._fleet.began(instance, part, prompt, predicted, streams)
+                    link.outgoing[number] = began
+            case wire.CallAnswered(number, count, cached) if number in link.outgoing:
+                link.outgoing[number].count = count
+                link.outgoing[number].answered(cached)
+            case wire.CallEnded(number, count, cached) if number in link.outgoing:
+                call = link.outgoing.pop(number)
+                call.count = count
+                call.ended(cached)
+            case BlocksRemoved(segment, keys) if segment == POOL and self._fleet is not None:
+                self._fleet.missed(keys)
+            case wire.FirstToken() | wire.Closed() | wire.CallAnswered() | wire.CallEnded():
+                pass
+            case fact:
+                of = getattr(fact, "request", None)  # facts about blocks have none
+                if of is None or of in link.lives:
+                    conductor.tell(fact)
+
+
+class _Link(RpcConnection):
+    """The connection to one front, and the inbox of all its requests."""
+
+    def __init__(self, server: FrontServer, limits: Limits) -> None:
+        super().__init__(
+            "a front", wire.PROTOCOL, notices=wire.ToConductor, limits=limits, accepted=True
+        )
+        self.lives: set[RequestId] = set()
+        """Requests that the front opened and has not closed."""
+        self.outgoing: dict[int, OutgoingCall] = {}
+        """Calls of the front to external engines that have not ended."""
+        self.counted: list[Family] = []
+        """What the front counted, by its last report."""
+        self._server = server
+        self._is_front = False
+
+    def put_nowait(self, action: Any, /) -> None:
+        """Send an action to the front: this is the inbox of its requests.
+
+        What only explanations need does not travel.
+        """
+        if isinstance(action, Prefill):
+            action = msgspec.structs.replace(action, candidates=())
+        elif isinstance(action, Refuse):
+            action = msgspec.structs.replace(action, decision=None, candidates=())
+        self.notify(action)
+
+    async def count(self) -> None:
+        """Ask the front for its counts. If it does not answer, the last report stays."""
+        deadline_s = asyncio.get_running_loop().time() + _COUNT_S
+        try:
+            self.counted = _decode_counts(await self.call(wire.COUNT, b"", deadline_s))
+        except MoonserveError:
+            return
+        except msgspec.DecodeError as error:
+            self.break_off(f"its counts cannot be decoded: {error}")
+
+    def opened(self) -> None:
+        self._is_front = True
+        self._server.joined(self)
+
+    def noticed(self, message: wire.ToConductor) -> None:
+        self._server.received(message, self)
+
+    def lost(self) -> None:
+        if self._is_front:
+            self._server.left(self)
