@@ -156,13 +156,13 @@ def test_who_runs_or_waits_here_goes_before_what_comes_ahead() -> None:
         await until(lambda: decode.runner.ledger().blocks_used == 8)
         mine = job("a", prompt(14, 2), new=24)
         assert await decode.tokens(mine) == decode.engine.reference(mine.prompt, 24)
-        assert decode.runner._batch.preemptions == 0
+        assert decode.preemptions() == 0
         await asked  # it gave way, and was told so
         running = asyncio.create_task(decode.tokens(job("b", prompt(30, 3), new=10)))
         await until(lambda: decode.runner.ledger().running == 1)
         asked = asyncio.create_task(decode.runner.prefetch(LeaseId("y"), keys))
         await running
-        assert decode.runner._batch.preemptions == 0
+        assert decode.preemptions() == 0
         await given_up(asked)
         await decode.idle()
 
@@ -182,7 +182,7 @@ def test_growth_takes_the_room_of_what_came_ahead() -> None:
         asked = asyncio.create_task(decode.runner.prefetch(LeaseId("x"), decode.keys(tokens)))
         got += [piece.token async for piece in stream]
         assert got == decode.engine.reference(prompt(8, 2), 30)
-        assert decode.runner._batch.preemptions == 0
+        assert decode.preemptions() == 0
         await given_up(asked)
         await decode.idle()
 
@@ -323,7 +323,7 @@ def test_a_preempted_decode_stores_its_own_blocks() -> None:
         bench = Bench(store, blocks=12, decode_kv=1)
         jobs = [job(f"r{i}", prompt(7, i), new=25) for i in range(5)]
         await asyncio.gather(*(bench.tokens(each) for each in jobs))
-        assert bench.runner._batch.preemptions > 0, "the test must preempt to say anything"
+        assert bench.preemptions() > 0, "the test must preempt to say anything"
         await bench.idle()
         for each in jobs:
             other = Bench(store)

@@ -18,7 +18,8 @@ from moonserve.sim.setup import Setup
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace, head, read_trace, scale
 from tests.support.traces import public_trace
-from tests.support.virtual import LiveRun, run, tokens_of
+from tests.support.virtual import LiveRun, tokens_of
+from tests.support.virtual_time import run
 
 
 def setup_of(

@@ -1,13 +1,10 @@
-"""The live shell in virtual time: a loop that moves its clock instead of sleeping, and workers
-without sockets, whose store is the simulator's.
-"""
+"""The live shell in virtual time: workers without sockets, whose store is the simulator's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import selectors
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from moonserve.core.errors import Overloaded
@@ -34,39 +31,6 @@ from moonserve.sim.network import Network
 from moonserve.sim.segments import Segments
 from moonserve.sim.setup import MODEL, Setup
 from moonserve.sim.trace import Row, Trace
-
-
-class _Jump(selectors.SelectSelector):
-    """Instead of waiting, the loop's time moves on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        ready = super().select(0)
-        if timeout is None and not ready:
-            raise RuntimeError("everybody waits and nothing is scheduled")
-        if timeout and not ready:
-            self.now += timeout
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Hundreds of virtual seconds in a real one."""
-
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
-
-    def time(self) -> float:
-        return self._jump.now
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """asyncio.run, in virtual time."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
 
 
 class _LoopTime:

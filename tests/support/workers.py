@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from typing import Any
 
@@ -16,6 +17,7 @@ from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.parts import Fetch
 from moonserve.live.worker.runner import Runner
 from moonserve.live.worker.workbench import Workbench
+from tests.support import virtual_time
 from tests.support.kvstore import DictStore
 
 BLOCK = 4
@@ -57,6 +59,13 @@ class Bench:
         """What the job generates."""
         return [piece.token async for piece in self.runner.generate(job)]
 
+    def preemptions(self) -> int:
+        """How often the batch took a job's blocks."""
+        page = self.metrics.render().decode()
+        found = re.search(r"^vllm:num_preemptions_total\{.*\} (\d+)", page, re.MULTILINE)
+        assert found is not None
+        return int(found[1])
+
     async def idle(self) -> None:
         """Wait until everything is let go; fails with the ledger that is left."""
         for _ in range(300):
@@ -79,5 +88,5 @@ def job(name: str, tokens: tuple[int, ...], new: int = 5, **options: Any) -> Job
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a test, with a deadline."""
-    asyncio.run(asyncio.wait_for(main, 30))
+    """Run a test in virtual time, with a deadline."""
+    virtual_time.run(asyncio.wait_for(main, 600))
