@@ -246,7 +246,7 @@ def test_a_view_is_the_memory_itself(world: World) -> None:
     world.memory[16:24] = b"in place"
     assert view == b"in place"
     assert view.readonly
-    with pytest.raises(TransferFailed, match="is out of segment"):
+    with pytest.raises(TransferFailed, match="are out of segment"):
         world.engine.view(FAR, SIZE - 7, 8)
     world.engine.forget(FAR)
     assert view == b"in place"

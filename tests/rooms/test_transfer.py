@@ -229,7 +229,7 @@ def test_a_malformed_frame_ends_the_connection(server: TransferServer, frame: by
 
 def test_no_room_is_said_with_its_remedy() -> None:
     """A region larger than the machine's memory is a clear error, and leaves nothing behind."""
-    with pytest.raises(ConfigError, match=r"segment_bytes: no room .* ask for less"):
+    with pytest.raises(ConfigError, match=r"segment_bytes: there are no .* use a smaller segment"):
         Region.create(1 << 60)
     assert not [path for path in region._ours() if f"-{os.getpid()}-" in path.name]
 

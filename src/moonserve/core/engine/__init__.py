@@ -1,2 +1,1 @@
-"""The rules of the embedded engine: which tokens run in the next pass, and which blocks are
-free."""
+"""The rules of the embedded engine: the tokens of the next pass, and the free blocks."""

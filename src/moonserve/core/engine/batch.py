@@ -1,8 +1,9 @@
-"""The engine's pass: which tokens of which request run next.
+"""Continuous batching: which tokens of which request run in the engine's next pass.
 
-No prefill phase and no decode phase: every request has known tokens and computed tokens, and each
-pass lets computed catch up (vLLM v1's view). `plan` decides, an Engine runs, `apply` accounts.
-Called by the worker's serving loop and the simulator; computes nothing itself.
+There is no prefill phase and no decode phase. Every request has known tokens and computed tokens,
+and each pass brings computed closer to known, as in vLLM v1. `plan` decides, an Engine runs the
+pass, and `apply` accounts for it. The worker's serving loop and the simulator call it. It computes
+no tokens itself.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from moonserve.core.units import Micros, RequestId, Tokens
 class Chunk(msgspec.Struct, frozen=True):
     """Some tokens of one request to run in one pass.
 
-    tokens[i] stands at sequence position start + i; its KV goes to slot (start + i) % block_size of
-    block blocks[(start + i) // block_size]. `blocks` covers positions 0 .. start+len(tokens)-1.
-    With `sampling`, the token at position start+len(tokens) is sampled from the last logits.
+    tokens[i] is at sequence position start + i. Its KV goes to slot (start + i) % block_size of
+    block blocks[(start + i) // block_size]. `blocks` covers positions 0 .. start + len(tokens) - 1.
+    With `sampling`, the token at position start + len(tokens) is sampled from the last logits.
     """
 
     request: RequestId
@@ -42,22 +43,22 @@ class Pass(msgspec.Struct, frozen=True):
 
 
 class PassResult(msgspec.Struct, frozen=True):
-    """What a pass gave: the sampled token of each chunk that asked for one, and the time taken."""
+    """The result of a pass: the sampled token of each chunk with `sampling`, and the time taken."""
 
     sampled: dict[RequestId, int]
     elapsed_us: Micros
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What one pass did for one request: tokens [computed_before, computed_after) now have KV."""
+    """One request after one pass: tokens [computed_before, computed_after) have KV now."""
 
     request: RequestId
     token: int | None
-    """The new token, when computed caught up with known."""
+    """The new token, if computed has caught up with known."""
     computed_before: Tokens
     computed_after: Tokens
     finish: Finish | None = None
-    """Set with the last token; the request has left the batch and its blocks are let go."""
+    """Set with the last token: the request has left the batch, and its blocks are free."""
 
 
 class _Seq:
@@ -91,8 +92,8 @@ class Batch:
     """Continuous batching over a block pool; one pass in flight at most.
 
     Requests keep their order of arrival: `running` first, then `waiting`. When blocks run out, the
-    newest request gives up its own and is recomputed later from its known tokens, so the oldest
-    always goes on: every request that was let in ends.
+    newest request loses its blocks and is computed again later from its known tokens. So the oldest
+    request always continues, and every accepted request ends.
     """
 
     def __init__(
@@ -115,24 +116,24 @@ class Batch:
         self._waiting: deque[_Seq] = deque()
         self._by_id: dict[RequestId, _Seq] = {}
         self._in_flight: Pass | None = None
-        self._spent: Tokens = 0  # of chunk_tokens, while a pass is planned
+        self._spent: Tokens = 0  # the part of chunk_tokens that the pass being planned uses
 
     @property
     def running(self) -> int:
-        """How many requests take part in passes."""
+        """Number of requests that take part in passes."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a place or for blocks."""
+        """Number of requests that wait for a place or for blocks."""
         return len(self._waiting)
 
     def blocks_for(self, tokens: Tokens) -> int:
-        """How many blocks `tokens` tokens fill."""
+        """Number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def demand(self) -> int:
-        """How many more blocks the known tokens of all requests need."""
+        """Number of blocks that the known tokens of all requests still need."""
         return sum(
             max(0, self.blocks_for(len(seq.known)) - len(seq.blocks))
             for seq in chain(self._running, self._waiting)
@@ -141,10 +142,10 @@ class Batch:
     def has_room(
         self, known: Tokens, entering: int, promised: int, most_seqs: int | None = None
     ) -> bool:
-        """Whether a prompt of `known` tokens fits beside what those before it still need.
+        """Whether a prompt of `known` tokens fits beside the blocks that earlier requests need.
 
-        entering: requests whose KV is being loaded, and who will take `promised` more blocks. Alone
-        a request always may come. most_seqs: how many there may be; max_seqs, if not given.
+        entering: requests whose KV is being loaded; they will take `promised` more blocks.
+        most_seqs: the most requests at once; None: max_seqs. The first request is always accepted.
         """
         before = self.running + self.waiting + entering
         if before == 0:
@@ -154,13 +155,13 @@ class Batch:
         return self.blocks_for(known) <= self.pool.free_count - self.demand() - promised
 
     def check_fits(self, prompt_len: Tokens, max_tokens: Tokens) -> None:
-        """Raise BadRequest if such a request could not run even alone in the pool."""
+        """Raise BadRequest if such a request cannot run even alone in the pool."""
         need = self.blocks_for(prompt_len + max_tokens - 1)  # the last token needs no KV
         if need > self.pool.num_blocks:
             room = self.pool.num_blocks * self.block_size
             raise BadRequest(
                 f"prompt ({prompt_len} tokens) and max_tokens ({max_tokens}) need {need} KV blocks,"
-                f" the pool has {self.pool.num_blocks} ({room} tokens); shorten either",
+                f" but the pool has {self.pool.num_blocks} ({room} tokens); shorten one of them",
                 param="prompt" if prompt_len > room else "max_tokens",
                 code="context_length_exceeded",
             )
@@ -176,11 +177,11 @@ class Batch:
         sampling: Sampling,
         stopping: Stopping,
     ) -> None:
-        """Let a request in, last in the queue.
+        """Add a request at the end of the queue.
 
         known: the prompt and any tokens generated elsewhere, at least one more than `computed`.
-        blocks: allocated from this pool, given over to the batch, holding the KV of the first
-        `computed` tokens. Raises BadRequest, taking nothing, if it could never fit the pool.
+        blocks: allocated from this pool, with the KV of the first `computed` tokens; they are the
+        batch's from now on. Raises BadRequest, and takes nothing, if it can never fit the pool.
         """
         assert request not in self._by_id, f"{request} is in the batch already"
         assert 0 < prompt_len <= len(known)
@@ -194,9 +195,9 @@ class Batch:
         self._waiting.append(seq)
 
     def cancel(self, request: RequestId) -> bool:
-        """Drop a request; its blocks stay held while a pass in flight writes them.
+        """Drop a request; its blocks stay held while a pass in flight writes to them.
 
-        False if it is not here: it ended, or never came.
+        False: it is not here, because it has ended or was never added.
         """
         seq = self._by_id.get(request)
         if seq is None or seq.cancelled:
@@ -208,15 +209,16 @@ class Batch:
         return True
 
     def held(self, request: RequestId) -> tuple[Tokens, Sequence[int]] | None:
-        """How many of its tokens have KV, and in which blocks; None: it is not here."""
+        """Return how many of its tokens have KV, and its blocks; None: it is not here."""
         seq = self._by_id.get(request)
         return None if seq is None else (seq.computed, tuple(seq.blocks))
 
     def plan(self) -> Pass | None:
-        """The next pass, or None if nothing can run now.
+        """Return the next pass; None: nothing can run now.
 
-        Decodes first, then the prompts under way, then new ones in order of arrival, together at
-        most chunk_tokens tokens. Ends with `apply` or `abandon` before the next `plan`.
+        It takes decodes first, then started prompts, then new requests in order of arrival, at most
+        chunk_tokens tokens together. The caller ends it by `apply` or `abandon` before the next
+        `plan`.
         """
         assert self._in_flight is None, "one pass at a time"
         preemptions = self.preemptions
@@ -225,9 +227,9 @@ class Batch:
         decodes = [seq for seq in self._running if len(seq.known) - seq.computed == 1]
         prompts = [seq for seq in self._running if len(seq.known) - seq.computed > 1]
         for seq in chain(decodes, prompts):
-            if seq.blocks:  # else it was preempted by one before it, just now
+            if seq.blocks:  # otherwise an earlier request in this loop has preempted it
                 self._schedule(seq, planned)
-        # Who was preempted in this plan must not come back in it: it would take what it gave.
+        # A request preempted in this plan must not return in it: it would take its blocks back.
         while self._waiting and self.preemptions == preemptions:
             if len(self._running) >= self.max_seqs or not self._schedule(self._waiting[0], planned):
                 break
@@ -238,7 +240,7 @@ class Batch:
         return self._in_flight
 
     def apply(self, work: Pass, result: PassResult) -> list[Progress]:
-        """Account for a pass that ran: one Progress per chunk whose request is still wanted."""
+        """Account for a pass that ran; return a Progress per chunk of a request not cancelled."""
         progress: list[Progress] = []
         for seq, chunk in self._land(work):
             before = seq.computed
@@ -255,7 +257,7 @@ class Batch:
         return progress
 
     def abandon(self, work: Pass) -> list[RequestId]:
-        """Drop every request of a pass that failed; the ids of those still wanted."""
+        """Drop every request of a pass that failed; return the ids of those not cancelled."""
         failed = [seq for seq, _ in self._land(work)]
         for seq in failed:
             self._drop(seq)
@@ -263,18 +265,18 @@ class Batch:
 
     @property
     def context(self) -> Tokens:
-        """Known tokens of all that run."""
+        """Known tokens of all running requests."""
         return sum(len(seq.known) for seq in self._running)
 
     def members(self) -> list[RequestId]:
-        """Who runs, in order of arrival."""
+        """The running requests, in order of arrival."""
         return [seq.id for seq in self._running]
 
     def steady(self) -> int:
-        """How many passes from now on are alike, so that `skip` may take them at once.
+        """Return how many of the next passes are alike, so that `skip` may take them at once.
 
-        In each of them every running request decodes one token, and none ends. Nobody may join
-        meanwhile: a driver that has somebody to add skips as many as went by, and adds then.
+        In each of them every running request decodes one token, and none ends. No request may join
+        meanwhile: a driver with a request to add skips only the passes before it, then adds it.
         """
         assert self._in_flight is None, "one pass at a time"
         running = self._running
@@ -291,7 +293,7 @@ class Batch:
         return max(0, passes)
 
     def skip(self, passes: int) -> None:
-        """Account for that many steady passes; their tokens are counted, not known."""
+        """Account for this many steady passes; their tokens are counted, not known."""
         more = Counted(passes)
         for seq in self._running:
             taken = self.pool.allocate(self._grown(seq, passes))
@@ -307,7 +309,7 @@ class Batch:
         return sum(self._grown(seq, passes) for seq in self._running)
 
     def _land(self, work: Pass) -> list[tuple[_Seq, Chunk]]:
-        """End the pass in flight; drops what was cancelled meanwhile and gives the others."""
+        """End the pass in flight, drop the requests cancelled meanwhile, and return the others."""
         assert work is self._in_flight, "not the pass in flight"
         self._in_flight = None
         wanted: list[tuple[_Seq, Chunk]] = []
@@ -321,7 +323,7 @@ class Batch:
         return wanted
 
     def _schedule(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> bool:
-        """Plan as many tokens of `seq` as the budget allows, if blocks for them can be had."""
+        """Plan as many tokens of `seq` as the budget allows, if there are blocks for them."""
         count = min(self.chunk_tokens - self._spent, len(seq.known) - seq.computed)
         if count == 0 or not self._cover(seq, seq.computed + count, planned):
             return False
@@ -330,9 +332,9 @@ class Batch:
         return True
 
     def _cover(self, seq: _Seq, tokens: Tokens, planned: dict[RequestId, Tokens]) -> bool:
-        """Give `seq` blocks for its first `tokens` tokens, taking from newer requests if need be.
+        """Give `seq` blocks for its first `tokens` tokens, from newer requests if necessary.
 
-        False if even that is not enough now: others outside the batch hold the rest.
+        False: even that is not enough now, because holders outside the batch have the rest.
         """
         need = max(0, self.blocks_for(tokens) - len(seq.blocks))
         if need == 0:
@@ -346,7 +348,7 @@ class Batch:
         return True
 
     def _newest_holder_behind(self, seq: _Seq) -> _Seq | None:
-        """The last request in the order of arrival that holds blocks, if it came after `seq`."""
+        """Return the newest request with blocks, if it arrived after `seq`."""
         for other in chain(reversed(self._waiting), reversed(self._running)):
             if other is seq:
                 return None
@@ -355,7 +357,7 @@ class Batch:
         return None
 
     def _preempt(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> None:
-        """Take all blocks of `seq`: it will be computed again from its known tokens."""
+        """Free all blocks of `seq`: it will be computed again from its known tokens."""
         self.preemptions += 1
         self._spent -= planned.pop(seq.id, 0)
         self.pool.free(seq.blocks)

@@ -1,8 +1,8 @@
-"""The engine's paged block pool: which blocks are free and how often each is held.
+"""The engine's paged block pool: which blocks are free, and how many holders each has.
 
-Owned by one Batch and its driver. A block is held by the request that allocated it and, for a
-while, by whoever still reads it (a background publish); it is free when the last holder let go.
-Nothing here touches bytes, and nothing here waits.
+One Batch and its driver own it. A block is held by the request that allocated it and, for a while,
+by readers such as a background publish. It is free when its last holder frees it. Nothing here
+touches bytes, and nothing here waits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """`num_blocks` blocks named 0..num_blocks-1; the last one freed is the first one reused."""
+    """`num_blocks` blocks with ids 0..num_blocks-1; the last one freed is the first one reused."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, num_blocks
@@ -21,16 +21,16 @@ class BlockPool:
 
     @property
     def free_count(self) -> int:
-        """How many blocks could be allocated now."""
+        """Number of blocks that can be allocated now."""
         return len(self._free)
 
     @property
     def used_count(self) -> int:
-        """How many blocks are held by someone."""
+        """Number of blocks with a holder."""
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> tuple[int, ...] | None:
-        """Take `count` blocks, each held once; None, and nothing taken, if fewer are free."""
+        """Take `count` blocks, each held once; None: fewer are free, and nothing is taken."""
         assert count >= 0, count
         if count > len(self._free):
             return None
@@ -40,15 +40,15 @@ class BlockPool:
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Hold each allocated block once more; a matching `free` ends it."""
+        """Add one holder to each allocated block; a matching `free` removes it."""
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is free: nobody may hold it"
+            assert self._holders[block] > 0, f"block {block} is free and cannot be held"
             self._holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Let go of each block once."""
+        """Remove one holder from each block."""
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} freed twice"
+            assert self._holders[block] > 0, f"block {block} is freed twice"
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free.append(block)

@@ -1,1 +1,1 @@
-"""The rules of the Transfer Engine: which slice goes over which lane, and which lane is trusted."""
+"""The rules of the Transfer Engine: which slice goes over which lane, and which lanes are used."""

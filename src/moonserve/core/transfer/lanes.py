@@ -1,12 +1,12 @@
-"""Which slice of a transfer goes over which lane next, and which lanes can be trusted.
+"""Which slice of a transfer goes over which lane next, and which lanes are out of use.
 
 A lane is one way to one segment's memory: a socket between a pair of network cards. Slices come in
-groups (one direction, one deadline); a lane carries one run at a time: slices of one group that
-share a round trip. Slices wait in one queue and not at lanes, so the lane with the least queued is
-the idle one, and of the idle ones the nearest is taken. Groups take turns.
+groups (one direction, one deadline). A lane carries one run at a time: slices of one group that
+share a round trip. Slices wait in one queue and not at lanes; the nearest idle lane takes the next
+ones. Groups take turns.
 
-The transfer engine, one of these per segment, feeds in what happened and carries out the runs.
-Nothing here knows sockets, memory or the time; every slice ends exactly once.
+The Transfer Engine has one Lanes per segment: it reports what happened and carries out the runs.
+Nothing here knows sockets, memory or the time. Every slice ends exactly once.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ import msgspec
 from moonserve.core.units import Bytes, Micros
 
 Fault: TypeAlias = Literal["lane", "late"]
-"""Why a run broke off: its lane's fault, or the deadline passed or the group was dropped."""
+"""Why a run broke off. "lane": the lane failed. "late": the deadline passed, or the group was
+dropped."""
 SPARE: Final = 100
-"""A lane this far carries what failed elsewhere; the rest only while no nearer one is healthy."""
+"""The distance from which a lane is a spare: it retries slices that failed on other lanes, and
+carries the others only while no nearer lane is healthy."""
 Loss: TypeAlias = Literal["failed", "late", "refused", "no lane"]
-"""Why a slice ended without its bytes: tries used up; too late or dropped; the peer refused it; no
-lane is healthy or due for a trial."""
+"""Why a slice ended without its bytes. "failed": its tries are used up. "late": the deadline
+passed, or it was dropped. "refused": the peer refused it. "no lane": no lane is healthy or due for
+a trial."""
 
 
 class LaneTerms(msgspec.Struct, frozen=True):
-    """How long a lane is trusted, and how much it is given at once."""
+    """When a lane is put out of use, and how much it carries at once."""
 
     tries: int = 3
-    """Lanes that a slice is tried on, the first included."""
+    """The most lanes that carry a slice before it fails, the first included."""
     failures: int = 2
-    """Failures of a lane in a row that put it on probation."""
+    """After this many failures in a row a lane is put on probation."""
     probation_us: Micros = 200_000
-    """The first probation; each failed trial doubles it, up to the next."""
+    """The first probation. Each failed trial doubles it, up to `probation_max_us`."""
     probation_max_us: Micros = 30_000_000
     run_bytes: Bytes = 16 << 20
-    """The most one run carries (one slice may be larger)."""
+    """The most bytes of one run; a single slice may be larger."""
     spread_bytes: Bytes = 4 << 20
-    """A group larger than this is spread evenly over the healthy lanes, in runs not smaller."""
+    """A larger group is spread evenly over the healthy lanes, in runs of at least this size."""
     run_slices: int = 256
 
 
 class Run(NamedTuple):
-    """Slices of one group to be carried together over `lane`, by their index in the group."""
+    """Slices of one group, by their index in it, that `lane` carries together."""
 
     lane: int
     group: int
@@ -54,7 +57,7 @@ class Run(NamedTuple):
 
 
 class SliceEnd(NamedTuple):
-    """One slice is over; `loss` None: all its bytes arrived."""
+    """The end of one slice; `loss` None: all its bytes arrived."""
 
     group: int
     slice: int
@@ -62,15 +65,15 @@ class SliceEnd(NamedTuple):
 
 
 class LaneCounters(msgspec.Struct):
-    """What one lane has carried since it was made."""
+    """What one lane has carried since its start."""
 
     bytes: Bytes = 0
     slices: int = 0
-    """Those that arrived."""
+    """Slices that arrived."""
     failures: int = 0
-    """Runs that broke off by the lane's fault."""
+    """Runs that broke off because the lane failed."""
     retries: int = 0
-    """Slices taken over after they failed on some lane."""
+    """Slices that had failed on some lane before."""
     probations: int = 0
 
 
@@ -94,7 +97,7 @@ class _Lane:
         self.lent = False
         self.failures = 0  # in a row
         self.delay_us: Micros = 0
-        self.until_us: Micros | None = None  # on probation until then, and during the trial after
+        self.until_us: Micros | None = None  # on probation until then, and in the trial after it
         self.counters = LaneCounters()
 
     def usable(self, now_us: Micros) -> bool:
@@ -114,8 +117,9 @@ class Lanes:
     """All lanes to one segment, and the slices that wait for them."""
 
     def __init__(self, distances: Sequence[int], terms: LaneTerms) -> None:
-        """One lane per distance; smaller is nearer (the same card or rack), from SPARE on it is a
-        spare. Lane ids count up.
+        """Make one lane per distance, with ids from 0 up.
+
+        A smaller distance is nearer (the same card or rack). From SPARE on, a lane is a spare.
         """
         assert distances
         self._terms = terms
@@ -123,7 +127,7 @@ class Lanes:
         self._nearest = sorted(self._lanes, key=lambda it: (it.distance, it.id))
         self._groups: dict[int, _Group] = {}
         self._turns: deque[int] = deque()
-        """Groups with fresh slices, whose turn it is first."""
+        """Groups with slices that no lane has taken yet; the first is next."""
         self._retries: list[_Slice] = []
         self._ends: list[SliceEnd] = []
 
@@ -140,15 +144,15 @@ class Lanes:
 
     @property
     def groups(self) -> list[int]:
-        """Those with a slice that has not ended."""
+        """Groups with a slice that has not ended."""
         return list(self._groups)
 
     def counters(self, lane: int) -> LaneCounters:
-        """A lane's counters; they live on."""
+        """Return a lane's counters, which go on counting."""
         return self._lanes[lane].counters
 
     def on_probation(self, lane: int) -> bool:
-        """Whether the lane gets one slice as a trial at most."""
+        """Whether the lane is out of use, or gets one slice as a trial at most."""
         return self._lanes[lane].until_us is not None
 
     def submit(self, group: int, sizes: Sequence[Bytes], deadline_us: Micros) -> None:
@@ -160,7 +164,7 @@ class Lanes:
             self._turns.append(group)
 
     def drop(self, group: int) -> None:
-        """End what waits of a group as late, and what is on a lane once its run has ended."""
+        """End a group's waiting slices as late, and those on lanes once their runs have ended."""
         it = self._groups.get(group)
         if it is None or it.dropped:
             return
@@ -175,7 +179,7 @@ class Lanes:
             self._end(slice, "late")
 
     def assign(self, now_us: Micros) -> list[Run]:
-        """The runs to start now. Each is to be answered by one `ended`."""
+        """Return the runs to start now. The engine answers each by one `ended`."""
         runs: list[Run] = []
         if not self._turns and not self._retries:
             return runs
@@ -183,7 +187,7 @@ class Lanes:
             if self._groups[group].deadline_us <= now_us:
                 self.drop(group)
         usable = [lane for lane in self._nearest if lane.usable(now_us)]
-        # A due trial first: a lane that is never tried never comes back.
+        # Due trials come first: a lane that is never tried never returns to use.
         due = [lane for lane in usable if lane.until_us is not None]
         for lane in due + [lane for lane in usable if lane.until_us is None]:
             lane.run = self._take(lane)
@@ -191,7 +195,7 @@ class Lanes:
                 indices = tuple([slice.index for slice in lane.run])
                 runs.append(Run(lane.id, lane.run[0].group, indices))
         if not any(lane.run or lane.lent for lane in self._lanes):
-            # All are on probation: better to know now than at the deadline.
+            # All lanes are on probation: the caller should know now, not at the deadline.
             for group in list(self._turns):
                 self._retries += self._groups[group].fresh
                 self._groups[group].fresh.clear()
@@ -202,14 +206,15 @@ class Lanes:
         return runs
 
     def ended(self, lane: int, now_us: Micros, done: Sequence[bool], fault: Fault | None) -> None:
-        """A lane's run is over: done[i] tells whether its i-th slice arrived.
+        """A lane's run is over; done[i]: its i-th slice arrived.
 
-        A slice that did not is tried on another lane if the fault was this one's; without a fault
-        it was refused.
+        If the lane failed, another lane retries the slices that did not arrive. Without a fault,
+        the peer refused them.
         """
         it = self._lanes[lane]
         assert len(done) == len(it.run) > 0
-        run, it.run = it.run, ()
+        run = it.run
+        it.run = ()
         self._judge(it, now_us, fault)
         for slice, arrived in zip(run, done, strict=True):
             if arrived:
@@ -229,10 +234,10 @@ class Lanes:
                     self._end(slice, "failed")
 
     def lend(self, size: Bytes, slices: int) -> int | None:
-        """Reserve the nearest lane for a run that needs no queue; ends by `give_back`.
+        """Reserve the nearest lane for a run that needs no queue; `give_back` ends it.
 
-        None: it is too large for one run or ought to be spread, others wait, all lanes are busy, or
-        one is on probation and owed its trial.
+        None: the run is too large for one lane, other slices wait, all lanes are busy, or a lane on
+        probation needs a trial.
         """
         terms = self._terms
         most = (
@@ -254,7 +259,7 @@ class Lanes:
     def give_back(
         self, lane: int, now_us: Micros, slices: int, size: Bytes, fault: Fault | None
     ) -> None:
-        """The reserved lane's run is over: so many slices and bytes arrived. Then `assign`."""
+        """The reserved lane's run is over, with what arrived. The caller calls `assign` next."""
         it = self._lanes[lane]
         assert it.lent
         it.lent = False
@@ -263,7 +268,7 @@ class Lanes:
         self._judge(it, now_us, fault)
 
     def take_ends(self) -> list[SliceEnd]:
-        """The slices that ended since the last call."""
+        """Return the slices that ended since the last call."""
         ends, self._ends = self._ends, []
         return ends
 
@@ -280,11 +285,11 @@ class Lanes:
                 lane.delay_us = min(longer_us, self._terms.probation_max_us)
                 lane.until_us = now_us + lane.delay_us
                 lane.counters.probations += 1
-        elif lane.until_us is not None:  # a trial that told nothing
+        elif lane.until_us is not None:  # a trial without a result
             lane.until_us = now_us + lane.delay_us
 
     def _take(self, lane: _Lane) -> tuple[_Slice, ...]:
-        """What the lane carries next: what failed elsewhere, else the next group's turn."""
+        """Return the lane's next run: slices that failed elsewhere, else the next group's."""
         most = 1 if lane.until_us is not None else self._terms.run_slices
         run: list[_Slice] = []
         size = 0
@@ -315,13 +320,13 @@ class Lanes:
         return tuple(run)
 
     def _rests(self, lane: _Lane) -> bool:
-        """Whether a spare lane is not needed: another is healthy, be it busy."""
+        """Whether this spare lane is not needed: a nearer lane is healthy, busy or not."""
         return lane.distance >= SPARE and any(
             it.until_us is None and it.distance < SPARE for it in self._lanes
         )
 
     def _may(self, slice: _Slice, lane: _Lane) -> bool:
-        """Not where it failed before, while a healthy lane is left where it did not."""
+        """Whether a lane may retry a slice: not if it failed there and may go to a healthy lane."""
         if not slice.avoid >> lane.id & 1:
             return True
         return not any(it.until_us is None and not slice.avoid >> it.id & 1 for it in self._lanes)

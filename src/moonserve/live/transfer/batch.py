@@ -1,8 +1,8 @@
 """What the Transfer Engine works with: batches of requests, and the segments that they go to.
 
-Made and kept by the engine. A batch is cut into groups, one per direction and segment; a group into
-slices. A Peer is a segment as the engine knows it: its paths, and the lanes made of them at first
-use. A Task is a run of slices on one lane.
+The engine makes and keeps them. It cuts a batch into groups, one per direction and segment, and a
+group into slices. A Peer is a segment as the engine knows it: its paths, and the lanes that the
+engine makes of them at first use. A Task is a run of slices on one lane.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Bytes start..stop of a batch's request that are not known to have arrived, and why not."""
+    """Bytes start..stop of one request that may not have arrived, and the reason."""
 
     request: int
     start: Bytes
@@ -40,10 +40,10 @@ class Lost(NamedTuple):
 
 
 class Batch:
-    """Requests under way; made by TransferEngine.submit."""
+    """Requests under way. TransferEngine.submit makes it."""
 
     def __init__(self, size: Bytes, deadline_s: float, stop: Callable[[Batch], None]) -> None:
-        """`stop` is the engine's way to end it before its time."""
+        """`stop`: the engine's method that ends a batch early."""
         self.size = size
         self.deadline_s = deadline_s
         self.groups: list[Group] = []
@@ -56,23 +56,26 @@ class Batch:
         self._under_way.acquire()
 
     def wait(self) -> list[Lost]:
-        """What did not arrive, once all is over: at about the deadline at the latest."""
+        """Wait until all slices have ended, at about the deadline at the latest.
+
+        Returns what did not arrive.
+        """
         if not self._under_way.acquire(timeout=max(0.0, self.deadline_s - time.monotonic())):
             self._stop(self)
             self._under_way.acquire()
-        self._under_way.release()  # for whoever else waits
+        self._under_way.release()  # for other waiting threads
         return sorted(self.lost)
 
     def end(self) -> None:
-        """All slices have ended: the engine's, once."""
+        """All slices have ended. The engine calls it once."""
         self._under_way.release()
 
     def cancel(self) -> None:
-        """End the batch soon; `wait` says when that is, and what had not arrived."""
+        """End the batch soon; `wait` returns when it has ended, with what did not arrive."""
         self._stop(self)
 
     def lose(self, requests: Sequence[Request], why: str) -> None:
-        """None of these was started."""
+        """Note that none of these requests was started."""
         self.lost += [Lost(i, 0, len(it.memory), why) for i, it in enumerate(requests)]
 
 
@@ -86,11 +89,12 @@ class Group:
         self.op: Op = op
         self.slices: list[Slice] = []
         self.origins: list[tuple[int, Bytes]] = []
-        """Request and start within it, of each slice."""
+        """Per slice, its request and where it starts in it."""
         self.left = 0
+        """Slices that have not ended."""
 
     def add(self, number: int, request: Request, slice_bytes: Bytes) -> None:
-        """Cut the batch's request of this number into slices."""
+        """Cut request number `number` of the batch into slices."""
         memory = request.memory
         if len(memory) <= slice_bytes:
             self.slices.append(Slice(request.offset, memory))
@@ -102,7 +106,7 @@ class Group:
             self.origins.append((number, start))
 
     def lost(self, index: int, why: str) -> Lost:
-        """The loss of one slice."""
+        """Return the loss of one slice."""
         number, start = self.origins[index]
         return Lost(number, start, start + len(self.slices[index].memory), why)
 
@@ -116,7 +120,7 @@ class Task:
         self.link = group.peer.links[run.lane]
         self.started = False
         self.revoked = False
-        """Ended before a thread took it up, which then leaves it alone."""
+        """It ended before a thread started it; the thread then does nothing."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,12 +129,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int = 2
     """The most lanes per path of a segment."""
     slice_bytes: Bytes = 1 << 20
-    """What is retried, and spread over lanes, as one."""
+    """The unit that is retried and spread over lanes."""
     in_flight_bytes: Bytes = 1 << 30
-    """A batch over this waits until others have ended; a larger one goes alone."""
+    """A batch that exceeds this bound waits until others have ended. A batch larger than the bound
+    goes alone."""
     threads: int = 32
     max_idle: int = 64
-    """Lanes that stay connected while they carry nothing."""
+    """Idle lanes that stay connected."""
     terms: LaneTerms = LaneTerms()
 
 
@@ -150,26 +155,26 @@ class Peer:
         self.paths = paths
         self.gone = False
         self.lanes: Lanes | None = None
-        """None until a way was found."""
+        """None until a path led to the segment."""
         self.near: MemoryLink | None = None
-        """The only link, where the segment's memory is in reach."""
+        """The only link, if the segment's memory is on this host."""
         self.links: list[Link] = []
         """One per lane."""
         self.ways: list[Path] = []
         """The path of each link."""
         self.tasks: dict[int, Task] = {}
-        """What is on each busy lane."""
+        """The task on each busy lane."""
         self.lent: dict[int, Link] = {}
-        """Busy lanes that carry what was never queued."""
+        """Busy lanes whose slices were not queued; see Lanes.lend."""
         self._opening = threading.Lock()
 
     def open(self, transports: Mapping[str, Transport], settings: EngineSettings) -> None:
-        """Make the lanes unless there are some: one by memory if in reach, else of all paths."""
+        """Make the lanes at first use: one if the memory is on this host, else of all paths."""
         with self._opening:
             if self.lanes is not None:
                 return
             found = self._first_links(transports)
-            # All paths have one lane before any has its second: idle cards are used first.
+            # Every path gets its first lane before any gets a second, to use idle cards first.
             for turn in range(1, 1 if self.near is not None else settings.lanes):
                 for path in dict.fromkeys(path for path, _ in found):
                     transport = transports[path.transport]
@@ -178,7 +183,7 @@ class Peer:
                         found.append((path, link))
             self.ways = [path for path, _ in found]
             self.links = [link for _, link in found]
-            if found:  # last: others look at this one without a lock
+            if found:  # set last: other threads read `lanes` without a lock
                 self.lanes = Lanes([path.distance for path in self.ways], settings.terms)
 
     def _first_links(self, transports: Mapping[str, Transport]) -> list[tuple[Path, Link]]:
@@ -193,14 +198,14 @@ class Peer:
         return found
 
     def count(self, sizes: Sequence[Bytes]) -> None:
-        """Note slices that were copied without asking the lanes."""
+        """Count slices that were copied without the lanes."""
         assert self.lanes is not None
         counters = self.lanes.counters(0)
         counters.slices += len(sizes)
         counters.bytes += sum(sizes)
 
     def stats(self, location: str) -> list[LaneStats]:
-        """Every lane as it is now; none before first use."""
+        """Return every lane as it is now; none before first use."""
         if self.lanes is None:
             return []
         return [

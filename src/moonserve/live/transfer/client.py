@@ -1,4 +1,7 @@
-"""The Transfer Engine as the store's client uses it: segments by the address their owner gave."""
+"""The Transfer Engine for the store's client: it finds segments by their owners' addresses.
+
+live.store calls it. It never raises for a lost peer.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from moonserve.live.transfer.tcp import TcpTransport
 
 
 class Transfer:
-    """Reads and writes slices of segments: by shared memory on the owner's host, else by Mooncake's
-    engine where both sides have it, else by TCP.
+    """Reads and writes slices of segments.
 
-    Blocking; called from threads (several at once), never from an event loop, except for what
-    `is_near` says is a plain memory copy. It never raises for a lost peer: the answer says which
-    slices arrived. What arrived may be stale or torn; callers verify checksums.
+    It uses shared memory on the owner's host, else Mooncake's engine if both sides have it, else
+    TCP. Its calls block; several threads may call it at once. An event loop may call it only where
+    `is_near` is true: then it is a plain memory copy. If a peer is lost, the answer says which
+    slices arrived. Their bytes may be stale or torn, so callers verify checksums.
     """
 
     def __init__(
@@ -37,8 +40,9 @@ class Transfer:
         cards: Sequence[Card] = (),
         mooncake: MooncakeTransport | None = None,
     ) -> None:
-        """`shared_memory` False: never as memory, for tests and for measuring. `cards`: our own; a
-        peer's card on the rail of one of them is reached from that one, and used first.
+        """`shared_memory` False: never use shared memory, for tests and measurements. `cards`: this
+        host's cards. A peer's card is reached from the card of the same rail; such pairs are used
+        first.
         """
         self._rails = {it.rail: it.host for it in cards if it.rail}
         self._local = LocalTransport()
@@ -56,20 +60,23 @@ class Transfer:
         self._naming = threading.Lock()
 
     def adopt(self, region: Region) -> None:
-        """Reach a region of our own as if attached; its owner closes it."""
+        """Use a region of this process directly; its owner closes it."""
         self._local.adopt(region)
 
     def offer(self, region: Region) -> Address | None:
-        """Serve a region of our own by Mooncake's engine too; None: we have none. ConfigError."""
+        """Serve a region of this process by Mooncake's engine too; None: there is no such engine.
+
+        Raises ConfigError.
+        """
         return None if self._mooncake is None else self._mooncake.serve(region)
 
     def withdraw(self, region: Region) -> None:
-        """End that, before the region is closed."""
+        """End `offer`, before the region is closed."""
         if self._mooncake is not None:
             self._mooncake.withdraw(region)
 
     def is_near(self, address: Address) -> bool:
-        """Whether the segment's memory is mapped already: reading it is a copy and cannot wait."""
+        """Whether the segment's memory is mapped: then a read is a plain copy and cannot wait."""
         return self.engine.is_near(_location(address))
 
     def read(self, address: Address, slices: Sequence[Slice], deadline_s: float) -> list[bool]:
@@ -88,12 +95,12 @@ class Transfer:
         return self.engine.view(self._known(address), offset, length)
 
     def stats(self) -> list[LaneStats]:
-        """See TransferEngine.stats; the location is as the segment's owner names it."""
+        """See TransferEngine.stats. The location is the name that the segment's owner gave."""
         lanes = self.engine.stats()
         return [it._replace(location=it.location.rpartition("@")[0]) for it in lanes]
 
     def retain(self, live: Collection[Address]) -> None:
-        """Forget every region and connection that leads to none of these addresses."""
+        """Forget every region and connection except those of these addresses."""
         kept = {address.identity for address in live}
         with self._naming:
             for identity, (_, location) in list(self._known_as.items()):
@@ -134,5 +141,5 @@ class Transfer:
 
 
 def _location(address: Address) -> str:
-    """Name a segment for the engine: as its owner does, and each start of it anew."""
+    """Return the engine's name of a segment: the owner's name, with a suffix for this start."""
     return f"{address.location or 'unnamed:segment'}@{address.identity.hex()}"

@@ -1,11 +1,11 @@
-"""The Transfer Engine: batches of reads and writes between our memory and named segments.
+"""The Transfer Engine: batches of reads and writes between local memory and named segments.
 
-A batch is cut into slices; core.transfer.lanes says which slice goes over which lane, and threads
-carry them. Called from any thread, and never from an event loop except for what `is_near` says is a
-plain copy. A lost peer is no error: a batch ends with the slices that did not arrive. What arrived
-may be stale or torn; callers verify checksums.
+The engine cuts a batch into slices; core.transfer.lanes chooses the lane of each slice, and threads
+carry them. Any thread may call it; an event loop only where `is_near` is true, because that is a
+plain copy. A lost peer is no error: the batch ends with a list of slices that did not arrive. The
+bytes that arrived may be stale or torn, so callers verify checksums.
 
-Once `wait` or `transfer` has returned, nothing of that batch touches the caller's memory any more.
+Once `wait` or `transfer` has returned, that batch touches the caller's memory no more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moonserve.live.transfer.batch import (
     Request,
     Task,
 )
-from moonserve.live.transfer.in_flight import Room
+from moonserve.live.transfer.in_flight import InFlightBudget
 from moonserve.live.transfer.memory import MemoryLink
 from moonserve.live.transfer.ports import Link, Op, Path, Slice, Transport, parse_location
 
@@ -37,25 +37,25 @@ log = logging.getLogger(__name__)
 
 
 class TransferEngine:
-    """The way to every registered segment."""
+    """Reads and writes every registered segment."""
 
     def __init__(
         self, transports: Mapping[str, Transport], settings: EngineSettings | None = None
     ) -> None:
-        """`transports` by the name that paths give."""
+        """`transports` by name, as in Path.transport."""
         self.settings = settings or EngineSettings()
         self._transports = transports
         self._lock = threading.Lock()
-        self._room = Room(self._lock, self.settings.in_flight_bytes)
+        self._budget = InFlightBudget(self._lock, self.settings.in_flight_bytes)
         self._peers: dict[str, Peer] = {}
         self._groups: dict[int, Group] = {}
         self._next_group = 0
         self._idle: dict[Link, None] = {}
-        """Links that may be connected and carry nothing, longest idle first."""
+        """Links that may be connected and carry nothing; the longest idle is first."""
         self._pool = ThreadPoolExecutor(self.settings.threads, "kv-lane")
 
     def register(self, location: str, paths: Sequence[Path]) -> None:
-        """Make a segment known as `node:segment`; the same paths again change nothing."""
+        """Register a segment as `node:segment`; nothing changes if the paths are the same."""
         parse_location(location)
         assert paths
         known = self._peers.get(location)
@@ -66,7 +66,7 @@ class TransferEngine:
             self._peers[location] = Peer(tuple(paths))
 
     def forget(self, location: str) -> None:
-        """Drop a segment; what is under way to it is cut off. Views of it stay valid."""
+        """Drop a segment and cut off its transfers. Views of it stay valid."""
         with self._lock:
             peer = self._peers.pop(location, None)
             if peer is None:
@@ -85,9 +85,9 @@ class TransferEngine:
                     link.close()
 
     def close(self) -> None:
-        """Forget everything, and wait for what was under way."""
+        """Forget every segment, and wait for the transfers under way."""
         with self._lock:
-            self._room.close()
+            self._budget.close()
         for location in self.locations():
             self.forget(location)
         self._pool.shutdown()
@@ -97,16 +97,16 @@ class TransferEngine:
         return list(self._peers)
 
     def in_flight_bytes(self) -> Bytes:
-        """Of batches that have started and not ended."""
-        return self._room.taken
+        """Bytes of batches that have started and not ended."""
+        return self._budget.taken
 
     def stats(self) -> list[LaneStats]:
-        """Every lane of every segment that was used."""
+        """Return every lane of every segment that was used."""
         with self._lock:
             return [it for location, peer in self._peers.items() for it in peer.stats(location)]
 
     def is_near(self, location: str) -> bool:
-        """Whether the segment's memory is mapped already: a transfer is a copy and cannot wait."""
+        """Whether the segment's memory is mapped: then a transfer is a copy and cannot wait."""
         peer = self._peers.get(location)
         return peer is not None and peer.near is not None
 
@@ -116,31 +116,34 @@ class TransferEngine:
         return peer.near if peer is not None else None
 
     def view(self, location: str, offset: Bytes, length: Bytes) -> memoryview:
-        """The bytes themselves, read-only, of a segment of this process or host.
+        """Return the bytes themselves, read-only, of a segment of this process or host.
 
-        They are the object's for as long as its lease lasts, which is the caller's to know, and
-        stay mapped for as long as the view. Raises TransferFailed where there are none.
+        They belong to the object while the caller's lease lasts, and stay mapped while the view
+        exists. Raises TransferFailed if the segment is elsewhere or the range is out of bounds.
         """
         peer = self._peers.get(location)
         near = self._near(peer)
         if near is None:
             raise TransferFailed(f"segment {location!r} is not in this host's memory")
         if offset < 0 or length < 0 or offset + length > len(near.view):
-            raise TransferFailed(f"{offset} + {length} is out of segment {location!r}")
+            raise TransferFailed(
+                f"bytes {offset} to {offset + length} are out of segment {location!r}"
+            )
         return near.view[offset : offset + length].toreadonly()
 
     def transfer(
         self, op: Op, location: str, slices: Sequence[Slice], deadline_s: float
     ) -> list[bool]:
-        """Carry slices of one segment; True where all bytes arrived. This thread does one lane's
-        share, so that what needs no second lane needs no second thread.
+        """Carry slices of one segment; return for each whether all its bytes arrived.
+
+        This thread does one lane's share: a transfer that needs one lane needs no other thread.
         """
         peer = self._peers.get(location)
         near = self._near(peer)
         if peer is not None and near is not None:
             done = [False] * len(slices)
             if op == "write" and time.monotonic() >= deadline_s:
-                return done  # what is there may be another's by now
+                return done  # another object may have the extent by now
             near.run(op, slices, deadline_s, done)
             with self._lock:
                 peer.count(_arrived(slices, done))
@@ -157,7 +160,7 @@ class TransferEngine:
         return done
 
     def _queued(self, requests: Sequence[Request], deadline_s: float) -> list[Lost]:
-        """Like submit and wait, but this thread does one lane's share."""
+        """Do the same as submit and wait, but let this thread do one lane's share."""
         batch, tasks = self._start(requests, deadline_s)
         try:
             self._drive(tasks, batch)
@@ -168,15 +171,15 @@ class TransferEngine:
             raise
 
     def submit(self, requests: Sequence[Request], deadline_s: float) -> Batch:
-        """Start a batch; it ends by `deadline_s` (time.monotonic), whole or with what was lost.
+        """Start a batch. It ends by `deadline_s` (time.monotonic), complete or with losses.
 
-        Waits while too much is in flight; a batch that does not get its turn in time is lost.
+        It waits while too many bytes are in flight. A batch without a turn by then is lost.
         """
         batch, tasks = self._start(requests, deadline_s)
         self._spawn(tasks)
         return batch
 
-    # Starting and ending; what follows down to _take_ends runs under the lock, but for _start
+    # Starting and ending. The methods down to _take_ends run under the lock, except _start.
 
     def _start(self, requests: Sequence[Request], deadline_s: float) -> tuple[Batch, list[Task]]:
         batch = Batch(sum(len(it.memory) for it in requests), deadline_s, self._stop)
@@ -185,7 +188,7 @@ class TransferEngine:
             if peer is not None:
                 peer.open(self._transports, self.settings)
         with self._lock:
-            if not self._room.take(batch.size, deadline_s):
+            if not self._budget.take(batch.size, deadline_s):
                 batch.lose(requests, "late")
                 batch.end()
                 return batch, []
@@ -220,7 +223,7 @@ class TransferEngine:
         return tasks
 
     def _turn(self, peer: Peer) -> list[Task]:
-        """Let the lanes say what starts now, and tell batches what ended."""
+        """Start the runs that the lanes assign now, and account for the slices that ended."""
         assert peer.lanes is not None
         tasks: list[Task] = []
         for run in peer.lanes.assign(_now_us()) if not peer.gone else ():
@@ -233,7 +236,7 @@ class TransferEngine:
         return tasks
 
     def _drop(self, group: Group) -> None:
-        """End what waits of a group, and cut off what is on a lane."""
+        """End a group's waiting slices, and cut off its runs on lanes."""
         peer = group.peer
         assert peer.lanes is not None
         peer.lanes.drop(group.id)
@@ -260,11 +263,11 @@ class TransferEngine:
                 self._finish(batch)
 
     def _finish(self, batch: Batch) -> None:
-        self._room.free(batch.size)
+        self._budget.free(batch.size)
         batch.end()
 
     def _stop(self, batch: Batch) -> None:
-        """Not under the lock: end a batch before its time."""
+        """End a batch early. It takes the lock itself."""
         with self._lock:
             batch.cancelled = True
             tasks: list[Task] = []
@@ -283,17 +286,17 @@ class TransferEngine:
         deadline_s: float,
         done: list[bool],
     ) -> None:
-        """What fits one run goes at once where a lane is idle; it saves the queue's bookkeeping.
+        """Carry the slices at once if they fit one run and a lane is idle.
 
-        What is not done then is the queue's.
+        This saves the bookkeeping of the queue. The caller queues the slices that are not done.
         """
         size = sum([len(it.memory) for it in slices])
         with self._lock:
-            if peer.gone or peer.lanes is None or not self._room.take_at_once(size):
+            if peer.gone or peer.lanes is None or not self._budget.take_at_once(size):
                 return
             lane = peer.lanes.lend(size, len(slices))
             if lane is None:
-                self._room.free(size)
+                self._budget.free(size)
                 return
             link = peer.lent[lane] = peer.links[lane]
             link.arm()
@@ -310,7 +313,7 @@ class TransferEngine:
             here = _arrived(slices, done)
             with self._lock:
                 del peer.lent[lane]
-                self._room.free(size)
+                self._budget.free(size)
                 peer.lanes.give_back(lane, _now_us(), len(here), sum(here), fault)
                 self._rest(peer, link)
                 follow = self._turn(peer)
@@ -319,12 +322,12 @@ class TransferEngine:
     def _spawn(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             try:
-                self._pool.submit(self._drive, [task]).add_done_callback(_tell_bug)
-            except RuntimeError:  # closed meanwhile; the task was revoked
+                self._pool.submit(self._drive, [task]).add_done_callback(_log_bug)
+            except RuntimeError:  # the engine was closed meanwhile, and the task was revoked
                 self._drive([task])
 
     def _drive(self, tasks: Sequence[Task], batch: Batch | None = None) -> None:
-        """Carry a task, and what follows from its end: all, or what is the batch's."""
+        """Carry a task, then the tasks that its end starts: all of them, or only the batch's."""
         mine = tasks[0] if tasks else None
         self._spawn(tasks[1:])
         while mine is not None:
@@ -337,10 +340,10 @@ class TransferEngine:
             self._spawn(follow)
 
     def _carry(self, task: Task) -> list[Task]:
-        """Run one task to its end; the tasks that can start then."""
+        """Run one task to its end; return the tasks that can start then."""
         group, batch = task.group, task.group.batch
         with self._lock:
-            if task.revoked or task.started:  # queued after all, where no thread was to be had
+            if task.revoked or task.started:  # queued twice, because no thread could be started
                 return []
             task.started = True
         slices = [group.slices[index] for index in task.run.slices]
@@ -370,7 +373,7 @@ class TransferEngine:
         return self._turn(peer)
 
     def _rest(self, peer: Peer, link: Link) -> None:
-        """A link carries nothing any more: it stays connected while few do."""
+        """A link has become idle. It stays connected, unless too many idle links do."""
         if peer.gone:
             link.close()
             return
@@ -382,7 +385,7 @@ class TransferEngine:
 
 
 def _arrived(slices: Sequence[Slice], done: Sequence[bool]) -> list[Bytes]:
-    """The sizes of those that did."""
+    """Return the sizes of the slices that arrived."""
     return [len(it.memory) for it, here in zip(slices, done, strict=True) if here]
 
 
@@ -390,8 +393,8 @@ def _now_us() -> Micros:
     return int(time.monotonic() * MICROS_PER_SECOND)
 
 
-def _tell_bug(ended: Future[None]) -> None:
-    """Nobody waits for a lane's thread: what breaks it off must be seen."""
+def _log_bug(ended: Future[None]) -> None:
+    """Log an unexpected error of a lane's thread, because no caller waits for that thread."""
     error = ended.exception()
     if error is not None:
-        log.critical("a transfer broke off", exc_info=error)
+        log.critical("a transfer broke off by an unexpected error", exc_info=error)

@@ -1,15 +1,15 @@
 """The TCP transport's frames and its deadline-bound socket calls.
 
     server -> client   MAGIC, 32-byte nonce
-    client -> server   16-byte identity of the region meant, HMAC-SHA256(token, nonce + identity)
-    server -> client   status, the region's bytes
+    client -> server   16-byte identity of the region, HMAC-SHA256(token, nonce + identity)
+    server -> client   status, the region's size in bytes
     then, any number of times:
     client -> server   op, count, then count x (offset, length); for WRITE the bytes follow
     server -> client   status; for READ the bytes follow
 
-What goes before bytes is padded to a multiple of 64, so that the kernel copies them from line to
-line. A status other than OK is the last thing a server sends. Integers are little-endian; under
-TLS the same goes through the encrypted stream. Used by this room's server and client only.
+Every header before bytes is padded to a multiple of 64, so that the kernel copies whole cache
+lines. After a status other than OK the server sends nothing more. Integers are little-endian. With
+TLS the same frames go through the encrypted stream. Only this room's server and client use it.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ MAGIC: Final = b"MSKVTCP2"
 NONCE_BYTES: Final = 32
 MAC_BYTES: Final = 32
 MAX_SLICES: Final = 256
-"""Slices per frame; also below every system's limit of buffers per call."""
+"""Slices per frame. It is below every system's limit of buffers per call."""
 MAX_FRAME_BYTES: Final = 1 << 30
 READ: Final = 1
 WRITE: Final = 2
 OK: Final = 0
 REFUSED: Final = 1
-"""Wrong token, or another region listens here now."""
+"""The token is wrong, or another region is served here now."""
 OUT_OF_BOUNDS: Final = 2
 WELCOME: Final = struct.Struct("<BQ")
 STATUS: Final = struct.Struct("<B63x")
 HEADER: Final = struct.Struct("<BH13x")
 SLICE: Final = struct.Struct("<QQ")
 LEAST: Final = 64
-"""Bytes of a request for up to three slices."""
+"""The size of the smallest request, which has up to three slices."""
 _TIMEVAL: Final = struct.Struct("@ll")
 _SAME_HOST_BUFFER: Final = 256 << 10
 
 
 class Stalled(TransferFailed):
-    """The peer neither sent nor took a byte for too long."""
+    """The peer has neither sent nor received a byte for too long."""
 
 
 def request_bytes(count: int) -> Bytes:
-    """How long a request for `count` slices is, its padding included."""
+    """Return the size of a request for `count` slices, with its padding."""
     return -(-(HEADER.size + count * SLICE.size) // LEAST) * LEAST
 
 
 def proof(token: bytes, nonce: bytes, identity: bytes) -> bytes:
-    """What shows that we know the token and which region we mean."""
+    """Return the proof that the client knows the token, for this region and connection."""
     return hmac.digest(token, nonce + identity, "sha256")
 
 
 class Channel:
-    """A connected socket whose calls end by a deadline (time.monotonic).
+    """A connected socket whose calls end by a deadline (time.monotonic). `prepare` makes it.
 
-    Kernel timeouts and MSG_WAITALL instead of settimeout: one call, and the interpreter's lock is
-    let go once, however many segments the bytes come in. Made for both ends, by `prepare`.
+    It uses kernel timeouts and MSG_WAITALL instead of settimeout. So one call receives everything
+    and releases the interpreter's lock once, in however many packets the bytes come.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._timeouts = {socket.SO_RCVTIMEO: 0, socket.SO_SNDTIMEO: 0}
         self._cut = select.poll()
-        self._cut.register(sock, 0)  # errors and hang-ups are told in any case
+        self._cut.register(sock, 0)  # poll reports errors and hang-ups in any case
 
     def recv_some(self, into: list[memoryview], at: int, deadline_s: float, stall_s: float) -> int:
-        """Fill `into` from its `at`-th buffer on; returns the first that is not full yet.
+        """Fill `into` from its `at`-th buffer on; return the index of the first that is not full.
 
-        That one is replaced by what is left of it. Raises DeadlineExceeded, Stalled where no byte
-        came for `stall_s`, TransferFailed at the end of the stream.
+        In `into`, that buffer is replaced by its unfilled rest. Raises DeadlineExceeded; Stalled if
+        no byte came for `stall_s`; TransferFailed at the end of the stream.
         """
         self._limit(socket.SO_RCVTIMEO, deadline_s, stall_s)
         try:
@@ -87,7 +87,7 @@ class Channel:
         except (BlockingIOError, TimeoutError):
             raise _overdue("sent", deadline_s) from None
         if count == 0:
-            raise TransferFailed("peer closed the connection")
+            raise TransferFailed("the peer closed the connection")
         end = len(into)
         while at < end and count >= len(into[at]):
             count -= len(into[at])
@@ -106,18 +106,18 @@ class Channel:
     ) -> None:
         """Fill all of `into`.
 
-        `until_cut`: once the peer has cut the connection, with nothing of what came before and lies
-        here still, which the system would give out first. Raises TransferFailed then.
+        `until_cut`: stop as soon as the peer has cut the connection, and raise TransferFailed.
+        Without it, the system would first deliver the bytes that came before the cut.
         """
         rest = [part for part in into if len(part)]
         at = 0
         while at < len(rest):
             if until_cut and self._cut.poll(0):
-                raise TransferFailed("peer cut the connection")
+                raise TransferFailed("the peer cut the connection")
             at = self.recv_some(rest, at, deadline_s, stall_s)
 
     def recv_bytes(self, count: int, deadline_s: float, stall_s: float) -> bytes:
-        """The next `count` bytes."""
+        """Return the next `count` bytes."""
         got = bytearray(count)
         self.recv_all([memoryview(got)], deadline_s, stall_s)
         return bytes(got)
@@ -132,7 +132,7 @@ class Channel:
             try:
                 sent = self._send(rest)
             except (BlockingIOError, TimeoutError):
-                raise _overdue("took", deadline_s) from None
+                raise _overdue("received", deadline_s) from None
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if sent:
@@ -155,7 +155,7 @@ class Channel:
 
 
 class TlsChannel(Channel):
-    """The same, encrypted: the TLS library reads and writes records, and waits by settimeout."""
+    """An encrypted Channel: the TLS library reads and writes records, and waits by settimeout."""
 
     def _recv(self, into: list[memoryview], at: int) -> int:
         return self.sock.recv_into(into[at])
@@ -171,10 +171,10 @@ class TlsChannel(Channel):
 
 
 def prepare(sock: socket.socket) -> Channel:
-    """Set up a connected socket, at both ends.
+    """Set up a connected socket; both ends call it.
 
-    Between processes of one host the bytes go from cache to cache if the socket's buffers fit
-    there (measured: two to three times the speed); between hosts the system fits them to the path.
+    Between processes of one host the bytes go from cache to cache if the socket's buffers fit into
+    the cache (measured: two to three times the speed). Between hosts the system sizes the buffers.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sock.getpeername()[0] == sock.getsockname()[0]:
@@ -188,5 +188,5 @@ def prepare(sock: socket.socket) -> Channel:
 
 def _overdue(what: str, deadline_s: float) -> DeadlineExceeded | Stalled:
     if time.monotonic() >= deadline_s - 0.001:
-        return DeadlineExceeded(f"peer {what} nothing in time")
-    return Stalled(f"peer {what} nothing for too long")
+        return DeadlineExceeded(f"the peer {what} nothing before the deadline")
+    return Stalled(f"the peer {what} nothing for too long")

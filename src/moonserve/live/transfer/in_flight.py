@@ -1,4 +1,7 @@
-"""Back-pressure: how many bytes may be in flight at once, and who waits for their turn."""
+"""Back-pressure of the Transfer Engine: a bound on the bytes in flight, and a queue for it.
+
+Only live.transfer.engine uses it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from collections import deque
 from moonserve.core.units import Bytes
 
 
-class Room:
-    """A bound on bytes, given out first come, first served. Every method runs under `lock`."""
+class InFlightBudget:
+    """A bound on bytes in flight, given out first come, first served.
+
+    Every method runs under `lock`.
+    """
 
     def __init__(self, lock: threading.Lock, most: Bytes) -> None:
-        """What alone is over `most` gets in when nothing else is."""
+        """A batch larger than `most` starts when nothing else is in flight."""
         self.taken: Bytes = 0
         self._most = most
         self._freed = threading.Condition(lock)
@@ -21,16 +27,16 @@ class Room:
         self._closed = False
 
     def take_at_once(self, size: Bytes) -> bool:
-        """Take `size` bytes if they are there and nobody waits."""
+        """Take `size` bytes if they are free and no other caller waits."""
         if self._closed or self._queue or self.taken > max(self._most - size, 0):
             return False
         self.taken += size
         return True
 
     def take(self, size: Bytes, deadline_s: float) -> bool:
-        """Wait in turn for `size` bytes; False: none by the deadline (time.monotonic), or closed.
+        """Wait in turn for `size` bytes; the lock is released meanwhile.
 
-        Lets go of the lock meanwhile.
+        False: they were not free by the deadline (time.monotonic), or the budget is closed.
         """
         if self.take_at_once(size):
             return True
@@ -43,7 +49,7 @@ class Room:
             deadline_s - time.monotonic(),
         )
         self._queue.remove(me)
-        self._freed.notify_all()  # whoever is first now
+        self._freed.notify_all()  # the next in the queue may have its turn
         if free and not self._closed:
             self.taken += size
             return True
@@ -56,6 +62,6 @@ class Room:
             self._freed.notify_all()
 
     def close(self) -> None:
-        """From now on nobody gets any."""
+        """Refuse every waiting and every later caller."""
         self._closed = True
         self._freed.notify_all()

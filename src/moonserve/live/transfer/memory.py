@@ -1,4 +1,4 @@
-"""The transports that are plain copies: our own memory, and shared memory of this host."""
+"""The transports that are plain copies: this process's memory, and shared memory of this host."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from moonserve.live.transfer.ports import Op, Path, Slice
 from moonserve.live.transfer.region import Region
 
 _SMALL_BYTES = 32 << 10
-"""Copied in less time than it takes to let go of the interpreter's lock."""
+"""Below this size a copy takes less time than to release the interpreter's lock."""
 
 
 class MemoryLink:
     """A segment's bytes in this process's address space. A copy cannot fail, hang or be cut."""
 
     def __init__(self, view: memoryview, owner: object) -> None:
-        """`owner` is kept alive for as long as the link."""
+        """`owner` lives at least as long as the link."""
         self.view = view
         self._owner = owner
 
@@ -40,10 +40,10 @@ class MemoryLink:
             done[index] = True
 
     def cut(self) -> None:
-        """See Link.cut: a copy ends by itself."""
+        """See Link.cut. Nothing to do: a copy ends by itself."""
 
     def close(self) -> None:
-        """See Link.close: the mapping goes with the last reference to it."""
+        """See Link.close. Nothing to do: the mapping ends with the last reference to it."""
 
 
 class LocalTransport:
@@ -53,7 +53,7 @@ class LocalTransport:
         self._regions: dict[bytes, Region] = {}
 
     def adopt(self, region: Region) -> None:
-        """Reach a region of our own; its owner closes it, after the engine."""
+        """Use a region of this process; its owner closes it after the engine."""
         self._regions[region.identity] = region
 
     def open(self, path: Path) -> MemoryLink | None:

@@ -1,7 +1,7 @@
-"""What the Transfer Engine's lanes carried, in Prometheus' form.
+"""The counters of the Transfer Engine's lanes, in Prometheus' form.
 
-For the pages of those who use one; read from it when a page is asked for. A peer's counters go
-when it does.
+Every process with a Transfer Engine registers it. It reads the lanes when Prometheus asks for
+/metrics. When a peer leaves, its counters leave too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from moonserve.live.transfer.batch import LaneStats
 
 _MAX_PEERS = 64
-"""Peers told apart; what others carried is summed under `other`."""
+"""The most peers with labels of their own; the counters of further peers are summed as `other`."""
 _LABELS = ("peer", "lane", "transport", "host")
 _COUNTERS = (
     ("bytes", "Bytes that arrived."),
@@ -27,19 +27,19 @@ _COUNTERS = (
 
 
 class LaneMetrics(Collector):
-    """To be registered with a CollectorRegistry."""
+    """The caller registers it with a CollectorRegistry."""
 
     def __init__(self, stats: Callable[[], Sequence[LaneStats]]) -> None:
-        """`stats` gives every lane, those of one location one after the other."""
+        """`stats` returns every lane, with the lanes of one location next to each other."""
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
+        """See Collector.collect."""
         counts: dict[tuple[str, ...], list[float]] = {}
         on_probation: dict[tuple[str, ...], bool] = {}
         for labels, lane in self._labelled():
-            told = [float(getattr(lane.counters, name)) for name, _ in _COUNTERS]
-            counts[labels] = list(map(add, counts.get(labels, [0.0] * len(told)), told))
+            counted = [float(getattr(lane.counters, name)) for name, _ in _COUNTERS]
+            counts[labels] = list(map(add, counts.get(labels, [0.0] * len(counted)), counted))
             on_probation[labels] = on_probation.get(labels, False) or lane.on_probation
         for index, (name, text) in enumerate(_COUNTERS):
             counter = CounterMetricFamily(f"moonserve_transfer_{name}", text, labels=_LABELS)
@@ -54,9 +54,10 @@ class LaneMetrics(Collector):
         yield healthy
 
     def _labelled(self) -> Iterable[tuple[tuple[str, ...], LaneStats]]:
-        """Every lane with its labels; lanes of a segment's two starts share them."""
+        """Yield every lane with its labels. Lanes of two starts of one segment share labels."""
         peers: dict[str, None] = {}
-        last, number = "", 0
+        last = ""
+        number = 0
         for lane in self._stats():
             number = number + 1 if lane.location == last else 0
             last = lane.location

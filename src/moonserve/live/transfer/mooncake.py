@@ -1,12 +1,12 @@
-"""The transport that is Mooncake's own TransferEngine, from its wheel: TCP, or RDMA where it is.
+"""The transport that uses Mooncake's own TransferEngine, from its wheel: TCP, or RDMA.
 
-For the store's client, by `--transport mooncake`; one per process. An owner serves a region by it;
-peers reach it by the path's Address: host and port of Mooncake's handshake, and as `region` where
-the memory begins there and how long it is.
+The store's client uses it with `--transport mooncake`; there is one per process. An owner serves a
+region by it. Peers reach it by the path's Address: host and port are of Mooncake's handshake, and
+`region` gives the address and the size of the memory there.
 
-Mooncake's calls cannot be cut off, and write late if they are late. So each link has memory of its
-own, registered once, that they work on; bytes are copied between it and the caller's. Memory of a
-call that hangs is left to it.
+Mooncake's calls cannot be cut off, and a late call may still write. So each link has its own
+memory, registered once, for these calls; the link copies bytes between it and the caller's memory.
+If a call hangs, the link abandons that memory to it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from moonserve.live.transfer.ports import Op, Path, Slice
 from moonserve.live.transfer.region import HEADER_BYTES, Region
 
 _LINK_BYTES = 4 << 20
-_SPINS = 50  # looks before the first rest: a small transfer is over by then
+_SPINS = 50  # checks before the first sleep: a small transfer has ended by then
 _REST_S = 50e-6
 _MEET_S = 1.5
-"""The longest wait for a handshake; it goes on, and a later run may find it over."""
+"""The longest wait for a handshake. It goes on after that, and a later run may find it done."""
 _STALL_S = 3.0
-"""With no call over for as long, the peer is given up."""
+"""If no call ends for this time, the link gives up the peer."""
 
 
 class _Part(NamedTuple):
-    """What one of Mooncake's calls carries: bytes of a slice, by way of the link's memory."""
+    """The bytes that one of Mooncake's calls carries: a part of a slice, by the link's memory."""
 
     slice: int
     ours: memoryview
@@ -49,57 +49,57 @@ class _Part(NamedTuple):
 
 @functools.cache
 def transport_of_process(host: str, protocol: str, device: str) -> MooncakeTransport:
-    """The one transport, however often this process tries to join. See MooncakeTransport."""
+    """Return the one transport of this process; see MooncakeTransport."""
     return MooncakeTransport(host, protocol, device)
 
 
 class MooncakeTransport:
-    """Segments served by another MooncakeTransport."""
+    """Reads and writes segments that another MooncakeTransport serves."""
 
     def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp", device: str = "") -> None:
-        """`host`: where peers reach this process; `device`: for RDMA, empty: all that are found.
+        """`host`: the address at which peers reach this process. `device`: for RDMA; empty: all.
 
         Raises ConfigError with the remedy.
         """
         require("transport")
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        try:  # a library with threads of its own: only if wanted
+        try:  # loaded only when configured, because the library starts threads
             from mooncake.engine import TransferEngine
         except ImportError as error:
-            why = f"Mooncake's library does not load here: {error}"
+            why = f"Mooncake's library cannot be loaded: {error}"
             raise ConfigError(why, "transport") from None
 
         self.engine: Any = TransferEngine()
         if self.engine.initialize(host, "P2PHANDSHAKE", protocol, device):
-            raise ConfigError(f"Mooncake's {protocol} does not start on {host}", "transport")
+            raise ConfigError(f"Mooncake's {protocol} cannot start on {host}", "transport")
         if protocol == "rdma" and not self._has_rdma():
             named = f" {device}" if device else ""
-            why = f"there is no RDMA device{named} here, and Mooncake would use TCP; say tcp"
+            why = f"there is no RDMA device{named} here, so Mooncake would use TCP; write tcp"
             raise ConfigError(why, "mooncake_protocol")
         self._host = host
         self._served: dict[bytes, int] = {}
         self._lock = threading.Lock()
         self._left: list[tuple[list[int], np.ndarray[Any, Any]]] = []
-        """Memory that a call may still write to."""
+        """Calls that may still write, and the memory they write to."""
 
     def _has_rdma(self) -> bool:
         topology = json.loads(self.engine.get_local_topology())
         return any(any(devices) for devices in topology.values())
 
     def serve(self, region: Region) -> Address:
-        """Let peers read and write a region of ours; how they address it. Raises ConfigError."""
+        """Let peers read and write a region; return its address for them. Raises ConfigError."""
         base = _address(region.view) - HEADER_BYTES
         size = HEADER_BYTES + len(region.view)
         if self.engine.register_memory(base, size):
-            why = f"Mooncake does not take {size} bytes of memory; RDMA wants a higher `ulimit -l`"
+            why = f"Mooncake cannot register {size} bytes; RDMA needs a higher `ulimit -l`"
             raise ConfigError(why, "transport")
         self._served[region.identity] = base
         at = f"{base:x}:{len(region.view):x}"
         return Address(self._host, self.engine.get_rpc_port(), at, region.identity)
 
     def withdraw(self, region: Region) -> None:
-        """Serve a region no more, before it is unmapped; nothing if it was not served."""
+        """Stop serving a region before it is unmapped; nothing happens if it was not served."""
         base = self._served.pop(region.identity, None)
         if base is not None:
             self.engine.unregister_memory(base)
@@ -109,12 +109,12 @@ class MooncakeTransport:
         return MooncakeLink(self, path.address)
 
     def most_lanes(self, path: Path) -> int:
-        """See Transport.most_lanes: Mooncake has sockets of its own behind each."""
+        """See Transport.most_lanes. Each lane has several of Mooncake's sockets behind it."""
         return 2
 
     def leave(self, calls: list[int], memory: np.ndarray[Any, Any]) -> None:
-        """Keep memory for as long as calls may write to it; give back what is no longer needed."""
-        with self._lock:  # a call that is over may be asked about only once
+        """Keep memory while calls may write to it; release memory that no call writes to."""
+        with self._lock:  # the status of an ended call may be read only once
             self._left.append((calls, memory))
             still = []
             for left, array in self._left:
@@ -127,7 +127,7 @@ class MooncakeTransport:
 
 
 class MooncakeLink:
-    """One call's worth of registered memory, and where it goes."""
+    """One lane to a segment, with registered memory for one run of calls."""
 
     def __init__(self, transport: MooncakeTransport, address: Address) -> None:
         base, _, size = address.region.partition(":")
@@ -161,7 +161,8 @@ class MooncakeLink:
                 piece = memory[at : at + _LINK_BYTES]
                 if start + len(piece) > _LINK_BYTES:
                     self._finish(op, parts, slices, deadline_s, done)
-                    parts, start = [], 0
+                    parts = []
+                    start = 0
                 theirs = self._base + offset + at
                 parts.append(_Part(index, piece, theirs, start, len(piece)))
                 start += len(piece)
@@ -174,33 +175,35 @@ class MooncakeLink:
 
     def close(self) -> None:
         """See Link.close."""
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         self._verified = False
         if memory is not None:
             self._transport.engine.unregister_memory(memory.ctypes.data)
 
     def _meet(self, deadline_s: float) -> None:
-        """See whether the owner is there and the one meant.
+        """Check that the owner answers and has the expected identity.
 
-        The first call to a peer waits for its handshake, however long, so a thread makes it that
-        can be left behind; at most one per link.
+        The first call to a peer waits for its handshake without a limit. So a thread of its own
+        makes it, at most one per link, and this method does not wait for it too long.
         """
         if self._meeting is None or not self._meeting.is_alive():
             self._wake.clear()
             self._meeting = threading.Thread(target=self._verify, name="kv-meet", daemon=True)
             self._meeting.start()
-        if not self._cut:  # else its waking may have been before the clearing
+        if not self._cut:  # a cut before `clear` would not wake this thread
             self._wake.wait(max(0.0, min(deadline_s - time.monotonic(), _MEET_S)))
         if self._verified and not self._cut:
             return
         if time.monotonic() >= deadline_s:
-            raise DeadlineExceeded("Mooncake's handshake is not over in time")
-        raise TransferFailed("no owner that answers, or another than the one meant")
+            raise DeadlineExceeded("Mooncake's handshake did not end before the deadline")
+        raise TransferFailed("no owner answers there, or another owner than expected")
 
     def _verify(self) -> None:
         engine = self._transport.engine
         memory = np.empty(HEADER_BYTES, np.uint8)
-        here, there = memory.ctypes.data, self._base - HEADER_BYTES
+        here = memory.ctypes.data
+        there = self._base - HEADER_BYTES
         size = len(self._header)
         good = engine.register_memory(here, HEADER_BYTES) == 0
         good = good and engine.transfer_sync_read(self._target, here, there, size) == 0
@@ -216,7 +219,7 @@ class MooncakeLink:
         deadline_s: float,
         done: list[bool],
     ) -> None:
-        """Carry parts; a slice is done with its last one."""
+        """Carry parts; a slice is done when its last part is."""
         if parts:
             self._carry(op, parts, deadline_s)
         for part in parts:
@@ -230,8 +233,9 @@ class MooncakeLink:
             self._memory = np.empty(_LINK_BYTES, np.uint8)
             if engine.register_memory(self._memory.ctypes.data, _LINK_BYTES):
                 self._memory = None
-                raise TransferFailed("Mooncake does not register memory")
-        memory, here = self._memory, self._memory.ctypes.data
+                raise TransferFailed("Mooncake cannot register the memory of a link")
+        memory = self._memory
+        here = memory.ctypes.data
         submit = (
             engine.batch_transfer_async_read if op == "read" else engine.batch_transfer_async_write
         )
@@ -252,7 +256,7 @@ class MooncakeLink:
                 np.frombuffer(part.ours, np.uint8)[:] = memory[part.start : part.start + part.size]
 
     def _wait(self, calls: list[int], memory: np.ndarray[Any, Any], deadline_s: float) -> bool:
-        """Whether all calls came to a good end."""
+        """Wait for all calls; return whether all succeeded."""
         engine = self._transport.engine
         good = True
         looks = 0
@@ -267,11 +271,12 @@ class MooncakeLink:
             looks += 1
             now_s = time.monotonic()
             if self._cut or now_s >= min(deadline_s, stalled_s):
-                self._memory, self._verified = None, False
+                self._memory = None
+                self._verified = False
                 self._transport.leave(calls, memory)
                 if now_s >= deadline_s:
-                    raise DeadlineExceeded("Mooncake's transfer is not over in time")
-                raise TransferFailed("Mooncake's transfer was cut or does not get on")
+                    raise DeadlineExceeded("Mooncake's transfer did not end before the deadline")
+                raise TransferFailed("Mooncake's transfer was cut, or makes no progress")
             if looks > _SPINS:
                 time.sleep(_REST_S)
         return good

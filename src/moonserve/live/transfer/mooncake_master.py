@@ -17,15 +17,15 @@ from pathlib import Path
 from moonserve.core.errors import ConfigError
 
 _LEASE_MS = 20_000
-"""How long what was found stays, since nobody can end a lease: as long as a worker's load may
-take. Longer fills the pool with what nobody needs any more."""
+"""The time to live of Mooncake's leases, which a client cannot end: as long as a worker's load may
+take. A longer one keeps unused objects in the pool."""
 _PR_SET_PDEATHSIG = 1
 
 
 def require(field: str = "store") -> Path:
-    """The folder of the installed package. Raises ConfigError with the remedy if it cannot work.
+    """Return the folder of the installed package.
 
-    `field`: the setting that wants it.
+    Raises ConfigError, with the remedy, if a part is missing. `field`: the setting that needs it.
     """
     spec = importlib.util.find_spec("mooncake")
     folder = Path((spec.submodule_search_locations or [""])[0]) if spec is not None else Path()
@@ -38,7 +38,7 @@ def require(field: str = "store") -> Path:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         raise ConfigError(
-            "mooncake needs libibverbs.so.1, without RDMA too; on Debian and Ubuntu:"
+            "mooncake needs libibverbs.so.1, even without RDMA; on Debian and Ubuntu:"
             " apt-get install libibverbs1",
             field,
         ) from None
@@ -46,15 +46,15 @@ def require(field: str = "store") -> Path:
 
 
 def command(host: str, port: int, lease_ms: int = _LEASE_MS) -> tuple[str, ...]:
-    """What to run for a master that listens there and ends with its parent."""
+    """Return the command of a master that listens at this address and ends with its parent."""
     return (sys.executable, "-m", __name__, host, str(port), str(lease_ms))
 
 
 def main(host: str, port: str, lease_ms: str) -> None:
-    """Become the master; killed with the process that started it."""
+    """Become the master. It is killed when the process that started it ends."""
     folder = require()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if select.select([0], [], [], 0)[0]:  # end of file: it was gone before
+    if select.select([0], [], [], 0)[0]:  # end of file: the parent has ended already
         return
     flags = (
         f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}",

@@ -1,6 +1,6 @@
-"""The seams of the Transfer Engine: what a transport must do, and the words for it.
+"""The ports of the Transfer Engine: what a transport has to do.
 
-One contract suite, tests/contract/test_transport.py, runs over every transport.
+memory, tcp and mooncake implement them; tests/contract/test_transport.py checks every transport.
 """
 
 from __future__ import annotations
@@ -15,62 +15,62 @@ from moonserve.core.store.words import Address
 from moonserve.core.units import Bytes
 
 Op: TypeAlias = Literal["read", "write"]
-"""Read: from the segment into our memory. Write: from our memory into the segment."""
+"""read: from the segment into the caller's memory. write: from the caller's memory into it."""
 
 
 class Slice(NamedTuple):
-    """`memory` (ours, contiguous, format "B") against as many bytes at `offset` of a segment."""
+    """The caller's `memory` (contiguous, format "B") and as many bytes at a segment's `offset`."""
 
     offset: Bytes
     memory: memoryview
 
 
 class Path(msgspec.Struct, frozen=True):
-    """One way to a segment: by which transport, to which of its owner's network cards."""
+    """One way to a segment: a transport, and one of the owner's network cards."""
 
     transport: str
-    """local, shm, tcp or mooncake."""
+    """The name of a transport: local, shm, tcp or mooncake."""
     address: Address
     distance: int = 0
-    """Nearer paths are used first: 0 the card's own rack or socket, more for others."""
+    """Nearer paths are used first: 0 is the card's own rack or socket, other paths have more."""
     source: str = ""
-    """Our own card's address to send from; empty: the system chooses."""
+    """The address of this host's card to send from. Empty: the system chooses."""
 
 
 class Link(Protocol):
-    """One lane's end of a path: carries one run at a time, on whichever thread."""
+    """This process's end of one lane. It carries one run at a time, on any thread."""
 
     def arm(self) -> None:
-        """A run is about to start: a `cut` from here on is for that run."""
+        """A run is about to start: a `cut` from now on is for this run."""
 
     def run(self, op: Op, slices: Sequence[Slice], deadline_s: float, done: list[bool]) -> None:
-        """Carry the slices; done[i] is set once all bytes of the i-th are where they belong.
+        """Carry the slices; done[i] is set once all bytes of the i-th slice have arrived.
 
-        Returns with some not done: the segment refused those (out of bounds). Raises what broke the
-        run off: DeadlineExceeded at `deadline_s` (time.monotonic), else MoonserveError or OSError.
-        Once it has returned or raised, no slice's memory is touched any more.
+        If it returns and some are not done, the segment refused those (out of bounds). If the run
+        breaks off, it raises DeadlineExceeded at `deadline_s` (time.monotonic), else MoonserveError
+        or OSError. After it has returned or raised, it touches no slice's memory any more.
         """
 
     def cut(self) -> None:
         """Make the run in progress break off soon; from any thread."""
 
     def close(self) -> None:
-        """Give back sockets and memory; not during a run. The link may be used again."""
+        """Release sockets and memory; not during a run. The link may be used again."""
 
 
 class Transport(Protocol):
-    """One way of moving bytes."""
+    """One way to move bytes."""
 
     def open(self, path: Path) -> Link | None:
-        """A link along `path`, not connected yet; None: it does not lead there from this host."""
+        """Return a link along `path`, not connected yet; None: this host cannot use that path."""
 
     def most_lanes(self, path: Path) -> int:
-        """How many links along `path` can be of use at once."""
+        """Return how many links along `path` are useful at once."""
 
 
 def parse_location(location: str) -> tuple[str, str]:
     """Split `node:segment`; the node's name has no colon. Raises ConfigError."""
     node, colon, segment = location.partition(":")
     if not (node and colon and segment):
-        raise ConfigError(f"{location!r} is not of the form node:segment", "location")
+        raise ConfigError(f"{location!r} is no location; write it as node:segment", "location")
     return node, segment

@@ -1,12 +1,13 @@
-"""Regions: the shared memory of one segment, as its owner makes it and as others attach to it.
+"""Regions: the shared memory of one segment. Its owner creates it; other processes attach to it.
 
-A region is a file in memory (/dev/shm; the temporary folder where that is missing or too small):
-one page of header, then the segment's bytes. The header carries the region's random identity.
+A region is a file in memory (in /dev/shm, or in the temporary folder if that is missing or too
+small): one page of header, then the segment's bytes. The header has the region's random identity.
 
-Who owns a region holds an exclusive flock on its file for life. The lock goes with the process,
-however it dies, so a region that nobody locks has no owner: `clean_stale` removes it, and every
-start runs that. (Process ids would not do: containers that share /dev/shm do not share them.)
-multiprocessing.shared_memory is not used: until Python 3.13 its tracker unlinks others' segments.
+The owner holds an exclusive flock on the file while it lives. However the process dies, the lock
+ends with it, so a region without a lock has no owner. Every start runs `clean_stale`, which removes
+such regions. (Process ids cannot do this: containers may share /dev/shm but not process ids.)
+multiprocessing.shared_memory is not used: before Python 3.13 its tracker unlinks the segments of
+other processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moonserve.core.units import Bytes
 log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
-"""One page, so that the data starts on a page too."""
+"""One page, so that the data also starts on a page."""
 IDENTITY_BYTES = 16
 _MAGIC = b"moonserve-kv-1\0\0"
 _PREFIX = "moonserve-kv-"
@@ -38,13 +39,13 @@ _MAP_POPULATE: int = getattr(mmap, "MAP_POPULATE", 0)  # Linux: no page faults d
 
 
 def folders() -> list[Path]:
-    """Where regions may lie, best first."""
+    """Return the folders for regions, best first."""
     candidates = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     return [folder for folder in candidates if folder.is_dir()]
 
 
 class Region:
-    """A mapped region; `view` is the segment's bytes (format "B"). Make one by create or attach."""
+    """A mapped region; `view` is the segment's bytes (format "B"). Use `create` or `attach`."""
 
     def __init__(self, path: Path, identity: bytes, mapped: mmap.mmap, lock_fd: int | None) -> None:
         self.path = path
@@ -55,17 +56,17 @@ class Region:
 
     @staticmethod
     def header(identity: bytes) -> bytes:
-        """How the page before the data starts."""
+        """Return the first bytes of the page before the data."""
         return _MAGIC + identity
 
     @property
     def name(self) -> str:
-        """The file's name, which an Address carries."""
+        """The name of the file, which an Address carries."""
         return self.path.name
 
     @classmethod
     def create(cls, capacity_bytes: Bytes) -> Region:
-        """Make a region of our own, its memory reserved now. ConfigError: there is not enough."""
+        """Make a region and reserve its memory now. Raises ConfigError if there is not enough."""
         clean_stale()
         size = HEADER_BYTES + -(-capacity_bytes // ALIGN) * ALIGN
         tried: list[str] = []
@@ -79,8 +80,8 @@ class Region:
             except OSError as error:
                 tried.append(f"{folder}: {error.strerror}")
         raise ConfigError(
-            f"no room for {size} bytes of shared memory ({'; '.join(tried)}): ask for less, or "
-            "give the machine or container more (docker run --shm-size)",
+            f"there are no {size} bytes of shared memory ({'; '.join(tried)}); use a smaller "
+            "segment, or give the machine or container more (docker run --shm-size)",
             "segment_bytes",
         )
 
@@ -91,10 +92,10 @@ class Region:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             if lock_file(fd, path):
                 break
-            os.close(fd)  # another start took the file for a stale one before it was locked
+            os.close(fd)  # another process removed the file as stale before it was locked
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, size)  # else a full tmpfs is a SIGBUS later
+                os.posix_fallocate(fd, 0, size)  # otherwise a full tmpfs causes SIGBUS later
             else:  # pragma: no cover - macOS
                 os.ftruncate(fd, size)
             mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | _MAP_POPULATE)
@@ -108,7 +109,7 @@ class Region:
 
     @classmethod
     def attach(cls, name: str, identity: bytes) -> Region | None:
-        """Map another process's region, if it is on this host and is the one meant."""
+        """Map another process's region; None: it is not on this host, or its identity differs."""
         if not _NAME.fullmatch(name):
             return None
         for folder in folders():
@@ -120,7 +121,7 @@ class Region:
                 if os.pread(fd, len(_MAGIC) + IDENTITY_BYTES, 0) != cls.header(identity):
                     continue
                 mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | _MAP_POPULATE)
-            except (OSError, ValueError):  # ValueError: empty, being made
+            except (OSError, ValueError):  # ValueError: the file is still empty
                 continue
             finally:
                 os.close(fd)
@@ -128,9 +129,9 @@ class Region:
         return None
 
     def close(self) -> None:
-        """Unlink if it is ours, and unmap; a second call does nothing.
+        """Unlink the file if this process owns it, and unmap it; a second call does nothing.
 
-        While somebody still holds a slice of `view`, the mapping stays until that slice dies.
+        The mapping stays as long as a slice of `view` exists.
         """
         if self._lock_fd is not None:
             self.path.unlink(missing_ok=True)
@@ -142,12 +143,12 @@ class Region:
 
 
 def clean_stale() -> int:
-    """Remove this user's regions whose owners are dead; returns how many."""
+    """Remove this user's regions whose owners are dead; return how many."""
     removed = 0
     for path in _ours():
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or not ours to open
+        except OSError:  # removed meanwhile, or another user's
             continue
         try:
             if lock_file(fd, path):
@@ -156,7 +157,7 @@ def clean_stale() -> int:
         finally:
             os.close(fd)
     if removed:
-        log.info("removed the shared memory of %d dead owners", removed)
+        log.info("removed the shared memory of %d dead segment owners", removed)
     return removed
 
 
@@ -166,7 +167,7 @@ def _ours() -> Iterator[Path]:
 
 
 def lock_file(fd: int, path: Path) -> bool:
-    """Lock the file; False if another holds it, or if `path` no longer names it."""
+    """Lock the file; False: another process has the lock, or `path` names another file now."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(fd), os.stat(path))

@@ -1,10 +1,10 @@
 """Serves one region's bytes over TCP to peers that know the token.
 
-One accepting thread per address and one per connection, bounded. Who has not shown the token yet is
-a stranger: too many of them drop the one that has taken longest, and take no member's place. A peer
-that is idle, slow or wrong is dropped; nothing it sends reaches memory outside the region. Whether
-an extent is still the peer's to use is not known here: the master's tickets and leases, and
-readers' checksums, see to that.
+There is one accepting thread per address and one thread per connection, up to a bound. A peer that
+has not proved yet that it knows the token is a stranger. If there are too many strangers, the
+oldest is dropped; strangers never take a member's place. A peer that is idle, slow or sends a wrong
+frame is dropped, and nothing it sends reaches memory outside the region. This server does not know
+which extents a peer may use: the master's tickets and leases, and readers' checksums, protect them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moonserve.live.transfer.region import IDENTITY_BYTES, Region
 log = logging.getLogger(__name__)
 
 _GREET_S = 5.0
-_STALL_S = 10.0  # a peer that neither sends nor takes a byte
+_STALL_S = 10.0  # for a peer that neither sends nor receives a byte
 _CLOSE_S = 5.0
 _MAX_STRANGERS = 64
 _PORTS_TRIED = 8
@@ -51,11 +51,11 @@ class TransferServer:
         frame_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`port` 0 takes a free one; `also`: further addresses to listen on at that port.
+        """`port` 0 takes a free port. `also`: further addresses to listen on at the same port.
 
-        `frame_s`: the most one frame's bytes may take. Raises OSError: it cannot listen there;
-        its filename says where.
-        With `tls`, a server's context, everything but the bytes in shared memory is encrypted.
+        `frame_s`: the longest time for the bytes of one frame. `tls`: a server's context; with it
+        all bytes but those in shared memory are encrypted. Raises OSError if it cannot listen; the
+        error's filename is the address.
         """
         self._region = region
         self._token = token
@@ -66,7 +66,7 @@ class TransferServer:
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, socket.socket] = {}
         self._strangers: dict[threading.Thread, None] = {}
-        """Those of them that have not shown the token, longest here first."""
+        """Connections that have not proved the token; the oldest is first."""
         self._members: dict[threading.Thread, None] = {}
         self._closing = False
         self._listeners = _listen([host, *also], port)
@@ -79,7 +79,7 @@ class TransferServer:
             acceptor.start()
 
     def address(self, host: str) -> Address:
-        """The region's address, as reached by `host`."""
+        """Return the region's address for peers that reach this server at `host`."""
         return Address(host, self.port, self._region.name, self._region.identity)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class TransferServer:
             except OSError:
                 if self._closing:
                     return
-                time.sleep(0.05)  # out of file descriptors: others must end first
+                time.sleep(0.05)  # out of file descriptors: wait until other connections end
                 continue
             thread = threading.Thread(
                 target=self._serve, args=(sock,), name="kv-serve", daemon=True
@@ -110,18 +110,21 @@ class TransferServer:
                 if self._closing or not self._has_room():
                     sock.close()
                     continue
-                # Started in here: whoever is in the table runs, and none is gone before it is in.
+                # Started under the lock: a thread is in the table while it runs, and only then.
                 try:
                     thread.start()
-                except RuntimeError as error:  # out of threads: others must end first
-                    log.warning("a peer was turned away: %s", error)
+                except RuntimeError as error:  # out of threads
+                    log.warning("transfer server: refused a connection: %s", error)
                     sock.close()
                     continue
                 self._open[thread] = sock
                 self._strangers[thread] = None
 
     def _has_room(self) -> bool:
-        """Under the lock: whether one stranger more may come, in place of another if need be."""
+        """Whether one more stranger may connect, in place of the oldest if there are too many.
+
+        It runs under the lock.
+        """
         if len(self._strangers) >= _MAX_STRANGERS:
             longest = next(iter(self._strangers))
             del self._strangers[longest]
@@ -137,7 +140,7 @@ class TransferServer:
                 while self._answer(channel):
                     pass
         except (MoonserveError, OSError) as error:
-            log.debug("a peer was dropped: %s", error)
+            log.debug("transfer server: dropped a connection: %s", error)
         finally:
             with self._lock:
                 me = threading.current_thread()
@@ -150,7 +153,7 @@ class TransferServer:
         sock.settimeout(_GREET_S)
         made = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         me = threading.current_thread()
-        with self._lock:  # whoever cuts it must cut the socket that lives now
+        with self._lock:  # other threads must cut the new socket from now on
             self._open[me] = made
             if self._closing or me not in self._strangers:
                 _cut(made)
@@ -175,7 +178,7 @@ class TransferServer:
         return good
 
     def _admit(self) -> bool:
-        """This thread's peer has shown the token; whether there is room for one member more."""
+        """Make this thread's peer a member, if the bound allows one more; return whether it did."""
         me = threading.current_thread()
         with self._lock:
             if len(self._members) >= self._max_connections:
@@ -185,14 +188,14 @@ class TransferServer:
             return True
 
     def _answer(self, channel: frames.Channel) -> bool:
-        """Serve one frame; False ends the connection in good order."""
+        """Serve one frame; False: the connection ends."""
         try:
             head = channel.recv_bytes(frames.LEAST, math.inf, self._idle_s)
         except TransferFailed:
             return False
         op, count = frames.HEADER.unpack_from(head)
         if op not in (frames.READ, frames.WRITE) or not 0 < count <= frames.MAX_SLICES:
-            raise TransferFailed(f"malformed frame: op {op}, {count} slices")
+            raise TransferFailed(f"malformed frame with op {op} and {count} slices")
         deadline_s = time.monotonic() + self._frame_s
         more = frames.request_bytes(count) - len(head)
         if more:
@@ -203,20 +206,23 @@ class TransferServer:
         bounded = all(offset + length <= capacity for offset, length in slices)
         if not bounded or sum(length for _, length in slices) > frames.MAX_FRAME_BYTES:
             channel.send_all([frames.STATUS.pack(frames.OUT_OF_BOUNDS)], deadline_s, _STALL_S)
-            return False  # after a refused WRITE its bytes would read as frames
+            return False  # the bytes of a refused WRITE would be read as frames
         memory = [self._region.view[offset : offset + length] for offset, length in slices]
         parts: list[bytes | memoryview] = [frames.STATUS.pack(frames.OK)]
         if op == frames.READ:
             parts += memory
         else:
-            # Of a write that was given up, the extents may be another's.
+            # After a client has given up a write, the master may reuse its extents.
             channel.recv_all(memory, deadline_s, _STALL_S, until_cut=True)
         channel.send_all(parts, deadline_s, _STALL_S)
         return True
 
 
 def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """A listener at each host, all at one port. Raises OSError: one cannot be had, its filename."""
+    """Return a listener at each host, all at one port.
+
+    Raises OSError if one host fails; the error's filename is that host.
+    """
     for _ in range(_PORTS_TRIED):
         made: list[socket.socket] = []
         try:
@@ -231,7 +237,7 @@ def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
                 listener.close()
             if port or not made or error.errno != errno.EADDRINUSE:
                 raise
-            taken = error  # what is free at the first host is another's at a later one
+            taken = error  # the port is free at the first host, but taken at a later one
     raise taken
 
 

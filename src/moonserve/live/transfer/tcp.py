@@ -1,6 +1,7 @@
-"""The TCP transport: blocking sockets on threads, the interpreter lock let go while bytes move.
+"""The TCP transport: blocking sockets on threads, without the interpreter lock while bytes move.
 
-Who may connect is settled by the shared token (frames.proof), and by TLS where a context is given.
+A peer accepts a connection that proves the shared token (frames.proof); TLS is optional. The
+Transfer Engine makes one link per lane.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from moonserve.live.transfer.ports import Op, Path, Slice
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
-_RESET = struct.pack("ii", 1, 0)  # linger 0: closing drops what is not sent yet
+_CUT = "the engine cut the transfer off"
+_RESET = struct.pack("ii", 1, 0)  # linger 0: `close` drops the bytes that are not sent yet
 _Found: TypeAlias = Sequence[tuple[socket.AddressFamily, object, int, str, tuple[object, ...]]]
 
 
 class TcpTransport:
-    """Segments served by a TransferServer."""
+    """Reads and writes segments that a TransferServer serves."""
 
     def __init__(
         self, token: bytes, *, stall_s: float = 3.0, tls: ssl.SSLContext | None = None
     ) -> None:
-        """`stall_s`: a peer silent for longer is given up. `tls`: a client's context."""
+        """`stall_s`: a run ends if the peer is silent for longer. `tls`: a client's context."""
         self.token = token
         self.stall_s = stall_s
         self.tls = tls
@@ -48,8 +50,8 @@ class TcpTransport:
     def most_lanes(self, path: Path) -> int:
         """See Transport.most_lanes.
 
-        Over loopback each keeps two threads of one host's cores copying (measured on two cores:
-        the second lane takes two thirds of the speed away).
+        Over loopback each lane keeps two threads of this host copying. Measured on two cores: a
+        second lane costs two thirds of the speed.
         """
         if path.address.host in ("localhost", "::1") or path.address.host.startswith("127."):
             return max(1, (os.cpu_count() or 1) // 4)
@@ -57,20 +59,20 @@ class TcpTransport:
 
 
 class TcpLink:
-    """One connection, made when first needed and again when it was lost between two runs."""
+    """One connection. It is made at first use, and again if it was lost between two runs."""
 
     def __init__(self, transport: TcpTransport, path: Path) -> None:
         self._transport = transport
         self._path = path
         self._sock: socket.socket | None = None
-        """Also while it connects, so that `cut` finds it."""
+        """Set before it connects, so that `cut` finds it."""
         self._channel: frames.Channel | None = None
         self._capacity: Bytes = 0
         self._cut = False
         self._lookup: Future[_Found] | None = None
-        """The resolver's answer, also while it is waited for: one thread per link at most."""
+        """The resolver's answer, or a pending call: at most one thread per link."""
         self._wake = threading.Event()
-        """There is an answer, or a cut."""
+        """Set by the resolver's answer, and by `cut`."""
 
     def arm(self) -> None:
         """See Link.arm."""
@@ -87,8 +89,8 @@ class TcpLink:
                 except (TransferFailed, OSError) as error:
                     if self._cut or isinstance(error, frames.Stalled):
                         raise
-                    # The peer dropped an idle connection, or restarted: that is no failure yet.
-                    log.debug("%s: connecting again: %s", self._path.address.host, error)
+                    # The peer may have dropped an idle connection, or restarted: no failure yet.
+                    log.debug("%s: connecting again after: %s", self._path.address.host, error)
                     self._reset()
             self._exchange(self._connect(deadline_s), op, slices, deadline_s, done)
         except BaseException:
@@ -106,12 +108,14 @@ class TcpLink:
 
     def close(self) -> None:
         """See Link.close."""
-        sock, self._sock, self._channel = self._sock, None, None
+        sock = self._sock
+        self._sock = None
+        self._channel = None
         if sock is not None:
             sock.close()
 
     def _reset(self) -> None:
-        """Close; what was not sent must not arrive later, when the extent may be another's."""
+        """Close and drop unsent bytes: they must not arrive after the extent was reused."""
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -125,7 +129,7 @@ class TcpLink:
         deadline_s: float,
         done: list[bool],
     ) -> None:
-        """One frame there and back; marks what arrived."""
+        """Send one frame, receive its answer, and mark the slices that arrived."""
         capacity, stall_s = self._capacity, self._transport.stall_s
         head = [b""]
         into = [memoryview(bytearray(frames.STATUS.size))]
@@ -150,7 +154,7 @@ class TcpLink:
         while at < len(into):
             at = channel.recv_some(into, at, deadline_s, stall_s)
             if status[0] != frames.OK:
-                raise TransferFailed("the peer found the slices out of bounds")
+                raise TransferFailed("the peer refused the slices as out of bounds")
             while op == "read" and marked < at - 1:
                 done[asked[marked]] = True
                 marked += 1
@@ -167,13 +171,13 @@ class TcpLink:
             except OSError as error:
                 if self._cut:
                     raise
-                log.debug("%s: trying its next address: %s", address.host, error)
+                log.debug("%s: trying its next address after: %s", address.host, error)
                 self.close()
         return self._connect_to(last[0], last[4], deadline_s)
 
     def _resolve(self, address: Address, deadline_s: float) -> _Found:
-        """The system's resolver knows no deadline, so a thread asks it that can be left behind."""
-        with contextlib.suppress(OSError):  # numbers, which nobody has to be asked for
+        """Resolve the host's name in a thread of its own: the system's resolver has no deadline."""
+        with contextlib.suppress(OSError):  # a numeric address needs no resolver
             return _ask(address, socket.AI_NUMERICHOST)
         lookup = self._lookup
         if lookup is None or lookup.done():
@@ -184,28 +188,28 @@ class TcpLink:
             )
             try:
                 thread.start()
-            except RuntimeError as error:  # out of threads: others must end first
+            except RuntimeError as error:  # out of threads
                 lookup.set_exception(TransferFailed(str(error)))
         self._wake.wait(max(0.0, min(deadline_s - time.monotonic(), _CONNECT_S)))
         if self._cut:
-            raise TransferFailed("cut")
+            raise TransferFailed(_CUT)
         if lookup.done():
             return lookup.result()
         if time.monotonic() >= deadline_s:
-            raise DeadlineExceeded(f"{address.host} is not resolved in time")
-        raise TransferFailed(f"{address.host} is not resolved within {_CONNECT_S:g} s")
+            raise DeadlineExceeded(f"{address.host} was not resolved before the deadline")
+        raise TransferFailed(f"{address.host} was not resolved within {_CONNECT_S:g} s")
 
     def _connect_to(
         self, family: socket.AddressFamily, target: tuple[object, ...], deadline_s: float
     ) -> frames.Channel:
         sock = self._sock = socket.socket(family, socket.SOCK_STREAM)
         if self._cut:
-            raise TransferFailed("cut")
+            raise TransferFailed(_CUT)
         if self._path.source:
             sock.bind((self._path.source, 0))
         wait_s = min(deadline_s - time.monotonic(), _CONNECT_S)
         if wait_s <= 0:
-            raise DeadlineExceeded("no time left to connect")
+            raise DeadlineExceeded("there is no time left to connect")
         sock.settimeout(wait_s)
         sock.connect(target)
         if self._transport.tls is not None:
@@ -214,7 +218,7 @@ class TcpLink:
                 sock, server_hostname=host, do_handshake_on_connect=False
             )
             if self._cut:
-                raise TransferFailed("cut")
+                raise TransferFailed(_CUT)
             self._sock.do_handshake()
         channel = frames.prepare(sock)
         self._greet(channel, deadline_s)
@@ -226,14 +230,15 @@ class TcpLink:
         size = len(frames.MAGIC) + frames.NONCE_BYTES
         greeting = channel.recv_bytes(size, deadline_s, stall_s)
         if not greeting.startswith(frames.MAGIC):
-            raise TransferFailed("another protocol listens there")
+            raise TransferFailed("a server with another protocol listens there")
         proof = frames.proof(self._transport.token, greeting[len(frames.MAGIC) :], identity)
         channel.send_all([identity, proof], deadline_s, stall_s)
         welcome = channel.recv_bytes(frames.WELCOME.size, deadline_s, stall_s)
         status, self._capacity = frames.WELCOME.unpack(welcome)
         if status != frames.OK:
             raise TransferFailed(
-                "refused: wrong token, the segment's owner restarted, or it serves too many"
+                "the segment's owner refused the connection: the token is wrong, the owner has"
+                " restarted, or it has too many connections"
             )
 
 
@@ -241,7 +246,7 @@ def _ask(address: Address, flags: int = 0) -> _Found:
     try:
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
     except UnicodeError:
-        raise TransferFailed(f"{address.host!r} is no host's name") from None
+        raise TransferFailed(f"{address.host!r} is no host name") from None
 
 
 def _answer(lookup: Future[_Found], address: Address) -> None:
