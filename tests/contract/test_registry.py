@@ -295,7 +295,7 @@ def test_an_etcd_that_lost_all_takes_nobody_away(etcd: Etcd) -> None:
                     lambda: it.alarms() == [f"etcd 127.0.0.1:{etcd.port} does not answer"]
                 )
                 await asyncio.to_thread(etcd.start)
-                await views.until(lambda: "e/a, e/b, e/c, e/d stay" in "".join(it.alarms()))
+                await views.until(lambda: "e/a, e/b, e/c, e/d; they stay" in "".join(it.alarms()))
                 await it.put("e/a", b"2")
                 assert not await it.remove("e/d")
                 await it.put("e/c", b"3")

@@ -58,7 +58,7 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["up", "--engine", "vllm"], "error: engine: must be fake or torch"),
         (["up", "--segment-bytes", "lots"], "error: segment_bytes: 'lots' is not a size"),
         (["up", "--config", "/no/such.yaml"], "error: config: cannot read /no/such.yaml"),
-        (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0"),
+        (["gateway", "--host", "0.0.0.0"], "error: token: bound to 0.0.0.0, so"),
         ([*WORKER, "--host", "192.0.2.1"], "error: token: bound to 192.0.2.1"),
         (["up", "--policy", "best"], "error: policy: must be one of random, round_robin"),
         (["gateway", "--ttft-slo-ms", "-1"], "error: ttft_slo_ms: must be 0.001 or more"),

@@ -552,7 +552,7 @@ def test_port_in_use_names_the_field() -> None:
     """A port that is taken is a ConfigError that names the field and the remedy."""
 
     async def use(rig: Rig, server: Server, url: str) -> None:
-        with pytest.raises(ConfigError, match=r"^port: .* in use; stop its owner or choose"):
+        with pytest.raises(ConfigError, match=r"^port: .* in use; stop the process that"):
             await serve(rig.app, "127.0.0.1", server.port)
         with pytest.raises(ConfigError, match=r"^metrics_port: .* in use"):
             await serve(rig.app, "127.0.0.1", server.port, "metrics_port")

@@ -1,4 +1,5 @@
-"""HTTP for every process of moonserve: one server, one client, both lean enough for a gateway.
+"""HTTP for every process of moonserve: one server and one client, both fast enough for a gateway.
 
-Any room of `live` may use it. It knows nothing of models, engines or OpenAI beyond the error shape.
+Any room of `live` may use it. It knows nothing about models or engines; of OpenAI's API it knows
+only the shape of errors.
 """

@@ -1,8 +1,9 @@
-"""One connection that the server accepted: requests parsed by httptools, one answered at a time.
+"""One accepted connection: httptools parses its requests, and they are answered one at a time.
 
-Only `server` uses this. It knows sockets and HTTP's framing, not what is served; who answers gets
-the request and this connection, and writes with `begin`, `write` and `end`. Both loops turn Nagle's
-delay off on accepted sockets. No clock but the loop's; one timer per connection, which looks back.
+Only `server` uses this. It knows sockets and HTTP's framing, and nothing about the content. The
+server's answer function gets the request and this connection, and writes with `begin`, `write` and
+`end`. Both event loops turn Nagle's delay off on accepted sockets. It uses no clock but the loop's,
+and one timer per connection, which checks how long the connection has been idle.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from moonserve.live.http.message import HttpRequest
 from moonserve.live.http.switch import Switch
 
 KEEP_ALIVE_S = 75
-"""How long a connection may idle, or take for a request's head; longer than the client's pool keeps
-one."""
+"""How long a connection may be idle, or take to send a request's head. It is longer than the
+client's pool keeps a connection."""
 _MAX_HEAD_BYTES = 64 << 10
 _STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -41,13 +42,13 @@ class Connections:
         self.answer = answer
         self.open: set[Accepted] = set()
         self.tasks: set[asyncio.Task[None]] = set()
-        """Those that answer requests; one that has ended may be among them at the very end only."""
+        """The tasks that answer requests. A task leaves this set as its last step."""
         self.lost = asyncio.Event()
         """Set whenever a connection has ended."""
 
 
 class Accepted(asyncio.Protocol):
-    """See the module."""
+    """One accepted connection."""
 
     def __init__(self, shared: Connections) -> None:
         self._shared = shared
@@ -56,26 +57,26 @@ class Accepted(asyncio.Protocol):
         self._url = b""
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
-        """Of a head, or of trailers, so far."""
+        """Bytes of the present head, or of trailers, so far."""
         self._passed_over = False
-        """Whether the parser takes the body of `_parsed` for another protocol."""
+        """Whether the parser treats the body of `_parsed` as another protocol."""
         self._reads_on = False
-        """Whether the head that comes is not of a new request; see `_read_on`."""
+        """Whether the next head is not of a new request; see `_read_on`."""
         self._parsed: HttpRequest | None = None
-        """The one whose body arrives."""
+        """The request whose body is arriving."""
         self._request: HttpRequest | None = None
-        """The one that is being answered."""
+        """The request that is being answered."""
         self._behind: deque[HttpRequest] = deque()
-        """Pipelined ones; no more is read while there are any."""
+        """Pipelined requests; while there are any, nothing more is read."""
         self._task: asyncio.Task[None] | None = None
         self._since_s = self._loop.time()
-        """Since when no request is being answered."""
+        """The loop's time since which no request is being answered."""
         self._closing = False
         """Whether the reply under way is the last."""
         self._chunked = False
         self._switched = False
-        self._room: asyncio.Future[None] | None = None
-        """Pending while the client does not take what it was sent."""
+        self._client_reads: asyncio.Future[None] | None = None
+        """Pending while the client does not read fast enough; None: it does."""
 
     # What the answering side calls.
 
@@ -87,10 +88,10 @@ class Accepted(asyncio.Protocol):
         length: int | None,
         body: bytes = b"",
     ) -> None:
-        """Status line and headers; `head` has those of the reply, each with its line's end.
+        """Write the status line, the headers and `body`.
 
-        length: of the body; None: not known yet, and `write` frames its pieces. `body` follows as
-        it is.
+        head: the reply's headers, each with its line end. length: of the whole body; None: it is
+        unknown, and `write` frames its pieces.
         """
         self._closing = self._closing or not request.keep_alive or request.unread()
         if length is not None:
@@ -105,36 +106,36 @@ class Accepted(asyncio.Protocol):
         self.send(b"".join((line, head, end, body)))
 
     def write(self, chunk: bytes) -> None:
-        """A piece of the body; who has written much awaits `drained`."""
+        """Write a piece of the body. While `full`, the caller awaits `drained` before the next."""
         self.send(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._chunked else chunk)
 
     def send(self, data: bytes) -> None:
-        """Bytes as they are."""
+        """Write bytes without framing."""
         if not self.transport.is_closing():
             self.transport.write(data)
 
     @property
     def full(self) -> bool:
-        """Whether the client does not keep up with what was written."""
-        return self._room is not None
+        """Whether the client reads more slowly than the server writes."""
+        return self._client_reads is not None
 
     async def drained(self, timeout_s: float) -> None:
-        """Return when the client has taken enough. Raises TimeoutError where it does not."""
-        if self._room is not None:
+        """Return when the client has read enough. Raises TimeoutError if it does not."""
+        if self._client_reads is not None:
             async with asyncio.timeout(timeout_s):
-                await asyncio.shield(self._room)
+                await asyncio.shield(self._client_reads)
 
     def end(self) -> None:
-        """The reply is whole."""
+        """End the reply: it is complete."""
         if self._chunked:
             self.send(b"0\r\n\r\n")
 
     def break_off(self) -> None:
-        """It will not be: the client sees the connection end in its midst."""
+        """Break the reply off: the client sees the connection end before the reply does."""
         self.transport.close()
 
     def switch(self, to: Switch) -> None:
-        """Say so, and hand the connection over; its request lasts until the connection ends."""
+        """Send 101 and hand the connection over; the request lasts until the connection ends."""
         if not self.transport.is_closing():
             self._switched = True
             self.transport.write(
@@ -146,35 +147,35 @@ class Accepted(asyncio.Protocol):
     # What HttpRequest calls, as message.Source.
 
     def pause(self) -> None:
-        """Nobody reads the body now."""
+        """Stop reading: the handler does not read the body now."""
         self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Somebody does."""
+        """Read again: the handler waits for the body."""
         if not self._behind and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def go_on(self) -> None:
-        """Tell a client that asked whether it shall send its body."""
+        """Send 100 Continue to a client that waits for it before it sends the body."""
         self.send(_CONTINUE)
 
     # What the server calls.
 
     def shutdown(self) -> None:
-        """No further request: close now, or after the reply under way."""
+        """Take no further request: close now, or after the reply under way."""
         self._closing = True
         self._behind.clear()
         if self._request is None or self._switched:
             self.transport.close()
 
     def abort(self) -> None:
-        """Close at once, dropping what is unsent."""
+        """Close at once and drop unsent bytes."""
         self.transport.abort()
 
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start."""
+        """Register the connection and start its timer."""
         self.transport = cast(asyncio.Transport, transport)
         self._shared.open.add(self)
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
@@ -185,7 +186,7 @@ class Accepted(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # A handler may switch, and else answers as if it was not asked to.
+            # The handler either switches, or answers as if the client had not asked for it.
             if self._passed_over:
                 self._read_on(data[upgrade.args[0] :])
             return
@@ -196,17 +197,17 @@ class Accepted(asyncio.Protocol):
             self._refuse(b"Request head too large.")
 
     def pause_writing(self) -> None:
-        """The client does not take what it is sent."""
-        self._room = self._loop.create_future()
+        """The client does not read fast enough."""
+        self._client_reads = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """It does again."""
-        if self._room is not None:
-            self._room.set_result(None)
-            self._room = None
+        """The client has read enough."""
+        if self._client_reads is not None:
+            self._client_reads.set_result(None)
+            self._client_reads = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits for this client hears of it."""
+        """Wake all that wait for this client."""
         self._shared.open.discard(self)
         self._shared.lost.set()
         self._timer.cancel()
@@ -223,22 +224,25 @@ class Accepted(asyncio.Protocol):
         self._headers = {}
 
     def on_url(self, url: bytes) -> None:
-        """A piece of its target."""
+        """A piece of the request's target."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header; repeated ones are one with commas between (RFC 9110, 5.3)."""
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        """One header. Repeated headers are joined by commas (RFC 9110, 5.3)."""
+        key = name.decode("latin-1").lower()
+        text = value.decode("latin-1")
         headers = self._headers
         headers[key] = f"{headers[key]}, {text}" if key in headers else text
 
     def on_headers_complete(self) -> None:
-        """The head is whole: answer it, or after those before it."""
+        """The head is complete: answer the request now, or after the requests before it."""
         self._head_bytes = 0
         if self._reads_on:
             self._reads_on = False
             return
-        parser, url, headers = self._parser, self._url, self._headers
+        parser = self._parser
+        url = self._url
+        headers = self._headers
         if not url.startswith(b"/"):  # a proxy's absolute form, or OPTIONS *
             parts = httptools.parse_url(url) if url != b"*" else None
             url = b"*" if parts is None else (parts.path or b"/") + b"?" + (parts.query or b"")
@@ -246,7 +250,8 @@ class Accepted(asyncio.Protocol):
         if b"%" in path:
             path = unquote_to_bytes(path)
         old = parser.get_http_version() == "1.0"
-        method, target = parser.get_method().decode(), url.decode("latin-1")
+        method = parser.get_method().decode()
+        target = url.decode("latin-1")
         text = path.decode("utf-8", "replace")
         request = HttpRequest(method, target, text, query, headers, self)
         request.arrived_s = self._loop.time()
@@ -268,7 +273,7 @@ class Accepted(asyncio.Protocol):
             self._parsed.feed(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """The request is complete."""
         self._head_bytes = 0
         if self._parsed is not None and not self._passed_over:
             self._parsed.complete()
@@ -277,20 +282,25 @@ class Accepted(asyncio.Protocol):
     # Within.
 
     def _read_on(self, rest: bytes) -> None:
-        """A client asked to switch and sent a body all the same, as Java's does of itself: another
-        parser is told of the body that comes, and `rest` is its beginning."""
-        assert self._parsed is not None, "its head was just read"
+        """Read a request's body that its parser treats as another protocol; `rest` begins it.
+
+        Some clients, such as Java's, ask to switch and send a body too. A second parser reads it,
+        after a head with the same length.
+        """
+        assert self._parsed is not None, "the parser has just read its head"
         headers = self._parsed.headers
         name = "transfer-encoding" if "transfer-encoding" in headers else "content-length"
         head = f"POST / HTTP/1.1\r\n{name}: {headers[name]}\r\n\r\n".encode("latin-1")
-        self._passed_over, self._reads_on = False, True
+        self._passed_over = False
+        self._reads_on = True
         self._parser = httptools.HttpRequestParser(self)
         self.data_received(head + rest)
 
     def _start(self, request: HttpRequest) -> None:
         if self._closing:
             return
-        self._request, self._chunked = request, False
+        self._request = request
+        self._chunked = False
         self._task = task = self._loop.create_task(self._answer(request))
         self._shared.tasks.add(task)
 
@@ -303,7 +313,7 @@ class Accepted(asyncio.Protocol):
             self._over()
 
     def _over(self) -> None:
-        """What comes after a reply: the end, or the next request."""
+        """A reply has ended: close the connection, or answer the next request."""
         self._request = None
         self._since_s = self._loop.time()
         if self.transport.is_closing():
@@ -322,7 +332,7 @@ class Accepted(asyncio.Protocol):
         self.transport.close()
 
     def _look(self) -> None:
-        """Close a connection that has been idle, or amid a head, for too long."""
+        """Close a connection that has been idle, or has not completed a head, for too long."""
         left_s = float(KEEP_ALIVE_S)
         if self._request is None:
             left_s += self._since_s - self._loop.time()

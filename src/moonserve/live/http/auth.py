@@ -1,7 +1,7 @@
-"""The cluster's shared token: who must have one, and who has shown it.
+"""The cluster's shared token: where it is required, and how it is sent and checked.
 
-For the gateway's control plane and the workers' wire. One rule for both, so that neither is open
-where the other is closed.
+The gateway's control plane, the workers and the store's master use one rule, so that none of them
+is open while another is closed.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def require_token_beyond_loopback(host: str, token: str, callers: str) -> None:
-    """Raises ConfigError where others than this machine could call without a token."""
+    """Raise ConfigError if another machine could call this process without a token."""
     if not token and host not in _LOOPBACK:
         raise ConfigError(
-            f"bound to {host}, {callers} must present a token: set MOONSERVE_TOKEN", "token"
+            f"bound to {host}, so {callers} must send a token: set MOONSERVE_TOKEN", "token"
         )
 
 
 def check_token(request: HttpRequest, token: str) -> None:
-    """Raises Unauthorized unless the request bears `token`; "" lets everyone in."""
+    """Raise Unauthorized unless the request has `token`; an empty token allows every request."""
     given = request.headers.get("authorization", "").encode()
     if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise Unauthorized("cluster token missing or wrong", "authorization")
+        raise Unauthorized(
+            "the cluster's token is missing or wrong; send it as `Authorization: Bearer TOKEN`",
+            "authorization",
+        )
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The header by which a caller presents `token`; none for ""."""
+    """Return the header that sends `token`; no header for an empty token."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def guarded(
     handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]], token: str
 ) -> Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]:
-    """The same for who has the cluster's token."""
+    """Return the handler, for requests with the cluster's token only."""
 
     async def checked(request: HttpRequest) -> Response | StreamingResponse:
         check_token(request, token)

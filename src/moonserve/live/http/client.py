@@ -1,8 +1,8 @@
-"""The HTTP client every moonserve process calls others with: asyncio.Protocol, httptools, a pool.
+"""The HTTP client of every moonserve process: asyncio.Protocol, httptools and a pool.
 
-`HttpClient.request` for whole replies, `HttpClient.stream` for replies read as they come,
-`sse_events` for server-sent events. http:// only. Works on any asyncio loop; reads no clock but the
-loop's. Pieces: `connection.Connection` is one socket, the pool here decides which one to use.
+`HttpClient.request` returns a whole reply, `HttpClient.stream` a reply piece by piece, `sse_events`
+its server-sent events. It speaks http:// only, works on any asyncio loop, and reads no clock but
+the loop's. `connection.Connection` is one socket; the pool here chooses the socket of each request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_EVENT_BYTES = 16 << 20
 
 
 class ClientResponse(msgspec.Struct):
-    """A whole reply. `headers` has lower-case names; a repeated one's last wins."""
+    """A whole reply. `headers` has lower-case names; of a repeated header it has the last value."""
 
     status: int
     headers: Mapping[str, str]
@@ -36,11 +36,11 @@ class ClientResponse(msgspec.Struct):
 
 
 class HttpClient:
-    """A client with a keep-alive pool per host; one per process and event loop, shared by all.
+    """A client with a keep-alive pool per host. A process has one per event loop.
 
-    At most `max_per_host` connections are in use per host (further calls wait, within their
-    deadline); an unused one is closed after `idle_s`. A whole reply over `max_reply_bytes` is an
-    UpstreamError.
+    At most `max_per_host` connections per host are in use; further calls wait, up to their
+    deadline. An idle connection is closed after `idle_s`. A whole reply larger than
+    `max_reply_bytes` raises UpstreamError.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class HttpClient:
     ) -> ClientResponse:
         """Send one request and return the whole reply, whatever its status.
 
-        again: it may reach the peer twice, see `_exchange`.
-        Raises UpstreamError (no whole reply came) or DeadlineExceeded after `timeout_s`.
+        again: the request may reach the peer twice, see `_exchange`.
+        Raises UpstreamError if no whole reply comes, DeadlineExceeded after `timeout_s`.
         """
         target = parse(url)
         host = self._host(target)
@@ -94,19 +94,19 @@ class HttpClient:
     ) -> ClientStream:
         """Send one request and read its reply as it comes: `async with client.stream(...) as r`.
 
-        timeout_s bounds connecting and the reply's headers, idle_timeout_s every wait for the next
-        chunk; again: as for `request`. Leaving the block before the reply's end closes the
-        connection: the peer sees a disconnect.
+        timeout_s bounds the time until the reply's headers are here, idle_timeout_s every wait for
+        the next chunk. again: as for `request`. If the block ends before the reply does, the
+        connection is closed and the peer sees a disconnect.
         """
         return ClientStream(self, method, url, headers, body, timeout_s, idle_timeout_s, again)
 
     async def upgrade(
         self, url: str, name: str, to: Switched, *, headers: Mapping[str, str], timeout_s: float
     ) -> ClientResponse | None:
-        """Ask for protocol `name` on a connection of its own; None: `to` has it from now on.
+        """Ask for protocol `name` on a connection of its own; None: `to` has the connection now.
 
-        Else the reply of who does not speak it there. Raises as `request` does. `close` cuts the
-        connection too.
+        If the peer does not switch, its reply is returned. Raises as `request` does. `close` also
+        cuts a switched connection.
         """
         target = parse(url)
         asked = {**headers, "connection": "upgrade", "upgrade": name}
@@ -124,13 +124,13 @@ class HttpClient:
                     whole = await connection.read_all(self._max_reply_bytes)
                     return ClientResponse(connection.status, connection.headers, whole)
                 finally:
-                    if not switched:  # also where a cancel came just after the 101
+                    if not switched:  # also if a cancel came just after the 101
                         connection.abort()
         except TimeoutError:
             raise DeadlineExceeded(f"GET {url}: no reply within {timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """`cut`, and let those who are cut see it."""
+        """Call `cut`, and let the waiting calls see it."""
         self.cut()
         await asyncio.sleep(0)
 
@@ -151,7 +151,7 @@ class HttpClient:
         return host
 
     def _left(self, host: Host) -> None:
-        """A place is free again. A host that nobody uses is forgotten, as there may be many."""
+        """Free a place at a host. A host without use is forgotten, because there may be many."""
         host.leave()
         if host.unused:
             del self._hosts[host.key]
@@ -166,8 +166,10 @@ class HttpClient:
         timeout_s: float,
         again: bool,
     ) -> Connection:
-        """Take a place at the host, send, and return when the reply's headers are here; `_end`
-        follows. Raises TimeoutError or DeadlineExceeded; the deadline stays set on the connection.
+        """Take a place at the host, send, and return when the reply's headers are here.
+
+        The caller calls `_end` later. The deadline stays set on the connection. Raises TimeoutError
+        or DeadlineExceeded.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         await host.enter(deadline_s)
@@ -186,10 +188,10 @@ class HttpClient:
     async def _exchange(
         self, host: Host, target: Target, data: bytes, deadline_s: float, again: bool
     ) -> Connection:
-        """Send on a pooled or fresh connection and wait for the reply's headers.
+        """Send on a pooled or new connection and wait for the reply's headers.
 
-        A pooled connection may have been closed by the peer just now: if it ends before any byte
-        of a reply, the request goes out once more, on a fresh one; but not where `again` is False.
+        The peer may have just closed a pooled connection. If it ends before any byte of a reply,
+        and `again` is true, the client sends the request once more on a new connection.
         """
         connection = self._pick(host)
         if connection is not None:
@@ -224,7 +226,7 @@ class HttpClient:
         except OSError as error:
             why = error.strerror or str(error)
             raise UpstreamError(f"{target.netloc}: cannot connect: {why}", sent=False) from None
-        if self._closed:  # meanwhile
+        if self._closed:  # closed while it connected
             connection.abort()
         return connection
 
@@ -236,7 +238,7 @@ class HttpClient:
         return None
 
     def _give_back(self, host: Host, connection: Connection) -> None:
-        """Keep a connection whose reply was read to its end; close any other."""
+        """Keep a connection whose reply was read completely; close any other."""
         if not connection.reusable():
             connection.abort()
             return
@@ -247,7 +249,7 @@ class HttpClient:
             self._sweeper = loop.call_later(self._idle_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Close connections idle for too long; comes again while any are left."""
+        """Close connections that are idle for too long; run again while any are left."""
         loop = asyncio.get_running_loop()
         expired_s = loop.time() - self._idle_s
         for host in list(self._hosts.values()):
@@ -260,11 +262,11 @@ class HttpClient:
 
 
 class ClientStream:
-    """A reply read as it comes; made by `HttpClient.stream`, used as an async context manager.
+    """A reply read piece by piece: an async context manager, made by `HttpClient.stream`.
 
-    Iterating gives body chunks (bytes, in order) and raises UpstreamError when the reply breaks
-    off, DeadlineExceeded when the peer is silent for idle_timeout_s. A slow consumer makes the
-    socket stop reading: at most about 256 KiB wait here.
+    Iteration gives body chunks in order. It raises UpstreamError if the reply breaks off, and
+    DeadlineExceeded if the peer is silent for idle_timeout_s. If the consumer is slow, the socket
+    stops reading: at most about 256 KiB wait here.
     """
 
     def __init__(
@@ -318,7 +320,7 @@ class ClientStream:
         self.leave()
 
     def leave(self) -> None:
-        """What the end of the block does, for who entered it without one."""
+        """End the stream as the end of the block does, for callers without an `async with`."""
         assert self._connection is not None
         assert self._host is not None
         self._connection.watch_idle(None)
@@ -335,25 +337,28 @@ class ClientStream:
         return chunk
 
     def take(self) -> Coroutine[Any, Any, bytes | None]:
-        """All that has come of the body, a piece at least; None at its end. Raises as iterating."""
+        """Return all body bytes that are here, waiting for the first; None at the body's end.
+
+        Raises as iteration does.
+        """
         assert self._connection is not None, "use it inside `async with`"
         return self._connection.take()
 
     def idle(self, timeout_s: float) -> None:
-        """From now on this is idle_timeout_s."""
+        """Set idle_timeout_s from now on."""
         assert self._connection is not None, "use it inside `async with`"
         self._connection.watch_idle(timeout_s)
 
     async def read(self) -> bytes:
-        """The rest of the body at once; for error replies."""
+        """Return the rest of the body at once; for error replies."""
         return b"".join([chunk async for chunk in self])
 
 
 async def sse_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event in a stream of body chunks, up to `[DONE]` or its end.
+    """Yield the data of each server-sent event in body chunks, up to `[DONE]` or their end.
 
-    Comments and other fields are skipped, the data lines of one event joined by line feeds.
-    Raises UpstreamError on an event over 16 MiB. Does not close `chunks`.
+    Comments and other fields are skipped; line feeds join the data lines of one event. Raises
+    UpstreamError if an event is larger than 16 MiB. It does not close `chunks`.
     """
     rest = b""
     data: list[bytes] = []

@@ -1,6 +1,6 @@
 """One client connection: a socket, a reply parser, and the back-pressure between them.
 
-Only `client` uses this. It never decides which connection a request takes and never retries.
+Only `client` and `host` use this. It never chooses the connection of a request and never retries.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAX_HEAD_BYTES = 64 << 10
 
 
 class UpstreamError(MoonserveError):
-    """A peer gave no whole reply: refused, reset, broke off or spoke no HTTP.
+    """A peer sent no whole reply: it refused, reset or broke off, or did not speak HTTP.
 
-    `sent`: whether the request may have reached it, so that a repeat may do its work twice.
+    `sent`: whether the request may have reached the peer, so that a repeat may do its work twice.
     """
 
     status = 502
@@ -37,18 +37,19 @@ class UpstreamError(MoonserveError):
 
 
 class BadReply(UpstreamError):
-    """What the peer says is no HTTP."""
+    """The peer's bytes are not an HTTP reply."""
 
 
 class Watch(set["Connection"]):
-    """The open connections of one client, and one timer for all their waits: it looks back, which
-    is lighter than one that is set anew for each wait.
+    """The open connections of one client, and one timer for all their waits.
+
+    The timer checks which waits are too long. This is cheaper than one timer per wait.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._look_s = math.inf
-        """When it looks; not after the end of any wait."""
+        """The time of the next check; it is never after the end of a wait."""
         self._timer: asyncio.TimerHandle | None = None
 
     def by(self, time_s: float) -> None:
@@ -59,14 +60,14 @@ class Watch(set["Connection"]):
             self._timer = asyncio.get_running_loop().call_at(time_s, self._look)
 
     def stop(self) -> None:
-        """Look no more until the next `by`."""
+        """Check no more until the next `by`."""
         self._look_s = math.inf
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self) -> None:
-        """Fail what waits for too long, and come again when the next one may."""
+        """Fail the waits that are too long, and set the next check."""
         now_s = asyncio.get_running_loop().time()
         self.stop()
         for connection in list(self):
@@ -83,15 +84,15 @@ class Connection(asyncio.Protocol):
         self.status = 0
         self.headers: dict[str, str] = {}
         self.reply_began = False
-        """Whether any byte of the current reply came."""
+        """Whether any byte of the current reply has come."""
         self.may_switch = False
-        """Whether a reply of 101 is one; else it is as bad as any that was not asked for."""
+        """Whether the client asked to switch; otherwise a reply of 101 is an error."""
         self.idle_since_s = 0.0
         self._peer = peer
         self._watch = watch
         self._deadline_s = math.inf
         self._idle_s = math.inf
-        """How long a single wait may last."""
+        """The longest time of a single wait."""
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._busy = False
@@ -101,10 +102,10 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._chunks: deque[bytes] = deque()
         self.on_body = self._chunks.append
-        """What the parser calls with each piece of the body: a stream has one per token."""
+        """The parser calls it with each piece of the body: a stream has one piece per token."""
         self._parser = httptools.HttpResponseParser(self)
         self._buffered = 0
-        """What came and was not taken, about: framing counts until all is taken."""
+        """About the bytes that have come and are not taken; framing counts until all are taken."""
         self._paused = False
         self._error: MoonserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -126,7 +127,7 @@ class Connection(asyncio.Protocol):
             await self._wait()
 
     async def next_chunk(self) -> bytes | None:
-        """The next piece of the body, or None at its end."""
+        """Return the next piece of the body; None at its end."""
         while not self._chunks:
             if not self._busy:
                 return None
@@ -136,7 +137,7 @@ class Connection(asyncio.Protocol):
         return chunk
 
     async def take(self) -> bytes | None:
-        """All pieces that are here, one at least, or None at the body's end."""
+        """Return all pieces that are here, waiting for the first; None at the body's end."""
         while not self._chunks:
             if not self._busy:
                 return None
@@ -155,7 +156,7 @@ class Connection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     async def read_all(self, limit: Bytes) -> bytes:
-        """The rest of the body. Raises UpstreamError when it is over `limit`."""
+        """Return the rest of the body. Raises UpstreamError if it is larger than `limit`."""
         whole: list[bytes] = []
         size = 0
         while (chunk := await self.next_chunk()) is not None:
@@ -166,7 +167,7 @@ class Connection(asyncio.Protocol):
         return whole[0] if len(whole) == 1 else b"".join(whole)
 
     def reusable(self) -> bool:
-        """Whether another request may be sent on it."""
+        """Whether this connection can take another request."""
         return not self._busy and not self._chunks and self._keep_alive and self._error is None
 
     def switch(self, to: Switched) -> None:
@@ -176,34 +177,34 @@ class Connection(asyncio.Protocol):
         to.take_over(self._transport, self.connection_lost)
 
     def watch_until(self, time_s: float) -> None:
-        """Fail a wait for the peer that lasts until then, by the loop's clock; inf: none."""
+        """Fail any wait for the peer at this time of the loop's clock; inf: never."""
         self._deadline_s = time_s
         self._watch.by(time_s)
 
     def watch_idle(self, timeout_s: float | None) -> None:
-        """From now on fail a wait for the peer that lasts `timeout_s`; None ends the watch."""
+        """From now on fail a wait for the peer after `timeout_s`; None: no such limit."""
         self._idle_s = math.inf if timeout_s is None else timeout_s
         if timeout_s is not None:
             self._watch.by(self._loop.time() + timeout_s)
 
     def due_s(self, now_s: float) -> float:
-        """When the wait that is on, or one that begins now, is too long."""
+        """Return when the present wait, or one that begins now, is too long."""
         since_s = now_s if self._waiter is None else self._waiting_since_s
         return min(self._deadline_s, since_s + self._idle_s)
 
     def late(self) -> None:
-        """It is."""
-        why = "no reply in time"
+        """The present wait is too long: fail it and close the connection."""
+        why = "no reply before the deadline"
         if self._idle_s < math.inf:
-            why = f"silent for {self._idle_s:g} s amid its reply"
+            why = f"silent for {self._idle_s:g} s in the middle of its reply"
         self._fail(DeadlineExceeded(f"{self._peer}: {why}"))
         self.abort()
 
     def abort(self) -> None:
-        """Close at once, dropping what is unsent."""
+        """Close at once and drop unsent bytes."""
         if self._transport is not None:
             self._transport.abort()
-        self._fail(UpstreamError(f"{self._peer}: connection closed here", sent=True))
+        self._fail(UpstreamError(f"{self._peer}: this client closed the connection", sent=True))
 
     # Waiting: one consumer, woken by the parser's callbacks.
 
@@ -230,7 +231,7 @@ class Connection(asyncio.Protocol):
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start: turn Nagle's delay off."""
+        """Register the connection and turn Nagle's delay off."""
         self._transport = cast(asyncio.Transport, transport)
         self._watch.add(self)
         sock = transport.get_extra_info("socket")
@@ -240,8 +241,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse; the callbacks below collect what was parsed."""
         if not self._busy:
-            # Bytes nobody asked for: the next reply could be mistaken for an answer to them.
-            self._fail(BadReply(f"{self._peer}: spoke before it was asked", sent=False))
+            # Bytes without a request: the next request would get them as its reply.
+            self._fail(BadReply(f"{self._peer}: sent a reply without a request", sent=False))
             self.abort()
             return
         self.reply_began = True
@@ -249,7 +250,7 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             if not self.may_switch:
-                self._fail(BadReply(f"{self._peer}: bad reply: not asked to switch", sent=True))
+                self._fail(BadReply(f"{self._peer}: bad reply: unexpected status 101", sent=True))
                 self.abort()
             return
         except httptools.HttpParserError as error:
@@ -270,12 +271,12 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End of the socket: the end of a reply without length, an error amid any other."""
+        """The socket has ended: this ends a reply without a length, and breaks off any other."""
         self._transport = None
         self._watch.discard(self)
         if self._busy and self._until_close and exc is None:
             self._busy = False
-        where = "amid its reply" if self.reply_began else "before a reply"
+        where = "in the middle of its reply" if self.reply_began else "before a reply"
         why = f" ({exc})" if exc is not None else ""
         self._fail(UpstreamError(f"{self._peer}: closed {where}{why}", sent=True))
 
@@ -286,7 +287,7 @@ class Connection(asyncio.Protocol):
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """The head is whole; 1xx heads are interim and dropped."""
+        """The head is complete; interim heads (1xx) are dropped."""
         self.status = self._parser.get_status_code()
         if self.status < 200 and not (self.status == 101 and self.may_switch):
             self.headers = {}
@@ -298,7 +299,7 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def on_message_complete(self) -> None:
-        """The reply is whole."""
+        """The reply is complete."""
         if self.status < 200:
             return
         self._busy = False

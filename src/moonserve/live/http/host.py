@@ -1,6 +1,6 @@
-"""One host as `client` sees it: how many may be in conversation with it, and what is kept for them.
+"""One host of the HTTP client's pool: its idle connections and its free places.
 
-Opens and closes nothing.
+Only `client` uses this. It opens and closes no connection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moonserve.live.http.connection import Connection
 
 
 class Host:
-    """The connections to one host: idle ones (last used is first reused) and free places."""
+    """The idle connections to one host (the last used is reused first) and its free places."""
 
     __slots__ = ("_free", "_places", "_waiting", "idle", "key")
 
@@ -24,11 +24,14 @@ class Host:
 
     @property
     def unused(self) -> bool:
-        """Whether nobody is in, and no connection is kept."""
+        """Whether no call has a place, and no connection is idle."""
         return not self.idle and self._free == self._places
 
     async def enter(self, deadline_s: float) -> None:
-        """Take a place, or wait for one until then. Raises TimeoutError; `leave` follows."""
+        """Take a place, waiting for one until `deadline_s`; the caller calls `leave` later.
+
+        Raises TimeoutError.
+        """
         if self._free:
             self._free -= 1
             return
@@ -39,11 +42,11 @@ class Host:
                 await place
         except BaseException:
             if place.done() and not place.cancelled():
-                self.leave()  # it had come just then
+                self.leave()  # the place came at the same time as the error
             raise
 
     def leave(self) -> None:
-        """The place is the first's who waits, if anybody does."""
+        """Give the place to the first waiting call, or free it."""
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():

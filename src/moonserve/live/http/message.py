@@ -1,7 +1,7 @@
 """What HTTP handlers receive and return: HttpRequest, Response, StreamingResponse, error replies.
 
-For handlers anywhere in `live`; `server.App` makes the requests and sends the replies. Nothing here
-opens a socket.
+Handlers anywhere in `live` use it; the server makes the requests and sends the replies. Nothing
+here opens a socket.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be."""
+"""The errors that msgspec raises for bytes it cannot decode."""
 _RESEMBLES = 0.8
 _BOM = b"\xef\xbb\xbf"
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count()
-"""Together they are nobody else's, and cost less than a draw for each request."""
+"""A random name of this process and a counter: together unique, and cheaper than a random id."""
 # An id is a path's last part in /api/decisions/<id>; clients resolve "." and ".." away.
 _REQUEST_ID = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._:@-]{1,128}")
 _UNREAD_BYTES: Bytes = 64 << 10
-"""A body that nobody reads is taken in so far."""
+"""The most bytes of a body that are received before a handler reads it."""
 _NOBODY_RETRY_S = "2"
-"""A worker that restarts, or another gateway, may be there by then."""
+"""A restarting worker, or another gateway, may be there by then."""
 
 
 class Response(msgspec.Struct):
-    """A whole reply; content-length is added when it is sent."""
+    """A whole reply. The server adds content-length when it sends it."""
 
     status: int = 200
     body: bytes = b""
@@ -54,10 +54,10 @@ class Response(msgspec.Struct):
 
 
 class StreamingResponse(msgspec.Struct):
-    """A reply sent chunk by chunk as `chunks` yields.
+    """A reply that the server sends chunk by chunk, as `chunks` yields.
 
-    The server closes `chunks` (aclose) on every path, also while it waits for its next chunk when
-    the client disconnects: there the await inside it sees CancelledError.
+    The server closes `chunks` (aclose) in every case. If the client disconnects while the server
+    waits for the next chunk, the await inside `chunks` raises CancelledError.
     """
 
     chunks: AsyncIterator[bytes]
@@ -73,7 +73,7 @@ class BodyTooSlow(BadRequest):
 
 
 class MethodNotAllowed(BadRequest):
-    """The path exists, but takes only the methods `allowed`."""
+    """The path exists, but accepts only the methods in `allowed`."""
 
     status = 405
 
@@ -83,7 +83,7 @@ class MethodNotAllowed(BadRequest):
 
 
 class ErrorBody(msgspec.Struct):
-    """The inside of OpenAI's error shape."""
+    """The content of OpenAI's error shape."""
 
     message: str
     type: str
@@ -100,14 +100,14 @@ class ErrorReply(msgspec.Struct):
 def json_response(
     value: object, status: int = 200, headers: Mapping[str, str] = _NO_HEADERS
 ) -> Response:
-    """A JSON reply of anything msgspec can encode."""
+    """Return a JSON reply with any value that msgspec can encode."""
     return Response(status, msgspec.json.encode(value), headers)
 
 
 def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
-    """JSON as `shape`. BadRequest where it is not: `param` is the path of the field at fault.
+    """Decode JSON as `shape`. Raises BadRequest; its `param` is the path of the wrong field.
 
-    A byte order mark before it is skipped, as RFC 8259 allows.
+    A byte order mark at the start is skipped, as RFC 8259 allows.
     """
     if isinstance(data, bytes):
         data = data.removeprefix(_BOM)
@@ -121,12 +121,16 @@ def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
 
 
 def decode_open(data: bytes, shape: type[S]) -> S:
-    """As decode_json, a struct that forbids unknown fields; but those are skipped, as others say
-    more, unless they resemble one that it has: that is a slip."""
+    """Decode JSON as a struct that forbids unknown fields, but skip unknown fields.
+
+    Other senders may send more fields. Raises BadRequest, as decode_json does, and for an unknown
+    field whose name resembles a known one: that is a typing error.
+    """
     try:
         return decode_json(data, shape)
     except BadRequest:
-        given, known = decode_json(data, dict[str, msgspec.Raw]), shape.__struct_fields__
+        given = decode_json(data, dict[str, msgspec.Raw])
+        known = shape.__struct_fields__
         more = [name for name in given if name not in known]
         if not more:
             raise
@@ -139,7 +143,7 @@ def decode_open(data: bytes, shape: type[S]) -> S:
 
 
 def error_reply(error: MoonserveError) -> ErrorReply:
-    """An operating error in OpenAI's shape; the reply a client sees says nothing else."""
+    """Return an operating error in OpenAI's shape; a client receives nothing else."""
     param = code = None
     if isinstance(error, BadRequest):
         param, code = error.param, error.code
@@ -149,7 +153,7 @@ def error_reply(error: MoonserveError) -> ErrorReply:
 
 
 def error_response(error: MoonserveError) -> Response:
-    """The reply to a failed request: the error's own status, body in OpenAI's shape."""
+    """Return the reply to a failed request: the error's status, and a body in OpenAI's shape."""
     headers = {}
     if isinstance(error, Overloaded):
         if error.retry_after_s is not None:
@@ -163,24 +167,24 @@ def error_response(error: MoonserveError) -> Response:
 
 
 class Source(Protocol):
-    """The connection that a request came on, as its reader sees it."""
+    """The connection of a request, as HttpRequest uses it."""
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Stop reading for now."""
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue to read."""
 
     def go_on(self) -> None:
         """Tell the client to send its body."""
 
 
 class HttpRequest:
-    """One request as a handler sees it. `headers` has lower-case names; repeated ones are
-    one with commas between (RFC 9110, 5.3).
+    """One request as a handler sees it.
 
-    `id` is the client's x-request-id where that is sane (1 to 128 letters, digits and ._:@-), else
-    made here; the server puts it on the reply. A handler may replace it. The connection calls
+    `headers` has lower-case names; repeated headers are joined by commas (RFC 9110, 5.3). `id` is
+    the client's x-request-id if that is valid (1 to 128 letters, digits and ._:@-), otherwise a new
+    one; a handler may replace it, and the server sends it with the reply. The connection calls
     `feed`, `complete` and `lost`.
     """
 
@@ -217,23 +221,23 @@ class HttpRequest:
     ) -> None:
         self.method = method
         self.target = target
-        """Path and query as they came."""
+        """Path and query as the client sent them."""
         self.path = path
         """Percent-decoded."""
         self.query_string = query_string
         self.headers = headers
         self.id = _request_id(headers.get("x-request-id"))
         self.arrived_s = 0.0
-        """When its headers were here, by the loop's clock: from here on the client waits for us,
-        also while others' handlers run."""
+        """The loop's time when the headers were complete. From then on the client waits for the
+        server, also while other handlers run."""
         self.gone = False
-        """Whether the client was seen to leave."""
+        """Whether the client has disconnected."""
         self.http_1_0 = False
         self.keep_alive = True
-        """Whether the client wants the connection kept."""
+        """Whether the client wants to keep the connection."""
         self.max_body_bytes: Bytes = 0
         self.body_timeout_s = 0.0
-        """Limits on the body; the server's."""
+        """Limits on the body; the server sets them."""
         self._source = source
         self._chunks: list[bytes] = []
         self._size = 0
@@ -244,13 +248,14 @@ class HttpRequest:
 
     @property
     def query(self) -> dict[str, str]:
-        """The query string's fields; a repeated one's last wins."""
+        """The fields of the query string; of a repeated field, the last value."""
         return dict(parse_qsl(self.query_string.decode("latin-1"), keep_blank_values=True))
 
     async def body(self) -> bytes:
-        """The whole body. Raises BodyTooLarge (at once where content-length says so), BodyTooSlow.
+        """Return the whole body.
 
-        A client that leaves half way ends the handler as `cancel_on_disconnect` does.
+        Raises BodyTooLarge, at once if content-length is too large, and BodyTooSlow. If the client
+        disconnects before the end, the handler is cancelled, as by `cancel_on_disconnect`.
         """
         limit = self.max_body_bytes
         declared = self.headers.get("content-length", "")
@@ -264,7 +269,9 @@ class HttpRequest:
                     while not self._complete and self._size <= limit:
                         await self._more()
             except TimeoutError:
-                raise BodyTooSlow(f"body did not arrive within {self.body_timeout_s:g} s") from None
+                raise BodyTooSlow(
+                    f"the body did not arrive within {self.body_timeout_s:g} s"
+                ) from None
         if self._size > limit:
             self._chunks.clear()
             raise BodyTooLarge(f"body is over the limit of {limit} bytes")
@@ -275,16 +282,19 @@ class HttpRequest:
         return self._chunks[0] if self._chunks else b""
 
     async def disconnected(self) -> None:
-        """Return when the client is gone. One waiter per request; the body must have been read."""
-        assert not self.unread(), "read the body first: who sends one is not seen to leave"
+        """Return when the client has disconnected. One waiter per request.
+
+        The handler must have read the body.
+        """
+        assert not self.unread(), "read the body first: before its end no disconnect is seen"
         while not self.gone:
             await self._more()
 
     def cancel_on_disconnect(self) -> None:
-        """From now on the calling handler's task is cancelled when the client goes away.
+        """From now on cancel the calling handler's task when the client disconnects.
 
-        For handlers that wait on engines; the body must have been read. Streaming replies do it
-        by themselves once they are sent.
+        Handlers that wait for engines call it, after they have read the body. A streaming reply is
+        cancelled without this call.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -294,17 +304,17 @@ class HttpRequest:
                 task.cancel()
 
     def stop_watching(self) -> None:
-        """End `cancel_on_disconnect`; called by the server before the reply's last byte."""
+        """End `cancel_on_disconnect`. The server calls it before the reply's last byte."""
         self._watched = None
 
     def unread(self) -> bool:
-        """Whether some of the body may still be on its way."""
+        """Whether a part of the body may still arrive."""
         return not self._complete
 
     async def discard(self, limit: Bytes, timeout_s: float) -> None:
         """Read and drop up to `limit` body bytes, for at most `timeout_s`.
 
-        A client that is still sending when its connection closes would lose the reply.
+        If the connection closed while the client is still sending, the client would lose the reply.
         """
         end = self._size + limit
         try:
@@ -316,7 +326,7 @@ class HttpRequest:
             pass
 
     async def _more(self) -> None:
-        """Wait until something has happened: a piece of the body, its end, the client's."""
+        """Wait for the next piece of the body, its end, or the client's disconnect."""
         if self._paused:
             self._paused = False
             self._source.resume()
@@ -331,7 +341,7 @@ class HttpRequest:
             self._waiter.set_result(None)
 
     def feed(self, data: bytes) -> None:
-        """A piece of the body is here."""
+        """A piece of the body has arrived."""
         self._chunks.append(data)
         self._size += len(data)
         if self._waiter is not None:
@@ -341,7 +351,7 @@ class HttpRequest:
             self._source.pause()
 
     def complete(self) -> None:
-        """The body is whole; what comes behind it may be read."""
+        """The body is complete; the connection may read what comes after it."""
         self._complete = True
         if self._paused:
             self._paused = False
@@ -349,7 +359,7 @@ class HttpRequest:
         self._wake()
 
     def lost(self) -> None:
-        """The client has left."""
+        """The client has disconnected."""
         self.gone = self._complete = True
         self._wake()
         if self._watched is not None:

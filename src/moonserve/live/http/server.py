@@ -1,7 +1,7 @@
 """The HTTP server of every moonserve process: routes and replies, on connections of `accepted`.
 
-`App` routes and replies, `serve` listens, `Server.stop` drains and cuts. Used by the gateway, the
-workers and the store master. No signal handlers, no access log, no threads.
+`App` routes and replies, `serve` listens, `Server.stop` drains and cuts. The gateway, the workers
+and the store's master use it. It has no signal handlers, no access log and no threads.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ class NotFound(BadRequest):
 class App:
     """Routes requests to handlers and sends what they return; for `serve`.
 
-    routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler, the longest
-    prefix wins. Both may be added to before `serve`. HEAD goes where GET does. body_limits: path
-    prefix -> bytes that go before max_body_bytes, the longest prefix wins. fallback: serves all
-    other paths, with any method. A MoonserveError from a
-    handler becomes its status in OpenAI's error shape, anything else a 500 that tells the client
-    nothing.
+    routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler; the longest
+    prefix wins. The caller may add to both before `serve`. HEAD goes to the handler of GET.
+    body_limits: path prefix -> bytes, instead of max_body_bytes; the longest prefix wins. fallback:
+    serves all other paths, with any method. A handler's MoonserveError becomes a reply with its
+    status in OpenAI's error shape; any other exception becomes a 500 without details.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class App:
         self._date = (0, "")
 
     async def serve(self, request: HttpRequest, connection: Accepted) -> None:
-        """Answer one request; ends by itself when the client is gone."""
+        """Answer one request; it ends by itself when the client disconnects."""
         request.max_body_bytes = self._body_limit(request.path)
         request.body_timeout_s = self._body_timeout_s
         try:
@@ -94,8 +93,8 @@ class App:
             else:
                 await self._send_whole(request, reply, connection)
         except asyncio.CancelledError:
-            # Cancelled by the client's leaving, a stalled client, or Server.stop.
-            why = "client gone" if request.gone else "cut short"
+            # Cancelled by the client's disconnect, by a stalled client, or by Server.stop.
+            why = "client disconnected" if request.gone else "cut by the server"
             log.info("%s: %s %s (%s): %s", self.name, request.method, request.path, request.id, why)
             connection.abort()
         finally:
@@ -112,14 +111,14 @@ class App:
         except Exception:
             log.exception("%s: %s: bug while serving %s", self.name, request.id, request.path)
             return error_response(
-                MoonserveError(f"internal error; request id {request.id} finds it in the log")
+                MoonserveError(f"internal error; look for request id {request.id} in the log")
             )
 
     def _body_limit(self, path: str) -> Bytes:
         for prefix, limit in self._body_limits:
             if path.startswith(prefix):
                 return limit
-        raise AssertionError("the empty prefix is every path's")
+        raise AssertionError("the empty prefix matches every path")
 
     def _handler(self, method: str, path: str) -> Handler:
         handler = self.routes.get((method, path))
@@ -135,10 +134,10 @@ class App:
         found |= {m for m, prefix in self.prefixes if path.startswith(prefix)}
         if found:
             allowed = sorted(found | {"HEAD"} if "GET" in found else found)
-            raise MethodNotAllowed(f"{path} takes {', '.join(allowed)}, not {method}", allowed)
+            raise MethodNotAllowed(f"{path} accepts {', '.join(allowed)}, not {method}", allowed)
         if self._fallback is not None:
             return self._fallback
-        raise NotFound(f"no such path: {method} {path}")
+        raise NotFound(f"there is no path {path} for {method}")
 
     def _head(self, request: HttpRequest, reply: Response | StreamingResponse) -> bytes:
         second = int(time.time())
@@ -178,11 +177,11 @@ class App:
                 if connection.full:
                     await connection.drained(self._stall_timeout_s)
         except TimeoutError:
-            log.warning("%s: client read nothing for %g s", request.id, self._stall_timeout_s)
+            log.warning("%s: the client read nothing for %g s", request.id, self._stall_timeout_s)
             connection.abort()
         except Exception:
-            # The status line is out: all that is left is to end the connection unfinished.
-            log.exception("%s: %s: stream broke off", self.name, request.id)
+            # The status line is sent already, so the server can only end the connection early.
+            log.exception("%s: %s: the reply's stream broke off", self.name, request.id)
             connection.break_off()
         else:
             connection.end()
@@ -200,7 +199,7 @@ class Server:
         self._connections = connections
         self._listener = listener
         self.port: int = listener.sockets[0].getsockname()[1]
-        """The port it listens on, also where 0 was asked for."""
+        """The port it listens on, also if the caller asked for port 0."""
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, then cut them.
@@ -219,7 +218,7 @@ class Server:
         for connection in list(connections.open):
             connection.abort()
         if running:
-            # Losing the connection cancels those that watch it; a second cancel would interrupt
+            # The lost connection cancels the tasks that watch it; a second cancel would interrupt
             # their clean-up.
             _, running = await asyncio.wait(running, timeout=_NOTICE_S)
             for task in running:
@@ -243,7 +242,7 @@ async def serve(
 ) -> Server:
     """Listen on host:port (0: any free one) and serve `app` on the running loop.
 
-    Raises ConfigError where the address cannot be bound; `setting` is what the port's is called.
+    Raises ConfigError if it cannot listen there; `setting` is the name of the port's setting.
     shared: other processes listen there too, and each new connection goes to one of them.
     """
     connections = Connections(app.serve)
@@ -259,7 +258,10 @@ async def serve(
 
 def _bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"{host}:{port} is in use; stop its owner or choose another", setting)
+        return ConfigError(
+            f"{host}:{port} is in use; stop the process that uses it, or choose another port",
+            setting,
+        )
     if error.errno == errno.EACCES:
-        return ConfigError(f"{port} needs privileges; choose one above 1023", setting)
+        return ConfigError(f"port {port} needs privileges; choose a port above 1023", setting)
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", "host")

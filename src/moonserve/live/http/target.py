@@ -1,4 +1,4 @@
-"""Addresses and request heads, for `client`: from a URL to the bytes that ask for it."""
+"""Addresses and request heads for `client`: from a URL to the bytes of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHORT = 128
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where a URL leads."""
+    """The address and the path of a URL."""
 
     host: str
     port: int
@@ -23,7 +23,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def parse(url: str) -> Target:
-    """Raises ConfigError: the client cannot use this address."""
+    """Return the target of a URL. Raises ConfigError if the client cannot use it."""
     return _kept(url) if len(url) <= _SHORT and "?" not in url else _parse(url)
 
 
@@ -41,7 +41,8 @@ def _parse(url: str) -> Target:
 
 
 _kept = lru_cache(maxsize=1024)(_parse)
-"""Of what is asked for again and again. Not what clients made: that is long, or has a query."""
+"""Keeps the targets of repeated URLs. Long URLs and URLs with a query come from clients, and would
+fill it."""
 
 
 @lru_cache(maxsize=1024)
@@ -51,7 +52,7 @@ def _origin(url: str) -> tuple[str, int, str]:
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"{url!r} is no address; write it like http://10.0.0.5:8100", "url")
         port = parts.port or 80
-        parts.hostname.encode("idna")  # as it is looked up; a UnicodeError is a ValueError
+        parts.hostname.encode("idna")  # the form for DNS; a UnicodeError is a ValueError
     except ValueError as error:
         raise ConfigError(f"{url!r}: {error}", "url") from None
     if not parts.netloc.isascii() or not parts.netloc.isprintable() or " " in parts.netloc:
@@ -60,7 +61,7 @@ def _origin(url: str) -> tuple[str, int, str]:
 
 
 def check_url(url: str, setting: str) -> None:
-    """Raises ConfigError that names the setting: the client cannot use this address."""
+    """Raise ConfigError with the setting's name if the client cannot use this URL."""
     try:
         parse(url)
     except ConfigError as error:
@@ -68,15 +69,15 @@ def check_url(url: str, setting: str) -> None:
 
 
 def head_of(method: str, target: Target, headers: Mapping[str, str], length: int) -> bytes:
-    """A request's head; `length` of its body. Raises ConfigError on what headers cannot have."""
+    """Return a request's head; `length`: of its body. Raises ConfigError for invalid headers."""
     lines = [f"{method} {target.path} HTTP/1.1\r\nhost: {target.netloc}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
     if length or method not in ("GET", "DELETE"):
         lines.append(f"content-length: {length}\r\n")
     text = "".join(lines)
     if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1:
-        raise ConfigError("a header name or value has a line break in it", "headers")
+        raise ConfigError("a header name or value has a line break", "headers")
     try:
         return f"{text}\r\n".encode("latin-1")
     except UnicodeEncodeError:
-        raise ConfigError("a header has a character beyond latin-1 in it", "headers") from None
+        raise ConfigError("a header has a character that is not in latin-1", "headers") from None

@@ -1,1 +1,1 @@
-"""Who is there: the Registry port over etcd, and what is kept under which key."""
+"""The registry over etcd: how processes and engines find each other, and the keys they use."""

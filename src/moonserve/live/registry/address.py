@@ -1,4 +1,4 @@
-"""Where a registry is, as people write it: etcd://host:port[,host:port][/prefix]. Pure text."""
+"""The address of a registry as users write it: etcd://host:port[,host:port][/prefix]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PORT = 2379
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Members of one etcd, and the root of our keys there, which ends with a slash."""
+    """The members of one etcd, and the root of moonserve's keys, which ends with a slash."""
 
     hosts: tuple[tuple[str, int], ...]
     root: str
@@ -23,11 +23,11 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> Address:
-    """Read `text`. Raises ConfigError."""
+    """Parse `text`. Raises ConfigError."""
     scheme, at, rest = text.partition("://")
     members, _, prefix = rest.partition("/")
     if scheme != "etcd" or not at or not members:
-        raise ConfigError(f"{text!r} is no registry; {_FORM}", "registry")
+        raise ConfigError(f"{text!r} is no registry address; {_FORM}", "registry")
     hosts = []
     for member in members.split(","):
         try:

@@ -1,6 +1,6 @@
-"""What one process has in etcd: the entries that it keeps up, and the duties that it stands for.
+"""What one process keeps in etcd: its entries, and its candidacies for duties.
 
-EtcdRegistry makes and keeps them; the caller that asked for one closes it.
+EtcdRegistry makes and keeps them. The caller that asked for one closes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Entry:
 
 
 class Candidate:
-    """A process that stands for a duty."""
+    """One process as a candidate for a duty; at most one candidate has the duty."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Candidate:
         self._changed = changed
         self.leads = False
 
-    def told(self, leads: bool) -> None:
-        """Report it if it changed."""
+    def set_leads(self, leads: bool) -> None:
+        """Set whether this process has the duty, and report a change."""
         if leads != self.leads:
             self.leads = leads
             self._changed(leads)

@@ -1,7 +1,7 @@
-"""What is kept in a registry, under which key, and who is looked for there. JSON, for etcdctl too.
+"""The registry's entries: their keys and shapes. Values are JSON, so that etcdctl can read them.
 
-instances/NAME   InstanceInfo: our own workers, each for as long as it lives
-engines/NAME     fleet.spec.InstanceSpec: foreign engines, put there by whoever runs them
+instances/NAME   InstanceInfo: a moonserve worker, while it lives
+engines/NAME     InstanceSpec: an external engine, put there by its operator
 gateways/NAME    GatewayEntry
 store/master     MasterEntry
 leaders/DUTY     the gateway that has a duty, such as conductor/MODEL
@@ -24,7 +24,10 @@ from moonserve.live.registry.etcd import EtcdRegistry
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-INSTANCES, ENGINES, GATEWAYS, MASTER = "instances/", "engines/", "gateways/", "store/master"
+INSTANCES = "instances/"
+ENGINES = "engines/"
+GATEWAYS = "gateways/"
+MASTER = "store/master"
 
 
 class GatewayEntry(msgspec.Struct, frozen=True):
@@ -32,34 +35,34 @@ class GatewayEntry(msgspec.Struct, frozen=True):
 
     name: str
     epoch: int
-    """Differs at every start."""
+    """It differs at every start of the gateway."""
     url: str
 
 
 class MasterEntry(msgspec.Struct, frozen=True):
-    """The store's master, where it is a process of its own."""
+    """The store's master, if it is a process of its own."""
 
     url: str
 
 
 async def open_registry(url: str) -> Registry | None:
-    """The registry of that address; None where it is empty. Raises ConfigError."""
+    """Open the registry at this address; None: the address is empty. Raises ConfigError."""
     return await EtcdRegistry.open(parse(url)) if url else None
 
 
 def decoded(entries: Mapping[str, bytes], prefix: str, shape: type[T]) -> dict[str, T]:
-    """Entries by name, without those that cannot be read: these are named in the log."""
+    """Return entries by name. An entry that cannot be decoded is left out and logged."""
     found = {}
     for key, value in entries.items():
         try:
             found[key.removeprefix(prefix)] = msgspec.json.decode(value, type=shape)
         except msgspec.DecodeError as error:
-            log.warning("registry: %s is no %s: %s", key, shape.__name__, error)
+            log.warning("registry: entry %s is no %s: %s", key, shape.__name__, error)
     return found
 
 
 async def find_master(registry: Registry, within_s: float) -> str:
-    """The URL of the store's master. Raises ConfigError if none registers in time."""
+    """Return the URL of the store's master. Raises ConfigError if none registers in time."""
     try:
         async with asyncio.timeout(within_s):
             async for entries in registry.watch(MASTER):
@@ -76,7 +79,7 @@ async def find_master(registry: Registry, within_s: float) -> str:
 
 
 async def follow_master(registry: Registry, move: Callable[[str], None]) -> None:
-    """Tell where the store's master is whenever that is said anew, for ever."""
+    """Call `move` with the master's URL at every change of its entry. It never returns."""
     async for entries in registry.watch(MASTER):
         for entry in decoded(entries, "", MasterEntry).values():
             move(entry.url)

@@ -1,11 +1,11 @@
 """The registry over etcd 3.4 or later, by aetcd.
 
-One lease per process holds all that it registers; one task renews it, and with it duties. Watches
-of etcd only wake: what is there is read anew then, and every ten seconds in any case, so that a
-watch that died silently, or a history that was compacted, loses nothing. What etcd itself has lost
-and no lease held is put there again by those who watched it.
+One lease per process holds its entries and duties; one task renews it. A watch of etcd only wakes
+the reader, which then reads all entries again. It also reads every ten seconds, so that a watch
+that ended silently, or a compacted history, loses nothing. If etcd loses entries without a lease,
+the processes that watched them put them there again.
 
-What never happens here: a call without a deadline; a duty kept beyond the lease that holds it.
+No call here is without a deadline, and no process keeps a duty after its lease has ended.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ _OPEN_S = 5.0
 _READ_AGAIN_S = 10.0
 _PAUSE_S = 0.5
 _REMOVED_S = 60
-_GATHER_S = 0.02  # changes come in bursts
+_GATHER_S = 0.02  # changes come in bursts, which are read together
 _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backoff_ms": 1_000}
 
 
 class EtcdRegistry:
-    """See ports.Registry. Made by `open`."""
+    """The port ports.Registry over etcd. `open` makes it."""
 
     def __init__(
         self, aetcd: Any, usage_error: type[Exception], address: Address, ttl_s: float
     ) -> None:
         self._aetcd = aetcd
-        # The second has TimeoutError below it, the third is of a connection that was just closed.
+        # OSError includes TimeoutError; usage_error is of a connection that was just closed.
         self._failures = (aetcd.ClientError, OSError, usage_error)
         self._address = address
-        beside = address.root.rstrip("/")  # so that who removes all that is registered leaves these
+        beside = address.root.rstrip("/")  # beside the root: a removal of all entries keeps these
         self._mark = f"{beside}-history".encode()
         self._removed = f"{beside}-removed/".encode()
-        """Before the key of what was removed lately: nobody shall think that it was lost."""
+        """The prefix for keys that were removed lately, so that no watch restores them."""
         self._at = 0
-        """Which of the addresses is asked."""
+        """The index of the etcd member in use."""
         self.ttl_s = ttl_s
         self._client = self._connect()
         self._lease: int | None = None
         self._until_s = 0.0
-        """When the lease may end, unless it is renewed before."""
+        """The loop's time when the lease may end, unless it is renewed before."""
         self._lapse: asyncio.TimerHandle | None = None
         self._entries: dict[str, bytes] = {}
         self._put: dict[str, bytes] = {}
-        """What was put under the present lease."""
+        """The entries that are put under the present lease."""
         self._candidates: dict[str, Candidate] = {}
         self._busy = asyncio.Lock()
         self._away = False
         self._patient_until_s = 0.0
-        """Until then what is missing may be about to be registered again."""
+        """Until this time of the loop a missing entry may still be registered again."""
         self._keeping: asyncio.Task[None] | None = None
         self._histories: list[History] = []
 
     @classmethod
     async def open(cls, address: Address, ttl_s: float = 5.0) -> EtcdRegistry:
-        """Connect. Raises ConfigError where nobody answers in time: the address may be wrong."""
+        """Connect. Raises ConfigError if etcd does not answer in time: the address may be wrong."""
         try:
             import aetcd
             from grpc.aio import UsageError
@@ -87,11 +87,11 @@ class EtcdRegistry:
             raise ConfigError(
                 f"no etcd answers at {address} within {_OPEN_S:g} s: {error}", "registry"
             ) from None
-        self._keeping = keep_doing("keeping what is registered", self._keep)
+        self._keeping = keep_doing("renewing the registry's lease", self._keep)
         return self
 
     async def _patiently(self, call: Callable[[], Awaitable[object]]) -> None:
-        """Try again until the first deadline is over. Raises the last RegistryError."""
+        """Repeat a call for up to _OPEN_S. Raises the last RegistryError."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _OPEN_S
         while True:
@@ -124,7 +124,8 @@ class EtcdRegistry:
     async def remove(self, key: str) -> bool:
         """See ports.Registry."""
         lease = await self._calling(self._client.lease(_REMOVED_S))
-        of, full = self._client.transactions, self._full(key)
+        of = self._client.transactions
+        full = self._full(key)
         gone = of.put(self._removed + key.encode(), b"", lease=lease.id)
         call = self._client.transaction([], [of.get(full), of.delete(full), gone], [])
         return bool((await self._calling(call))[1][0])
@@ -135,16 +136,17 @@ class EtcdRegistry:
 
     def alarms(self) -> list[str]:
         """See ports.Registry."""
-        said = [f"etcd {self._address} does not answer"] if self._away else []
+        alarms = [f"etcd {self._address} does not answer"] if self._away else []
         lost = sorted({key for history in self._histories for key in history.lost})
         if lost:
-            what = f"etcd {self._address} has lost what it knew: {', '.join(lost)}"
-            said.append(f"{what} stay as they were, and are put there again in a moment")
-        return said
+            what = f"etcd {self._address} has lost entries: {', '.join(lost)}"
+            alarms.append(f"{what}; they stay in use and will be put there again")
+        return alarms
 
     async def _read(self, client: Any, prefix: str) -> Read:
-        """What is there, and of which history, at one moment."""
-        of, full = client.transactions, self._full(prefix)
+        """Read all entries under a prefix, and the mark of etcd's history, in one transaction."""
+        of = client.transactions
+        full = self._full(prefix)
         asked = [of.get(full, self._aetcd.utils.prefix_range_end(full)), of.get(self._mark)]
         _, (found, marks) = await self._calling(client.transaction([], asked, []))
         skip = len(self._address.root)
@@ -154,47 +156,51 @@ class EtcdRegistry:
         return Read(marks[0][0] if marks else b"", revision, entries, leased)
 
     async def _marked(self, client: Any) -> None:
-        """Have etcd's history marked, so that another one is known for what it is."""
+        """Put a mark into etcd, if there is none, so that a loss of its data is found out."""
         await self._create(client, self._mark, uuid4().hex.encode())
 
     async def _create(self, client: Any, key: bytes, value: bytes, *absent: bytes) -> bool:
-        """Put it where there is nothing, nor at these others; whether there was nothing."""
+        """Put a value if neither `key` nor a key in `absent` exists; return whether it was put."""
         of = client.transactions
         nothing = [of.create(it) == 0 for it in (key, *absent)]
         return bool((await self._calling(client.transaction(nothing, [of.put(key, value)], [])))[0])
 
     async def _restore(self, client: Any, lost: Mapping[str, bytes]) -> None:
-        """What etcd has lost is there again, unless it was put or removed by somebody since."""
+        """Put lost entries into etcd again, unless they were put or removed since."""
         for key, value in sorted(lost.items()):
             if await self._create(client, self._full(key), value, self._removed + key.encode()):
-                log.warning("etcd %s had lost %s: put there again", self._address, key)
+                log.warning("etcd %s had lost entry %s; put it there again", self._address, key)
 
     async def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
         """See ports.Registry."""
         loop = asyncio.get_running_loop()
         known: dict[str, bytes] | None = None
-        patient_until_s, was_away, history = 0.0, False, History()
+        patient_until_s = 0.0
+        was_away = False
+        history = History()
         self._histories.append(history)
         while True:
             try:
                 async with self._watching(prefix) as (client, changed):
                     while True:
                         changed.clear()
-                        lost, found = history.lost, await self._read(client, prefix)
+                        lost = history.lost
+                        found = await self._read(client, prefix)
                         now = history.read(found)
                         if not found.mark:
                             await self._marked(client)
                         if history.lost and not lost:
                             log.warning("%s", self.alarms()[-1])
                         if was_away:
-                            was_away, patient_until_s = False, loop.time() + 2 * self.ttl_s
+                            was_away = False
+                            patient_until_s = loop.time() + 2 * self.ttl_s
                         left_s = max(patient_until_s, self._patient_until_s) - loop.time()
                         if known is not None and left_s > 0:
                             now = dict(sorted({**known, **now}.items()))
                         if now != known:
                             known = now
                             yield dict(now)
-                        if history.lost and left_s <= 0:  # who has a lease was there again before
+                        if history.lost and left_s <= 0:  # entries with a lease are there again
                             await self._restore(client, history.lost)
                             history.lost = {}
                             continue
@@ -211,8 +217,9 @@ class EtcdRegistry:
 
     @contextlib.asynccontextmanager
     async def _watching(self, prefix: str) -> AsyncIterator[tuple[Any, asyncio.Event]]:
-        """A connection of its own, and an event that is set at each change and when it is lost."""
-        client, changed = self._connect(), asyncio.Event()
+        """Yield a connection, and an event that is set at each change and when the watch ends."""
+        client = self._connect()
+        changed = asyncio.Event()
 
         async def listen(watch: AsyncIterator[object]) -> None:
             with contextlib.suppress(*self._failures):
@@ -257,48 +264,51 @@ class EtcdRegistry:
         await self._quietly(self._client.close())
 
     async def _withdraw(self, entry: Entry) -> None:
-        """For entries: this one is to be registered no more, unless it was replaced here."""
+        """Remove an entry, unless this process has replaced it. Entry.close calls it."""
         if self._entries.get(entry.key) is entry.value:
             del self._entries[entry.key]
             self._put.pop(entry.key, None)
             await self._quietly(self._delete_own(self._full(entry.key), entry.value))
 
     async def _stand_down(self, candidate: Candidate) -> None:
-        """For candidates: this one wants the duty no more."""
+        """Give up a duty and the candidacy. Candidate.close calls it."""
         if self._candidates.get(candidate.duty) is candidate:
             del self._candidates[candidate.duty]
             if candidate.leads:
-                candidate.told(False)
+                candidate.set_leads(False)
                 key = self._full(candidate.key)
                 await self._quietly(self._delete_own(key, candidate.who.encode()))
 
-    # Inside.
+    # Inside
+
     async def _delete_own(self, key: bytes, value: bytes) -> None:
-        """Delete what we put there; what another has put there since stays."""
+        """Delete a value of this process; another process's later value stays."""
         of = self._client.transactions
         await self._client.transaction([of.value(key) == value], [of.delete(key)], [])
 
     async def _keep(self) -> None:
-        """Renew the lease and ask for duties, for ever; find out when etcd is away, and back."""
+        """Renew the lease and ask for duties, for ever; note whether etcd answers."""
         while True:
             pause_s = self.ttl_s / 5
             try:
                 await self._calling(self._renew())
             except RegistryError as error:
                 if not self._away:
-                    log.warning("%s; still trying", error)
-                self._away, self._patient_until_s = True, math.inf
+                    log.warning("registry: %s; trying again", error)
+                self._away = True
+                self._patient_until_s = math.inf
                 self._next_address()
                 pause_s = _PAUSE_S
             else:
                 if self._away:
                     log.warning("etcd %s answers again", self._address)
                     now_s = asyncio.get_running_loop().time()
-                    self._away, self._patient_until_s = False, now_s + 2 * self.ttl_s
+                    self._away = False
+                    self._patient_until_s = now_s + 2 * self.ttl_s
             await asyncio.sleep(pause_s)
 
     def _holds_until(self, until_s: float) -> None:
-        """The lease does, at least; what it holds is given up then."""
+        """The lease lasts at least until then; give up the duties at that time."""
         self._until_s = until_s
         if self._lapse is not None:
             self._lapse.cancel()
@@ -306,7 +316,7 @@ class EtcdRegistry:
 
     def _give_up(self) -> None:
         for candidate in self._candidates.values():
-            candidate.told(False)
+            candidate.set_leads(False)
 
     async def _renew(self) -> None:
         async with self._busy:
@@ -314,12 +324,12 @@ class EtcdRegistry:
                 if self._entries or self._candidates:
                     await self._hold()
                 else:
-                    await self._client.get(b"moonserve")  # only whether it answers
+                    await self._client.get(b"moonserve")  # only to see whether etcd answers
                 return
             sent_s = asyncio.get_running_loop().time()
             reply = await self._client.refresh_lease(self._lease)
             if reply is None or reply.TTL <= 0:
-                log.info("etcd has forgotten this process; registering again")
+                log.info("registry: the lease of this process has ended; registering again")
                 self._lease = None
             else:
                 self._holds_until(sent_s + reply.TTL)
@@ -330,11 +340,12 @@ class EtcdRegistry:
             await self._hold()
 
     async def _hold(self) -> None:
-        """A lease, all entries under it, and duties where they are free."""
+        """Take a lease if there is none, put all entries under it, and take free duties."""
         if self._lease is None:
             sent_s = asyncio.get_running_loop().time()
             lease = await self._client.lease(round(self.ttl_s))
-            self._lease, self._put = lease.id, {}
+            self._lease = lease.id
+            self._put = {}
             self._holds_until(sent_s + lease.ttl)
         for key, value in list(self._entries.items()):
             if self._put.get(key) != value:
@@ -344,14 +355,15 @@ class EtcdRegistry:
             await self._stand(candidate)
 
     async def _stand(self, candidate: Candidate) -> None:
-        """Take the duty if nobody has it."""
-        key, of = self._full(candidate.key), self._client.transactions
+        """Take the duty if no process has it."""
+        key = self._full(candidate.key)
+        of = self._client.transactions
         put = of.put(key, candidate.who.encode(), lease=self._lease)
         taken, replies = await self._client.transaction([of.create(key) == 0], [put], [of.get(key)])
         mine = taken or any(entry.lease == self._lease for _, entry in replies[0])
         in_time = asyncio.get_running_loop().time() < self._until_s
         if self._candidates.get(candidate.duty) is candidate:
-            candidate.told(mine and in_time)
+            candidate.set_leads(mine and in_time)
 
     def _connect(self) -> Any:
         hosts = self._address.hosts
@@ -359,34 +371,38 @@ class EtcdRegistry:
         return self._aetcd.Client(host, port, timeout=_CALL_S, options=_OPTIONS)
 
     def _next_address(self) -> None:
-        """Ask another member of etcd from now on, if there are several."""
+        """Use the next member of etcd from now on, if there are several."""
         if len(self._address.hosts) > 1:
             self._at += 1
-            old, self._client = self._client, self._connect()
+            old = self._client
+            self._client = self._connect()
             self._closing = asyncio.create_task(self._quietly(old.close()))
 
     async def _calling(self, call: Coroutine[Any, Any, T]) -> T:
-        """Raises RegistryError, at the deadline too. In a task of its own: gRPC may take a
-        cancellation that comes as a call ends for the end, and we would wait for ever."""
+        """Await a call to etcd. Raises RegistryError, also at the deadline.
+
+        The call runs in a task of its own: if it is cancelled just as it ends, gRPC may swallow the
+        cancellation, and the caller would wait for ever.
+        """
         task = asyncio.create_task(call)
         try:
             await asyncio.wait({task}, timeout=_CALL_S * 2)
         finally:
             if not task.done():
-                task.add_done_callback(_look_at)
+                task.add_done_callback(_drop_result)
                 task.cancel()
         if not task.done():
-            raise RegistryError(f"etcd {self._address} does not answer in time")
+            raise RegistryError(f"etcd {self._address} did not answer in time")
         try:
             return task.result()
         except self._failures as error:
-            said = str(error).partition("\n")[0] or type(error).__name__
-            raise RegistryError(f"etcd {self._address}: {said}") from None
-        except asyncio.CancelledError:  # by gRPC itself, as its channel was closed
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise RegistryError(f"etcd {self._address}: {why}") from None
+        except asyncio.CancelledError:  # gRPC cancels the call when its channel is closed
             raise RegistryError(f"etcd {self._address}: the connection was closed") from None
 
     async def _quietly(self, call: Coroutine[Any, Any, object]) -> None:
-        """Let it be where etcd is away: leases end by themselves."""
+        """Await a call, and ignore that etcd does not answer: leases end by themselves."""
         with contextlib.suppress(RegistryError):
             await self._calling(call)
 
@@ -394,7 +410,7 @@ class EtcdRegistry:
         return (self._address.root + key).encode()
 
 
-def _look_at(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for it any more, and nobody shall be told that it failed."""
+def _drop_result(task: asyncio.Task[Any]) -> None:
+    """Read a task's error, so that asyncio does not report it: no caller waits for the task."""
     if not task.cancelled():
         task.exception()
