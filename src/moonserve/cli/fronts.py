@@ -5,11 +5,9 @@ The socket that they meet at is in a folder of its own, which only this user may
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
-import signal
 import socket
 import sys
 import time
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from moonserve.live.process.supervise import Child
 
 _KILL_AFTER_S = 10.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ORPHANS_S = 6.0
 """Fronts of a gateway that was killed listen for so long; its successor waits for that."""
 _LISTENING = "listening on "
@@ -111,17 +108,9 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
 
     with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:
         boss = Supervisor(children_of(settings, port, str(folder / "link"), words), tell)
-        stops: list[asyncio.Task[None]] = []
-
-        def on_signal() -> None:
-            if stops:
-                boss.kill()
-            else:
-                say("draining: new requests are refused, running ones may finish")
-                stops.append(asyncio.ensure_future(boss.stop()))
-
-        for number in _STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        boss.stop_on_signals(
+            lambda: say("draining: new requests are refused, running ones may finish"),
+            lambda: say("not waiting any longer"),
+        )
         await boss.run()
-        await asyncio.gather(*stops)
     say("stopped")

@@ -8,7 +8,6 @@ import errno
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -29,11 +28,10 @@ from moonserve.core.errors import ConfigError, DeadlineExceeded
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
-    from moonserve.live.process.supervise import Child, Supervisor
+    from moonserve.live.process.supervise import Child
 
 _POLL_S = 0.2
 _KILL_AFTER_S = 10.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command(short_help="Start a whole cluster on this machine.")
@@ -151,7 +149,10 @@ async def _serve(settings: Settings, port: int) -> None:
     boss = Supervisor(children, _tell)
     _tell("up", f"starting {', '.join(child.name for child in children)}")
     running = asyncio.create_task(boss.run())
-    stops = _heed_signals(boss)
+    boss.stop_on_signals(
+        lambda: _tell("up", "stopping: running requests may finish; a second signal does not wait"),
+        lambda: _tell("up", "not waiting any longer"),
+    )
     workers = settings.prefill + settings.decode
     ready = asyncio.create_task(_until_ready(settings.host, port, workers, settings.start_s))
     try:
@@ -163,27 +164,9 @@ async def _serve(settings: Settings, port: int) -> None:
     finally:
         ready.cancel()
         running.cancel()  # where it has not ended yet, this ends the children
-        await asyncio.gather(running, ready, *stops, return_exceptions=True)
+        await asyncio.gather(running, ready, return_exceptions=True)
         clean_stale()  # a worker that had to be killed left its segment
     _tell("up", "stopped; no process is left")
-
-
-def _heed_signals(boss: Supervisor) -> list[asyncio.Task[None]]:
-    """First signal: stop in order. Second: at once. Gives the list the stop's task goes into."""
-    loop = asyncio.get_running_loop()
-    stops: list[asyncio.Task[None]] = []
-
-    def on_signal() -> None:
-        if stops:
-            _tell("up", "not waiting any longer")
-            boss.kill()
-            return
-        _tell("up", "stopping: running requests may finish; once more to not wait for them")
-        stops.append(loop.create_task(boss.stop()))
-
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    return stops
 
 
 async def _until_ready(host: str, port: int, workers: int, deadline_s: float) -> None:

@@ -6,9 +6,7 @@ front) or only other processes.
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 from moonserve.core.units import Bytes
@@ -17,7 +15,7 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.part import Part, Routes
 from moonserve.live.http.server import App, Handler, Server, serve
-from moonserve.live.process.supervise import beat, say
+from moonserve.live.process.supervise import beat, say, stop_event
 
 INTERNAL_BODY_BYTES: Bytes = 64 << 20
 
@@ -98,10 +96,7 @@ async def run(
     start: Awaitable[Process], config: GatewayConfig, say: Callable[[str], None] = say
 ) -> None:
     """Start a process and run it until SIGTERM or SIGINT. Raises ConfigError, RegistryError."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     process = await start
     gc.collect()
     gc.freeze()  # objects of the start stay for ever: no collection need look at them again

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -24,7 +23,7 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
-from moonserve.live.process.supervise import say
+from moonserve.live.process.supervise import say, stop_event
 from moonserve.live.registry.entries import (
     MASTER,
     MasterEntry,
@@ -82,7 +81,7 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
 async def run_master(config: MasterConfig, say: Say = say) -> None:
     """Run a master. Raises ConfigError where it cannot listen."""
     require_token_beyond_loopback(config.host, config.token, "members of the pool")
-    stop = _stop_event()
+    stop = stop_event()
     registry = await open_registry(config.registry)
     if registry is not None and config.advertise_host is None:
         check_reachable(config.host)
@@ -135,7 +134,7 @@ async def run_segment(config: SegmentConfig, say: Say = say) -> None:
     mine = config.settings
     if mine.advertise_host is None:
         check_reachable(mine.host)
-    stop = _stop_event()
+    stop = stop_event()
     async with AsyncExitStack() as stack:
         http = HttpClient()
         stack.push_async_callback(http.close)
@@ -188,10 +187,3 @@ async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) 
     }
     name = f"segment {config.settings.segment}"
     return await serve(App(routes, name=name), config.settings.host, port, "metrics_port")
-
-
-def _stop_event() -> asyncio.Event:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop

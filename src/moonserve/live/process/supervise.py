@@ -79,6 +79,8 @@ class Supervisor:
         self._restarts = restarts or Restarts()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
+        self._stopping_task: asyncio.Task[None] | None = None
+        """The stop that a signal began."""
 
     @property
     def pids(self) -> dict[str, int]:
@@ -98,6 +100,8 @@ class Supervisor:
         finally:
             await self.stop()
             await asyncio.gather(*keepers, return_exceptions=True)
+            if self._stopping_task is not None:
+                await self._stopping_task
 
     async def stop(self) -> None:
         """Ask the children to end, rank by rank; kill what outlives its grace."""
@@ -112,6 +116,24 @@ class Supervisor:
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+    def stop_on_signals(self, stopping: Callable[[], None], killing: Callable[[], None]) -> None:
+        """At the first SIGINT, SIGTERM or SIGHUP stop in order; at a second one kill all children.
+
+        `stopping` and `killing` are called before that, to report it.
+        """
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if self._stopping_task is None:
+                stopping()
+                self._stopping_task = loop.create_task(self.stop())
+            else:
+                killing()
+                self.kill()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal)
 
     async def _end(self, child: Child) -> None:
         process = self._processes.get(child.name)
@@ -242,6 +264,14 @@ def _wait_for_orphanhood() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_ORPHAN_GRACE_S)
     os._exit(1)
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set; they do not end the process by themselves any more."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 def say(line: str) -> None:
