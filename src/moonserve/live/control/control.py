@@ -27,7 +27,7 @@ from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.metrics import Alarms, Copies, Predictions, Served
 from moonserve.live.control.peers import Several, Standing
 from moonserve.live.control.placement_api import PlacementApi
-from moonserve.live.control.views import Api, Pool
+from moonserve.live.control.views import Api
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
@@ -36,8 +36,9 @@ from moonserve.live.http.part import Part, Routes
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
-from moonserve.live.store.external import ForeignPool
+from moonserve.live.store.external import ExternalPool
 from moonserve.live.store.local import LocalPool
+from moonserve.live.store.pool import Pool
 from moonserve.live.store.remote import RemotePool
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.settings import check_reachable, url_of
@@ -84,7 +85,7 @@ def _open_pool(
     config: GatewayConfig, http: HttpClient, tell: Callable[[Sequence[BlockEvent]], None]
 ) -> Pool:
     if config.store != "embedded":
-        return ForeignPool(config.store)
+        return ExternalPool(config.store)
     if config.store_url:
         return RemotePool(http, config.store_url, config.token, tell)
     first_ticket = time.time_ns() // 1_000  # larger than any that an earlier master gave out

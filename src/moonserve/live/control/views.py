@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.explain import Explanation, explanation, why, why_spread
@@ -11,12 +11,8 @@ from moonserve.core.units import Micros, RequestId
 from moonserve.live.control.loop import ConductorLoop, Record
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.store.external import ForeignPool
-from moonserve.live.store.local import LocalPool
-from moonserve.live.store.remote import RemotePool
+from moonserve.live.store.pool import Pool
 
-Pool: TypeAlias = LocalPool | RemotePool | ForeignPool
-"""The KV store as the gateway sees it: with its master here, elsewhere, or of another product."""
 DECISIONS_PREFIX = "/api/decisions/"
 
 

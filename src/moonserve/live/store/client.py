@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, ConfigError, StoreError
+from moonserve.core.errors import BadRequest, ConfigError, UnknownSegment
 from moonserve.core.store.words import (
     Address,
     Exists,
@@ -26,7 +26,7 @@ from moonserve.core.store.words import (
     Ticket,
 )
 from moonserve.core.units import MAX_BYTES, BlockKey, Bytes, LeaseId, SegmentId
-from moonserve.live.store import wire
+from moonserve.live.store import operations, wire
 from moonserve.live.store.copying import Copier, Write
 from moonserve.live.store.disk import open_disk
 from moonserve.live.store.link import FAILURES, Link, now_us, text, to_the_end
@@ -176,7 +176,7 @@ class StoreClient:
             batch = keys[start : start + wire.MAX_BATCH]
             try:
                 call = wire.FindCall(batch, lease, self._segment)
-                reply = await self.link.call("find", call, wire.FoundReply)
+                reply = await self.link.call(operations.FIND, call)
             except FAILURES as error:
                 log.warning("store master: find failed: %s", text(error))
                 break
@@ -207,43 +207,43 @@ class StoreClient:
 
     async def release(self, lease: LeaseId) -> None:
         """See KVStore.release. With the master out of reach, the lease ends by its time to live."""
-        await to_the_end(self.link.tell("release", wire.ReleaseCall(lease)))
+        await to_the_end(self.link.attempt(operations.RELEASE, wire.ReleaseCall(lease)))
 
     # What else there is, up to wire.MAX_BATCH keys a call
 
     async def get(self, keys: Sequence[Key], lease: LeaseId) -> list[Found | None]:
         """What each key names, leased; `read` brings it."""
         call = wire.FindCall(keys, lease, self._segment)
-        reply = await self.link.call("get", call, wire.GotReply)
+        reply = await self.link.call(operations.GET, call)
         self._learn(reply.addresses)
         return reply.found
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Whether each key names an object; no lease, no use of it."""
-        return (await self.link.call("exists", wire.KeysCall(keys), wire.Answer)).yes
+        return await self.link.call(operations.EXISTS, wire.KeysCall(keys))
 
     async def scan(self, prefix: bytes, after: Key | None, limit: int) -> list[Found]:
         """The first objects, in the order of keys, that start with `prefix` and come after."""
-        reply = await self.link.call("scan", wire.ScanCall(prefix, after, limit), wire.FoundReply)
+        reply = await self.link.call(operations.SCAN, wire.ScanCall(prefix, after, limit))
         self._learn(reply.addresses)
         return reply.found
 
     async def remove(self, keys: Sequence[Key], force: bool = False) -> list[Removal]:
         """Remove objects, pinned ones too; leased ones only with `force`."""
-        reply = await self.link.call("remove", wire.RemoveCall(keys, force), wire.Removed)
-        for key, removal in zip(keys, reply.removals, strict=True):
+        removals = await self.link.call(operations.REMOVE, wire.RemoveCall(keys, force))
+        for key, removal in zip(keys, removals, strict=True):
             if removal.version is not None:
                 self.link.diary.removed(now_us(), key, removal.version)
         self.link.tidy()
-        return reply.removals
+        return removals
 
     async def pin(self, keys: Sequence[Key], pinned: bool = True) -> list[bool]:
         """Keep objects from eviction, or no longer; whether each exists."""
-        return (await self.link.call("pin", wire.PinCall(keys, pinned), wire.Answer)).yes
+        return await self.link.call(operations.PIN, wire.PinCall(keys, pinned))
 
     async def drain(self, segment: SegmentId) -> bool:
         """Move all off a segment. False: there is no such segment."""
-        return (await self.link.call("drain", wire.DrainCall(segment), wire.Answer)).yes[0]
+        return await self.link.call(operations.DRAIN, wire.DrainCall(segment))
 
     async def evict(self, segment: SegmentId, size: Bytes) -> Bytes:
         """Let go of `size` bytes of a segment; of how many it did, less where the rest is held.
@@ -256,9 +256,9 @@ class StoreClient:
         freed = 0
         while True:
             call = wire.EvictCall(segment, size - freed)
-            reply = await self.link.call("evict", call, wire.Freed)
-            freed += reply.size
-            if freed >= size or not (reply.size or reply.moving):
+            more, moving = await self.link.call(operations.EVICT, call)
+            freed += more
+            if freed >= size or not (more or moving):
                 return freed
             await asyncio.sleep(_DISK_BUSY_S)
 
@@ -269,7 +269,7 @@ class StoreClient:
         fetched = await self._copier.read(found, into, most_s)
         if fetched.corrupt:
             bad = [(found[i].key, found[i].version, segment) for i, segment in fetched.corrupt]
-            await self.link.tell("discard", wire.DiscardCall(bad[: wire.MAX_BATCH]))
+            await self.link.attempt(operations.DISCARD, wire.DiscardCall(bad[: wire.MAX_BATCH]))
         return fetched.missing
 
     async def write(
@@ -330,12 +330,11 @@ class StoreClient:
         return [None if isinstance(it, Ticket) and it.id not in exist else it for it in outcomes]
 
     async def _start(self, call: wire.PutStartCall) -> list[Outcome]:
-        reply = await self.link.call("put_start", call, wire.PutStarted)
-        if reply.outcomes is None:
+        try:
+            reply = await self.link.call(operations.PUT_START, call)
+        except UnknownSegment:  # a master that restarted, or lost the beats
             await self.owners[0].mount()
-            reply = await self.link.call("put_start", call, wire.PutStarted)
-        if reply.outcomes is None:
-            raise StoreError("the master takes no puts of this segment, though it was mounted")
+            reply = await self.link.call(operations.PUT_START, call)
         self._learn(reply.addresses)
         return reply.outcomes
 
@@ -356,11 +355,11 @@ class StoreClient:
                 written.append(write)
                 ends.append((id, checksum))
         if failed:
-            await self.link.tell("put_abort", wire.PutAbortCall(failed))
+            await self.link.attempt(operations.PUT_ABORT, wire.PutAbortCall(failed))
         if not ends:
             return set()
-        ended = await self.link.call("put_end", wire.PutEndCall(ends, lease), wire.PutEnded)
-        for write, (id, _), version in zip(written, ends, ended.versions, strict=True):
+        versions = await self.link.call(operations.PUT_END, wire.PutEndCall(ends, lease))
+        for write, (id, _), version in zip(written, ends, versions, strict=True):
             at = write.ticket.segment, write.ticket.epoch  # the name may be another's by now
             if version != id:
                 diary.drop(id)
@@ -368,7 +367,7 @@ class StoreClient:
             diary.acknowledged(now_us(), id)
             if (mine := self._mine.get(at)) and (held := diary.held(id)):
                 mine.wrote(held)
-        return {id for (id, _), it in zip(ends, ended.versions, strict=True) if it is not None}
+        return {id for (id, _), it in zip(ends, versions, strict=True) if it is not None}
 
 
 def _mooncake(settings: StoreSettings) -> MooncakeTransport | None:

@@ -1,8 +1,7 @@
-"""A pool that is not ours, as a gateway sees it: nothing to do, and an honest answer.
+"""The pool of another product as a gateway sees it: Mooncake's, or none.
 
-Mooncake's, or none: foreign engines keep their KV to themselves.
-Mooncake's blocks are known from what workers report (store.reports); where they lie, its own master
-knows.
+External engines keep their KV themselves. Which blocks Mooncake's pool holds, the gateway knows by
+the reports of workers (store.reports); on which segments, only mooncake_master knows.
 """
 
 from __future__ import annotations
@@ -14,22 +13,23 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
+from moonserve.live.store.pool import Pool
 from moonserve.live.store.wire import PATH
 
 _MOONCAKE = (
-    "the KV of this cluster lies in Mooncake's pool, and only mooncake_master knows where: ask it"
+    "the KV of this cluster is in Mooncake's pool, and only mooncake_master knows where: ask it"
     " at /metrics and /metrics/summary of its --metrics_port (9003 unless set; `moonserve up` gives"
     " the one it starts none, so start one yourself and name it with --mooncake-master)."
-    " How many blocks are known to be there, /api/stats says: index_blocks"
+    " See index_blocks of /api/stats for the number of blocks that are known to be there"
 )
 _NONE = (
-    "foreign engines keep their KV themselves; how many blocks they are known to hold, /api/stats"
-    " says: index_blocks"
+    "external engines keep their KV themselves; see index_blocks of /api/stats for the number of"
+    " blocks that they are known to hold"
 )
 
 
-class ForeignPool:
-    """The same as LocalPool towards the gateway."""
+class ExternalPool(Pool):
+    """A Pool that has nothing to do, and refers questions to the other product."""
 
     def __init__(self, backend: Literal["mooncake", "none"] = "mooncake") -> None:
         self._backend = backend

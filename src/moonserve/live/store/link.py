@@ -14,11 +14,12 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError, Recovering, StoreError
+from moonserve.core.errors import MoonserveError, Recovering
 from moonserve.core.store.owners import RecentWrites
 from moonserve.core.store.words import Address, Terms
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId, seconds_to_us
-from moonserve.live.store import wire
+from moonserve.live.store import operations, wire
+from moonserve.live.store.operations import Operation, Reply, Request
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,7 +31,6 @@ May raise MoonserveError or OSError.
 """
 
 FAILURES: Final = (MoonserveError, OSError)  # TimeoutError is an OSError
-_NIL: Final = b"\xc0"
 _AGAIN_S = 0.05
 _CLAIM_EVERY_S = 1.0
 _TIDY_EVERY_US: Micros = MICROS_PER_SECOND
@@ -52,32 +52,34 @@ class Link:
         self._tidied_us = 0
 
     async def call(
-        self, op: str, call: msgspec.Struct, reply: type[T], most_s: float | None = None
-    ) -> T:
-        """One operation, its reply decoded. Raises MoonserveError or OSError within `most_s`."""
+        self, operation: Operation[Request, Reply], call: Request, most_s: float | None = None
+    ) -> Reply:
+        """Run one operation and return its reply, within `most_s` or `call_s`.
+
+        While the master recovers, the call is repeated. Raises MoonserveError or OSError.
+        """
         body = _encode(call)
         deadline_s = _now_s() + (most_s or self.call_s)
         while True:
-            answer = await self.rpc(op, body, deadline_s)
-            if answer != _NIL:
+            try:
+                answer = await self.rpc(operation.name, body, deadline_s)
                 break
-            await self._claim_at_times(deadline_s)
-            if _now_s() + _AGAIN_S > deadline_s:
-                raise Recovering("the store's master has started, and still gathers what there is")
-            await asyncio.sleep(_AGAIN_S)
-        try:
-            return msgspec.msgpack.decode(answer, type=reply)
-        except msgspec.DecodeError as error:
-            raise StoreError(f"the master's reply to {op!r} is not understood: {error}") from None
+            except Recovering:
+                await self._claim_at_times(deadline_s)
+                if _now_s() + _AGAIN_S > deadline_s:
+                    why = "the store's master has started, and still gathers what there is"
+                    raise Recovering(why) from None
+                await asyncio.sleep(_AGAIN_S)
+        return operation.reply(answer)
 
-    async def tell(self, op: str, call: msgspec.Struct) -> None:
-        """One operation whose failure changes nothing for the caller: it is logged."""
+    async def attempt(self, operation: Operation[Request, None], call: Request) -> None:
+        """Run one operation whose failure changes nothing for the caller: it is logged."""
         try:
-            await self.call(op, call, wire.Done)
+            await self.call(operation, call)
         except FAILURES as error:
-            # At a stop of the whole cluster the master is gone first, and forgets by itself.
-            level = logging.DEBUG if op == "unmount" else logging.WARNING
-            log.log(level, "store master: %s failed: %s", op, text(error))
+            # When the whole cluster stops, the master is gone first, and forgets by itself.
+            level = logging.DEBUG if operation is operations.UNMOUNT else logging.WARNING
+            log.log(level, "store master: %s failed: %s", operation.name, text(error))
 
     async def claim(self) -> None:
         """Tell the master what it may not know: puts and removals of the last half minute."""
@@ -85,7 +87,7 @@ class Link:
         claims, removed = self.diary.claims(now_us(), _PUT_TTL_US)
         for start in range(0, max(len(claims), len(removed)), wire.MAX_BATCH):
             part = slice(start, start + wire.MAX_BATCH)
-            await self.tell("claim", wire.ClaimCall(claims[part], removed[part]))
+            await self.attempt(operations.CLAIM, wire.ClaimCall(claims[part], removed[part]))
 
     def tidy(self) -> None:
         """Forget what is old, now and then; to be called by who adds to the diary."""

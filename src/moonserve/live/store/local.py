@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, Recovering
+from moonserve.core.errors import BadRequest
 from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.auth import check_token
@@ -21,13 +21,13 @@ from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.http.switch import Switch
 from moonserve.live.rpc.connection import Answer, Limits, RpcConnection
-from moonserve.live.store import admin, wire
+from moonserve.live.store import admin, operations, wire
+from moonserve.live.store.pool import Pool
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.wire import PATH, PROTOCOL
 
 _LIMITS = Limits(unread_bytes=2 * wire.MAX_REPLY_BYTES)
 _encode = msgspec.msgpack.Encoder().encode
-_decode_beat = msgspec.msgpack.Decoder(wire.BeatCall).decode
 
 
 def member_connection(
@@ -40,7 +40,7 @@ def member_connection(
     )
 
 
-class LocalPool:
+class LocalPool(Pool):
     """The pool whose master is in this process."""
 
     def __init__(
@@ -75,9 +75,9 @@ class LocalPool:
 
     async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
         """See Master.copy; of very many only the first. May raise MoonserveError or OSError."""
-        copying = self.service.copy(wire.CopyCall(keys[: wire.MAX_BATCH], to, source))
+        count = self.service.run(operations.COPY, wire.CopyCall(keys[: wire.MAX_BATCH], to, source))
         self._pass_events()
-        return copying.count
+        return count
 
     def tick(self) -> None:
         """To be called about twice a second."""
@@ -113,17 +113,13 @@ class LocalPool:
             self._pass_events()
 
     async def _beat(self, body: bytes) -> bytes:
-        await self._wait_for_copies(body)
+        await self._wait_for_copies(operations.BEAT.request(body))
         return self._run("beat", body)
 
-    async def _wait_for_copies(self, body: bytes) -> None:
-        """Hold a beat back while there is nothing to copy, as long as it says."""
-        try:
-            call = _decode_beat(body)
-        except msgspec.DecodeError:
-            return  # which the service says better
-        if not self.service.hear(call):  # now: the answer may be lost with its connection
-            return  # it is told at once to mount
+    async def _wait_for_copies(self, call: wire.BeatCall) -> None:
+        """Hold a beat back while there is nothing to copy, for at most its `wait_s`."""
+        if not self.service.keep_alive(call):  # now: the answer may be lost with its connection
+            return  # the owner has to mount again, at once
         called = self._called.setdefault(call.segment, asyncio.Event())
         try:
             async with asyncio.timeout(call.wait_s):
@@ -162,14 +158,14 @@ class EventLog:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def answer(self, call: wire.EventsCall) -> wire.EventsReply | None:
-        """What a listener misses, waiting for it; None while the master recovers."""
+    async def answer(self, call: wire.EventsCall) -> wire.EventsReply:
+        """Return the events after `call.after`, and wait for one if there is none yet.
+
+        Raises Recovering.
+        """
         behind = self._at - call.after
         if call.start != self._start or not 0 <= behind <= len(self._events):
-            try:
-                return wire.EventsReply(self._start, self._at, True, self._inventory())
-            except Recovering:
-                return None
+            return wire.EventsReply(self._start, self._at, True, self._inventory())
         if not behind:
             try:
                 async with asyncio.timeout(call.wait_s):
@@ -181,9 +177,5 @@ class EventLog:
         return wire.EventsReply(self._start, self._at, False, told)
 
     async def handle(self, body: bytes) -> bytes:
-        """The operation `events`. Raises BadRequest where the body is malformed."""
-        try:
-            call = msgspec.msgpack.decode(body, type=wire.EventsCall)
-        except msgspec.DecodeError as error:
-            raise BadRequest(f"store operation 'events': {error}", "body") from None
-        return _encode(await self.answer(call))
+        """Run the operation `events`. Raises BadRequest: a malformed body; Recovering."""
+        return _encode(await self.answer(operations.EVENTS.request(body)))

@@ -21,7 +21,7 @@ from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.store.owners import CopyQueue, SegmentContents
 from moonserve.core.store.words import Change, Copy, Gone, Held, Holder, Medium, Mount, Orders
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId
-from moonserve.live.store import wire
+from moonserve.live.store import operations, wire
 from moonserve.live.store.link import FAILURES, Link, now_us, text
 from moonserve.live.store.settings import StoreSettings
 from moonserve.live.transfer.client import Slice, Transfer
@@ -162,7 +162,7 @@ class Owner:
                 raise StoreError(f"segment {self.mounting.id!r} has left the pool")
             last = number == len(pages) - 1
             call = wire.MountCall(self.mounting, page, number, last)
-            reply = await self._link.call("mount", call, wire.Mounted)
+            reply = await self._link.call(operations.MOUNT, call)
             if reply.holder is not None:
                 reply = await self._wait_for(reply.holder, call)
             if not reply.accepted:
@@ -177,7 +177,7 @@ class Owner:
         level = logging.INFO if self._reached else logging.DEBUG
         log.log(level, "segment %s is held: waiting whether its holder is given up", name)
         while True:
-            reply = await self._link.call("mount", call, wire.Mounted)
+            reply = await self._link.call(operations.MOUNT, call)
             if reply.holder is None:
                 return reply
             if reply.holder.address != holder.address:
@@ -216,7 +216,9 @@ class Owner:
                 log.debug("store master: no last beat: %s", text(error))
         self._left = True  # a put that is under way would mount it again
         self.tasks.forget()  # what runs is waited for, and no more is begun
-        await self._link.tell("unmount", wire.SegmentCall(self.mounting.id, self.mounting.epoch))
+        await self._link.attempt(
+            operations.UNMOUNT, wire.SegmentCall(self.mounting.id, self.mounting.epoch)
+        )
 
     async def idle(self) -> None:
         """Return when no copy is being made."""
@@ -264,7 +266,7 @@ class Owner:
         me = self.mounting
         asked_us, mounts = now_us(), self._mounts
         call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, wait_s)
-        reply = await self._link.call("beat", call, wire.Beaten, _BEAT_CALL_S)
+        reply = await self._link.call(operations.BEAT, call, _BEAT_CALL_S)
         orders = reply.orders
         if mounts != self._mounts:
             return orders  # it speaks of a mounting that is over
@@ -330,7 +332,7 @@ class Owner:
                     corrupt.append((held.key, held.version, copy.source.segment))
                 self.tasks.end(held.id, outcome == "here")
         if corrupt:
-            await self._link.tell("discard", wire.DiscardCall(corrupt))
+            await self._link.attempt(operations.DISCARD, wire.DiscardCall(corrupt))
         try:
             await self._tell_results()
         except FAILURES as error:
@@ -375,7 +377,7 @@ class Owner:
         if not results:
             return
         call = wire.CopiedCall(self.mounting.id, self.mounting.epoch, results)
-        became = (await self._link.call("copied", call, wire.Answer)).yes
+        became = await self._link.call(operations.COPIED, call)
         self.tasks.reported([id for id, _ in results])
         stale = [id for (id, done), yes in zip(results, became, strict=True) if done and not yes]
         if not stale:  # nearly always: it saves a look at all that is held

@@ -21,6 +21,7 @@ from moonserve.core.errors import (
     ConfigError,
     DeadlineExceeded,
     MoonserveError,
+    Recovering,
     StoreError,
 )
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared
@@ -31,8 +32,9 @@ from moonserve.live.http.connection import BadReply
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.rpc.connection import Limits, RpcConnection
-from moonserve.live.store import wire
+from moonserve.live.store import operations, wire
 from moonserve.live.store.link import FAILURES, Link, text
+from moonserve.live.store.pool import Pool
 from moonserve.live.store.wire import PATH, PROTOCOL
 
 log = logging.getLogger(__name__)
@@ -113,8 +115,8 @@ class HttpRpc:
         return ConfigError(f"{self.url} is no store's master: {said}", _URL)
 
 
-class RemotePool:
-    """The same as LocalPool towards the gateway. Made inside a running loop; `close` it."""
+class RemotePool(Pool):
+    """A Pool. Made inside a running loop; `close` it."""
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class RemotePool:
     async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
         """See Master.copy; of very many only the first. May raise MoonserveError or OSError."""
         call = wire.CopyCall(keys[: wire.MAX_BATCH], to, source)
-        return (await self._link.call("copy", call, wire.Copying)).count
+        return await self._link.call(operations.COPY, call)
 
     def move(self, url: str) -> None:
         """The master is elsewhere now."""
@@ -190,26 +192,23 @@ class RemotePool:
             await self._released.wait()
             self._released.clear()
             while self._leases:
-                await self._link.tell("release", wire.ReleaseCall(self._leases.popleft()))
+                await self._link.attempt(
+                    operations.RELEASE, wire.ReleaseCall(self._leases.popleft())
+                )
 
     async def _follow(self) -> None:
         start, at, heard = 0, 0, True
         while True:
-            body = msgspec.msgpack.encode(wire.EventsCall(start, at, _WAIT_S))
+            call = wire.EventsCall(start, at, _WAIT_S)
             try:
-                end_s = asyncio.get_running_loop().time() + _WAIT_S + _CALL_S
-                answer = await self._rpc("events", body, end_s)
-                reply = msgspec.msgpack.decode(answer, type=wire.EventsReply | None)
-            except (*FAILURES, msgspec.DecodeError) as error:
-                if heard:
+                reply = await self._link.call(operations.EVENTS, call, _WAIT_S + _CALL_S)
+            except FAILURES as error:
+                if heard and not isinstance(error, Recovering):
                     log.warning("store master %s: %s; still trying", self._rpc.url, text(error))
-                heard = False
+                    heard = False
                 await asyncio.sleep(_PAUSE_S)
                 continue
             heard = True
-            if reply is None:
-                await asyncio.sleep(_PAUSE_S)
-                continue
             if reply.anew:
                 self._pass(list(self._epochs.values()))
                 self._epochs.clear()

@@ -1,8 +1,6 @@
-"""What travels between the store's master and its clients: one request and one reply per op.
+"""Requests and replies between the store's members and its master; see live.store.operations.
 
-msgpack, fields by position; what is added comes last, with a default. Refusals that a client must
-act on are fields of the replies, not errors: an error means that the call itself failed. A reply
-of nil, to any op, says that the master is recovering: try again.
+msgpack, fields by position. Every member and the master run the same version. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from moonserve.core.store.words import (
     Mount,
     Orders,
     Outcome,
-    Removal,
     Terms,
 )
 from moonserve.core.units import Bytes, LeaseId, SegmentId
@@ -98,7 +95,7 @@ class Beaten(msgspec.Struct, frozen=True, array_like=True):
 class CopiedCall(msgspec.Struct, frozen=True, array_like=True):
     """Copies that ended: (id, whether the bytes are there and verified).
 
-    Answer: whether each is a replica now; else its extent is not its any more.
+    The reply: whether each is a replica now. If not, its extent may be reused.
     """
 
     segment: Segment
@@ -119,12 +116,6 @@ class DrainCall(msgspec.Struct, frozen=True, array_like=True):
     segment: Segment
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Yes or no to each thing asked."""
-
-    yes: list[bool]
-
-
 class PutStartCall(msgspec.Struct, frozen=True, array_like=True):
     """Start one put per item; `parent` is the key before the first one's.
 
@@ -139,26 +130,20 @@ class PutStartCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PutStarted(msgspec.Struct, frozen=True, array_like=True):
-    """One outcome per item, and the addresses of the tickets' segments.
+    """One outcome per item, and the addresses of the tickets' segments."""
 
-    `outcomes` is None when the owner is not mounted: mount again, then retry.
-    """
-
-    outcomes: list[Outcome] | None
+    outcomes: list[Outcome]
     addresses: dict[SegmentId, Address]
 
 
 class PutEndCall(msgspec.Struct, frozen=True, array_like=True):
-    """End puts: (ticket id, XXH3-64 of the bytes)."""
+    """End puts: (ticket id, XXH3-64 of the bytes).
+
+    The reply: per put the version of the object that exists now; None: the ticket is stale.
+    """
 
     ends: Annotated[Sequence[tuple[int, int]], _BATCH]
     lease: Name | None
-
-
-class PutEnded(msgspec.Struct, frozen=True, array_like=True):
-    """Per put, the version of the object that exists now; None: the ticket is stale."""
-
-    versions: list[int | None]
 
 
 class PutAbortCall(msgspec.Struct, frozen=True, array_like=True):
@@ -213,45 +198,32 @@ class RemoveCall(msgspec.Struct, frozen=True, array_like=True):
     force: bool = False
 
 
-class Removed(msgspec.Struct, frozen=True, array_like=True):
-    """What became of each key."""
-
-    removals: list[Removal]
-
-
 class PinCall(msgspec.Struct, frozen=True, array_like=True):
-    """Pin objects, or unpin them. Answer: whether each exists."""
+    """Pin objects, or unpin them. The reply: whether each exists."""
 
     keys: Keys
     pinned: bool
 
 
 class EvictCall(msgspec.Struct, frozen=True, array_like=True):
-    """Let go of `size` bytes of the segment."""
+    """Evict `size` bytes of the segment.
+
+    The reply: bytes freed or on their way to disk, and whether any are on their way.
+    """
 
     segment: Segment
     size: Annotated[Bytes, msgspec.Meta(gt=0)]
 
 
-class Freed(msgspec.Struct, frozen=True, array_like=True):
-    """How many bytes an eviction freed or has on their way to disk, and whether any are."""
-
-    size: Bytes
-    moving: bool = False
-
-
 class CopyCall(msgspec.Struct, frozen=True, array_like=True):
-    """Make replicas of objects on one more segment, preferably from `source`."""
+    """Make replicas of objects on one more segment, preferably from `source`.
+
+    The reply: how many of the first keys have a replica there, or will have one.
+    """
 
     keys: Keys
     to: Segment
     source: Segment | None
-
-
-class Copying(msgspec.Struct, frozen=True, array_like=True):
-    """How many of the first are there, or will be if all goes well."""
-
-    count: int
 
 
 class ReleaseCall(msgspec.Struct, frozen=True, array_like=True):
@@ -284,7 +256,3 @@ class EventsReply(msgspec.Struct, frozen=True, array_like=True):
     at: int
     anew: bool
     events: list[BlocksStored | BlocksRemoved | BlocksCleared]
-
-
-class Done(msgspec.Struct, frozen=True, array_like=True):
-    """Nothing to say."""

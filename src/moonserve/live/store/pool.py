@@ -1,0 +1,38 @@
+"""The pool of KV blocks as a gateway uses it, wherever its master is.
+
+LocalPool (the master is in this process), RemotePool (in another) and ExternalPool (Mooncake's, or
+none) implement it; live.control uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from moonserve.core.units import BlockKey, LeaseId, SegmentId
+from moonserve.live.http.server import Handler
+
+
+class Pool(Protocol):
+    """See the module. Made inside a running loop, ended by `close`."""
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """HTTP handlers by (method, path)."""
+
+    async def lookup(self, query: Mapping[str, str]) -> Any:
+        """What GET /api/segments answers to this query, for JSON. Raises MoonserveError."""
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease soon. If that fails, it ends by its time to live."""
+
+    async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
+        """Make replicas of the first wire.MAX_BATCH blocks on `to`; returns how many will exist.
+
+        See Master.copy. May raise MoonserveError or OSError.
+        """
+
+    def tick(self) -> None:
+        """Let time pass at a master in this process; to be called about twice a second."""
+
+    async def close(self) -> None:
+        """Stop all tasks."""
