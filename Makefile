@@ -95,9 +95,9 @@ fix: $(DEV) ## mend what can be mended by itself
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: $(RUN) ## write docs/cli.md from the program's help
-	@mkdir -p docs
-	$(PY) -m moonserve.cli.docs > docs/cli.md
+docs: $(RUN) ## write docs/reference/cli.md from the program's help
+	@mkdir -p docs/reference
+	$(PY) -m moonserve.cli.docs > docs/reference/cli.md
 
 bench: $(BENCH) model ## tokens per second, beside llama.cpp
 	$(PY) bench/engine.py $(ARGS)

@@ -1,4 +1,4 @@
-"""Prints docs/cli.md: `make docs` writes the file, and a test compares it with the program."""
+"""Prints docs/reference/cli.md: `make docs` writes the file, and a test compares both."""
 
 from __future__ import annotations
 
