@@ -113,7 +113,7 @@ def test_a_worker_that_hangs_and_falls_silent_ends_the_group() -> None:
         async with site(admission="none", dead_after_us=2_000_000) as it:
             await cluster(it)
             silent = it.workers["p1"]
-            silent.runner.passes.run = hang  # type: ignore[assignment,method-assign]
+            it.engines["p1"].run = hang  # type: ignore[assignment,method-assign]
             asked = asyncio.create_task(ask(it, PROMPT, "x"))
             async with asyncio.timeout(10):
                 while not silent.runner.ledger().blocks_used:
@@ -154,7 +154,7 @@ def test_a_worker_that_refuses_its_part_costs_one_retry() -> None:
     async def main() -> None:
         async with site(admission="none") as it:
             await cluster(it)
-            chains: Any = it.workers["p1"].runner.chains
+            chains: Any = it.workers["p1"].runner.parts
             chains.check = refuse
             await ask(it, PROMPT, "x")
             assert record(it, "x").attempts == 2

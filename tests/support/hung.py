@@ -6,14 +6,13 @@ Prints what a worker prints. The pass deadline is short, and there is no model.
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 import threading
 
 from moonserve.core.engine.batch import Pass, PassResult
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.ports import Layers
-from moonserve.live.process import worker
+from moonserve.live.process.worker import Loaded, run_worker
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.job import Limits
 
@@ -28,8 +27,6 @@ class Hung(FakeEngine):
 
 
 if __name__ == "__main__":
-    worker._load = lambda config, say: (Hung(), None, "m")  # type: ignore[assignment,return-value]
-    worker.Limits = functools.partial(Limits, pass_s=0.1)  # type: ignore[attr-defined,assignment]
     config = WorkerConfig(
         name="h0",
         role="both",
@@ -39,4 +36,10 @@ if __name__ == "__main__":
         token=sys.argv[2],
         segment_bytes=1 << 20,
     )
-    asyncio.run(worker.run_worker(config))
+    asyncio.run(
+        run_worker(
+            config,
+            load=lambda config, say: Loaded(Hung(), None, "m"),
+            limits=Limits(pass_s=0.1),
+        )
+    )

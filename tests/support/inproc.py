@@ -41,6 +41,7 @@ class Site:
         self.gateway = gateway
         self.http = http
         self.workers: dict[str, Worker] = {}
+        self.engines: dict[str, FakeEngine] = {}
         self.members: dict[str, asyncio.Task[None]] = {}
         self.stores: dict[str, StoreClient] = {}
         self._stack = stack
@@ -76,7 +77,7 @@ class Site:
         self._stack.push_async_callback(store.close)
         self.stores[name] = store
         store.start_beats()
-        engine = FakeEngine(
+        engine = self.engines[name] = FakeEngine(
             block_size=BLOCK, num_blocks=blocks, max_len=8192, cost=cost or fake_cost()
         )
         store.read = _slowed(store.read, read_us)  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -87,10 +87,11 @@ class Worker:
         tokenizer: Tokenizer | None = None,
         epoch: int = 1,
         on_put: OnPut | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> Worker:
         """Serve `engine` under the name `model`; on_put: see WorkerKV.
 
-        Raises ConfigError if the port is taken.
+        limits: those that `config` does not set. Raises ConfigError if the port is taken.
         """
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
@@ -98,8 +99,11 @@ class Worker:
         metrics.cache(shape.block_size, shape.num_blocks)
         if isinstance(store, StoreClient):
             metrics.registry.register(LaneMetrics(store.transfer.stats))
-        limits = Limits(
-            chunk_tokens=config.chunk_tokens, max_seqs=config.max_seqs, decode_kv=config.decode_kv
+        limits = msgspec.structs.replace(
+            limits,
+            chunk_tokens=config.chunk_tokens,
+            max_seqs=config.max_seqs,
+            decode_kv=config.decode_kv,
         )
         pool_len = shape.num_blocks * shape.block_size
         http = HttpClient()
@@ -125,7 +129,7 @@ class Worker:
             # A part is one long pass: requests that decode here would wait for its end.
             layers=shape.layers if store and shape.layers > 1 and config.role == "prefill" else 0,
         )
-        app = WorkerApp(runner, metrics, shape, info, tokenizer, config.token)
+        app = WorkerApp(runner, bench, info, tokenizer, config.token)
         try:
             server = await serve(app.app(), config.host, config.port, "listen")
         except MoonserveError:
@@ -148,14 +152,30 @@ class Worker:
         await self._http.close()
 
 
-async def run_worker(config: WorkerConfig, say: Say = say) -> None:
-    """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on."""
+class Loaded(NamedTuple):
+    """A model that is ready to serve."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    name: str
+    """As clients write it."""
+
+
+async def run_worker(
+    config: WorkerConfig,
+    say: Say = say,
+    load: Callable[[WorkerConfig, Say], Loaded] | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+) -> None:
+    """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on.
+
+    load: how to get the model; limits: those that `config` does not set.
+    """
     _check_host(config)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    engine, tokenizer, model = await asyncio.to_thread(_load, config, say)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    model = await asyncio.to_thread(load or load_model, config, say)
     worker: Worker | None = None
     try:
         async with AsyncExitStack() as stack:
@@ -163,103 +183,43 @@ async def run_worker(config: WorkerConfig, say: Say = say) -> None:
             stack.push_async_callback(http.close)
             if config.engine == "torch":
                 say("warming up: measuring some passes")
-            samples = await warm_up(engine, config.role, config.chunk_tokens)
+            samples = await warm_up(model.engine, config.role, config.chunk_tokens)
             registry = await open_registry(config.registry)
             if registry is not None:
                 stack.push_async_callback(registry.close)
             gateways = Gateways(http, config.token, config.gateway, registry)
+            publisher = None if config.kv_events == "off" else _publisher(config, say)
+            if publisher is not None:
+                stack.push_async_callback(publisher.close)
             epoch = time.time_ns() // 1000
-            events = None if config.kv_events == "off" else _events(config, say)
-            if events is not None:
-                stack.push_async_callback(events.close)
-            store = await _open(gateways, http, config, epoch, stop)
+            store = await _open_store(gateways, http, config, epoch, stop)
             if store is not None:
                 stack.push_async_callback(store.close)
-                stack.push_async_callback(_hand_on, store, stop, config)
+                stack.push_async_callback(_move_objects, store, stop, config)
                 on_put = None
-                if events is not None and isinstance(store, StoreClient):
-                    on_put = publish_blocks(store, events, engine.shape.block_size)
+                if publisher is not None and isinstance(store, StoreClient):
+                    on_put = publish_blocks(store, publisher, model.engine.shape.block_size)
                 worker = await Worker.start(
                     config,
-                    engine,
+                    model.engine,
                     store,
-                    model=model,
-                    tokenizer=tokenizer,
+                    model=model.name,
+                    tokenizer=model.tokenizer,
                     epoch=epoch,
                     on_put=on_put,
+                    limits=limits,
                 )
                 stack.push_async_callback(worker.stop, config.drain_s)
+                stack.callback(_limit_clean_up, worker)
                 worker.runner.measured(samples)
                 say(f"listening on {worker.info.url}")
                 beat()
-                try:
-                    await _belong(worker, gateways, stop, say)
-                finally:
-                    if worker.runner.hung:  # the clean-up may hang too
-                        threading.Timer(_CLEAN_UP_S, os._exit, (1,)).start()
+                await _belong(worker, gateways, stop, say)
     finally:
         if worker is not None and worker.runner.hung:
             _end_process(say)
-        await engine.close()
+        await model.engine.close()
     say("stopped")
-
-
-async def _hand_on(store: KVStore, stop: asyncio.Event, config: WorkerConfig) -> None:
-    """Copy this worker's objects to other segments, unless the worker ends for a fault."""
-    if stop.is_set() and isinstance(store, StoreClient):
-        await hand_on(store, config.drain_s)
-
-
-def _events(config: WorkerConfig, say: Say) -> Publisher:
-    """The publisher of events about this worker's segments. Raises ConfigError."""
-    if config.store == "mooncake":
-        why = "the Mooncake store does not report evictions; set kv_events to off"
-        raise ConfigError(why, "kv_events")
-    from moonserve.live.kvevents.publisher import Publisher  # only here: imports ZMQ
-
-    endpoint, _, replay = config.kv_events.partition(",")
-    events = Publisher(endpoint, replay or None)
-    say(f"publishing KV events on {events.endpoint}, replay on {events.replay_endpoint}")
-    return events
-
-
-def publish_blocks(store: StoreClient, events: Publisher, block_size: Tokens) -> OnPut:
-    """Publish events of all blocks that the segments of `store` receive and lose.
-
-    Returns the function that a runner calls with the keys it is about to put.
-    """
-    from moonserve.live.kvevents.publisher import SegmentEvents
-
-    segment_events = SegmentEvents(block_size, events.publish)
-    for owner in store.owners:
-        holds = owner.catalogue.held.__contains__
-        owner.watch = segment_events.segment(owner.mounting.tier, holds)
-    return segment_events.learned
-
-
-def _end_process(say: Say) -> None:
-    """End the process at once, so that its supervisor starts it again.
-
-    At its exit, the interpreter would wait for the hanging thread of the engine for ever.
-    """
-    say("the engine hangs: ending this process")
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _check_host(config: WorkerConfig) -> None:
-    """Check the host, the token and the transport before a model is loaded.
-
-    Raises ConfigError: every host on the network could send work here, the gateway could not reach
-    this address, or the transport is not installed.
-    """
-    require_token_beyond_loopback(config.host, config.token, "callers")
-    if config.advertise_host is None:
-        check_reachable(config.host)
-    if config.transport == "mooncake":
-        mooncake_master.require("transport")
 
 
 async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: Say) -> None:
@@ -277,6 +237,76 @@ async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: 
     await gateways.leave()
 
 
+# Ways to end.
+
+
+async def _move_objects(store: KVStore, stop: asyncio.Event, config: WorkerConfig) -> None:
+    """Move this worker's objects to other segments, unless the worker ends for a fault."""
+    if stop.is_set() and isinstance(store, StoreClient):
+        await hand_on(store, config.drain_s)
+
+
+def _limit_clean_up(worker: Worker) -> None:
+    """Where the engine hangs, the clean-up may hang too: end the process after a while."""
+    if worker.runner.hung:
+        threading.Timer(_CLEAN_UP_S, os._exit, (1,)).start()
+
+
+def _end_process(say: Say) -> None:
+    """End the process at once, so that its supervisor starts it again.
+
+    At its exit, the interpreter would wait for the hanging thread of the engine for ever.
+    """
+    say("the engine hangs: ending this process")
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# Parts of the process.
+
+
+def _publisher(config: WorkerConfig, say: Say) -> Publisher:
+    """The publisher of events about this worker's segments. Raises ConfigError."""
+    if config.store == "mooncake":
+        why = "the Mooncake store does not report evictions; set kv_events to off"
+        raise ConfigError(why, "kv_events")
+    from moonserve.live.kvevents.publisher import Publisher  # only here: imports ZMQ
+
+    endpoint, _, replay = config.kv_events.partition(",")
+    publisher = Publisher(endpoint, replay or None)
+    say(f"publishing KV events on {publisher.endpoint}, replay on {publisher.replay_endpoint}")
+    return publisher
+
+
+def publish_blocks(store: StoreClient, publisher: Publisher, block_size: Tokens) -> OnPut:
+    """Publish events of all blocks that the segments of `store` receive and lose.
+
+    Returns the function that a runner calls with the keys it is about to put.
+    """
+    from moonserve.live.kvevents.publisher import SegmentEvents
+
+    segment_events = SegmentEvents(block_size, publisher.publish)
+    for owner in store.owners:
+        holds = owner.catalogue.held.__contains__
+        owner.watch = segment_events.segment(owner.mounting.tier, holds)
+    return segment_events.learned
+
+
+def _check_host(config: WorkerConfig) -> None:
+    """Check the host, the token and the transport before a model is loaded.
+
+    Raises ConfigError: every host on the network could send work here, the gateway could not reach
+    this address, or the transport is not installed.
+    """
+    require_token_beyond_loopback(config.host, config.token, "callers")
+    if config.advertise_host is None:
+        check_reachable(config.host)
+    if config.transport == "mooncake":
+        mooncake_master.require("transport")
+
+
 async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | None:
     """The result; None: `stop` was set before."""
     task, stopping = asyncio.create_task(doing), asyncio.create_task(stop.wait())
@@ -289,22 +319,22 @@ async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | Non
     return None
 
 
-async def _open(
+async def _open_store(
     gateways: Gateways, http: HttpClient, config: WorkerConfig, epoch: int, stop: asyncio.Event
 ) -> KVStore | None:
     """The store, once its master answers; None: `stop` was set before. Raises MoonserveError."""
     if config.store == "mooncake":
-        return await mounted(gateways.ping, partial(_open_mooncake, gateways, config), stop)
+        return await mounted(gateways.ping, partial(_mount_mooncake, gateways, config), stop)
     url = await _unless(stop, gateways.master(config.store_url))
     if url is None:
         return None
     rpc = HttpRpc(http, url, config.token)
     if not config.store_url:
         gateways.follow_master(rpc.move)
-    return await mounted(rpc.connect, partial(_open_store, rpc, config, epoch), stop)
+    return await mounted(rpc.connect, partial(_mount, rpc, config, epoch), stop)
 
 
-async def _open_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
+async def _mount_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
     """One attempt. Raises ConfigError where another attempt would fail too, else MoonserveError."""
     from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 
@@ -318,8 +348,8 @@ async def _open_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
     return await MooncakeStore.open(settings, gateways.blocks)
 
 
-async def _open_store(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
-    """One attempt, as `_open_mooncake`."""
+async def _mount(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
+    """One attempt, as `_mount_mooncake`."""
     client = await StoreClient.open(
         rpc,
         StoreSettings(
@@ -345,8 +375,8 @@ async def _open_store(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore
     return client
 
 
-def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
-    """Engine, tokenizer and served name. Takes seconds; raises ConfigError."""
+def load_model(config: WorkerConfig, say: Say) -> Loaded:
+    """Load the engine and the tokenizer. Takes seconds; raises ConfigError."""
     found = resolve(config.model)
     say(f"loading {found.name} for the {config.engine} engine")
     tokenizer = load_tokenizer(found.path)
@@ -361,7 +391,7 @@ def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
             eos_token_ids=shape.eos_token_ids,
             cost=Cost(config.pass_us, learns=False) if config.pass_us else None,
         )
-        return fake, tokenizer, found.name
+        return Loaded(fake, tokenizer, found.name)
     from moonserve.live.engine.torch_engine import TorchEngine  # torch takes a second to import
 
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -375,4 +405,4 @@ def _load(config: WorkerConfig, say: Say) -> tuple[Engine, Tokenizer, str]:
         threads=threads,
         progress=say,
     )
-    return engine, tokenizer, found.name
+    return Loaded(engine, tokenizer, found.name)

@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 import msgspec
 
@@ -32,43 +31,42 @@ from moonserve.live.http.message import (
 from moonserve.live.http.server import App, Reply
 from moonserve.live.openai.reply import event, reply_head
 from moonserve.live.openai.text import TextStream
-from moonserve.live.ports import EngineShape
 from moonserve.live.text.detok import Detokenizer
 from moonserve.live.text.tokenizer import Tokenizer
-from moonserve.live.worker.job import Job, Piece
-from moonserve.live.worker.metrics import Metrics
+from moonserve.live.worker.job import Job
 from moonserve.live.worker.parts import Fetch
 from moonserve.live.worker.runner import Runner
 from moonserve.live.worker.wire import (
-    CONNECTOR,
     CompletionBody,
     Delta,
     PartBody,
     PrefetchBody,
     Shaper,
+    delta_of,
+    hand_over_params,
     make_job,
     parse_packed,
 )
+from moonserve.live.worker.workbench import Workbench
 
 
 class WorkerApp:
-    """Handlers over one runner. `info.url` must be known before the first hand-over.
-
-    token: what clients must present as Bearer; "" lets every client in.
-    """
+    """Handlers over one runner."""
 
     def __init__(
         self,
         runner: Runner,
-        metrics: Metrics,
-        shape: EngineShape,
+        bench: Workbench,
         info: InstanceInfo,
         tokenizer: Tokenizer | None = None,
         token: str = "",
     ) -> None:
+        """info: its `url` may be set later, before the first hand-over; token: what clients must
+        present as Bearer, "" lets every client in.
+        """
         self._runner = runner
-        self._metrics = metrics
-        self._shape = shape
+        self._metrics = bench.metrics
+        self._shape = bench.shape
         self.info = info
         self._tokenizer = tokenizer
         self._token = token
@@ -113,7 +111,8 @@ class WorkerApp:
             return StreamingResponse(_Primed(await anext(events), events))
         async with aclosing(self._deltas(job)) as stream:
             deltas = [delta async for delta in stream]
-        return json_response(shaper.whole(deltas, self._hand_over(job, deltas[-1])))
+        params = hand_over_params(self.info, job, deltas[-1])
+        return json_response(shaper.whole(deltas, params))
 
     async def _events(self, job: Job, shaper: Shaper) -> AsyncGenerator[bytes, None]:
         began = False
@@ -121,7 +120,7 @@ class WorkerApp:
         try:
             async with aclosing(self._deltas(job)) as stream:
                 async for delta in stream:
-                    yield shaper.chunk(delta, self._hand_over(job, delta))
+                    yield shaper.chunk(delta, hand_over_params(self.info, job, delta))
                     began = True
                     cached = delta.cached_tokens
         except MoonserveError as error:
@@ -131,7 +130,7 @@ class WorkerApp:
         yield shaper.last_events(cached)
 
     async def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
-        """The generation with its text; ends early at a stop string."""
+        """The generation with its text; it ends early at a stop string."""
         text = None
         if self._tokenizer is not None:
             text = TextStream(Detokenizer(self._tokenizer, at_start=False), job.stopping.stop)
@@ -139,7 +138,7 @@ class WorkerApp:
         try:
             async with aclosing(self._runner.generate(job)) as pieces:
                 async for piece in pieces:
-                    delta = _delta(piece, text)
+                    delta = delta_of(piece, text)
                     reason = delta.finish_reason or reason
                     yield delta
                     if delta.finish_reason is not None:
@@ -149,24 +148,6 @@ class WorkerApp:
             raise
         finally:
             self._metrics.finished(reason)
-
-    def _hand_over(self, job: Job, last: Delta) -> dict[str, Any] | None:
-        """The kv_transfer_params for a decode worker; None if the request does not go on there."""
-        if not job.send_kv or last.finish_reason != "length":
-            return None
-        host, _, port = self.info.url.rpartition("//")[2].rpartition(":")
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "connector": CONNECTOR,
-            "remote_engine_id": self.info.id,
-            "remote_host": host,
-            "remote_port": int(port),
-            "remote_num_tokens": len(job.prompt),
-            "first_token_id": last.token_ids[0],
-            "lease": job.lease,
-            "segment": self.info.segment,
-        }
 
     async def _prefetch(self, request: HttpRequest) -> Response:
         """Answers once the decode call came; a gateway that disconnects before will not make it."""
@@ -237,26 +218,6 @@ def part_client(http: HttpClient, token: str, wait_s: float) -> Fetch:
             yield reply
 
     return fetch
-
-
-def _delta(piece: Piece, text: TextStream | None) -> Delta:
-    reason: str | None = None
-    stop: int | str | None = None
-    if piece.finish is not None:
-        reason = piece.finish.reason
-        stop = piece.finish.stop_token
-    ids = (piece.token,)
-    added = ""
-    if text is not None:
-        if reason is None:
-            added = text.feed(ids)
-        elif reason == "stop":
-            added = text.end()  # the text does not contain the token that stops it
-        else:
-            added = text.end(ids)
-        if text.met is not None:
-            reason, stop = "stop", text.met
-    return Delta(added, ids, reason, stop, piece.cached_tokens)
 
 
 class _Primed:

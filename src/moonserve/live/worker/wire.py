@@ -14,13 +14,15 @@ import msgspec
 from msgspec import UNSET
 
 from moonserve.core.errors import BadRequest, ModelNotFound
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
 from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
 from moonserve.live.openai.request import GenerationRequest, sampling, stopping, wants_usage
+from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import EngineShape
-from moonserve.live.worker.job import Job, Part
+from moonserve.live.worker.job import Job, Part, Piece
 
-CONNECTOR = "moonserve"
+_CONNECTOR = "moonserve"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=1_024)]
@@ -92,7 +94,7 @@ def parse_packed(raw: bytes, shape: type[_Body]) -> _Body:
     try:
         return msgspec.msgpack.decode(raw, type=shape)
     except msgspec.DecodeError as error:
-        raise BadRequest(f"body is no msgpack {shape.__name__}: {error}") from None
+        raise BadRequest(f"request body: is not a {shape.__name__} in msgpack: {error}") from None
 
 
 def make_job(
@@ -106,15 +108,17 @@ def make_job(
 ) -> Job:
     """Check a body against this worker. Raises BadRequest or ModelNotFound naming the field."""
     if body.model is not None and body.model != model:
-        raise ModelNotFound(f"model {body.model!r} is not served here, {model!r} is", "model")
+        raise ModelNotFound(f"model: {body.model!r} is not served here; {model!r} is", "model")
     params = body.kv_transfer_params or KVTransferParams()
     if params.do_remote_decode and params.do_remote_prefill:
         raise BadRequest(
-            "do_remote_decode and do_remote_prefill exclude each other", "kv_transfer_params"
+            "kv_transfer_params: set do_remote_decode or do_remote_prefill, not both",
+            "kv_transfer_params",
         )
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if params.do_remote_decode and max_tokens != 1:
-        raise BadRequest("must be 1 with kv_transfer_params.do_remote_decode", "max_tokens")
+        what = "must be 1 with kv_transfer_params.do_remote_decode"
+        raise BadRequest(f"max_tokens: {what}", "max_tokens")
     prompt = _prompt(body.prompt, shape, encode)
     if len(prompt) + max_tokens > shape.max_len:
         raise BadRequest(
@@ -129,7 +133,8 @@ def make_job(
         _check_part(params.part, params.do_remote_decode, len(prompt), shape)
     first = params.first_token_id if params.do_remote_prefill else None
     if first is not None and first >= shape.vocab_size:
-        raise BadRequest("first_token_id is not in the vocabulary", "kv_transfer_params")
+        what = f"first_token_id must be from 0 to {shape.vocab_size - 1}"
+        raise BadRequest(f"kv_transfer_params: {what}", "kv_transfer_params")
     return Job(
         request=request,
         prompt=prompt,
@@ -155,7 +160,8 @@ def _check_part(part: Part, send_kv: bool, length: Tokens, shape: EngineShape) -
         or (part.followed and length % size)
     ):
         raise BadRequest(
-            f"part: wants do_remote_decode, and multiples of {size} tokens within the prompt",
+            f"kv_transfer_params: part needs do_remote_decode, and multiples of {size} tokens"
+            " within the prompt",
             "kv_transfer_params",
         )
 
@@ -165,23 +171,63 @@ def _prompt(
 ) -> tuple[int, ...]:
     if isinstance(given, str):
         if encode is None:
-            raise BadRequest("this worker has no tokenizer: send token ids", "prompt")
+            raise BadRequest("prompt: this worker has no tokenizer; send token ids", "prompt")
         given = list(encode(given))
     if not given:
-        raise BadRequest("must hold at least one token", "prompt")
+        raise BadRequest("prompt: must have at least one token", "prompt")
     # type() and not isinstance(): true is an int in Python, and no token.
     if not all(type(token) is int and 0 <= token < shape.vocab_size for token in given):
         raise BadRequest(
-            f"must be one list of token ids from 0 to {shape.vocab_size - 1}", "prompt"
+            f"prompt: must be one list of token ids from 0 to {shape.vocab_size - 1}", "prompt"
         )
     return tuple(given)
 
 
 def _check_stops(stops: tuple[str, ...], has_text: bool) -> None:
     if not all(stops):
-        raise BadRequest("a stop string must not be empty", "stop")
+        raise BadRequest("stop: a stop string must not be empty", "stop")
     if stops and not has_text:
-        raise BadRequest("this worker has no tokenizer: use stop_token_ids", "stop")
+        raise BadRequest("stop: this worker has no tokenizer; use stop_token_ids", "stop")
+
+
+def delta_of(piece: Piece, text: TextStream | None) -> Delta:
+    """What a piece adds to the reply; text: None where the worker has no tokenizer."""
+    reason: str | None = None
+    stop: int | str | None = None
+    if piece.finish is not None:
+        reason = piece.finish.reason
+        stop = piece.finish.stop_token
+    ids = (piece.token,)
+    added = ""
+    if text is not None:
+        if reason is None:
+            added = text.feed(ids)
+        elif reason == "stop":
+            added = text.end()  # the text does not contain the token that stops it
+        else:
+            added = text.end(ids)
+        if text.met is not None:
+            reason, stop = "stop", text.met
+    return Delta(added, ids, reason, stop, piece.cached_tokens)
+
+
+def hand_over_params(info: InstanceInfo, job: Job, last: Delta) -> dict[str, Any] | None:
+    """The kv_transfer_params for a decode worker; None if the job does not go on there."""
+    if not job.send_kv or last.finish_reason != "length":
+        return None
+    host, _, port = info.url.rpartition("//")[2].rpartition(":")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "connector": _CONNECTOR,
+        "remote_engine_id": info.id,
+        "remote_host": host,
+        "remote_port": int(port),
+        "remote_num_tokens": len(job.prompt),
+        "first_token_id": last.token_ids[0],
+        "lease": job.lease,
+        "segment": info.segment,
+    }
 
 
 class Shaper:
