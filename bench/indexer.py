@@ -32,7 +32,7 @@ from common import machine_line
 from moonserve.core.kv.events import KvBatch, StoredEvent
 from moonserve.core.kv.rolling import RollingIndexer, token_keys
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.tiers import Source, TieredIndex
+from moonserve.core.kv.tiers import BlockSource, TieredIndex
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import encode_batch
 
@@ -236,7 +236,7 @@ def alone(
     """The index without HTTP and JSON, in this process."""
     space = TieredIndex(SIZE, 1337)
     for worker, of_worker in enumerate(events):
-        stream = Source(SegmentId(str(worker)), str(worker))
+        stream = BlockSource(SegmentId(str(worker)), str(worker))
         space.join(stream)
         rolled = RollingIndexer(stream, space, "", "")
         for event in of_worker:

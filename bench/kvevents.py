@@ -29,8 +29,8 @@ from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.rolling import RollingIndexer
-from moonserve.core.kv.stream import EventStream
-from moonserve.core.kv.tiers import Source, TieredIndex
+from moonserve.core.kv.stream import KvEventStream
+from moonserve.core.kv.tiers import BlockSource, TieredIndex
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import decode_batch, encode_batch
 
@@ -102,10 +102,10 @@ def ways() -> dict[str, Doing]:
         rolling.batch(decode_batch(payload))
 
     space, index = Namespace("m", "r", "l", SIZE), PrefixIndex()
-    source, tiered = Source(SegmentId("p0"), "p0"), TieredIndex(SIZE, 1337)
+    source, tiered = BlockSource(SegmentId("p0"), "p0"), TieredIndex(SIZE, 1337)
     tiered.join(source)
     rolling = RollingIndexer(source, tiered, "", "")
-    alone, stream = (EventStream(SegmentId("p0"), 1, space) for _ in range(2))
+    alone, stream = (KvEventStream(SegmentId("p0"), 1, space) for _ in range(2))
     return {
         "decode": decode_batch,
         "stream": to_stream,

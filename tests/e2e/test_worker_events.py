@@ -10,7 +10,7 @@ from moonserve.core.kv.events import KvBatch, RemovedEvent, StoredEvent
 from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import chain_keys
-from moonserve.core.kv.stream import EventStream
+from moonserve.core.kv.stream import KvEventStream
 from moonserve.core.kv.vllm_hash import block_hash, event_hash, root_hash
 from moonserve.core.units import BlockKey, SegmentId
 from tests.support.inproc import BLOCK, site
@@ -28,7 +28,7 @@ ANY = "tcp://127.0.0.1:0"
 class Follower:
     """A sink that keeps what it hears."""
 
-    def __init__(self, stream: EventStream) -> None:
+    def __init__(self, stream: KvEventStream) -> None:
         self.stream = stream
         self.index = PrefixIndex()
         self.events: list[StoredEvent | RemovedEvent] = []
@@ -52,7 +52,7 @@ def test_what_a_worker_stores_and_loses_is_known() -> None:
             events = Publisher(ANY, ANY)
             worker = await it.add("w", "both", publisher=events)
             store = it.stores["w"]
-            stream = EventStream(SegmentId("w"), 1, worker.info.namespace)
+            stream = KvEventStream(SegmentId("w"), 1, worker.info.namespace)
             follower = Follower(stream)
             feed_ = EventFeed(EventAddress(events.endpoint, events.replay_endpoint or ""), follower)
             prompt = [*range(1000, 1000 + 5 * BLOCK)]
@@ -93,7 +93,7 @@ def test_blocks_of_a_salted_request_are_told_as_vllms_are() -> None:
             worker = await it.add("w", "both", publisher=events)
             store = it.stores["w"]
             namespace = worker.info.namespace
-            follower = Follower(EventStream(SegmentId("w"), 1, namespace))
+            follower = Follower(KvEventStream(SegmentId("w"), 1, namespace))
             feed_ = EventFeed(EventAddress(events.endpoint, events.replay_endpoint or ""), follower)
             await feed_.start()
             prompt = [*range(1000, 1000 + 3 * BLOCK)]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.tiers import TIERS, Key, Source, TieredIndex, TierHits, keyed
+from moonserve.core.kv.tiers import TIERS, BlockSource, Key, TieredIndex, TierHits, keyed
 from moonserve.core.units import SegmentId
 
 SIZE = 2
@@ -32,7 +32,7 @@ class Law(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.space = TieredIndex(SIZE, 1)
-        self.streams: dict[tuple[str, int], Source] = {}
+        self.streams: dict[tuple[str, int], BlockSource] = {}
         self.copies: dict[tuple[str, int], dict[Tier, Counter[Key]]] = {}
         self.started = 0
 
@@ -42,7 +42,7 @@ class Law(RuleBasedStateMachine):
         if who not in self.streams:
             self.started += 1
             name = SegmentId(f"{who} {self.started}")
-            self.streams[who] = Source(name, who[0], who[1], shared=who[0] == "pool")
+            self.streams[who] = BlockSource(name, who[0], who[1], shared=who[0] == "pool")
             self.copies[who] = {tier: Counter() for tier in TIERS}
         self.space.join(self.streams[who])
 

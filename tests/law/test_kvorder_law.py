@@ -1,4 +1,4 @@
-"""Order and EventStream, against an engine whose batches are lost, doubled, late, out of order."""
+"""Order and KvEventStream with an engine whose batches are lost, doubled, late or out of order."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEven
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.kv.order import Order, Reset, Step
-from moonserve.core.kv.stream import EventStream
+from moonserve.core.kv.stream import KvEventStream
 from moonserve.core.units import BlockKey, SegmentId
 from tests.support.kvevents import feed
 
@@ -42,7 +42,7 @@ class OrderAgainstEngine(RuleBasedStateMachine):
     def begin(self, replays: bool, held: int) -> None:
         self.replays = replays
         self.order = Order(replays, max_held=held)
-        self.stream = EventStream(ME, 1, SPACE)
+        self.stream = KvEventStream(ME, 1, SPACE)
         self.index = PrefixIndex()
         self.engine = Engine()
         self.run = 0

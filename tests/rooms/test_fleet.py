@@ -82,8 +82,8 @@ def test_an_engine_joins_as_it_is() -> None:
             assert (info.kv_blocks, info.dp_rank, info.role) == (100, 1, "prefill")
             assert (info.connector, info.rack, info.segment) == ("nixl", "r1", "b/dp1")
             assert (info.fetches, info.layers, info.epoch) == (False, 0, 1_001_000)
-            assert monitor.found is not None
-            assert (monitor.found.version, monitor.found.hash_algorithm) == (
+            assert monitor.facts is not None
+            assert (monitor.facts.version, monitor.facts.hash_algorithm) == (
                 "0.32.0",
                 "sha256_cbor",
             )
@@ -410,13 +410,13 @@ def test_events_auto_is_on_where_somebody_listens() -> None:
             fake, feeds = Engine("a"), Feeds()
             async with rig(fake, follow=feeds.follow) as it:
                 await it.up(fake, tokenizer="t", events="auto")
-                assert not it.fleet.tells("m")
+                assert not it.fleet.follows_events("m")
                 assert "events: nobody listens at tcp://127.0.0.1:5557" in it.fleet.alarms()[0]
                 assert it.fleet.text("m") is not None
                 where = f"tcp://127.0.0.1:{port}"
                 await it.up(fake, tokenizer="t", events=where, replay=where)
-                assert it.fleet.tells("m")
-                assert it.fleet.tells_of(InstanceId("a"))
+                assert it.fleet.follows_events("m")
+                assert it.fleet.follows_events_of(InstanceId("a"))
                 assert it.fleet.alarms() == []
                 feeds.said = FeedCounts(connected=True)
                 assert it.fleet.alarms() == [

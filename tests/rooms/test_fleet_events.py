@@ -72,7 +72,7 @@ def test_what_an_engine_tells_is_what_the_conductor_matches() -> None:
                 await it.until(lambda: monitor.feeds[A].counts().connected)
                 index, info = it.conductor.core.index, it.views[A].info
                 keys = chain_keys(info.namespace.root(), TOKENS, 32)
-                assert it.fleet.tells("m")
+                assert it.fleet.follows_events("m")
                 await engine.stored(TOKENS, 32)
                 await it.until(lambda: index.match(keys).by_holder == {"a": 2})
                 assert not [said for said in it.fleet.alarms() if "were lost" in said]

@@ -14,7 +14,7 @@ import pytest
 
 from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.rolling import RollingIndexer, token_keys
-from moonserve.core.kv.tiers import Source, TieredIndex, TierHits, mask
+from moonserve.core.kv.tiers import BlockSource, TieredIndex, TierHits, mask
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import read_live
 from tests.support.kvevents import fixture, messages
@@ -34,7 +34,7 @@ class Site:
         self, instance: str, rank: int = 0, kind: str = "vLLM", lora: str = "", salt: str = ""
     ) -> RollingIndexer:
         """One more stream."""
-        stream = Source(SegmentId(f"{instance}/{rank}"), instance, rank, kind == "Mooncake")
+        stream = BlockSource(SegmentId(f"{instance}/{rank}"), instance, rank, kind == "Mooncake")
         self.space.join(stream)
         made = self.streams[stream.id] = RollingIndexer(stream, self.space, lora, salt)
         return made
@@ -174,7 +174,7 @@ def test_a_real_engine() -> None:
         *[dict[str, int]()] * 4,  # evicted by others
         *[{"A": 3}] * 2,
     ]
-    space, stream = TieredIndex(32, 5), Source(SegmentId("e"), "e")
+    space, stream = TieredIndex(32, 5), BlockSource(SegmentId("e"), "e")
     space.join(stream)
     it = RollingIndexer(stream, space, "", "")
     for expected, frames in zip(after, messages("kv_events_capture.bin"), strict=True):

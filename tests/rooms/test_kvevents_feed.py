@@ -13,7 +13,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
-from moonserve.core.kv.stream import EventStream
+from moonserve.core.kv.stream import KvEventStream
 from moonserve.core.kv.vllm_hash import algorithm_of
 from moonserve.core.units import BlockKey, SegmentId
 from tests.support.kvevents import feed, stored
@@ -54,7 +54,7 @@ class Gateway:
     """A sink: a stream, and the index it feeds."""
 
     def __init__(self) -> None:
-        self.stream = EventStream(ME, 1, SPACE)
+        self.stream = KvEventStream(ME, 1, SPACE)
         self.index = PrefixIndex()
         self.resets: list[tuple[str, bool]] = []
         self.batches = 0

@@ -12,7 +12,7 @@ from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEven
 from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
-from moonserve.core.kv.stream import EventStream
+from moonserve.core.kv.stream import KvEventStream
 from moonserve.core.kv.vllm_hash import algorithm_of, block_hash, event_hash, root_hash
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import read_live
@@ -29,9 +29,9 @@ def keys_of(tokens: Sequence[int], **fields: str) -> list[bytes]:
     return [*chain_keys(replace(PLAIN, **fields).root(), tokens, SIZE)]
 
 
-def stream(pool: SegmentId | None = None, **bounds: int) -> EventStream:
+def stream(pool: SegmentId | None = None, **bounds: int) -> KvEventStream:
     """One of an engine with our block size."""
-    return EventStream(ME, 7, PLAIN, pool, **bounds)
+    return KvEventStream(ME, 7, PLAIN, pool, **bounds)
 
 
 def batch(*events: KvEvent) -> KvBatch:
@@ -42,7 +42,7 @@ def batch(*events: KvEvent) -> KvBatch:
 class Indexed:
     """A stream and the index that it feeds."""
 
-    def __init__(self, it: EventStream | None = None) -> None:
+    def __init__(self, it: KvEventStream | None = None) -> None:
         self.stream = stream() if it is None else it
         self.index = PrefixIndex()
 

@@ -76,11 +76,11 @@ class FakeFleet:
             raise NobodyAlive(f"{instance} is gone")
         return self.members[instance]
 
-    def tells(self, model: str) -> bool:
+    def follows_events(self, model: str) -> bool:
         """See Engines."""
         return self.exact is not None
 
-    def tells_of(self, instance: InstanceId) -> bool:
+    def follows_events_of(self, instance: InstanceId) -> bool:
         """See Engines."""
         return self.exact is not None
 

@@ -20,7 +20,7 @@ from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, StoredEv
 from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.rolling_hash import local_hashes, rolling
 from moonserve.core.kv.stream import BlockChange, BlockStream, StreamStats
-from moonserve.core.kv.tiers import TIERS, Key, Source, TieredIndex, keyed, mask, salted
+from moonserve.core.kv.tiers import TIERS, BlockSource, Key, TieredIndex, keyed, mask, salted
 from moonserve.core.units import Tokens
 
 _U64 = (1 << 64) - 1
@@ -29,7 +29,7 @@ _U64 = (1 << 64) - 1
 class RollingIndexer:
     """See the module. Puts the blocks of one source into `space`."""
 
-    def __init__(self, source: Source, space: TieredIndex, lora: str, salt: str) -> None:
+    def __init__(self, source: BlockSource, space: TieredIndex, lora: str, salt: str) -> None:
         """`lora`, `salt`: of all blocks whose events name none."""
         self._source = source
         self._space = space

@@ -2,7 +2,7 @@
 
 BlockStream takes batches in order (core.kv.order). It names a block by the event's token ids and
 the key of the block before it, so an engine may hash as it likes: its hashes are only names here.
-EventStream makes the Conductor's facts of these changes; core.kv.rolling feeds the Indexer API.
+KvEventStream makes the Conductor's facts of these changes; core.kv.rolling feeds the Indexer API.
 
 An engine may store a hash several times and remove it as often. The stream counts copies per tier,
 and the index receives the first store and the last removal only.
@@ -77,7 +77,7 @@ class StreamStats(msgspec.Struct):
     mismatches: int = 0
     """Blocks of another size than the index has."""
     other_groups: int = 0
-    """Blocks of caches that do not count: see EventStream on hybrid models."""
+    """Blocks of caches that do not count: see KvEventStream on hybrid models."""
     unplaced: int = 0
     """Blocks with neither token ids nor a known hash, or on an unknown medium."""
     unknown_removed: int = 0
@@ -467,7 +467,7 @@ class BlockStream(Generic[K]):
         self._changes.append(BlockChange("cleared", "device", [], None))
 
 
-class EventStream(BlockStream[BlockKey]):
+class KvEventStream(BlockStream[BlockKey]):
     """One engine rank's events as the Conductor's facts about one instance, in one epoch of it."""
 
     def __init__(

@@ -54,7 +54,7 @@ def salted(owner: str, engine: str) -> str:
     return "|".join(filter(None, (owner, engine)))
 
 
-class Source:
+class BlockSource:
     """Whose blocks a stream of KV events reports: one rank of an instance, or a store."""
 
     __slots__ = ("holders", "id", "instance", "rank", "shared")
@@ -97,16 +97,16 @@ class TieredIndex:
         self.seed = seed
         """Of the hashes that the keys are made of."""
         self._index = PrefixIndex()
-        self._sources: dict[SegmentId, Source] = {}
+        self._sources: dict[SegmentId, BlockSource] = {}
         """Sources that are no store, by their holder for the device."""
         self._ranks: dict[str, dict[SegmentId, str]] = {}
         """The ranks of each instance, by the same holder."""
-        self._stores: dict[SegmentId, Source] = {}
-        self._below: dict[SegmentId, Source] = {}
+        self._stores: dict[SegmentId, BlockSource] = {}
+        self._below: dict[SegmentId, BlockSource] = {}
         """Sources that have had a block below the device, by that holder too."""
         self._nothing: dict[str, msgspec.Raw] | None = None
 
-    def join(self, source: Source) -> None:
+    def join(self, source: BlockSource) -> None:
         """The source may have blocks here from now on. A second call changes nothing."""
         device = source.holders["device"]
         if source.shared:
@@ -116,7 +116,7 @@ class TieredIndex:
             self._ranks.setdefault(source.instance, {})[device] = source.rank
         self._nothing = None
 
-    def leave(self, source: Source) -> bool:
+    def leave(self, source: BlockSource) -> bool:
         """Remove the source and all its blocks. Returns whether any source is left."""
         for tier in TIERS:
             self.cleared(source, tier)
@@ -131,17 +131,19 @@ class TieredIndex:
         self._nothing = None
         return bool(self._sources or self._stores)
 
-    def stored(self, source: Source, keys: Sequence[Key], parent: Key | None, tier: Tier) -> None:
+    def stored(
+        self, source: BlockSource, keys: Sequence[Key], parent: Key | None, tier: Tier
+    ) -> None:
         """The source has these blocks of a chain; `parent` is the key before the first."""
         if tier != "device":
             self._below[source.holders["device"]] = source
         self._index.stored(source.holders[tier], keys, parent)
 
-    def removed(self, source: Source, keys: Sequence[Key], tier: Tier) -> None:
+    def removed(self, source: BlockSource, keys: Sequence[Key], tier: Tier) -> None:
         """The source has one copy less of each of these blocks."""
         self._index.removed(source.holders[tier], keys)
 
-    def cleared(self, source: Source, tier: Tier) -> None:
+    def cleared(self, source: BlockSource, tier: Tier) -> None:
         """The source has no blocks on this tier."""
         self._index.cleared(source.holders[tier])
 
@@ -163,7 +165,7 @@ class TieredIndex:
     def hits(self, keys: Sequence[Key]) -> dict[str, TierHits]:
         """What each instance has of the chain `keys`; an instance that has nothing is absent."""
         size, found = self.block_size, dict[str, TierHits]()
-        several: dict[str, list[tuple[Source, int, int, int]]] = {}
+        several: dict[str, list[tuple[BlockSource, int, int, int]]] = {}
         for reach in self._reaches(keys):
             source, gpu, cpu, disk = reach
             if len(self._ranks[source.instance]) == 1:
@@ -180,7 +182,7 @@ class TieredIndex:
             found[name] = TierHits(disk, max(dp.values()), dp, cpu, disk)
         return found
 
-    def _reaches(self, keys: Sequence[Key]) -> list[tuple[Source, int, int, int]]:
+    def _reaches(self, keys: Sequence[Key]) -> list[tuple[BlockSource, int, int, int]]:
         """How many blocks of `keys` each source reaches with its device, then with host memory,
         then with disk; a source that reaches none is left out."""
         first = self._index.match(keys).by_holder
@@ -190,7 +192,7 @@ class TieredIndex:
         runs = {0: first}
         stores = list(self._stores.values())
 
-        def go_on(source: Source, tier: Tier, at: int) -> int:
+        def go_on(source: BlockSource, tier: Tier, at: int) -> int:
             holders = [it.holders[tier] for it in (source, *stores)]
             while at < len(keys):
                 if at not in runs:

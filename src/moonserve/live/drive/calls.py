@@ -186,7 +186,7 @@ class Caller(msgspec.Struct, frozen=True):
         keys, size = reading.keys, to.namespace.block_size
         if not keys:
             return
-        if self.engines.tells_of(to.id):
+        if self.engines.follows_events_of(to.id):
             if to.fetches and cached is not None and cached < predicted:
                 self.observer.missed(keys[cached // size : predicted // size])
             return

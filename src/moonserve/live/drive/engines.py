@@ -26,10 +26,10 @@ class Engines(Protocol):
     def member(self, instance: InstanceId) -> Member:
         """The engine of an instance that has joined. Raises NobodyAlive where it is gone."""
 
-    def tells(self, model: str) -> bool:
+    def follows_events(self, model: str) -> bool:
         """Whether the model's instances tell KV events: keys are then those of its tokens."""
 
-    def tells_of(self, instance: InstanceId) -> bool:
+    def follows_events_of(self, instance: InstanceId) -> bool:
         """Whether this instance does."""
 
     def text(self, model: str) -> TextTools | None:

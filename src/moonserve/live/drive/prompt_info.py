@@ -62,7 +62,7 @@ class Reader:
     async def reading(self, asked: ExternalRequest, infos: Sequence[InstanceInfo]) -> Reading:
         """What is known of this prompt; infos: instances of its model. Raises BadRequest."""
         model, namespace = asked.model, infos[0].namespace
-        exact = self._engines.tells(model)
+        exact = self._engines.follows_events(model)
         found = self._given(asked, namespace)
         if found is None and exact:
             found = await self._tokens(asked, infos)

@@ -12,7 +12,7 @@ from typing import Protocol
 from moonserve.core.kv.events import KvBatch
 from moonserve.core.kv.facts import BlockEvent, BlocksRemoved, BlocksStored
 from moonserve.core.kv.reported import Reported
-from moonserve.core.kv.stream import EventStream, StreamStats
+from moonserve.core.kv.stream import KvEventStream, StreamStats
 from moonserve.core.schedule.facts import Fact, InstanceInfo
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
@@ -86,7 +86,7 @@ class ConductorIndexer:
         self.info = info
         self.sink = sink
         pool = POOL if shares_store else None
-        self._stream = EventStream(info.segment, info.epoch, info.namespace, pool)
+        self._stream = KvEventStream(info.segment, info.epoch, info.namespace, pool)
 
     @property
     def stats(self) -> StreamStats:

@@ -217,7 +217,7 @@ class Fleet:
     def _check(self, member: Member, found: EngineFacts) -> EngineFacts:
         """An engine must go with the others of its model that are up; adds what is doubtful of it.
         Raises Mismatch."""
-        others = [(it.member, it.found) for it in self._of(found.model) if it.state == "up"]
+        others = [(it.member, it.facts) for it in self._of(found.model) if it.state == "up"]
         return beside(member, found, [(it, of) for it, of in others if of and it is not member])
 
     # For the relay.
@@ -229,15 +229,15 @@ class Fleet:
             raise NobodyAlive(f"instance {instance} is gone")
         return monitor.member
 
-    def tells(self, model: str) -> bool:
+    def follows_events(self, model: str) -> bool:
         """Whether instances of the model tell KV events: keys are then those of its tokens."""
         for kept in self._kept.values():  # asked for every request
             monitor = kept.monitor
-            if monitor.feeds and monitor.found is not None and monitor.found.model == model:
+            if monitor.feeds and monitor.facts is not None and monitor.facts.model == model:
                 return True
         return False
 
-    def tells_of(self, instance: InstanceId) -> bool:
+    def follows_events_of(self, instance: InstanceId) -> bool:
         """Whether this instance does."""
         monitor = self._by_id.get(instance)
         return monitor is not None and instance in monitor.feeds
@@ -266,7 +266,7 @@ class Fleet:
 
     def _of(self, model: str) -> list[EngineMonitor]:
         monitors = [kept.monitor for kept in self._kept.values()]
-        return [it for it in monitors if it.found is not None and it.found.model == model]
+        return [it for it in monitors if it.facts is not None and it.facts.model == model]
 
     # For people and programs.
 
@@ -284,8 +284,8 @@ class Fleet:
             name = monitor.member.spec.name
             if monitor.state != "up":
                 found.append(f"{name}: {monitor.state}: {monitor.why or 'not asked yet'}")
-            elif monitor.found is not None:
-                for text in monitor.found.warnings:
+            elif monitor.facts is not None:
+                for text in monitor.facts.warnings:
                     warned.setdefault(text, []).append(name)
             for instance, watch in monitor.watches.items():
                 if watch.unsaid >= _SILENT and not watch.said:
@@ -309,7 +309,7 @@ class Fleet:
 
     def _halves(self) -> list[str]:
         """Engines that serve nobody, since their other half is not described."""
-        specs = [(kept.monitor.member.spec, kept.monitor.found) for kept in self._kept.values()]
+        specs = [(kept.monitor.member.spec, kept.monitor.facts) for kept in self._kept.values()]
         known: dict[tuple[str, str], set[str]] = {}
         """What those of a role and a connector serve; "": it did not say yet."""
         for it, of in specs:

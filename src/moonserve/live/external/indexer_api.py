@@ -17,7 +17,7 @@ import msgspec
 from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
 from moonserve.core.kv.rolling import RollingIndexer, block_keys, token_keys
 from moonserve.core.kv.rolling_hash import SEED, rolling
-from moonserve.core.kv.tiers import Key, Source, Space, TieredIndex, mask, salted
+from moonserve.core.kv.tiers import BlockSource, Key, Space, TieredIndex, mask, salted
 from moonserve.core.units import SegmentId, Tokens
 from moonserve.live.external.spec import check_tcp
 from moonserve.live.http.auth import guarded
@@ -136,7 +136,12 @@ class _Registration:
     """One stream that is followed: its events go into its space."""
 
     def __init__(
-        self, key: _Key, registered: Registered, source: Source, space: Space, tiered: TieredIndex
+        self,
+        key: _Key,
+        registered: Registered,
+        source: BlockSource,
+        space: Space,
+        tiered: TieredIndex,
     ) -> None:
         self.key = key
         self.registered = registered
@@ -204,7 +209,7 @@ class IndexerApi:
             raise Overloaded(f"{len(self._registrations)} streams are registered", "streams", 60.0)
         instance, _, rank = key
         own = SegmentId(f"{instance} {rank} {next(self._numbers)}")
-        source = Source(own, instance, rank, shared=told.type == "Mooncake")
+        source = BlockSource(own, instance, rank, shared=told.type == "Mooncake")
         tiered = self._spaces.setdefault(space, TieredIndex(space.block_size, told.seed))
         if tiered.seed != told.seed:
             what = f"others of this model, tenant and block size hash with {tiered.seed}"

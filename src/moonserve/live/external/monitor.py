@@ -76,7 +76,7 @@ class EngineMonitor:
         self.state: State = "asking"
         self.why = ""
         """Why it is not up."""
-        self.found: EngineFacts | None = None
+        self.facts: EngineFacts | None = None
         """At the last handshake that went well."""
         self.watches: dict[InstanceId, Watch] = {}
         self.feeds: dict[InstanceId, Feed] = {}
@@ -102,7 +102,7 @@ class EngineMonitor:
                 await self._leave("refused", str(error))
                 await asyncio.sleep(self._times.retry_s)
             except MoonserveError as error:
-                state: State = "asking" if self.found is None else "lost"
+                state: State = "asking" if self.facts is None else "lost"
                 await self._leave(state, str(error))
                 await asyncio.sleep(self._times.poll_s)
             except Exception as error:
@@ -129,7 +129,7 @@ class EngineMonitor:
     # Joining.
 
     async def _join(self, found: EngineFacts) -> None:
-        last, started_s = self.found, found.started_s
+        last, started_s = self.facts, found.started_s
         same = (
             last is not None
             and not self._new_process
@@ -150,7 +150,7 @@ class EngineMonitor:
         level = logging.WARNING if how == "restarted" else logging.INFO
         said = (self.member.spec.name, how, self.epoch, self.member.url, found.model)
         log.log(level, "%s: %s (epoch %d) at %s, model %s", *said)
-        self.found, self.state, self.why = found, "up", ""
+        self.facts, self.state, self.why = found, "up", ""
         infos = {it.id: it for it in map(self._info, range(self.member.spec.dp_size))}
         self.member.infos = infos
         self._conductor.tell(*map(Joined, infos.values()))
@@ -173,7 +173,7 @@ class EngineMonitor:
                 self.feeds[info.id] = await self._follow(address, indexer)
 
     def _info(self, rank: int) -> InstanceInfo:
-        spec, found = self.member.spec, self.found
+        spec, found = self.member.spec, self.facts
         assert found is not None
         instance = spec.ids()[rank]
         return InstanceInfo(

@@ -34,7 +34,7 @@ def rows(fleet: Fleet) -> dict[InstanceId, dict[str, Any]]:
 
 
 def _row(source: str, monitor: EngineMonitor, instance: InstanceId) -> dict[str, Any]:
-    spec, said = monitor.member.spec, monitor.found
+    spec, said = monitor.member.spec, monitor.facts
     feed = monitor.feeds.get(instance)
     return {
         "id": instance,

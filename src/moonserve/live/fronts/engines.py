@@ -56,11 +56,13 @@ class RemoteFleet:
             raise NobodyAlive(f"{instance} has left")
         return found
 
-    def tells(self, model: str) -> bool:
+    def follows_events(self, model: str) -> bool:
         """See drive.engines.Engines."""
-        return any(info.model == model and self.tells_of(info.id) for info in self._infos())
+        return any(
+            info.model == model and self.follows_events_of(info.id) for info in self._infos()
+        )
 
-    def tells_of(self, instance: InstanceId) -> bool:
+    def follows_events_of(self, instance: InstanceId) -> bool:
         """See drive.engines.Engines."""
         return instance in self._tells
 
