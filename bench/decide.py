@@ -111,8 +111,7 @@ class Moonserve:
 
     def ask(self, nodes: Sequence[int]) -> tuple[Any, Any, list[int]]:
         """A query as it comes: prompt, keys, token ids."""
-        prompt = self.request.Counted(len(nodes) * BLOCK)
-        return prompt, self.chain(-1, nodes), tokens_of(nodes)
+        return len(nodes) * BLOCK, self.chain(-1, nodes), tokens_of(nodes)
 
     async def keys_given(self, name: str, ask: Any) -> int:
         """One decision; the blocks that the chosen instance has itself."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moonserve.core.request import Request, Slo
@@ -56,7 +57,7 @@ class Rig:
 
     async def open(self, name: RequestId = R, **more: Any) -> asyncio.Queue[Any]:
         inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self.port.open(Request(name, "m", tuple(range(9)), **more), KEYS, inbox)
+        self.port.open(Request(name, "m", 9, tuple(range(9)), **more), KEYS, inbox)
         return inbox
 
     def leave(self, outcome: str, name: RequestId = R) -> None:
@@ -202,5 +203,30 @@ def test_copies_that_are_kept_are_asked_for(run: Callable[[Use], None]) -> None:
         await rig.until(lambda: rig.port.instances())
         rig.loop.tell(Left(InstanceId("p0"), 1))
         await rig.until(lambda: not rig.port.instances())
+
+    run(use)
+
+
+def test_a_refused_client_is_recognised_when_it_returns(run: Callable[[Use], None]) -> None:
+    """By model, tenant, last block key and length: its token ids are not known on every road."""
+
+    async def use(rig: Rig) -> None:
+        full = msgspec.structs.replace(info("p0", "prefill"), max_requests=1)
+        rig.join(full, info("d0", "decode"))
+        await rig.until(lambda: len(rig.port.instances()) == 2)
+        await (await rig.open()).get()
+        retries = rig.loop.core.retries
+        for name in (RequestId("first"), RequestId("again")):
+            inbox: asyncio.Queue[Any] = asyncio.Queue()
+            rig.port.open(Request(name, "m", 9), KEYS, inbox)
+            refuse = await inbox.get()
+            assert isinstance(refuse, Refuse)
+            assert refuse.reason == "instances_full"
+            rig.leave("refused", name)
+            assert len(retries) == 1, "the same client keeps its time"
+        rig.port.open(Request(RequestId("other"), "m", 10), KEYS, asyncio.Queue())
+        await rig.until(lambda: len(retries) == 2)
+        rig.leave("refused", RequestId("other"))
+        rig.leave("cancelled")
 
     run(use)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonserve.core.request import Counted, Request, Slo
+from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
@@ -40,7 +40,7 @@ class Told:
     def serve(self, name: str, ttft_us: int, decode_us: int, tokens: int) -> None:
         """One request from its arrival to its end, from time 0 on."""
         who = RequestId(name)
-        self.step(0, Arrived(Request(who, "m", Counted(40)), ()))
+        self.step(0, Arrived(Request(who, "m", 40), ()))
         self.step(ttft_us, PrefillEnded(who, 1, final=tokens == 1))
         if tokens > 1:
             self.step(ttft_us + decode_us, DecodeEnded(who, 2, tokens))
@@ -62,7 +62,7 @@ def test_time_at_the_gateway_counts() -> None:
     told = Told("ttft")
     for name, since_us, good in (("a", SECOND, 1), ("b", 0, 1)):
         who = RequestId(name)
-        request = Request(who, "m", Counted(40), arrived_us=since_us)
+        request = Request(who, "m", 40, arrived_us=since_us)
         told.step(SECOND + 1, Arrived(request, ()))
         if name == "b":  # its prefill takes a second, and more than one has passed
             assert not told.core.promised().requests
@@ -73,11 +73,9 @@ def test_time_at_the_gateway_counts() -> None:
 def test_prefill_of_what_is_dropped_or_done_again_is_wasted() -> None:
     """Not that of a client who leaves; of a call that never ended as much as it had time for."""
     told, who = Told("early"), RequestId("late")
-    told.step(0, Arrived(Request(who, "m", Counted(40)), ()))
+    told.step(0, Arrived(Request(who, "m", 40), ()))
     for name in "abc":
-        told.step(
-            0, Arrived(Request(RequestId(name), "m", Counted(40), slo=Slo(None, 500_000)), ())
-        )
+        told.step(0, Arrived(Request(RequestId(name), "m", 40, slo=Slo(None, 500_000)), ()))
     keys = {"length": 41, "keys": (), "why": "", "retry": True}
     told.step(1, PrefillEnded(who, 1, final=False), ClientGone(RequestId("a")))
     assert told.account.wasted_us == 0
@@ -93,7 +91,7 @@ def test_prefill_of_what_is_dropped_or_done_again_is_wasted() -> None:
 def test_an_id_may_be_used_again_in_the_step_that_ends_it() -> None:
     """Its first life is released and the second goes on, whatever order they were told in."""
     told, who = Told("none"), RequestId("twice")
-    arrived = Arrived(Request(who, "m", Counted(40)), ())
+    arrived = Arrived(Request(who, "m", 40), ())
     told.step(0, arrived)
     told.step(1, arrived, ClientGone(who))
     told.step(2, PrefillEnded(who, 1, final=True))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.request import Counted, Request, Slo, Stopping
+from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule import decode_forecast
 from moonserve.core.schedule.actions import Action, Decode, Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
@@ -56,7 +56,7 @@ def cluster(
 def arrived(name: str, tokens: int = 41, most: int = 100_000, **more: Any) -> Arrived:
     """A request with nothing cached."""
     stopping = Stopping(max_tokens=most)
-    return Arrived(Request(RequestId(name), "m", Counted(tokens), stopping=stopping, **more), ())
+    return Arrived(Request(RequestId(name), "m", tokens, stopping=stopping, **more), ())
 
 
 def prefilled(name: str, number: int = 1) -> PrefillEnded:
@@ -388,7 +388,8 @@ def test_a_long_wait_is_named_and_told_in_parts() -> None:
     c.step(1, [arrived(f"r{at}", 80) for at in range(5)])
     prompts = [tuple(range(at, at + 80)) for at in range(5)]
     asks = [
-        Arrived(Request(RequestId(f"s{at}"), "m", prompt), ()) for at, prompt in enumerate(prompts)
+        Arrived(Request(RequestId(f"s{at}"), "m", len(prompt), prompt), ())
+        for at, prompt in enumerate(prompts)
     ]
     refused = [a for a in c.step(2, asks) if isinstance(a, Refuse)]
     assert {a.retry_after_us for a in refused} == {60_000_000}
@@ -426,7 +427,7 @@ def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:
         c.step(0, [Joined(it) for it in infos])
         prompts = [tuple(range(at, at + tokens)) for at in range(200)]
         crowd = [
-            Arrived(Request(RequestId(f"r{at:03}"), "m", prompt), ())
+            Arrived(Request(RequestId(f"r{at:03}"), "m", len(prompt), prompt), ())
             for at, prompt in enumerate(prompts)
         ]
         actions = c.step(1, crowd)

@@ -41,7 +41,7 @@ def cluster(*names: str) -> Conductor:
 
 def arrived(name: str = "r") -> Arrived:
     """A request of 41 tokens."""
-    return Arrived(Request(RequestId(name), "m", PROMPT), KEYS)
+    return Arrived(Request(RequestId(name), "m", len(PROMPT), PROMPT), KEYS)
 
 
 def test_who_leaves_in_the_step_of_its_arrival() -> None:
@@ -95,13 +95,13 @@ def test_a_refusal_names_the_objective_that_would_break() -> None:
     """Its own, or that of one that decodes there, with the prediction that exceeds it."""
     conductor = Conductor(Tuning(held_share=0.0), cost_of=exact)
     conductor.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
-    conductor.step(1, [Arrived(Request(R, "m", PROMPT, slo=Slo(tbt_us=160)), KEYS)])
+    conductor.step(1, [Arrived(Request(R, "m", len(PROMPT), PROMPT, slo=Slo(tbt_us=160)), KEYS)])
     for own, rest in (
         (Slo(tbt_us=155), "misses the objective of 0.155 ms"),
         (Slo(), "would break the objective of 0.16 ms of a request that decodes on d0"),
         (Slo(tbt_us=9_000), "would break the objective of 0.16 ms of a request that decodes on d0"),
     ):
-        request = Request(RequestId("s"), "m", PROMPT, slo=own)
+        request = Request(RequestId("s"), "m", len(PROMPT), PROMPT, slo=own)
         refuse, _ = conductor.step(2, [Arrived(request, KEYS)])
         assert isinstance(refuse, Refuse)
         assert (refuse.reason, refuse.why) == ("tbt_slo", f"predicted TBT of 0.204 ms {rest}")

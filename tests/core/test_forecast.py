@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonserve.core.request import Counted, Request, Stopping
+from moonserve.core.request import Request, Stopping
 from moonserve.core.schedule.forecast import Residencies, forecast, room_in_us
 from moonserve.core.schedule.residency import Oracle, Residency, Survival
 from moonserve.core.units import RequestId
@@ -54,7 +54,7 @@ def test_deviations_keep_room() -> None:
     load = residencies({"a": 100, "b": 100})
     assert forecast(load, STEP, Residency(1, 200, 9), ORACLE, 0, 2.0) == (300, 300)
     model, load = Survival(), Residencies()
-    request = Request(RequestId("r"), "m", Counted(1), stopping=Stopping(1_000))
+    request = Request(RequestId("r"), "m", 1, stopping=Stopping(1_000))
     for name in "abcd":
         load.promise(RequestId(name), model.residency(request, 1, 0))
         load.begin(RequestId(name), 0, STEP)

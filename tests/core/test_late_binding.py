@@ -49,7 +49,13 @@ def arrived(
     prompt = (ord(name[0]), *range(length - 1))
     keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
     request = Request(
-        RequestId(name), "m", prompt, slo=slo or Slo(), priority=priority, tenant=tenant
+        RequestId(name),
+        "m",
+        len(prompt),
+        prompt,
+        slo=slo or Slo(),
+        priority=priority,
+        tenant=tenant,
     )
     return Arrived(request, keys)
 

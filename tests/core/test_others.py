@@ -96,13 +96,15 @@ def test_a_request_goes_where_no_other_gateway_sent_much() -> None:
     roles = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
     conductor.step(0, [Joined(info(name, role)) for name, role in roles.items()])  # type: ignore[arg-type]
     keys = tuple(chain_keys(NAMESPACE.root(), PROMPT, BLOCK))
-    [first] = conductor.step(1, [Arrived(Request(RequestId("r1"), "m", PROMPT), keys)])
+    [first] = conductor.step(1, [Arrived(Request(RequestId("r1"), "m", len(PROMPT), PROMPT), keys)])
     assert isinstance(first, Prefill)
     assert first.to.id == "p0"
     other = Conductor(rng=random.Random(1), cost_of=exact)
     other.step(0, [Joined(info(name, role)) for name, role in roles.items()])  # type: ignore[arg-type]
     told_of = PeerPromised("g1", conductor.view.promises(2))
-    [second, *_] = other.step(2, [told_of, Arrived(Request(RequestId("r2"), "m", PROMPT), keys)])
+    [second, *_] = other.step(
+        2, [told_of, Arrived(Request(RequestId("r2"), "m", len(PROMPT), PROMPT), keys)]
+    )
     assert isinstance(second, Prefill)
     assert second.to.id == "p1"
 

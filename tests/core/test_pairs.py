@@ -55,7 +55,7 @@ def holds(name: str, blocks: int) -> BlocksStored:
 
 def prefill(it: Conductor, whole: bool = False) -> Prefill:
     """PROMPT arrives; the call that is made."""
-    [action] = it.step(1, [Arrived(Request(R, "m", PROMPT, whole=whole), KEYS)])
+    [action] = it.step(1, [Arrived(Request(R, "m", len(PROMPT), PROMPT, whole=whole), KEYS)])
     assert isinstance(action, Prefill)
     return action
 
@@ -91,7 +91,7 @@ def test_one_that_nobody_decodes_for_is_not_asked() -> None:
     )
     assert prefill(it).to.id == "p2"
     it = conductor(("d", "decode", "sglang"), ("p1", "prefill", "mooncake"))
-    [refusal, _] = it.step(1, [Arrived(Request(R, "m", PROMPT), KEYS)])
+    [refusal, _] = it.step(1, [Arrived(Request(R, "m", len(PROMPT), PROMPT), KEYS)])
     assert isinstance(refusal, Refuse)
 
 
@@ -143,7 +143,7 @@ def test_prefill_that_dies_with_the_request_leaves_it_to_decode() -> None:
 )
 def test_the_half_that_lacks_is_named(alive: list[tuple[str, Role, Connector]], says: str) -> None:
     """Whom to start is said of whoever is not there."""
-    [refusal, _] = conductor(*alive).step(1, [Arrived(Request(R, "m", PROMPT), KEYS)])
+    [refusal, _] = conductor(*alive).step(1, [Arrived(Request(R, "m", len(PROMPT), PROMPT), KEYS)])
     assert isinstance(refusal, Refuse)
     assert refusal.why == says
 
@@ -189,7 +189,7 @@ def test_a_request_for_one_engine_is_handed_to_nobody() -> None:
     theirs = Promises(d, 1, 0, prefills=1_024, decodes=0, context=0, running=0, running_context=0)
     it.step(0, [PeerPromised("another gateway", (theirs,))])
     assert prefill(it).to.id == "p", "who may be handed over is"
-    request = Request(RequestId("second"), "m", PROMPT, whole=True)
+    request = Request(RequestId("second"), "m", len(PROMPT), PROMPT, whole=True)
     actions = it.step(2, [Arrived(request, KEYS)])
     assert not any(isinstance(action, Prefill) for action in actions), actions
 

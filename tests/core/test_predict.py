@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.request import Counted, Request, Stopping
+from moonserve.core.request import Request, Stopping
 from moonserve.core.schedule.prediction_errors import ErrorSeries
 from moonserve.core.schedule.residency import (
     Lengths,
@@ -24,7 +24,7 @@ from moonserve.core.units import RequestId
 def request(prompt: int = 1_000, most: int = 100_000, tenant: str = "") -> Request:
     """One of this prompt length and max_tokens, on behalf of this tenant."""
     stopping = Stopping(max_tokens=most)
-    return Request(RequestId("r"), "m", Counted(prompt), stopping=stopping, tenant=tenant)
+    return Request(RequestId("r"), "m", prompt, stopping=stopping, tenant=tenant)
 
 
 def residencies(
@@ -130,7 +130,7 @@ def test_classes_are_bounded() -> None:
     """However many models clients name, no more than so many histograms are kept."""
     model = Survival()
     for at in range(1_000):
-        model.residency(Request(RequestId("r"), "m", Counted(1), stopping=Stopping(at + 1)), 1, 0)
+        model.residency(Request(RequestId("r"), "m", 1, stopping=Stopping(at + 1)), 1, 0)
     for bits in range(300):
         model.residency(request(prompt=1 << bits % 30, most=1 << bits // 10), 1, 0)
     assert len(model._classes) <= 256

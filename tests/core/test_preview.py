@@ -30,7 +30,7 @@ def conductor(policy: str) -> Conductor:
     made.step(0, [Joined(info(name, role)) for name, role in [*names, ("d1", "decode")]])
     made.step(1, [BlocksStored(SegmentId("p1"), KEYS[:6], None, "dram", 1)])
     for number in range(3):
-        made.step(2, [Arrived(Request(RequestId(f"r{number}"), "m", PROMPT), KEYS)])
+        made.step(2, [Arrived(Request(RequestId(f"r{number}"), "m", len(PROMPT), PROMPT), KEYS)])
     return made
 
 
@@ -39,7 +39,7 @@ def test_a_preview_is_what_would_be_decided_and_changes_nothing(policy: str) -> 
     """Whatever the policy, drawing and turn-taking ones too, the request then gets just that."""
     asked, other = conductor(policy), conductor(policy)
     before = pickle.dumps(asked._state), pickle.dumps(asked._forecast)
-    request = Request(RequestId("r"), "m", PROMPT, tenant="new")
+    request = Request(RequestId("r"), "m", len(PROMPT), PROMPT, tenant="new")
     found = [asked.preview(request, KEYS, 3) for _ in range(3)]
     assert (pickle.dumps(asked._state), pickle.dumps(asked._forecast)) == before
     assert asked.promised() == other.promised()
@@ -54,18 +54,20 @@ def test_a_preview_is_what_would_be_decided_and_changes_nothing(policy: str) -> 
 
 def test_a_preview_says_whom_a_waiting_request_would_get() -> None:
     """Where requests wait to be bound, it is answered as if it were its turn."""
-    found = conductor("late_binding").preview(Request(RequestId("r"), "m", PROMPT), KEYS, 3)
+    found = conductor("late_binding").preview(
+        Request(RequestId("r"), "m", len(PROMPT), PROMPT), KEYS, 3
+    )
     assert isinstance(found, Decision)
 
 
 def test_a_preview_says_the_refusal() -> None:
     """It is the one that the request would get; no slot of the Retry-After calendar is booked."""
     made = conductor("kvcache_centric")
-    never = Request(RequestId("r"), "m", PROMPT, slo=Slo(ttft_us=1))
+    never = Request(RequestId("r"), "m", len(PROMPT), PROMPT, slo=Slo(ttft_us=1))
     found = made.preview(never, KEYS, 3)
     assert isinstance(found, Refuse)
     assert found.reason == "ttft_slo"
     assert len(made.retries) == 0
-    nobody = made.preview(Request(RequestId("r"), "else", PROMPT), KEYS, 3)
+    nobody = made.preview(Request(RequestId("r"), "else", len(PROMPT), PROMPT), KEYS, 3)
     assert isinstance(nobody, Refuse)
     assert nobody.retry_after_us is None

@@ -15,7 +15,7 @@ NONE = Slo()
 
 def request(prompt: int, tenant: str = "", slo: Slo = NONE, name: str = "r") -> Request:
     """One of a prompt of its own; the id differs from try to try."""
-    return Request(RequestId(name), "m", (prompt,), slo=slo, tenant=tenant)
+    return Request(RequestId(name), "m", len((prompt,)), (prompt,), slo=slo, tenant=tenant)
 
 
 def client(one: Request) -> Client:

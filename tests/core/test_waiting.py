@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonserve.core.request import Counted, Request
+from moonserve.core.request import Request
 from moonserve.core.schedule.waiting import PATIENCE_US, SHARE, Waiter, WaitingRoom
 from moonserve.core.units import RequestId
 
@@ -171,7 +171,7 @@ def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
     """To one who has fewer; among his own nobody does."""
     room = room_of(*owned("flood", *(waiter(f"f{at}", 1, at_s=at) for at in range(3))))
     for tenant, gives_way in (("flood", "new"), ("calm", "f2")):
-        request = Request(RequestId("new"), "m", Counted(9), tenant=tenant)
+        request = Request(RequestId("new"), "m", 9, tenant=tenant)
         assert room.gives_way(request) == gives_way
 
 
@@ -208,13 +208,13 @@ def test_of_too_many_low_priority_gives_way_first() -> None:
     low = owned("calm", waiter("low", 1, priority=-1))
     room = room_of(*owned("flood", waiter("f", 1), waiter("g", 1)), *low)
     for priority, gives_way in ((0, "low"), (-1, "new"), (-2, "new")):
-        request = Request(RequestId("new"), "m", Counted(9), priority=priority, tenant="flood")
+        request = Request(RequestId("new"), "m", 9, priority=priority, tenant="flood")
         assert room.gives_way(request) == gives_way
 
 
 def test_an_empty_room_without_places_takes_nobody() -> None:
     """Where max_waiting is 0, whoever comes is one too many."""
-    assert room_of().gives_way(Request(RequestId("new"), "m", Counted(9))) == "new"
+    assert room_of().gives_way(Request(RequestId("new"), "m", 9)) == "new"
 
 
 works = st.lists(st.floats(0.1, 40), min_size=1, max_size=12)

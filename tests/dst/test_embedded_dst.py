@@ -92,7 +92,9 @@ class FaultyWorld(World):
         """Send a request and judge what comes; returns how it ended."""
         prompt = tuple(range(self.rng.randrange(1, 40)))
         count = self.rng.randrange(1, 12)
-        request = Request(RequestId(f"r{number}"), "m", prompt, stopping=Stopping(count))
+        request = Request(
+            RequestId(f"r{number}"), "m", len(prompt), prompt, stopping=Stopping(count)
+        )
         leaves_s = self.rng.choice([None, None, None, self.rng.uniform(0, 0.2)])
         got: list[int] = []
         finish = None

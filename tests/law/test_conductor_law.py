@@ -237,7 +237,7 @@ class ConductorMachine(RuleBasedStateMachine):
         self.count += 1
         name = RequestId(f"r{self.count}")
         prompt = tuple(range(length))
-        request = Request(name, "m", prompt, slo=slo, priority=priority, whole=whole)
+        request = Request(name, "m", len(prompt), prompt, slo=slo, priority=priority, whole=whole)
         self.open[name] = (request, self.now_us + 1)
         self.attempts[name] = 0
         self.leases[name] = []

@@ -109,7 +109,7 @@ def loop_of(**tuning: Any) -> tuple[ConductorLoop, list[LeaseId]]:
 async def inbox_of(loop: ConductorLoop, slo: Slo, name: RequestId = R) -> list[Action]:
     """What the Conductor wants of a request of nine tokens, after some turns of the loop."""
     inbox: asyncio.Queue[Any] = asyncio.Queue()
-    loop.open(Request(name, "m", tuple(range(9)), slo=slo), (), inbox)
+    loop.open(Request(name, "m", len(tuple(range(9))), tuple(range(9)), slo=slo), (), inbox)
     assert loop.records[name].outcome == "waiting"
     await asyncio.sleep(0.01)
     return [inbox.get_nowait() for _ in range(inbox.qsize())]
@@ -214,7 +214,7 @@ def test_copies_are_asked_for_and_told_of() -> None:
         )
         core = Sleeper([])
         loop = ConductorLoop(core, lambda lease: None, copy)
-        loop.open(Request(R, "m", (1,)), (), asyncio.Queue())
+        loop.open(Request(R, "m", len((1,)), (1,)), (), asyncio.Queue())
         loop._act(order)
         loop._act(msgspec.structs.replace(order, number=8, to=SegmentId("lost")))
         loop._act(msgspec.structs.replace(order, number=9, first=3))

@@ -106,7 +106,9 @@ def test_every_call_has_the_salt() -> None:
     async def test() -> None:
         world = World("p0", "p1", "d0", "d1")
         world.wire.faults = [("prefill", "reset", 0), ("decode", "reset", 4)]
-        request = Request(RequestId("r"), "m", PROMPT, stopping=Stopping(8), cache_salt="A")
+        request = Request(
+            RequestId("r"), "m", len(PROMPT), PROMPT, stopping=Stopping(8), cache_salt="A"
+        )
         assert (await collect(world.cluster.generate(request)))[0] == expected(8)
         assert world.wire.salts == ["A"] * len(world.wire.calls)
         assert len(world.wire.calls) == 5

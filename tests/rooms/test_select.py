@@ -400,7 +400,7 @@ def test_more_output_than_the_context_leaves_is_cut() -> None:
     async def use(rig: Rig) -> None:
         await rig.good("reserve", {**ASK, "id": "r", "max_tokens": 1 << 40})
         [held] = rig.selection._held.values()
-        assert held.request.stopping.max_tokens == 4_096 - len(held.request.prompt)
+        assert held.request.stopping.max_tokens == 4_096 - held.request.length
 
     run(use)
 

@@ -92,7 +92,9 @@ class World:
         self.client_of[request] = client
         self.lengths[request] = self.rng.randint(20, 80)
         stopping = Stopping(max_tokens=self.lengths[request])
-        it = Request(request, "m", self.prompts[client], stopping=stopping)
+        it = Request(
+            request, "m", len(self.prompts[client]), self.prompts[client], stopping=stopping
+        )
         self.step(now_us, [Arrived(it, (key_of(it.prompt),))])
 
     def prefilled(self, now_us: int, who: tuple[RequestId, int]) -> None:
@@ -215,6 +217,6 @@ def test_nothing_is_left_when_the_crowd_has_gone() -> None:
     it = run(300)
     it.closed = True
     it.run(400 * SECOND)
-    it.core.step(400 * SECOND, [Arrived(Request(RequestId("last"), "m", (1,)), ())])
+    it.core.step(400 * SECOND, [Arrived(Request(RequestId("last"), "m", len((1,)), (1,)), ())])
     assert it.core.promised().requests == 1
     assert len(it.core.retries) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moonserve.core.kv.facts import BlocksCleared, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.pending import PendingPrefixes
-from moonserve.core.request import Counted, Request
+from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Spread
 from moonserve.core.schedule.decide import decide
 from moonserve.core.schedule.estimate import Ask, Roles
@@ -55,7 +55,7 @@ class World:
         roles = Roles(prefills, self.view.decodes("m"))
         verdict = decide(ask, roles, PolicyState(), self.tuning, self.now_us)
         assert verdict is not None
-        request = Request(RequestId(f"r{self.count}"), "m", Counted(length))
+        request = Request(RequestId(f"r{self.count}"), "m", length)
         return self.hot.placed(request, keys, verdict.decision, self.now_us)
 
     def until_copied(self, most: int = 40, **ask: object) -> Spread:

@@ -152,7 +152,9 @@ class World:
     def request(self, name: str = "r", count: int = 8) -> AsyncIterator[Output]:
         """Ask for `count` tokens."""
         stopping = Stopping(max_tokens=count)
-        return self.cluster.generate(Request(RequestId(name), "m", PROMPT, stopping=stopping))
+        return self.cluster.generate(
+            Request(RequestId(name), "m", len(PROMPT), PROMPT, stopping=stopping)
+        )
 
     async def settled(self) -> Promised:
         """The ledger after the loop has had its turns."""

@@ -308,6 +308,7 @@ class LiveRun:
         request = Request(
             RequestId(f"r{number:06}"),
             MODEL,
+            len(prompt),
             prompt,
             Sampling(temperature=0.0),
             Stopping(max_tokens=row.output_tokens, ignore_eos=True),

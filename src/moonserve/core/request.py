@@ -57,25 +57,6 @@ def finish_of(
     return None
 
 
-class Counted:
-    """Token ids that nobody will look at, as many as are counted: for simulation."""
-
-    __slots__ = ("_count",)
-
-    def __init__(self, count: Tokens) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def extend(self, tokens: Sequence[int] | Counted) -> None:
-        """So many more."""
-        self._count += len(tokens)
-
-    def __getitem__(self, part: slice) -> Counted:
-        return Counted(len(range(*part.indices(self._count))))
-
-
 class Slo(msgspec.Struct, frozen=True):
     """Service level objectives; None: no objective."""
 
@@ -103,12 +84,14 @@ class EffectiveSlo(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request. `prompt` holds token ids; everything else is what the client asked for."""
+    """One request: what the client asked for, and what the Conductor needs to know of it."""
 
     id: RequestId
     model: str
-    prompt: Sequence[int] | Counted
-    """The Conductor reads its length only."""
+    length: Tokens
+    """Of its prompt."""
+    prompt: tuple[int, ...] = ()
+    """Token ids, where the gateway has them: for our own workers. The Conductor reads none."""
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
     slo: Slo = Slo()
@@ -124,11 +107,6 @@ class Request(msgspec.Struct, frozen=True):
     """Its KV is shared with requests of the same salt only; see core.kv.keys.Namespace."""
     tenant: str = ""
     """On whose behalf: where there is too little for all, tenants get like parts."""
-
-    @property
-    def length(self) -> Tokens:
-        """Of its prompt."""
-        return len(self.prompt)
 
     def since_us(self, now_us: Micros) -> Micros:
         """Since when its client waits, for one that the Conductor hears of now."""

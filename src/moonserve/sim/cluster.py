@@ -16,7 +16,7 @@ import msgspec
 from moonserve.core.engine.batch import Progress
 from moonserve.core.errors import BadRequest
 from moonserve.core.kv.facts import BlocksCleared
-from moonserve.core.request import Counted, Request
+from moonserve.core.request import Request
 from moonserve.core.schedule.actions import (
     Abort,
     Action,
@@ -132,11 +132,10 @@ class Simulation:
             self.served.append(served)
             self._by_id[served.id] = served
             self._open += 1
-            prompt = Counted(row.input_tokens)
             request = Request(
                 served.id,
                 MODEL,
-                prompt,
+                row.input_tokens,
                 stopping=UNTOLD,
                 priority=row.priority,
                 tenant=row.tenant,

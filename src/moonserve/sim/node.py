@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from moonserve.core.engine.batch import Batch, Chunk, Pass, PassResult, Progress
+from moonserve.core.engine.batch import Batch, Chunk, Counted, Pass, PassResult, Progress
 from moonserve.core.engine.blocks import BlockPool
-from moonserve.core.request import Counted, Finish, Sampling, Stopping
+from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.schedule.cost import Cost, pass_sample
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import Micros, RequestId, Tokens

@@ -17,8 +17,27 @@ import msgspec
 
 from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import BadRequest
-from moonserve.core.request import Counted, Finish, Sampling, Stopping, finish_of
+from moonserve.core.request import Finish, Sampling, Stopping, finish_of
 from moonserve.core.units import Micros, RequestId, Tokens
+
+
+class Counted:
+    """A number of token ids that no engine reads: for simulation."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: Tokens) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, tokens: Sequence[int] | Counted) -> None:
+        """Add as many tokens."""
+        self._count += len(tokens)
+
+    def __getitem__(self, part: slice) -> Counted:
+        return Counted(len(range(*part.indices(self._count))))
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -108,4 +108,4 @@ class Account:
         gaps = tokens - 1
         if in_time and (slo.tbt_us is None or now_us - first_us <= slo.tbt_us * gaps):
             self.good += 1
-            self.good_tokens += len(life.request.prompt) + tokens
+            self.good_tokens += life.request.length + tokens

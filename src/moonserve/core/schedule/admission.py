@@ -144,9 +144,9 @@ def nobody(request: Request, view: ClusterView, now_us: Micros) -> Refuse:
     if not prefills or not decodes:
         return Refuse(request.id, _lacking(request.model, view))
     for role, views in (("prefill", prefills), ("decode", decodes)):
-        if not fits(len(request.prompt), views):
+        if not fits(request.length, views):
             why = f"no {role} instance of model {request.model} has KV memory for "
-            why += f"{len(request.prompt)} tokens"
+            why += f"{request.length} tokens"
             return Refuse(request.id, why, "kv_memory", MICROS_PER_SECOND)
     full = "decode" if any(view.takes_prefill for view in prefills) else "prefill"
     why = f"every {full} instance of model {request.model} is full"

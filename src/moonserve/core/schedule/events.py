@@ -56,7 +56,7 @@ def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> 
             over.discard(fact.request)  # a client who is gone after that changed nothing
         match fact:
             case Arrived(request):
-                made.append(Event(now_us, "arrived", request.id, str(len(request.prompt))))
+                made.append(Event(now_us, "arrived", request.id, str(request.length)))
             case PrefillEnded(request, number, final):
                 made.append(Event(now_us, "prefilled", request, f"{number} {final}"))
             case StageEnded(request, number, instance):

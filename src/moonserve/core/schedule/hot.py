@@ -349,7 +349,7 @@ class Hot:
 
     def _is_slow(self, row: _Row, stop: int, request: Request, uses: float) -> bool:
         """Whether a transfer takes longer than what it saves in so many uses."""
-        info, cost, length = row.view.info, row.view.cost, len(request.prompt)
+        info, cost, length = row.view.info, row.view.cost, request.length
         size, chunk = info.namespace.block_size, info.chunk_tokens
         load_us = cost.transfer_us((stop - row.has) * info.block_bytes)
         alone_us = cost.prefill_us(length, row.has * size, chunk)

@@ -129,6 +129,7 @@ class GatewayApp(Front):
         return Request(
             id=self._door.named(http, http.id in self._live),
             model=card.name,
+            length=len(prompt),
             prompt=tuple(prompt),
             sampling=openai.sampling(fields, secrets.randbits(63)),
             stopping=stopping,

@@ -83,9 +83,9 @@ class Generation:
             metrics.tbt.observe(waited_s)
         else:
             metrics.ttft.observe(waited_s)
-            metrics.prompt_tokens += len(self.request.prompt)
+            metrics.prompt_tokens += self.request.length
         if output.cached_tokens:
-            self._cached = min(output.cached_tokens, len(self.request.prompt))
+            self._cached = min(output.cached_tokens, self.request.length)
             metrics.cached_tokens += self._cached
         self._generated += len(output.token_ids)
         self._fresh += output.token_ids
@@ -98,7 +98,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """As counted so far."""
-        return Usage.of(len(self.request.prompt), self._generated, self._cached)
+        return Usage.of(self.request.length, self._generated, self._cached)
 
     async def close(self) -> None:
         """End the source, so that the cluster stops working for this request."""

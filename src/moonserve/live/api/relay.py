@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonserve.core.request import Counted, Request, Stopping
+from moonserve.core.request import Request, Stopping
 from moonserve.core.units import RequestId, seconds_to_us
 from moonserve.live.api.front import Front
 from moonserve.live.api.limiter import Limits as DoorLimits
@@ -107,7 +107,7 @@ class RelayApp(Front, Collector):
             request = Request(
                 id=self._door.named(http, caller.conductor.known(RequestId(http.id))),
                 model=asked.model,
-                prompt=Counted(reading.length),
+                length=reading.length,
                 stopping=Stopping(max_tokens=min(max(1, asked.max_tokens or default), longest)),
                 slo=headers.slo(http.headers),
                 priority=headers.priority(http.headers),

@@ -160,7 +160,7 @@ class PlacementApi:
                     return self._go_on(held)
                 return await self._next(held)
             case "failed" if told.retry:
-                length = len(held.request.prompt)
+                length = held.request.length
                 self._conductor.tell(
                     CallFailed(request, number, told.why, True, length, held.keys, told.unreachable)
                 )

@@ -13,7 +13,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, ModelNotFound, NobodyAlive
 from moonserve.core.kv.keys import Namespace, chain_keys
-from moonserve.core.request import Counted, Request, Slo, Stopping
+from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 from moonserve.live.openai.headers import MAX_PRIORITY
 from moonserve.live.openai.prompts import Prompts
@@ -77,14 +77,14 @@ class Asks:
         if not infos:
             raise NobodyAlive(f"no instance of model {ask.model} is alive")
         namespace, max_len = infos[0].namespace, min(info.max_len for info in infos)
-        prompt, keys = await self._prompt(ask, namespace, max_len)
-        left = max_len - len(prompt)
+        length, keys = await self._prompt(ask, namespace, max_len)
+        left = max_len - length
         if left < 1:
-            raise context_exceeded("prompt", f"{len(prompt)} tokens and 1 to generate", max_len)
+            raise context_exceeded("prompt", f"{length} tokens and 1 to generate", max_len)
         request = Request(
             id=RequestId(name),
             model=ask.model,
-            prompt=prompt,
+            length=length,
             stopping=Stopping(max_tokens=min(ask.max_tokens, left)),
             slo=Slo(_us(ask.ttft_slo_ms), _us(ask.tbt_slo_ms)),
             priority=ask.priority,
@@ -94,7 +94,8 @@ class Asks:
 
     async def _prompt(
         self, ask: PlacementBody, namespace: Namespace, max_len: Tokens
-    ) -> tuple[tuple[int, ...] | Counted, tuple[BlockKey, ...]]:
+    ) -> tuple[Tokens, tuple[BlockKey, ...]]:
+        """Its length, and the keys of its full blocks."""
         given = [ask.prompt, ask.token_ids, ask.block_keys]
         if sum(each is not None for each in given) != 1:
             raise BadRequest("give one of prompt, token_ids and block_keys", "prompt")
@@ -104,7 +105,7 @@ class Asks:
             if length < 1 or len(keys) != length // size:
                 what = f"there must be one for each {size} of prompt_tokens, so {length // size}"
                 raise BadRequest(f"block_keys: {len(keys)} are given; {what}", "block_keys")
-            return Counted(length), tuple(keys)
+            return length, tuple(keys)
         tokens = ask.token_ids
         if tokens is None:
             fields = CompletionRequest(model=ask.model, prompt=ask.prompt or "")
@@ -116,7 +117,7 @@ class Asks:
             keys = chain_keys(namespace.salted(ask.cache_salt or ""), tokens, namespace.block_size)
         except OverflowError:
             raise BadRequest("token_ids: each must be from 0 to 2^32 - 1", "token_ids") from None
-        return tuple(tokens), tuple(keys)
+        return len(tokens), tuple(keys)
 
     def _text(self, model: str) -> TextTools:
         tools = self._tools(model)

@@ -22,7 +22,7 @@ from moonserve.core.errors import (
     Overloaded,
 )
 from moonserve.core.kv.keys import KeyChain, Namespace
-from moonserve.core.request import Counted, Request
+from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.facts import (
     CallFailed,
@@ -140,7 +140,7 @@ class _Life:
         self._conductor = conductor
         self._wire = wire
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue()  # bounded by max_tokens replies
-        assert not isinstance(request.prompt, Counted), "a live prompt has tokens"
+        assert request.prompt, "our own workers need the token ids"
         self._known = list(request.prompt)
         self._replayed = 0
         """Tokens of the running decode that prefill gave already."""
@@ -272,7 +272,7 @@ class _Life:
             self._conductor.keep(keys, loader.segment, decision.holder)
 
     def _generated(self) -> Tokens:
-        return len(self._known) - len(self._request.prompt)
+        return len(self._known) - self._request.length
 
     def _left(self) -> Tokens:
         """Tokens still to be generated."""

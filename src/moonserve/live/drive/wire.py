@@ -110,7 +110,7 @@ class WireClient:
         return Prefilled(
             tuple(choice.token_ids or ()),
             choice.finish_reason,
-            min(parsed.cached_tokens() or 0, len(request.prompt)),
+            min(parsed.cached_tokens() or 0, request.length),
             _kv_transfer_params(to, parsed),
         )
 

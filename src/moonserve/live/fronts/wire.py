@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from moonserve.core.request import Counted, Request, Slo, Stopping
+from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
@@ -45,7 +45,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
         return Request(
             id=self.id,
             model=self.model,
-            prompt=Counted(self.length),
+            length=self.length,
             stopping=self.stopping,
             slo=self.slo,
             priority=self.priority,
@@ -60,7 +60,7 @@ def opened(request: Request, keys: Sequence[BlockKey]) -> Opened:
     return Opened(
         id=request.id,
         model=request.model,
-        length=len(request.prompt),
+        length=request.length,
         keys=tuple(keys),
         stopping=request.stopping,
         slo=request.slo,
