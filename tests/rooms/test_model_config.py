@@ -57,7 +57,7 @@ def test_refusals_name_the_setting(tmp_path: Path, changes: dict[str, object], n
         ({"llama.rope.scaling.type": "linear"}, "linear"),
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.embedding_length": "x"}, "embedding_length"),
-        ({"llama.rope.dimension_count": 8}, "rotary over a part"),
+        ({"llama.rope.dimension_count": 8}, "rotary embedding of a part"),
     ],
 )
 def test_gguf_refusals(tmp_path: Path, changes: dict[str, object], named: str) -> None:

@@ -1,7 +1,8 @@
-"""Engines: run passes over paged KV blocks. torch lives here and nowhere else.
+"""Engines: they run passes over paged KV blocks. No other room imports torch.
 
-Importing this package loads no torch (the fake engine works without it); it only tells OpenMP,
-before torch can load, that waiting threads sleep: spinning ones cost a contended machine 30x.
+The import of this package does not load torch, because the fake engine works without it. It only
+sets, before torch loads, that OpenMP's waiting threads sleep. Spinning threads slow a contended
+machine down 30 times.
 """
 
 import os

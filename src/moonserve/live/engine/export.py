@@ -1,7 +1,7 @@
-"""Writes a model that lies in a GGUF file as a Hugging Face folder, for engines that want one.
+"""Writes the model in a GGUF file as a Hugging Face folder, for engines that need one.
 
-For `moonserve model export`. Weights come out as float32 (or bfloat16): what was quantised is what
-it was, in a larger form. Never touches a folder that has something in it.
+`moonserve model export` uses it. It writes weights as float32 or bfloat16: quantised weights keep
+their values, in a larger form. It never writes into a folder that is not empty.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 def export_folder(
     path: Path, folder: Path, dtype: str, progress: Callable[[str], None] = lambda stage: None
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files into `folder`, made here.
+    """Write config.json, model.safetensors and the tokenizer's files into the new `folder`.
 
-    The last file is written under its name when all are whole. ConfigError: no GGUF file, a folder
-    in use, an unknown dtype, or rotary factors that config.json cannot say.
+    model.safetensors gets its name last, when all files are complete. Raises ConfigError: no GGUF
+    file, a folder that is not empty, an unknown dtype, or rotary factors without a field in
+    config.json.
     """
     if dtype not in _DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}", "dtype")
+        raise ConfigError(f"unknown dtype {dtype!r}; use one of {', '.join(_DTYPES)}", "dtype")
     if path.is_dir():
-        raise ConfigError(f"{path} is a Hugging Face folder already: use it as it is", "model")
+        raise ConfigError(f"{path} is a Hugging Face folder already; use it as it is", "model")
     file = open_gguf(path)
     config = config_of_gguf(file)
     if "rope_freqs.weight" in file.tensors:
-        raise ConfigError(f"{path} scales its rotary by a tensor; get the model's folder", "model")
+        raise ConfigError(
+            f"{path} scales its rotary embedding by a tensor, which config.json cannot express; use"
+            " the model's Hugging Face folder",
+            "model",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -60,7 +65,7 @@ def export_folder(
 
 
 def names(config: ModelConfig) -> Iterator[str]:
-    """Hugging Face's names of all tensors of a model."""
+    """Yield Hugging Face's names of all tensors of a model."""
     yield "model.embed_tokens.weight"
     yield "model.norm.weight"
     if not config.tie_embeddings:
@@ -79,7 +84,7 @@ def names(config: ModelConfig) -> Iterator[str]:
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json, as transformers names its fields."""
+    """Return the content of config.json, with transformers' field names."""
     return {
         "architectures": [_CLASSES[config.family]],
         "model_type": config.family,
@@ -108,23 +113,23 @@ def _write_tokenizer(path: Path, config: ModelConfig, folder: Path) -> None:
     inner.decoder = _decoder(vocabulary)
     inner.save(str(folder / "tokenizer.json"))
     pieces = vocabulary.pieces
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_len,
         "clean_up_tokenization_spaces": False,
     }
     if vocabulary.bos_id is not None:
-        said["bos_token"] = pieces[vocabulary.bos_id]
+        settings["bos_token"] = pieces[vocabulary.bos_id]
     if vocabulary.eos_id is not None:
-        said["eos_token"] = pieces[vocabulary.eos_id]
+        settings["eos_token"] = pieces[vocabulary.eos_id]
     source = template_of_gguf(path)
     if source is not None:
-        said["chat_template"] = source
-    _write_json(folder / "tokenizer_config.json", said)
+        settings["chat_template"] = source
+    _write_json(folder / "tokenizer_config.json", settings)
 
 
 def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:
-    """How pieces become text again; our own tokenizer does without."""
+    """Return the decoder from pieces to text; moonserve's own tokenizer does not use it."""
     if vocabulary.alphabet == "bytes":
         return decoders.ByteLevel()
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -1,8 +1,9 @@
-"""An Engine without a model: a detector of wrong KV that costs nothing to run.
+"""An Engine without a model: it detects wrong KV, and needs almost no computation.
 
-Each KV slot really holds its token and position, and the next token is a hash of the whole context
-*read back from the blocks*. KV that is missing, stale, misplaced or another request's changes every
-token after it; `reference` says what they must be. For tests and `--engine fake`; imports no torch.
+Each KV slot holds its token and its position. The next token is a hash of the whole context, *read
+back from the blocks*. So KV that is missing, stale, misplaced or another request's changes every
+token after it; `reference` returns the right tokens. Tests and `--engine fake` use it. It does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from moonserve.live.ports import Clock, EngineShape, Layers
 
 _SLOT_BYTES = 8
 _LAYERS = 8
-"""Of nothing in particular, but that they come one after the other; divides all blocks."""
+"""A pass reports so many layers, one after the other. It divides the bytes of every block."""
 GREEDY = Sampling(temperature=0.0)
 
 
 def fake_cost(
     base_us: Micros = 200, prefill_us_per_token: Micros = 10, decode_us_per_seq: Micros = 100
 ) -> Cost:
-    """How long its passes take: a base for prefill, one for decode, and so much a token."""
+    """Return the cost of its passes: a base for prefill, one for decode, and a time per token."""
     return Cost((base_us, prefill_us_per_token, 0, 0, base_us, decode_us_per_seq, 0), learns=False)
 
 
 class FakeEngine:
-    """See the module. A slot is u32 token, u32 position + 1, little-endian; 0 is never written.
+    """The fake engine. A slot is u32 token, u32 position + 1, little-endian; 0 is never written.
 
-    words: the range of ids that tokens are taken from; with the real tokenizer its default reads
-    as English words. eos_one_in: one token in so many is eos_token_ids[0]; None: never.
+    words: the range of ids of its tokens; with the real tokenizer the default gives English words.
+    eos_one_in: on average one token in this many is eos_token_ids[0]; None: no token.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class FakeEngine:
         return self._shape
 
     async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
-        """Write every chunk's slots, take the time it costs, sample from what the blocks say."""
+        """Write every chunk's slots, wait for the pass's cost, and sample from the blocks."""
         began_us = self._clock.now_us()
         for chunk in work.chunks:
             self._write(chunk)
@@ -90,21 +91,21 @@ class FakeEngine:
             for chunk in work.chunks
             if chunk.sampling is not None
         }
-        return PassResult(sampled, self._clock.now_us() - began_us)  # on a busy machine, longer
+        return PassResult(sampled, self._clock.now_us() - began_us)  # measured: it may be longer
 
     def block(self, index: int) -> memoryview:
-        """The writable bytes of one pool block."""
+        """Return the writable bytes of one pool block."""
         size = self._shape.block_bytes
         assert 0 <= index < self._shape.num_blocks
         return self._memory[index * size : (index + 1) * size]
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Close the engine; it has nothing to free."""
 
     def reference(
         self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY
     ) -> list[int]:
-        """The `count` tokens that a right run of any shape must give after `prompt`."""
+        """Return the `count` tokens that every correct run must give after `prompt`."""
         context = b"".join(_slot(token, at) for at, token in enumerate(prompt))
         made: list[int] = []
         for at in range(len(prompt), len(prompt) + count):

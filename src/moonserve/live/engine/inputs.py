@@ -1,7 +1,7 @@
-"""One pass as tensors: every index that all layers share, computed once and on whole arrays.
+"""One pass as tensors: every index that all layers share, computed once, on whole arrays.
 
-For live/engine/model. Rows of the pass are its tokens: first the chunks of several tokens (spans),
-then the chunks of one token (singles: decoding requests), so that each part is one slice.
+live/engine/model uses it. The rows of a pass are its tokens: first the chunks of several tokens
+(spans), then the chunks of one token (singles: decoding requests). So each part is one slice.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from moonserve.live.model.config import ModelConfig
 Ints = NDArray[np.int64]
 
 _MASKED_ROWS = 512
-"""A longer chunk with a context is taken in steps of so many rows: what a mask covers of its own
-upper triangle is computed in vain."""
+"""A longer chunk with a context is computed in steps of so many rows. The attention kernel also
+computes the masked upper triangle of a step, so smaller steps waste less."""
 _SHORT_BLOCKS = 8
 """Singles with fewer blocks than this are not split into groups by length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A chunk of several tokens. `gather` [layers, 2 * blocks] is None where nothing was before."""
+    """A chunk of several tokens. `gather` [layers, 2 * blocks]; None: it has no context before."""
 
     first: int
     last: int
     context: int
     gather: Tensor | None
     mask: Tensor | None
-    """[tokens, context], additive; None means plainly causal."""
+    """[tokens, context], additive. None: the attention is causal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Singles of like context length, padded to the longest: [batch, context]."""
+    """Singles with similar context lengths, padded to the longest: [batch, context]."""
 
     first: int
     last: int
@@ -49,12 +49,12 @@ class Group:
     gather: Tensor
     """[layers, 2 * batch * blocks] rows of the pool: all keys, then all values."""
     mask: Tensor | None
-    """[batch, 1, 1, context], additive; None where all have the same length."""
+    """[batch, 1, 1, context], additive. None: all have the same length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A pass. Slots [layers, rows, 2] say where each row's key and value go in the pool."""
+    """A pass. `slots` [layers, rows, 2]: the pool rows of each row's key and value."""
 
     ids: Tensor
     positions: Tensor
@@ -76,14 +76,20 @@ class Layout:
     dtype: torch.dtype
 
     def block_rows(self, blocks: Ints) -> Tensor:
-        """Rows of the pool seen as [blocks * layers * 2, ...]: [layers, 2 * blocks.size]."""
+        """Return rows of the pool, viewed as [blocks * layers * 2, ...].
+
+        Shape: [layers, 2 * blocks.size].
+        """
         layer = np.arange(self.layers).reshape(-1, 1, 1)
         which = np.arange(2).reshape(1, 2, 1)
         rows = (blocks.reshape(1, 1, -1) * self.layers + layer) * 2 + which
         return torch.from_numpy(rows.reshape(self.layers, -1))
 
     def token_rows(self, blocks: Ints, offsets: Ints) -> Tensor:
-        """Rows of the pool seen as [blocks * layers * 2 * block_size, ...]: [layers, rows, 2]."""
+        """Return rows of the pool, viewed as [blocks * layers * 2 * block_size, ...].
+
+        Shape: [layers, rows, 2].
+        """
         layer = np.arange(self.layers).reshape(-1, 1, 1)
         which = np.arange(2).reshape(1, 1, 2)
         rows = (blocks.reshape(1, -1, 1) * self.layers + layer) * 2 + which
@@ -91,15 +97,15 @@ class Layout:
 
 
 def layout_name(config: ModelConfig, dtype: torch.dtype) -> str:
-    """The namespace's layout: equal names mean exchangeable block bytes."""
+    """Return the name of the blocks' layout: two engines with one name can exchange KV bytes."""
     kind = str(dtype).removeprefix("torch.")
     order = "blk,layer,kv,tok,head,dim"
     return f"{kind}/v1:{order}/L{config.layers}/H{config.kv_heads}/D{config.head_dim}"
 
 
 def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
-    """Arrange a pass. Chunks must fit Pass's contract; a violation is a bug and asserts."""
-    assert chunks, "an empty pass"
+    """Arrange a pass. It asserts that the chunks keep Pass's contract."""
+    assert chunks, "a pass has a chunk"
     spans = [chunk for chunk in chunks if len(chunk.tokens) > 1]
     singles = sorted((chunk for chunk in chunks if len(chunk.tokens) == 1), key=_length_class)
     ordered = spans + singles
@@ -129,18 +135,18 @@ def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
 
 
 def _length_class(chunk: Chunk) -> int:
-    """Singles of one class differ in blocks by less than a factor of two: so does the padding."""
+    """Return a class for grouping: in one class, the block counts differ by less than factor 2."""
     return max(_SHORT_BLOCKS - 1, len(chunk.blocks)).bit_length()
 
 
 def _places(chunks: Sequence[Chunk], layout: Layout) -> tuple[Ints, Ints]:
-    """Each row's sequence position and pool block."""
+    """Return each row's sequence position and pool block."""
     positions: list[Ints] = []
     blocks: list[Ints] = []
     for chunk in chunks:
         at = np.arange(chunk.start, chunk.start + len(chunk.tokens))
         table = np.array(chunk.blocks, dtype=np.int64)
-        assert len(at) > 0, "an empty chunk"
+        assert len(at) > 0, "a chunk has a token"
         assert at[-1] < len(table) * layout.block_size, "a chunk's blocks do not cover its tokens"
         assert 0 <= min(chunk.blocks) <= max(chunk.blocks) < layout.num_blocks, "not a pool block"
         positions.append(at)
@@ -149,13 +155,13 @@ def _places(chunks: Sequence[Chunk], layout: Layout) -> tuple[Ints, Ints]:
 
 
 def _table(chunk: Chunk, layout: Layout) -> Ints:
-    """The blocks that hold the chunk's context; a chunk may own more."""
+    """Return the blocks with the chunk's context; a chunk may have more blocks."""
     needed = -(-(chunk.start + len(chunk.tokens)) // layout.block_size)
     return np.array(chunk.blocks[:needed], dtype=np.int64)
 
 
 def _spans(chunk: Chunk, last: int, layout: Layout) -> Iterator[Span]:
-    """The chunk's rows end with `last`."""
+    """Yield the spans of a chunk whose rows end at `last`."""
     count = len(chunk.tokens)
     first = last - count
     if chunk.start == 0:
@@ -166,7 +172,7 @@ def _spans(chunk: Chunk, last: int, layout: Layout) -> Iterator[Span]:
         rows = min(_MASKED_ROWS, count - begin)
         before = chunk.start + begin
         context = before + rows
-        # Query i stands at before + i and sees keys 0 .. before + i: the diagonal ends bottom right
+        # Query i is at before + i and sees keys 0 .. before + i: the diagonal ends bottom right.
         mask = torch.full((rows, context), float("-inf"), dtype=layout.dtype)
         mask.triu_(before + 1)
         gather = layout.block_rows(table[: -(-context // layout.block_size)])
@@ -176,7 +182,7 @@ def _spans(chunk: Chunk, last: int, layout: Layout) -> Iterator[Span]:
 def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> Group:
     tables = [_table(chunk, layout) for chunk in chunks]
     width = max(len(table) for table in tables)
-    padded = np.zeros((len(chunks), width), dtype=np.int64)  # any block will do: it is masked
+    padded = np.zeros((len(chunks), width), dtype=np.int64)  # block 0 as padding: it is masked
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
     lengths = torch.tensor([chunk.start + 1 for chunk in chunks])

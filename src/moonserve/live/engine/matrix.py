@@ -1,9 +1,9 @@
-"""A linear layer's matrix: dense, and where the file has it so, also in 4 bits for small batches.
+"""A linear layer's matrix: dense, and also in 4 bits if the file has it, for small batches.
 
-For live/engine/weights and model. A decode step of few requests reads every weight once and is
-bound by memory: in 4 bits there is a quarter to read (measured 8 ms against 30 for the layers of
-SmolLM2-135M on one core, one row). Long passes are bound by arithmetic, where dense wins. Both
-forms hold the file's own quantised values, rounded alike to bfloat16, with alike errors.
+live/engine/weights and model use it. A decode step with few requests reads every weight once, so
+memory bounds its speed, and 4 bits are a quarter to read. Measured: 8 ms instead of 30 ms for the
+layers of SmolLM2-135M on one core with one row. Arithmetic bounds long passes, so they use the
+dense form. Both forms have the file's quantised values, rounded in the same way to bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from moonserve.live.model.gguf import Quants
 
 FEW_ROWS = 8
-"""Passes of at most so many rows use the 4-bit form."""
+"""Passes with at most this many rows use the 4-bit form."""
 _GROUP = 32
 
 
@@ -33,14 +33,14 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """dense [outputs, inputs], in the engine's dtype."""
+    """A matrix. `dense` is [outputs, inputs], in the engine's dtype."""
 
     dense: Tensor
     bias: Tensor | None = None
     packed: Packed | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[n, inputs] to [n, outputs]."""
+        """Multiply rows: [n, inputs] to [n, outputs]."""
         if self.packed is not None and len(rows) <= FEW_ROWS:
             codes, scales = self.packed.codes, self.packed.scales
             product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, codes, _GROUP, scales)
@@ -49,9 +49,10 @@ class Matrix:
 
 
 def pack(parts: Sequence[Quants | None], dtype: torch.dtype) -> Packed | None:
-    """Stack 4-bit matrices along their outputs; None where that cannot be or would not be exact.
+    """Stack 4-bit matrices along their outputs; None: use the dense form.
 
-    float32 engines stay dense: they are for equality. A torch without the kernel, too.
+    That is so if a part is not in 4 bits, if torch lacks the kernel, and for float32 engines, whose
+    results must be exact.
     """
     stored = [part for part in parts if part is not None]
     kernel = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")

@@ -1,9 +1,9 @@
 """The forward pass of llama-like decoders over a paged KV pool.
 
-RMSNorm, rotary embedding (half rotation), grouped-query attention, SwiGLU: Llama, Qwen2 and kin.
-Called by TorchEngine on its one thread, under inference mode. Holds no request state; the pool is
-its only memory. No Python loop over tokens, heads or blocks: one over layers, and inside it one
-over the pass's prefilling requests and one over its groups of decoding ones.
+RMSNorm, rotary embedding (half rotation), grouped-query attention, SwiGLU: Llama, Qwen2 and similar
+models. TorchEngine calls it on its one thread, in inference mode. It has no state of requests; the
+pool is its only memory. It has no Python loop over tokens, heads or blocks. It has one over layers;
+inside it, one over the prefilling requests and one over the groups of decoding requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moonserve.live.model.config import ModelConfig
 class Model:
     """Weights and the pool [num_blocks, layers, 2, block_size, kv_heads, head_dim].
 
-    The pool starts as zeros and must stay finite: masked slots of a block are multiplied by 0.
+    The pool starts as zeros and must stay finite, because masked slots are multiplied by 0.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, layout: Layout) -> None:
@@ -42,7 +42,7 @@ class Model:
     def forward(self, inputs: Inputs, reached: Callable[[int], None] | None = None) -> Tensor:
         """Run a pass: write its keys and values; return logits [sample_rows, vocab], float32.
 
-        reached: called with each layer's index between its writing to the pool and its reading.
+        reached: called with each layer's index after the layer has written its keys and values.
         """
         eps = self.config.norm_eps
         width = (self.config.hidden,)
@@ -88,7 +88,7 @@ class Model:
         return layer.out(mixed.view(len(normed), -1))
 
     def _span(self, index: int, span: Span, queries: Tensor, keys_values: Tensor) -> Tensor:
-        """Attention of one request's several tokens [tokens, heads, dim] over its context."""
+        """Compute attention of one request's tokens [tokens, heads, dim] over its context."""
         if span.gather is None:
             keys, values = keys_values.unbind(1)
         else:
@@ -105,12 +105,12 @@ class Model:
         )[0].transpose(0, 1)
 
     def _group(self, index: int, group: Group, queries: Tensor) -> Tensor:
-        """Attention of one token each of several requests, padded to the longest context."""
+        """Compute attention of one token of each request, padded to the longest context."""
         kv_heads, dim = self.config.kv_heads, self.config.head_dim
         batch = group.last - group.first
         gathered = self._blocks.index_select(0, group.gather[index])
         keys, values = gathered.view(2, batch, -1, kv_heads, dim)[:, :, : group.context].unbind(0)
-        # The heads that share a KV head stand in as its queries: no key is read or copied twice.
+        # The heads that share a KV head become its queries, so no key is read or copied twice.
         return scaled_dot_product_attention(
             queries.view(batch, kv_heads, -1, dim),
             keys.transpose(1, 2),

@@ -1,7 +1,7 @@
-"""From logits to token ids: greedy, temperature, top_k, top_p, with position-keyed randomness.
+"""From logits to token ids: greedy, temperature, top_k and top_p, with reproducible randomness.
 
-The random number for the token at position i depends on (seed, i) alone, so that prefill on one
-process and decode on another draw what one process would have drawn. Called by TorchEngine only.
+The random number of the token at position i depends only on (seed, i). So prefill in one process
+and decode in another draw the same tokens as one process. Only TorchEngine calls it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from moonserve.core.request import Sampling
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of one sequence position: Philox keyed by the seed."""
+    """Return the random number in [0, 1) of one sequence position: Philox, keyed by the seed."""
     bits = np.random.Philox(key=seed % 2**64, counter=position)
     return float(np.random.Generator(bits).random())
 
 
 def sample(logits: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> list[int]:
-    """One token per row of logits [rows, vocab] (float32); wanted[i] is (how, its position).
+    """Return one token per row of logits [rows, vocab] (float32).
 
-    Raises EngineFailed where a row has no finite maximum: the weights or the KV are damaged.
+    wanted[i]: how to sample row i, and the token's position. Raises EngineFailed if a row has no
+    finite maximum: the weights or the KV are damaged.
     """
-    best = logits.argmax(-1)  # the first of equals: the lowest id
+    best = logits.argmax(-1)  # if two logits are equal, the lowest id wins
     if not bool(logits.gather(1, best[:, None]).isfinite().all()):
         raise EngineFailed("the model's output is not finite: weights or KV blocks are damaged")
     tokens: list[int] = best.tolist()
@@ -41,12 +42,12 @@ def sample(logits: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> list[int]:
 def _draw(logits: Tensor, how: Sampling, point: float) -> int:
     """Invert the cumulative distribution of one row at `point`, most likely tokens first."""
     limit = min(how.top_k, len(logits)) if how.top_k > 0 else len(logits)
-    # A stable sort: equal logits keep id order, so that every process walks the same order.
+    # A stable sort keeps equal logits in the order of ids, so every process has the same order.
     values, ids = torch.sort(logits, descending=True, stable=True)
     scaled: NDArray[np.float64] = values[:limit].double().numpy()
     weights = np.exp((scaled - scaled[0]) / how.temperature)
     cumulative = np.cumsum(weights)
-    # top_p keeps the fewest tokens whose mass reaches it: the one that crosses it stays.
+    # top_p keeps the fewest tokens whose mass reaches it, with the one that crosses it.
     kept = int(np.searchsorted(cumulative, how.top_p * cumulative[-1])) + 1
     cumulative = cumulative[:kept]
     index = int(np.searchsorted(cumulative, point * cumulative[-1], side="right"))

@@ -1,7 +1,7 @@
 """TorchEngine: the Engine port over a torch model on this machine's CPU.
 
-For the worker, benchmarks and equality tests. All computation happens on one thread of its own, so
-that the event loop never waits for a pass; the time of a pass is measured there.
+The worker, benchmarks and equality tests use it. It computes on one thread of its own, so the event
+loop never waits for a pass; that thread also measures the time of a pass.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from moonserve.live.ports import EngineShape, Layers
 DType = Literal["auto", "float32", "bfloat16"]
 
 DEFAULT_KV_BYTES: Bytes = 1 << 30
-"""Size of the KV pool where none is stated; touched only as it fills."""
+"""The default size of the KV pool. The system provides the memory only as the pool fills."""
 
 
 def native_bfloat16() -> str | None:
-    """The CPU's instructions for bfloat16 matrices, or None.
+    """Return the CPU's instructions for bfloat16 matrices; None: it has none.
 
-    By capability, not by timing: two workers on like machines must come to the same answer, or
-    they could not exchange KV.
+    It asks for the capability and measures no time: two workers on equal machines need the same
+    answer, otherwise they cannot exchange KV.
     """
     probes = {"AMX": "_is_amx_tile_supported", "AVX512-BF16": "_is_avx512_bf16_supported"}
     for name, probe in probes.items():
@@ -62,7 +62,7 @@ def _pick_dtype(dtype: DType, progress: Callable[[str], None]) -> torch.dtype:
 
 
 class TorchEngine:
-    """One model and its block pool. Made by `load`; `close` it."""
+    """One model and its block pool. `load` makes it; the caller closes it."""
 
     def __init__(
         self, config: ModelConfig, model: Model, shape: EngineShape, threads: int | None
@@ -71,7 +71,7 @@ class TorchEngine:
         self._model = model
         self._shape = shape
         self._bytes = model.pool.view(shape.num_blocks, -1).view(torch.uint8).numpy()
-        # torch's thread count is per calling thread with OpenMP, so the engine's own sets it.
+        # With OpenMP, torch's thread count is per calling thread, so the engine's thread sets it.
         self._thread = ThreadPoolExecutor(
             1,
             thread_name_prefix="engine",
@@ -91,15 +91,15 @@ class TorchEngine:
         threads: int | None = None,
         progress: Callable[[str], None] = lambda line: None,
     ) -> TorchEngine:
-        """Load a GGUF file or a safetensors folder; seconds for a small model.
+        """Load a GGUF file or a safetensors folder; a small model takes seconds.
 
-        The pool has num_blocks blocks, or as many as fit kv_memory_bytes (1 GiB where neither is
-        given). threads: None for every CPU this process may use. progress gets lines for a human.
+        The pool has num_blocks blocks, or as many as fit into kv_memory_bytes (default: 1 GiB).
+        threads: None for every CPU that this process may use. progress receives lines for the user.
         """
         kind = _pick_dtype(dtype, progress)
         config, weights = load_weights(path, kind, progress)
         if block_size <= 0:
-            raise ConfigError(f"{block_size} is not above 0; use 32", "block_size")
+            raise ConfigError(f"must be larger than 0, not {block_size}; use 32", "block_size")
         per_token = 2 * config.layers * config.kv_heads * config.head_dim * kind.itemsize
         block_bytes = per_token * block_size
         if num_blocks is None:
@@ -141,7 +141,7 @@ class TorchEngine:
         return await loop.run_in_executor(self._thread, self._run, work, hook)
 
     def run_now(self, work: Pass) -> PassResult:
-        """Run one pass and wait for it: for benchmarks and tests, never on an event loop."""
+        """Run one pass and wait for it. Benchmarks and tests use it, never on an event loop."""
         return self._thread.submit(self._run, work).result()
 
     def _run(self, work: Pass, reached: Callable[[int], None] | None = None) -> PassResult:
@@ -161,35 +161,37 @@ class TorchEngine:
         return PassResult(sampled, (time.perf_counter_ns() - begun_ns) // 1000)
 
     def block(self, index: int) -> memoryview:
-        """The writable bytes of one pool block. See ports.Engine."""
+        """Return the writable bytes of one pool block. See ports.Engine."""
         return memoryview(self._bytes[index])
 
     async def close(self) -> None:
-        """End the engine's thread after the pass that runs, if one does."""
+        """End the engine's thread, after the running pass."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_memory(num_blocks: int, block_bytes: Bytes) -> None:
-    """Refuse a pool that cannot be: the kernel would grant it now and kill us when it fills."""
+    """Refuse a pool that is too large: the kernel would kill the process when the pool fills."""
     if num_blocks <= 0:
         raise ConfigError(
-            f"no room for a block; raise it, or kv_memory_bytes to over {block_bytes}", "num_blocks"
+            "the KV pool has no block; use a larger num_blocks, or at least"
+            f" {block_bytes} for kv_memory_bytes",
+            "num_blocks",
         )
     present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_blocks * block_bytes > present * 0.9:
         most = int(present * 0.9) // block_bytes
         raise ConfigError(
-            f"{num_blocks} blocks need {num_blocks * block_bytes / 2**30:.1f} GiB, this machine"
+            f"{num_blocks} blocks need {num_blocks * block_bytes / 2**30:.1f} GiB, but this machine"
             f" has {present / 2**30:.1f} GiB; use at most {most}",
             "num_blocks",
         )
 
 
 def greedy_reference(engine: TorchEngine, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens of one prompt with nothing else: the whole prompt in one pass, then one each.
+    """Return the greedy tokens of one prompt that runs alone.
 
-    The specification that the cluster's answers are compared with. Uses blocks 0, 1, 2, ... of the
-    pool, whatever they held; never stops at an end token.
+    The prompt is one pass, and each token is one. Tests compare the cluster's answers with it. It
+    uses blocks 0, 1, 2, ... of the pool and overwrites them. It does not stop at an end token.
     """
     blocks = tuple(range(ceil((len(prompt) + count) / engine.shape.block_size)))
     request = RequestId("reference")

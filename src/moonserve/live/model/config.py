@@ -1,8 +1,8 @@
-"""What a model is, read from its own files: a GGUF file or a Hugging Face folder.
+"""The configuration of a model, read from its own files: a GGUF file or a Hugging Face folder.
 
-For the engine (shapes), the gateway (context length, end tokens) and the worker (KV namespace).
-No torch here, and nothing asks a hub. What the engine cannot compute exactly is refused here, with
-a ConfigError that names the setting, rather than computed approximately.
+The engine uses the shapes, the gateway the context length and end tokens, the worker the KV
+namespace. It never imports torch and never contacts a model hub. If the engine cannot compute a
+model exactly, a ConfigError refuses it here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAMPLES = 16
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
-    """Llama 3's frequency scaling; the only kind the engine computes."""
+    """Llama 3's frequency scaling, the only kind that the engine computes."""
 
     factor: float
     low_freq_factor: float
@@ -36,7 +36,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """The shape of a llama-like decoder. All counts are positive, heads a multiple of kv_heads."""
+    """The shape of a llama-like decoder. Counts are positive; heads is a multiple of kv_heads."""
 
     family: Family
     layers: int
@@ -56,10 +56,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
 
     def check(self, path: Path) -> ModelConfig:
-        """Return self, or raise ConfigError where the numbers do not fit together."""
+        """Return self. Raises ConfigError if the numbers do not fit together."""
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{path}: {name} is {getattr(self, name)}, not above 0", "model")
+                raise ConfigError(
+                    f"{path}: {name} is {getattr(self, name)}, but must be larger than 0", "model"
+                )
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ConfigError(
                 f"{path}: {self.heads} heads over {self.kv_heads} KV heads of {self.head_dim}"
@@ -67,23 +69,30 @@ class ModelConfig(msgspec.Struct, frozen=True):
                 "model",
             )
         if min(self.vocab_size, self.max_len) <= 0 or min(self.rope_theta, self.norm_eps) <= 0:
-            raise ConfigError(f"{path}: vocabulary, context, rope and norm must be > 0", "model")
+            raise ConfigError(
+                f"{path}: the vocabulary's size, the context length, the rope base and the norm's"
+                " epsilon must be larger than 0",
+                "model",
+            )
         return self
 
 
 def load_config(path: Path) -> ModelConfig:
-    """Read the configuration of a .gguf file or a folder with config.json. Needs no weights."""
+    """Read the configuration of a .gguf file, or of a folder with config.json and no weights."""
     if path.is_dir():
         return _from_folder(path)
     return config_of_gguf(open_gguf(path))
 
 
 def config_of_gguf(file: Gguf) -> ModelConfig:
-    """The configuration in an open GGUF file's metadata."""
-    meta, path = file.metadata, file.path
+    """Return the configuration in an open GGUF file's metadata."""
+    meta = file.metadata
+    path = file.path
     arch = meta.get("general.architecture")
     if arch not in FAMILIES:
-        raise ConfigError(f"{path} is of architecture {arch!r}; use one of {FAMILIES}", "model")
+        raise ConfigError(
+            f"{path} has architecture {arch!r}; use a model of one of {FAMILIES}", "model"
+        )
     family: Family = "qwen2" if arch == "qwen2" else "llama"
 
     def number(key: str, default: float | None = None) -> Any:
@@ -92,10 +101,13 @@ def config_of_gguf(file: Gguf) -> ModelConfig:
             raise ConfigError(f"{path}: metadata {arch}.{key} is {value!r}, not a number", "model")
         return value
 
-    hidden, heads = number("embedding_length"), number("attention.head_count")
+    hidden = number("embedding_length")
+    heads = number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads if heads else 0)
     if number("rope.dimension_count", head_dim) != head_dim:
-        raise ConfigError(f"{path}: rotary over a part of each head is not supported", "model")
+        raise ConfigError(
+            f"{path}: rotary embedding of a part of each head is not supported", "model"
+        )
     if number("expert_count", 0):
         raise ConfigError(f"{path}: mixture-of-experts models are not supported", "model")
     scaling = meta.get(f"{arch}.rope.scaling.type", "none")
@@ -111,7 +123,7 @@ def config_of_gguf(file: Gguf) -> ModelConfig:
         head_dim=head_dim,
         intermediate=number("feed_forward_length"),
         rope_theta=float(number("rope.freq_base", 10_000.0)),
-        rope_scaling=None,  # GGUF has Llama 3's factors in a tensor, which the engine reads
+        rope_scaling=None,  # a GGUF file has Llama 3's factors in a tensor, which the engine reads
         norm_eps=float(number("attention.layer_norm_rms_epsilon")),
         vocab_size=number("vocab_size", len(tokens) if isinstance(tokens, list) else 0),
         max_len=number("context_length"),
@@ -172,7 +184,9 @@ def _read(path: Path, kind: type[Any]) -> Any:
 def _from_folder(folder: Path) -> ModelConfig:
     raw: _HfConfig = _read(folder / "config.json", _HfConfig)
     if raw.model_type not in FAMILIES:
-        raise ConfigError(f"{folder} is a {raw.model_type!r} model; use {FAMILIES}", "model")
+        raise ConfigError(
+            f"{folder} is a {raw.model_type!r} model; use a model of one of {FAMILIES}", "model"
+        )
     family: Family = "qwen2" if raw.model_type == "qwen2" else "llama"
     refused = {
         "use_sliding_window": raw.use_sliding_window,
@@ -218,12 +232,14 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 def _scaling(raw: dict[str, Any], folder: Path) -> RopeScaling | None:
     kind = raw.get("rope_type", raw.get("type", "default"))
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{folder}/config.json: partial rotary is not supported", "model")
+        raise ConfigError(
+            f"{folder}/config.json: partial rotary embedding is not supported", "model"
+        )
     if kind == "default":
         return None
     if kind != "llama3":
         raise ConfigError(
-            f"{folder}/config.json: rope scaling {kind!r} is not supported, only llama3", "model"
+            f"{folder}/config.json: rope scaling {kind!r} is not supported; only llama3 is", "model"
         )
     try:
         return RopeScaling(
@@ -237,21 +253,23 @@ def _scaling(raw: dict[str, Any], folder: Path) -> RopeScaling | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights, in a fixed order; ConfigError where a folder has none."""
+    """Return the files with the weights, in a fixed order. ConfigError: a folder has none."""
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{path} holds no .safetensors file; save the model as such", "model")
+        raise ConfigError(
+            f"{path} has no .safetensors file; save the model in that format", "model"
+        )
     return files
 
 
 def weights_revision(path: Path) -> str:
-    """16 hex digits that name the weights and configuration, equal on every machine.
+    """Return 16 hex digits that name the weights and configuration, equal on every machine.
 
     Up to 1 GiB every byte is hashed (SHA-256, about 0.2 s per 100 MB). Above it, to start quickly,
-    each file's size, first MiB (the header) and 16 evenly spaced MiB: two fine-tunes that differ
-    only outside all samples would be taken for one.
+    only each file's size, its first MiB (the header) and 16 evenly spaced MiB are. Two fine-tuned
+    models that differ only outside these samples get the same name.
     """
     files = weight_files(path)
     digest = sha256()

@@ -1,9 +1,9 @@
 """A reader of GGUF files (versions 2 and 3): metadata, tensor directory, dequantised tensors.
 
-For live/model (configuration), live/text (tokenizer and chat template) and live/engine (weights).
-Never writes, never asks a hub, never imports torch or llama.cpp. The format is documented at
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the block layouts are ggml-common.h's.
-A file that is not GGUF, cut off, or inconsistent is a ConfigError, never a traceback.
+live/model reads the configuration by it, live/text the tokenizer and the chat template, live/engine
+the weights. It never writes, contacts no model hub, and never imports torch or llama.cpp. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the block layouts are in ggml-common.h.
+A file that is not GGUF, cut off or inconsistent raises ConfigError and no other error.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _MAX_DIMS = 4
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """One entry of the directory: row-major shape (outermost first), type and place in the file."""
+    """One tensor in the directory: row-major shape (outermost first), type, place in the file."""
 
     name: str
     shape: tuple[int, ...]
     type: str
-    """ggml's name, such as "Q4_1"; "type 99" where this reader does not know the number."""
+    """ggml's name, such as "Q4_1"; "type 99" if this reader does not know the number."""
     offset: int
     """Bytes from the start of the file."""
     size: int
-    """Bytes; 0 for types this reader cannot size."""
+    """Bytes; 0 for a type whose size this reader does not know."""
 
 
 class _Quant(msgspec.Struct, frozen=True):
@@ -52,12 +52,12 @@ class _Quant(msgspec.Struct, frozen=True):
 
 
 def _half(raw: Bytes1) -> Floats:
-    """Two bytes per row, little-endian float16, as a float32 column."""
+    """Return two bytes per row, little-endian float16, as a float32 column."""
     return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
 
 
 def _nibbles(raw: Bytes1) -> Floats:
-    """16 bytes per row to 32 values: the low nibbles first, then the high ones."""
+    """Return 32 values from 16 bytes per row: first the low nibbles, then the high ones."""
     values = np.empty((len(raw), 32), np.float32)
     values[:, :16] = raw & 15
     values[:, 16:] = raw >> 4
@@ -103,14 +103,14 @@ _QUANTS = {
     30: _Quant("BF16", 1, 2, _bf16),
 }
 _BY_NAME = {quant.name: quant for quant in _QUANTS.values()}
-# Named only so that the refusal can say what the user has.
+# Types that are not supported; the names are for error messages.
 _OTHER = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
 
 
 class Quants(msgspec.Struct, frozen=True):
-    """A 4-bit matrix undecoded: weight[i, j] = codes[i, j] * scale[i, j // 32] + least[i, j // 32].
+    """A 4-bit matrix: weight[i, j] = codes[i, j] * scale[i, j // 32] + least[i, j // 32].
 
-    codes are 0..15 as uint8 [rows, columns]; scale and least float32 [rows, columns / 32].
+    codes: 0..15 as uint8 [rows, columns]. scale and least: float32 [rows, columns / 32].
     """
 
     codes: Bytes1
@@ -119,7 +119,7 @@ class Quants(msgspec.Struct, frozen=True):
 
 
 class _Cursor:
-    """Reads little-endian values one after another; a read past the end is a ConfigError."""
+    """Reads little-endian values one after another; a read past the end raises ConfigError."""
 
     def __init__(self, buffer: mmap.mmap, path: Path) -> None:
         self.buffer = buffer
@@ -131,7 +131,7 @@ class _Cursor:
 
     def take(self, size: int) -> bytes:
         if size > len(self.buffer) - self.at:
-            raise self.fail(f"cut off at byte {len(self.buffer)}")
+            raise self.fail(f"the file is cut off at byte {len(self.buffer)}")
         self.at += size
         return self.buffer[self.at - size : self.at]
 
@@ -152,11 +152,12 @@ class _Cursor:
 
     def scalar(self, kind: int) -> str:
         if kind not in _SCALARS:
-            raise self.fail(f"metadata of unknown type {kind}")
+            raise self.fail(f"the metadata has a value of unknown type {kind}")
         return _SCALARS[kind]
 
     def array(self) -> list[object]:
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         code = self.scalar(kind)
@@ -165,7 +166,7 @@ class _Cursor:
 
 
 class Gguf:
-    """An open file. The mapping is shared and lazily paged; drop the object to unmap it."""
+    """An open file. Its mapping is shared and loaded page by page; it ends with this object."""
 
     def __init__(
         self,
@@ -180,13 +181,15 @@ class Gguf:
         self._buffer = buffer
 
     def load(self, name: str) -> Floats:
-        """The tensor as a new float32 array of its row-major shape.
+        """Return a tensor as a new float32 array with its row-major shape.
 
-        ConfigError where it is missing or of a type this reader does not dequantise.
+        Raises ConfigError if it is missing, or has a type that this reader cannot dequantise.
         """
         info = self.tensors.get(name)
         if info is None:
-            raise ConfigError(f"{self.path} has no tensor {name}; is it a llama model?", "model")
+            raise ConfigError(
+                f"{self.path} has no tensor {name}; is it a llama-like model?", "model"
+            )
         quant = _BY_NAME.get(info.type)
         if quant is None:
             raise ConfigError(
@@ -195,12 +198,12 @@ class Gguf:
                 "model",
             )
         raw = np.frombuffer(self._buffer, np.uint8, info.size, info.offset)
-        # The plain types decode to a view; the result must be writable and free of the mapping.
+        # Unquantised types decode to a view; the result must be writable, so it is a copy.
         values = quant.decode(raw.reshape(-1, quant.size))
         return np.array(values, np.float32, copy=quant.weights == 1).reshape(info.shape)
 
     def quants(self, name: str) -> Quants | None:
-        """A Q4_0 or Q4_1 matrix as stored, for kernels that compute on it; None for other types."""
+        """Return a Q4_0 or Q4_1 matrix as it is stored, for 4-bit kernels; None: another type."""
         info = self.tensors[name]
         if info.type not in ("Q4_0", "Q4_1"):
             return None
@@ -223,12 +226,13 @@ def open_gguf(path: Path) -> Gguf:
         raise ConfigError(f"cannot read {path}: {error}", "model") from error
     cursor = _Cursor(buffer, path)
     if buffer[:4] != b"GGUF":
-        raise ConfigError(f"{path} is not a GGUF file (no magic)", "model")
+        raise ConfigError(f"{path} is not a GGUF file: its first bytes are not GGUF", "model")
     cursor.at = 4
     version = cursor.number("I")
     if version not in (2, 3):
         raise ConfigError(f"{path} is GGUF version {version}; convert it to version 3", "model")
-    tensor_count, pair_count = cursor.number("Q"), cursor.number("Q")
+    tensor_count = cursor.number("Q")
+    pair_count = cursor.number("Q")
     metadata: dict[str, object] = {}
     for _ in range(pair_count):
         key = cursor.string()
@@ -237,7 +241,7 @@ def open_gguf(path: Path) -> Gguf:
 
 
 def _directory(cursor: _Cursor, count: int, metadata: dict[str, object]) -> dict[str, TensorInfo]:
-    """Read the tensor directory and check that each tensor lies inside the file."""
+    """Read the tensor directory, and check that each tensor is inside the file."""
     entries: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(count):
         name = cursor.string()
@@ -256,10 +260,10 @@ def _directory(cursor: _Cursor, count: int, metadata: dict[str, object]) -> dict
         size = 0
         if quant is not None:
             if quant.weights > 1 and (not shape or shape[-1] % quant.weights):
-                raise cursor.fail(f"tensor {name}: rows of {shape[-1:]} are not whole blocks")
+                raise cursor.fail(f"tensor {name}: its rows {shape[-1:]} are not whole blocks")
             size = prod(shape) // quant.weights * quant.size
         if data + offset + size > len(cursor.buffer):
-            raise cursor.fail(f"tensor {name} lies outside the file")
+            raise cursor.fail(f"tensor {name} is outside the file")
         known = quant.name if quant else _OTHER.get(kind, f"type {kind}")
         tensors[name] = TensorInfo(name, shape, known, data + offset, size)
     return tensors

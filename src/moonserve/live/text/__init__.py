@@ -1,4 +1,5 @@
 """Text to tokens and back: tokenizer, chat template, incremental detokeniser, stop strings.
 
-For the gateway; the worker uses the stop matcher too. No torch, no network, no event loop here.
+The gateway uses it; the worker uses the stop matcher too. It uses no torch, no network and no event
+loop.
 """

@@ -1,7 +1,7 @@
-"""Token ids to text as they come: whole characters only, and nothing of a stop string.
+"""Token ids to text, piece by piece: whole characters only, and no part of a stop string.
 
-`live/openai/text` uses both classes, one object of each per generation. What `feed` and `flush`
-return, joined, never depends on how the input was cut.
+`live/openai/text` uses both classes, one object of each per generation. The joined results of
+`feed` and `flush` never depend on how the input was cut.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from moonserve.live.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Joined, the output is the text of all ids fed: U+FFFD only for bytes that are not UTF-8.
+    """The joined output is the text of all ids; U+FFFD replaces only bytes that are not UTF-8.
 
-    at_start: whether the ids begin a text, as in Tokenizer.decode, or continue a prompt. Only at
-    the start of a text, SentencePiece adds a space that does not belong to the text.
+    at_start: whether the ids begin a text, as in Tokenizer.decode, or continue a prompt. At the
+    start of a text, SentencePiece adds a space that does not belong to it.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = True) -> None:
@@ -25,7 +25,7 @@ class Detokenizer:
         self._strip = at_start and tokenizer.strips_space
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that is now certain; bytes of an unfinished character wait for the next call."""
+        """Return the text that is certain now; bytes of an incomplete character wait."""
         raw = b"".join(map(self._tokenizer.token_bytes, ids))
         if self._strip and raw:
             self._strip = False
@@ -33,7 +33,7 @@ class Detokenizer:
         return self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """At the end: an unfinished character becomes U+FFFD."""
+        """End the text: an incomplete character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -54,7 +54,7 @@ class StopMatcher:
         """The stop string that ended the text; None: the text goes on."""
 
     def feed(self, text: str) -> str:
-        """The text that may be sent now; after a stop string, none."""
+        """Return the text that may be sent now; none after a stop string."""
         if self.met is not None:
             return ""
         text = self._held + text
@@ -69,13 +69,14 @@ class StopMatcher:
         return text[:cut]
 
     def _safe(self, text: str) -> int:
-        """The index of the longest end of `text` that is the beginning of a stop string."""
+        """Return where the longest end of `text` starts that may begin a stop string."""
         for at in range(max(0, len(text) - self._longest + 1), len(text)):
             if any(stop.startswith(text[at:]) for stop in self._stops):
                 return at
         return len(text)
 
     def flush(self) -> str:
-        """At the end: the text that was held back and began no stop string."""
-        held, self._held = self._held, ""
+        """End the text: return the text that was held back and is no stop string."""
+        held = self._held
+        self._held = ""
         return held

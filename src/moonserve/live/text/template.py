@@ -1,14 +1,13 @@
-"""Chat templates: a conversation to the prompt text the model was trained on.
+"""Chat templates: from a conversation to the prompt text that the model was trained on.
 
-For the gateway. The template is the model's own Jinja, run in a sandbox, with what Hugging Face's
-apply_chat_template offers it: Python's internals are out of its reach, and ranges, repeats and the
-result have limits, so that a faulty template ends in an error. (One written to exhaust memory still
-can; it comes with the model's files, which are trusted that far.)
+The gateway uses it. The template is the model's own Jinja template. It runs in a sandbox, with the
+variables and functions of Hugging Face's apply_chat_template. It cannot reach Python's internals,
+and ranges, repeats and the result have limits, so a faulty template ends in an error. (A template
+written to exhaust memory still can; it comes with the model's files, which are trusted.)
 
-A message that contains the text of a special token, such as "<|im_end|>", is not escaped: after
-rendering nothing tells it from the template's own, and it becomes that token, as in vLLM and
-transformers. A user can thus end their own turn early. Who must not allow that has to filter
-messages before they come here.
+Special tokens in messages, such as "<|im_end|>", are not escaped. After rendering they look like
+the template's own, and become special tokens, as in vLLM and transformers. So a user can end their
+own turn early. An operator who must prevent this has to filter messages before.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from moonserve.live.model.gguf import open_gguf
 from moonserve.live.text.tokenizer import Tokenizer
 
 MAX_RENDERED = 16 << 20
-"""Characters a rendered prompt may have: above any context in use, and below harm."""
+"""The most characters of a rendered prompt: more than any model's context, and still harmless."""
 MAX_LOOPS = 1_000_000
-"""Numbers all range() calls of one rendering may give in sum."""
+"""The most numbers of all range() calls together in one rendering."""
 _MAX_EXPONENT = 64
 _GGUF_KEY = "tokenizer.chat_template"
 
-# What a template's own code may raise on messages it was not written for.
+# Errors that a template's code may raise for messages that it does not expect.
 _RENDER_ERRORS = (
     TemplateError,
     TypeError,
@@ -50,7 +49,7 @@ _RENDER_ERRORS = (
 
 
 class _Generation(Extension):
-    """{% generation %} marks the assistant's text for training; here it is only its body."""
+    """{% generation %} marks the assistant's text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -60,7 +59,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with repeats such as "a" * 10**9 refused before they take memory."""
+    """The sandbox. It refuses repeats such as "a" * 10**9 before they use memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -71,7 +70,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         else:
             too_much = isinstance(right, int) and right > _MAX_EXPONENT
         if too_much:
-            raise SecurityError(f"{operator} would give more than a chat template may hold")
+            raise SecurityError(f"the result of {operator} is too large for a chat template")
         return super().call_binop(context, operator, left, right)
 
 
@@ -80,10 +79,10 @@ def _is_sequence(value: object) -> bool:
 
 
 class ChatTemplate:
-    """The template of one model, compiled. May be shared between threads."""
+    """The compiled template of one model. Threads may share it."""
 
     def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
-        """ConfigError where `source` is not Jinja. None: the model has no chat format."""
+        """Raises ConfigError if `source` is not Jinja. None: the model has no chat template."""
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -102,10 +101,10 @@ class ChatTemplate:
         }
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text, open for the reply; encode it with add_bos=False: it has its BOS.
+        """Return the prompt text, ready for the reply. It has its BOS: encode with add_bos=False.
 
-        messages: role, content and perhaps name, each one string. BadRequest naming messages where
-        the template or a message is at fault.
+        messages: role, content and perhaps name, each one string. Raises BadRequest for `messages`
+        if the template refuses them.
         """
         if self._template is None:
             raise BadRequest(
@@ -124,7 +123,9 @@ class ChatTemplate:
             for piece in self._template.generate(variables):
                 size += len(piece)
                 if size > MAX_RENDERED:
-                    raise BadRequest(f"the prompt is over {MAX_RENDERED} characters", "messages")
+                    raise BadRequest(
+                        f"the prompt is longer than {MAX_RENDERED} characters", "messages"
+                    )
                 pieces.append(piece)
         except _RENDER_ERRORS as error:
             raise BadRequest(
@@ -134,7 +135,7 @@ class ChatTemplate:
 
 
 class _Ranges:
-    """range() for one rendering, with a budget over all its calls."""
+    """range() for one rendering, with a limit on the numbers of all its calls."""
 
     def __init__(self) -> None:
         self.left = MAX_LOOPS
@@ -154,7 +155,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as apply_chat_template writes it; Jinja's own filter would escape for HTML."""
+    """Return JSON as apply_chat_template writes it; Jinja's own filter would escape for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -171,13 +172,13 @@ def _strftime_now(format: str) -> str:
 def load_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """Read the chat template of a .gguf file or a Hugging Face folder; none is no error yet.
 
-    Of several with names, such as one for tools, the one named "default".
+    If there are several, such as one for tools, it takes the one named "default".
     """
     return ChatTemplate(_of_folder(path) if path.is_dir() else template_of_gguf(path), tokenizer)
 
 
 def template_of_gguf(path: Path) -> str | None:
-    """The chat template's source in a GGUF file; None where it has none."""
+    """Return the source of the chat template in a GGUF file; None: it has none."""
     source = open_gguf(path).metadata.get(_GGUF_KEY)
     return source if isinstance(source, str) else None
 
@@ -188,14 +189,15 @@ class _Named(msgspec.Struct):
 
 
 class _TokenizerConfig(msgspec.Struct):
-    """The part of tokenizer_config.json that is read: one template, or several with names."""
+    """The field of tokenizer_config.json that is read: one template, or several with names."""
 
     chat_template: str | list[_Named] | None = None
 
 
 def _of_folder(folder: Path) -> str | None:
-    """From chat_template.jinja, which is the newer place, else from tokenizer_config.json."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    """Read chat_template.jinja, which is the newer place, or else tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    config = folder / "tokenizer_config.json"
     try:
         if file.exists():
             return file.read_text("utf-8")

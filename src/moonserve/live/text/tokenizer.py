@@ -1,7 +1,7 @@
 """One tokenizer for both kinds of model file, exact to the byte.
 
-For the gateway (text to ids, ids to text). Tokens go in and out as ids; which bytes a token stands
-for is known here, so that text can be cut anywhere. Reads the model's own files; asks no hub.
+The gateway uses it, from text to ids and back. It knows the bytes of every token, so that text can
+be cut anywhere. It reads the model's own files, and contacts no model hub.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moonserve.live.text.vocab import Alphabet, Vocabulary, piece_bytes, vocabul
 
 
 class Tokenizer:
-    """Text to ids and ids to bytes. Immutable; may be shared between threads.
+    """Text to ids and ids to bytes. It is immutable, and threads may share it.
 
     eos_ids: every id that ends a generation. bos_token, eos_token: their text, for chat templates.
-    strips_space: whether a text's first token spells a space that is not of the text.
-    longest_token_bytes: the most UTF-8 bytes of a text that one token stands for, so that a text
-    over n times this has more than n tokens. (Not counted: white space without end that some
-    folders' special tokens swallow.)
+    strips_space: whether a text's first token has a space that does not belong to the text.
+    longest_token_bytes: the most UTF-8 bytes of text in one token, so that a text longer than n
+    times this has more than n tokens. (It does not count white space that the special tokens of
+    some folders absorb.)
     """
 
     def __init__(self, vocabulary: Vocabulary, eos_ids: tuple[int, ...]) -> None:
@@ -38,7 +38,7 @@ class Tokenizer:
             piece.encode() if id in vocabulary.added else piece_bytes(piece, vocabulary.alphabet)
             for id, piece in enumerate(vocabulary.pieces)
         ]
-        # A normaliser may shorten text first: NFKC makes one byte of four (U+1D400).
+        # A normaliser may shorten the text first: NFKC makes one byte from four (U+1D400).
         shrinks = 1 if vocabulary.inner.normalizer is None else 4
         self.longest_token_bytes = shrinks * max(map(len, self._bytes), default=0)
         self.strips_space = vocabulary.adds_space
@@ -49,41 +49,43 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids have a token here; a model's own table may be padded beyond it."""
+        """Number of ids with a token; the model's own table may have padding after them."""
         return len(self._pieces)
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """The ids of `text`.
+        """Return the ids of `text`.
 
         special: text such as <|im_end|> becomes that special token, else the tokens of its letters.
-        add_bos: put BOS first (and what else the model's files ask for) where the model wants it; a
-        rendered chat template has it already. BadRequest where `text` is not valid Unicode.
+        add_bos: add BOS, and other tokens that the model's files ask for; a rendered chat template
+        has them already. Raises BadRequest if `text` is not valid Unicode.
         """
         inner = self._inner if special else self._plain
         try:
-            # Alone of its kind in that it lets go of the GIL and, as only the ids are wanted, in
-            # not counting offsets: `encode` of a long text would stop every other thread.
+            # Only this method releases the GIL, and it does not compute offsets, which nobody
+            # needs. `encode` of a long text would stop every other thread.
             return inner.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids
-        except TypeError:  # what the Rust side makes of a str that has no UTF-8
-            raise BadRequest("the text holds an unpaired UTF-16 surrogate; send Unicode") from None
+        except TypeError:  # the error of the Rust library for a str without a UTF-8 form
+            raise BadRequest(
+                "the text has an unpaired UTF-16 surrogate; send valid Unicode"
+            ) from None
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """A copy that reads special tokens as text; a flag on one object would race."""
+        """A copy that reads special tokens as text; threads would race for a flag on one object."""
         plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
         plain.encode_special_tokens = True
         return plain
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes the token stands for; b"" for special tokens and for a padded table's ids."""
+        """Return the bytes of a token; b"" for special tokens and for ids of padding."""
         if id in self._special or id >= len(self._bytes):
             return b""
         return self._bytes[id]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
 
-        skip_special: leave special tokens out, else show their names.
+        skip_special: leave special tokens out; otherwise their names are in the text.
         """
         size = len(self._bytes)
         if skip_special:
@@ -110,7 +112,7 @@ class _Added(msgspec.Struct):
 
 
 class _TokenizerJson(msgspec.Struct):
-    """The parts of tokenizer.json that `tokenizers` does not tell."""
+    """The parts of tokenizer.json that `tokenizers` does not give access to."""
 
     model: dict[str, Any]
     added_tokens: list[_Added] = []
@@ -139,7 +141,7 @@ def _vocabulary_of_folder(folder: Path) -> Vocabulary:
         inner = tokenizers.Tokenizer.from_str(raw.decode())
     except Exception as error:
         raise ConfigError(f"cannot read {path}: {error}", "model") from error
-    # A file may ask for both; here a prompt is never cut or filled up.
+    # A file may ask for both; moonserve never cuts or pads a prompt.
     inner.no_truncation()
     inner.no_padding()
     ids = inner.get_vocab(with_added_tokens=True)
@@ -160,7 +162,7 @@ def _vocabulary_of_folder(folder: Path) -> Vocabulary:
 
 
 def _alphabet(parts: _TokenizerJson, path: Path) -> tuple[Alphabet, bool]:
-    """How tokens spell bytes, and whether decoding drops a leading space: from the decoder."""
+    """Return the alphabet of the pieces, and whether decoding drops a leading space."""
     decoder = parts.decoder or {}
     steps: list[dict[str, Any]] = decoder.get("decoders") or [decoder]
     kinds = {step.get("type"): step for step in steps}
@@ -173,13 +175,13 @@ def _alphabet(parts: _TokenizerJson, path: Path) -> tuple[Alphabet, bool]:
         return "spm", kinds.get("Strip", {}).get("start", 0) > 0
     raise ConfigError(
         f"{path}: decoder {decoder.get('type')!r} of a {parts.model.get('type')!r} tokenizer is not"
-        " supported; byte-level and SentencePiece ones are",
+        " supported; use a model with a byte-level or a SentencePiece tokenizer",
         "model",
     )
 
 
 def _token_names(folder: Path) -> tuple[str, str]:
-    """The text of BOS and EOS; "" where the folder names none."""
+    """Return the text of BOS and EOS; "" if the folder names none."""
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return "", ""

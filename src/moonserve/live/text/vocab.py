@@ -1,9 +1,9 @@
-"""Vocabularies: which bytes a token stands for, and `tokenizers` objects built from GGUF metadata.
+"""Vocabularies: the bytes of each token, and `tokenizers` objects built from GGUF metadata.
 
-For live/text/tokenizer only. Two families: byte-level BPE (GPT-2, Llama 3, Qwen 2, SmolLM), whose
-tokens spell bytes in a printable alphabet; and SentencePiece BPE (Llama 2, Mistral), whose tokens
-spell text with "▁" for the space and <0xNN> for other bytes. The metadata keys are those of
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; splitting is llama.cpp's.
+live/text/tokenizer and the export of models use it. There are two families. Byte-level BPE (GPT-2,
+Llama 3, Qwen 2, SmolLM) writes bytes in a printable alphabet. SentencePiece BPE (Llama 2, Mistral)
+writes text with "▁" for the space and <0xNN> for other bytes. The metadata keys are those of
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; text is split as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ _SPLITS = {
     "deepseek-r1-qwen": _QWEN2,
 }
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
 _SPACE = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: a byte that is not printable Latin-1 is a char from U+0100."""
+    """Return GPT-2's alphabet: a byte that is not printable Latin-1 is a character from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in plain}
     others = [byte for byte in range(256) if chr(byte) not in table]
@@ -62,26 +64,26 @@ _BYTE_OF = _byte_alphabet()
 
 
 def piece_bytes(piece: str, alphabet: Alphabet) -> bytes:
-    """The bytes that a vocabulary entry (not an added token) stands for."""
+    """Return the bytes of a vocabulary entry that is not an added token."""
     if alphabet == "bytes":
         try:
             return bytes([_BYTE_OF[char] for char in piece])
-        except KeyError:  # an entry outside the alphabet stands for its own text
+        except KeyError:  # an entry outside the alphabet means its own text
             return piece.encode()
     byte = _BYTE_PIECE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()
 
 
 class Vocabulary(msgspec.Struct):
-    """What GGUF metadata says of the tokens, checked; and the `tokenizers` object made of it."""
+    """A checked vocabulary, and the `tokenizers` object made from it."""
 
     inner: Tokenizer
     pieces: list[str]
     added: dict[int, bool]
-    """Tokens whose text is itself recognised in a prompt; True for special (control) ones."""
+    """Tokens whose own text is recognised in a prompt; True for special (control) tokens."""
     alphabet: Alphabet
     adds_space: bool
-    """Whether encoding puts a space before the text, which decoding takes away."""
+    """Whether encoding adds a space before the text, which decoding removes."""
     bos_id: int | None
     eos_id: int | None
 
@@ -104,9 +106,9 @@ class _Metadata(msgspec.Struct, rename=lambda name: "tokenizer.ggml." + name):
 
 
 def vocabulary_of_gguf(metadata: Mapping[str, object]) -> Vocabulary:
-    """Build the tokenizer that the metadata describes; its ids equal llama.cpp's.
+    """Build the tokenizer that the metadata describe; its ids equal llama.cpp's.
 
-    ConfigError for a tokenizer model or pre-tokenizer that is not known here.
+    Raises ConfigError for an unknown tokenizer model or pre-tokenizer.
     """
     try:
         meta = msgspec.convert(metadata, _Metadata)
@@ -161,7 +163,7 @@ def _byte_level(meta: _Metadata) -> Tokenizer:
     for merge in meta.merges:
         left, space, right = merge.partition(" ")
         if not space or left + right not in vocab or left not in vocab or right not in vocab:
-            raise _damaged(f"merge {merge!r} is not of the vocabulary")
+            raise _damaged(f"merge {merge!r} is not in the vocabulary")
         merges.append((left, right))
     llama3 = meta.pre in _LLAMA3_NAMES
     inner = Tokenizer(models.BPE(vocab, merges, ignore_merges=llama3))
@@ -177,7 +179,7 @@ def _byte_level(meta: _Metadata) -> Tokenizer:
 
 
 def _sentencepiece(meta: _Metadata) -> Tokenizer:
-    """SentencePiece BPE joins the pair whose union scores best: merges sorted by that score."""
+    """Build SentencePiece BPE, which joins the pair with the best score: merges by that score."""
     if not meta.scores:
         raise _damaged("no tokenizer.ggml.scores")
     vocab = {piece: id for id, piece in enumerate(meta.tokens)}
@@ -206,7 +208,7 @@ def _sentencepiece(meta: _Metadata) -> Tokenizer:
 
 
 def _add_ends(inner: Tokenizer, meta: _Metadata) -> None:
-    """Let encode(add_special_tokens=True) add BOS and EOS where the model wants them."""
+    """Let encode(add_special_tokens=True) add BOS and EOS if the model needs them."""
     wants_bos = meta.add_bos_token
     if wants_bos is None:  # llama.cpp's defaults
         wants_bos = meta.model == "llama" or meta.pre in _LLAMA3_NAMES
@@ -214,7 +216,7 @@ def _add_ends(inner: Tokenizer, meta: _Metadata) -> None:
     after = [meta.eos_token_id] if meta.add_eos_token and meta.eos_token_id is not None else []
     if not before and not after:
         return
-    # A template names tokens by placeholder, since a text may hold the template's own syntax.
+    # The template uses placeholders, because a token's text may contain the template's syntax.
     ends = [("BOS", id) for id in before] + [("EOS", id) for id in after]
     inner.post_processor = processors.TemplateProcessing(
         single=["BOS"] * len(before) + ["$A"] + ["EOS"] * len(after),
