@@ -179,6 +179,18 @@ def test_a_module_that_moved_is_found() -> None:
     assert strangers(text) == ["core/none", "tests/none.py"]
 
 
+def test_every_metric_of_the_product_is_in_the_documents() -> None:
+    """docs/reference/metrics.md has every name that stands whole in the code."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    names = {
+        name
+        for path in (ROOT / "src" / "moonserve" / "live").rglob("metrics.py")
+        for name in re.findall(r'"((?:moonserve[_:]|vllm:)[a-z_]*[a-z])"', path.read_text())
+    }
+    assert names
+    assert not sorted(name for name in names if name not in page)
+
+
 def test_every_document_that_the_code_names_exists() -> None:
     """A docstring or a help text names a page of docs/ that is there."""
     files = [ROOT / "Makefile"]
