@@ -23,6 +23,7 @@ from moonserve.core.units import LeaseId, SegmentId
 from moonserve.live.store import wire
 from moonserve.live.store.admin import ledgers
 from moonserve.live.store.objects import Objects
+from moonserve.live.store.settings import StoreTimes
 from moonserve.live.transfer import region
 from tests.support.pools import LEASE, ROOM, Pool, blocks, key, read_all
 
@@ -291,13 +292,13 @@ def test_a_bug_in_every_beat_leaves_others_their_turn(monkeypatch: pytest.Monkey
     run("embedded", test)
 
 
-def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_waits_shorter_than_other_calls() -> None:
     """A master that hangs in a beat is asked again within the beat's own deadline."""
-    monkeypatch.setattr("moonserve.live.store.owner._BEAT_CALL_S", 0.01)
 
     async def test(it: Pool) -> None:
         beats = 0
-        answer = it.writer.link.rpc
+        other = await it.client("o", times=StoreTimes(beat_call_s=0.01))
+        answer = other.link.rpc
 
         async def slow(op: str, body: bytes, end_s: float) -> bytes:
             nonlocal beats
@@ -307,11 +308,12 @@ def test_a_beat_waits_shorter_than_other_calls(monkeypatch: pytest.MonkeyPatch) 
                 raise DeadlineExceeded("late")
             return await answer(op, body, end_s)
 
-        it.writer.link.rpc = slow
-        it.writer.start_beats()
-        async with asyncio.timeout(it.writer.settings.call_s - 1):
+        other.link.rpc = slow
+        other.start_beats()
+        async with asyncio.timeout(other.settings.call_s - 1):
             while beats < 3:
                 await asyncio.sleep(0.001)
+        await other.close()
 
     run("embedded", test, Terms(segment_ttl_us=4000))
 

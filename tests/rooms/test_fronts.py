@@ -23,7 +23,7 @@ from moonserve.live.fronts.counts import Family, lasting, summed
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.ports import Told
-from moonserve.live.rpc.connection import HEAD, HELLO, NOTICES, Limits
+from moonserve.live.rpc.connection import HEAD, HELLO, NOTICES, ConnectionLimits
 from tests.support.cluster import exact, info
 
 R = RequestId("r")
@@ -44,7 +44,7 @@ GREETING = frame(HELLO, wire.PROTOCOL.encode())
 class Site:
     """A server with two instances behind it, and fronts."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.path = str(path / "link")
         self.loop = ConductorLoop(Conductor(cost_of=exact), lambda lease: None)
@@ -73,7 +73,7 @@ async def until(true: Callable[[], object]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def site(path: Path, limits: Limits) -> AsyncIterator[Site]:
+async def site(path: Path, limits: ConnectionLimits) -> AsyncIterator[Site]:
     """All of it, inside a deadline."""
     async with asyncio.timeout(10):
         it = Site(path, limits)
@@ -84,7 +84,9 @@ async def site(path: Path, limits: Limits) -> AsyncIterator[Site]:
         await it.server.close()
 
 
-def run(use: Callable[[Site], Awaitable[None]], path: Path, limits: Limits = wire.LIMITS) -> None:
+def run(
+    use: Callable[[Site], Awaitable[None]], path: Path, limits: ConnectionLimits = wire.LIMITS
+) -> None:
     """Run a test at a site."""
 
     async def main() -> None:

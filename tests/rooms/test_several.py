@@ -33,8 +33,8 @@ from moonserve.live.kvevents.follower import Followers
 from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry, find_master
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways
-from moonserve.live.worker import join
 from moonserve.live.worker.gateways import Gateways
+from moonserve.live.worker.join import BeatTimes
 from tests.support.cluster import info
 from tests.support.engines import Engine, rig
 from tests.support.registry import MemoryRegistry, Shared
@@ -403,7 +403,9 @@ async def worker(
     site: Site, load: Callable[[], InstanceLoad], joined: list[str]
 ) -> AsyncIterator[tuple[Gateways, InstanceInfo]]:
     """A worker's membership, running; at the end it leaves."""
-    gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", MemoryRegistry(site.shared))
+    registry = MemoryRegistry(site.shared)
+    times = BeatTimes(beat_s=0.05)
+    gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", registry, times)
     who = info("p0", "prefill")
     running = asyncio.create_task(gateways.run(who, load, joined.append))
     try:
@@ -418,11 +420,8 @@ def sample(number: int) -> PassSample:
     return PassSample(number, 0, 0, 0, 0, 1)
 
 
-def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass() -> None:
     """One that comes later too; one that goes is not called any more; goodbye is said to all."""
-    monkeypatch.setattr(join, "_BEAT_S", 0.05)
 
     async def test(site: Site) -> None:
         count = 0

@@ -25,7 +25,7 @@ from moonserve.live.http.connection import Connection, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
-from moonserve.live.rpc.connection import CALL, DONE, HEAD, HELLO, NOTICES, Limits
+from moonserve.live.rpc.connection import CALL, DONE, HEAD, HELLO, NOTICES, ConnectionLimits
 from moonserve.live.store.local import LocalPool, member_connection
 from moonserve.live.store.remote import HttpRpc, RemotePool
 from moonserve.live.store.server import MasterService
@@ -39,7 +39,7 @@ UPGRADE = f"GET {PATH} HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: {P
 class Site:
     """A master that echoes, and a member's way to it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.http = HttpClient()
         self.go = asyncio.Event()
@@ -60,7 +60,7 @@ class Site:
             case "bug":
                 raise KeyError("bug")
             case "all":
-                return bytes(Limits().frame_bytes + 1)
+                return bytes(ConnectionLimits().frame_bytes + 1)
             case "late bug":
                 return self._break()
         return body
@@ -101,7 +101,10 @@ class Site:
         return reader, writer
 
 
-def run(test: Callable[[Site], Awaitable[None]], limits: Limits = Limits()) -> None:  # noqa: B008
+def run(
+    test: Callable[[Site], Awaitable[None]],
+    limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - frozen
+) -> None:
     """Run a test with a site."""
 
     async def body() -> None:
@@ -151,7 +154,7 @@ def test_an_answer_may_tell_of_a_very_large_pool() -> None:
     """Calls are bounded; of all there is in a pool, a gateway is told at once."""
 
     async def test(it: Site) -> None:
-        assert len(await it.call("all")) == Limits().frame_bytes + 1
+        assert len(await it.call("all")) == ConnectionLimits().frame_bytes + 1
 
     run(test)
 
@@ -308,7 +311,10 @@ def test_a_master_that_hangs_is_late_whatever_the_call_waits_for() -> None:
     ("frame", "why"),
     [
         (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", "is over the limit"),
-        (GREETING + HEAD.pack(Limits().frame_bytes + 1, 1, CALL | 1), "is over the limit"),
+        (
+            GREETING + HEAD.pack(ConnectionLimits().frame_bytes + 1, 1, CALL | 1),
+            "is over the limit",
+        ),
         (GREETING + HEAD.pack(3, 1, CALL) + b"abc", "a call without an operation"),
         (GREETING + HEAD.pack(3, 1, CALL | 9) + b"abc", "a call without an operation"),
         (GREETING + HEAD.pack(1, 0, NOTICES) + b"\x91", "it sends notices"),
@@ -366,7 +372,7 @@ def test_calls_that_wait_are_bounded() -> None:
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(it) for it in ended] == [bytes] * 4 + [MoonserveError] * 2
 
-    run(test, Limits(waiting_calls=4))
+    run(test, ConnectionLimits(waiting_calls=4))
 
 
 def test_who_reads_no_replies_is_not_read_from() -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,16 +16,17 @@ import xxhash
 
 from moonserve.core.errors import BadRequest, Recovering, StoreError
 from moonserve.core.store.master import Master
-from moonserve.core.store.words import Copy, Found, Held, Orders, PutOptions, Terms, Ticket
+from moonserve.core.store.words import Copy, Found, Held, PutOptions, Terms, Ticket
 from moonserve.core.units import LeaseId, SegmentId
-from moonserve.live.store import wire
+from moonserve.live.store import operations, wire
 from moonserve.live.store.client import StoreClient
-from moonserve.live.store.copying import Fetched, Write
+from moonserve.live.store.copying import Copier, Fetched, Write
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.link import now_us
 from moonserve.live.store.objects import Objects
 from moonserve.live.store.owner import _Job
 from moonserve.live.store.server import MasterService
+from moonserve.live.store.settings import StoreTimes
 from moonserve.live.transfer import region
 from tests.support.pools import ROOM, Pool, blocks, key, read_all
 
@@ -36,12 +38,15 @@ def run(
     test: Callable[[Pool, list[StoreClient]], Awaitable[None]],
     terms: Terms = TERMS,
     kind: str = "shm",
+    times: StoreTimes = StoreTimes(),  # noqa: B008 - frozen
 ) -> None:
     """Run a test with three members that beat."""
 
     async def body() -> None:
         pool = Pool(kind, terms)
-        members = [await pool.client(name, transfer_s=1.0, call_s=1.0) for name in "abc"]
+        members = [
+            await pool.client(name, transfer_s=1.0, call_s=1.0, times=times) for name in "abc"
+        ]
         try:
             for member in members:
                 member.start_beats()
@@ -67,19 +72,11 @@ async def until(true: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-def stop_beats(member: StoreClient) -> None:
-    """Its owners fall silent."""
-    for owner in member.owners:
-        owner._beats, beats = None, owner._beats
-        if beats is not None:
-            beats.cancel()
-
-
 async def drop(pool: Pool, name: str, members: list[StoreClient]) -> None:
     """Let the master miss a segment: its owner is gone, the others' beats are heard."""
     (gone,) = [it for it in members if it.settings.segment == name]
-    stop_beats(gone)
     for owner in gone.owners:
+        await owner.stop_beats()
         owner.server.close()
     pool.now_us += TERMS.segment_ttl_us
     await asyncio.sleep(0.05)
@@ -203,11 +200,8 @@ def test_a_drained_segment_is_empty_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize("ends", ["one", "all", "master"])
-def test_who_leaves_hands_on_what_lies_with_it(
-    ends: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_leaves_hands_on_what_lies_with_it(ends: str, caplog: pytest.LogCaptureFixture) -> None:
     """To those who stay; where all leave or the master is gone, nobody waits for long."""
-    monkeypatch.setattr("moonserve.live.store.leaving._STALL_S", 0.1)
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         items = [(bytes([n]), memoryview(os.urandom(3000))) for n in range(20)]
@@ -225,7 +219,7 @@ def test_who_leaves_hands_on_what_lies_with_it(
         pool.is_down = False
 
     with caplog.at_level("INFO"):
-        run(test)
+        run(test, times=StoreTimes(stall_s=0.1))
 
 
 def test_who_leaves_says_that_time_ran_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -271,23 +265,25 @@ def test_a_master_that_restarts_knows_all_that_was_put() -> None:
 
 @pytest.mark.parametrize(("failures", "said"), [(2, 0), (3, 1), (6, 1)])
 def test_one_failed_beat_is_no_news(
-    failures: int, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failures: int, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A master that stays away is warned of, once; a lost connection, or one that stops, is not."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
-        owner, left = members[0].owners[0], failures
-        beat = owner._beat
+        left, answered = failures, 0
+        rpc = members[0].link.rpc
 
-        async def failing(wait_s: float) -> Orders | None:
-            nonlocal left
-            if left > 0:
+        async def failing(op: str, body: bytes, end_s: float) -> bytes:
+            nonlocal left, answered
+            if op == "beat" and left > 0:
                 left -= 1
                 raise StoreError("away")
-            return await beat(wait_s)
+            reply = await rpc(op, body, end_s)
+            answered += op == "beat"
+            return reply
 
-        monkeypatch.setattr(owner, "_beat", failing)
-        await until(lambda: left == 0 and owner._reached)
+        members[0].link.rpc = failing
+        await until(lambda: left == 0 and answered)
 
     run(test)
     assert [it.levelname for it in caplog.records if "away" in it.message] == ["WARNING"] * said
@@ -364,7 +360,7 @@ def test_who_leaves_drains_no_other_start_of_its_segment() -> None:
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         old, *_ = members
-        stop_beats(old)
+        await old.owners[0].stop_beats()
         pool.now_us += TERMS.segment_ttl_us // 2
         successor = await pool.client("a")
         successor.start_beats()
@@ -494,14 +490,11 @@ def test_objects_are_listed_by_prefix_and_removed() -> None:
     run(test)
 
 
-def test_a_client_without_a_segment_lets_go_of_what_is_no_longer_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_without_a_segment_lets_go_of_what_is_no_longer_named() -> None:
     """Else it would keep the memory of dead owners mapped; what is there still is met again."""
-    monkeypatch.setattr("moonserve.live.store.client._UNNAMED_S", 0.05)
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
-        reader = await pool.client("reader", room=0)
+        reader = await pool.client("reader", room=0, times=StoreTimes(unnamed_s=0.05))
         await Objects(members[0]).put([(b"k", memoryview(b"x"))])
         for _ in range(2):
             assert await Objects(reader).get([b"k"]) == [b"x"]
@@ -521,28 +514,29 @@ def test_segments_that_leave_under_a_copy_are_no_error(op: str) -> None:
         a, b, c = members
         data = [os.urandom(5000) for _ in "bc"]
         items = [(name, memoryview(it)) for name, it in zip([b"b", b"c"], data, strict=True)]
-        started = [
-            await a._start(
-                wire.PutStartCall(
-                    None, [(name, 5000)], None, None, PutOptions(preferred=it.settings.segment)
-                )
-            )
-            for it, (name, _) in zip((b, c), items, strict=True)
-        ]
-        writes = [
-            Write(ticket, memory)
-            for (ticket,), (_, memory) in zip(started, items, strict=True)
-            if isinstance(ticket, Ticket)
-        ]
-        assert [it.ticket.segment for it in writes] == ["b", "c"]
-        work: Coroutine[None, None, object] = a._copier.write(writes, 1.0)
-        expected: object = [xxhash.xxh3_64_intdigest(it) for it in data]
+        copier = Copier(a.link, a.transfer, ThreadPoolExecutor(1), a.settings)
+        work: Coroutine[None, None, object]
+        expected: object
         if op == "read":
-            work.close()
-            assert len(await a._write_and_end(writes, None)) == 2
+            for it, item in zip((b, c), items, strict=True):
+                await Objects(it).put([item], PutOptions(blocks=False))
             found = [it for it in await a.get([b"b", b"c"], LeaseId("x")) if it]
-            work = a._copier.read(found, [memoryview(bytearray(5000)) for _ in found], 1.0)
+            assert [it.replicas[0].segment for it in found] == ["b", "c"]
+            work = copier.read(found, [memoryview(bytearray(5000)) for _ in found], 1.0)
             expected = Fetched([], [])
+        else:
+            writes = []
+            for it, (name, memory) in zip((b, c), items, strict=True):
+                near = PutOptions(preferred=it.settings.segment)
+                call = wire.PutStartCall(None, [(name, 5000)], None, None, near)
+                started = await a.link.call(operations.PUT_START, call)
+                (ticket,) = started.outcomes
+                a.link.addresses.update(started.addresses)
+                assert isinstance(ticket, Ticket)
+                assert ticket.segment == it.settings.segment
+                writes.append(Write(ticket, memory))
+            work = copier.write(writes, 1.0)
+            expected = [xxhash.xxh3_64_intdigest(it) for it in data]
         task = asyncio.ensure_future(work)
         await asyncio.sleep(0)
         a.link.addresses = {}
@@ -580,7 +574,6 @@ def test_a_copy_that_starts_too_late_writes_nothing() -> None:
 
 def test_no_segment_is_mounted_while_copies_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new master may give their extents to others; the next beat mounts it once they end."""
-    monkeypatch.setattr("moonserve.live.store.owner._STOP_COPIES_S", 0.02)
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         (owner,) = members[1].owners
@@ -603,7 +596,7 @@ def test_no_segment_is_mounted_while_copies_write_to_it(monkeypatch: pytest.Monk
         go.set()
         await until(lambda: "b" in pool.service.master.addresses())
 
-    run(test)
+    run(test, times=StoreTimes(stop_copies_s=0.02))
 
 
 def test_no_copy_is_begun_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,8 @@ from moonserve.live.process.worker import run_worker
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.server import MasterService
 from moonserve.live.transfer.region import folders
-from moonserve.live.worker import join
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.join import Control, Membership
+from moonserve.live.worker.join import BeatTimes, GatewayClient, GatewayMember, with_unsent
 
 TOKEN = "a-secret-of-the-cluster"
 INFO = InstanceInfo(
@@ -89,11 +88,7 @@ class Gateway:
         raise AssertionError(f"never heard {what}")
 
 
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats and retries without the waits."""
-    monkeypatch.setattr(join, "_BEAT_S", 0.02)
-    monkeypatch.setattr(join, "_BACKOFF_S", (0.02,))
+FAST = BeatTimes(beat_s=0.02, backoff_s=(0.02,))
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -108,8 +103,11 @@ def test_joins_beats_and_joins_again() -> None:
         gateway, http = Gateway(), HttpClient()
         url = await gateway.start()
         port = int(url.rpartition(":")[2])
-        member = Membership(
-            Control(http, url, TOKEN), INFO, lambda: InstanceLoad(running=3, free_blocks=5)
+        member = GatewayMember(
+            GatewayClient(http, url, TOKEN),
+            INFO,
+            lambda: InstanceLoad(running=3, free_blocks=5),
+            FAST,
         )
         task = asyncio.create_task(member.run(lambda: None))
         joined = await gateway.hears("join")
@@ -149,7 +147,7 @@ def test_samples_survive_a_failed_beat() -> None:
             transfer = TransferSample(n, 1)
             return InstanceLoad(passes=(PassSample(n, 0, 0, 0, 0, 1),), transfers=(transfer,))
 
-        member = Membership(Control(http, url, TOKEN), INFO, load)
+        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, load, FAST)
         task = asyncio.create_task(member.run(lambda: None))
         while len(gateway.said) < 8:
             await asyncio.sleep(0.01)
@@ -166,18 +164,12 @@ def test_samples_survive_a_failed_beat() -> None:
     run(main())
 
 
-def test_untold_samples_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_samples_are_bounded() -> None:
     """While the gateway is away for long, the newest samples are kept."""
-    monkeypatch.setattr(join, "_MAX_UNTOLD", 3)
-    counted = itertools.count()
-    member = Membership(
-        Control(HttpClient(), "http://127.0.0.1:1", TOKEN),
-        INFO,
-        lambda: InstanceLoad(passes=(PassSample(next(counted), 0, 0, 0, 0, 1),)),
-    )
-    for _ in range(9):
-        member._gather()
-    assert [it.prefill_new for it in member._untold.passes] == [6, 7, 8]
+    unsent = InstanceLoad()
+    for n in range(1_000):
+        unsent = with_unsent(InstanceLoad(passes=(PassSample(n, 0, 0, 0, 0, 1),)), unsent)
+    assert [it.prefill_new for it in unsent.passes] == list(range(744, 1_000))
 
 
 def test_a_refusal_is_final_and_says_why() -> None:
@@ -187,10 +179,14 @@ def test_a_refusal_is_final_and_says_why() -> None:
         gateway, http = Gateway(), HttpClient()
         url = await gateway.start()
         with pytest.raises(ConfigError, match="token"):
-            await Membership(Control(http, url, "x"), INFO, InstanceLoad).run(lambda: None)
+            await GatewayMember(GatewayClient(http, url, "x"), INFO, InstanceLoad, FAST).run(
+                lambda: None
+            )
         gateway.answer = 409
         with pytest.raises(ConfigError, match="409 because"):
-            await Membership(Control(http, url, TOKEN), INFO, InstanceLoad).run(lambda: None)
+            await GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, FAST).run(
+                lambda: None
+            )
         await gateway.stop()
         await http.close()
 
@@ -208,7 +204,7 @@ def test_a_broken_worker_ends_its_membership() -> None:
             raise EngineFailed("hung")
 
         with pytest.raises(EngineFailed, match="hung"):
-            await Membership(Control(http, url, TOKEN), INFO, load).run(lambda: None)
+            await GatewayMember(GatewayClient(http, url, TOKEN), INFO, load, FAST).run(lambda: None)
         await gateway.stop()
         await http.close()
 

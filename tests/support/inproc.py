@@ -25,7 +25,7 @@ from moonserve.live.process.worker import Worker, publish_blocks
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.remote import HttpRpc
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.join import Control, Membership
+from moonserve.live.worker.join import GatewayClient, GatewayMember
 
 BLOCK = 16
 TOKEN = "the-secret-of-this-test"
@@ -66,7 +66,7 @@ class Site:
 
         read_us: how much longer its store takes to read a block; publisher: of its KV events.
         """
-        control = Control(self.http, self.url, TOKEN)
+        control = GatewayClient(self.http, self.url, TOKEN)
         common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK}
         config = WorkerConfig(name=name, role=role, model=DEFAULT_MODEL, **{**common, **more})
         epoch = epoch or next(_epochs)
@@ -87,7 +87,7 @@ class Site:
         )
         self._stack.push_async_callback(worker.stop, 0)
         joined = asyncio.Event()
-        member = Membership(control, worker.info, worker.load)
+        member = GatewayMember(control, worker.info, worker.load)
         task = asyncio.create_task(member.run(joined.set))
         self._stack.callback(task.cancel)
         waiting = asyncio.create_task(joined.wait())

@@ -1,7 +1,7 @@
-"""The control plane that workers speak to: join, beat, leave, and what they saw of a foreign pool.
+"""HTTP handlers of the gateway for workers: join, beat, leave, and blocks in Mooncake's pool.
 
-msgpack bodies, guarded by the cluster token. Translates to facts for the Conductor; decides only
-whether an instance may join. The store's operations are live.store.local's.
+Bodies are msgpack (live.rpc.joins), guarded by the cluster token. They become facts for the
+Conductor. Nothing is decided here, except whether an instance may join.
 """
 
 from __future__ import annotations
@@ -15,42 +15,19 @@ import msgspec
 from moonserve.core.errors import BadRequest
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.reported import Reported
-from moonserve.core.schedule.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left
-from moonserve.core.units import InstanceId
+from moonserve.core.schedule.facts import Beat, InstanceInfo, Joined, Left
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
+from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, BlocksBody, LeaveBody
 from moonserve.live.store.reports import POOL
 
 T = TypeVar("T")
 
-_MSGPACK = "application/msgpack"
-
-
-class BeatBody(msgspec.Struct, frozen=True):
-    """A heartbeat as it travels."""
-
-    id: InstanceId
-    epoch: int
-    load: InstanceLoad
-
-
-class LeaveBody(msgspec.Struct, frozen=True):
-    """A goodbye as it travels."""
-
-    id: InstanceId
-    epoch: int
-
-
-class BlocksBody(msgspec.Struct, frozen=True):
-    """What a worker put into the foreign pool, and what it missed there, in order."""
-
-    events: list[BlocksStored | BlocksRemoved]
-
 
 class UnknownInstance(BadRequest):
-    """A beat of an instance that has not joined, or joined as another epoch: it must join again."""
+    """A beat of an instance that has not joined with this epoch: it must join again."""
 
     status = 404
 
@@ -62,7 +39,7 @@ class Incompatible(BadRequest):
 
 
 class Internal:
-    """Handlers of /internal, to be mounted by the gateway process."""
+    """Handlers of /internal; the gateway's process adds them to its routes."""
 
     def __init__(self, conductor: ConductorLoop, token: str, models: Collection[str]) -> None:
         self._conductor = conductor
@@ -84,7 +61,7 @@ class Internal:
         return _reply({})
 
     def admit(self, info: InstanceInfo) -> None:
-        """Have it join. Raises BadRequest, Incompatible."""
+        """Let an instance join. Raises BadRequest, Incompatible."""
         if info.namespace.block_size < 1 or info.chunk_tokens < 1 or info.max_seqs < 1:
             raise BadRequest("block_size, chunk_tokens and max_seqs must be 1 or more", "namespace")
         if info.model not in self._models:
@@ -97,7 +74,11 @@ class Internal:
             if other.id != info.id and other.model == info.model:
                 _check_compatible(info, other)
             if other.id == info.id and other.epoch > info.epoch:
-                raise Incompatible(f"a later start of {info.id} has joined; choose a name", "id")
+                raise Incompatible(
+                    f"another process named {info.id} (newer epoch) has joined;"
+                    " choose a different --name",
+                    "id",
+                )
         self._conductor.tell(Joined(info))
 
     async def _beat(self, request: HttpRequest) -> Response:
@@ -118,11 +99,14 @@ class Internal:
         return _reply({})
 
     def seen(self, events: Sequence[BlocksStored | BlocksRemoved]) -> None:
-        """Somebody saw this of the foreign pool. Raises BadRequest."""
+        """A worker has seen these changes of Mooncake's pool. Raises BadRequest."""
         now_us = self._conductor.now_us()
         for event in events:
             if event.segment != POOL:
-                raise BadRequest(f"blocks of {event.segment} are told by the master", "segment")
+                raise BadRequest(
+                    f"the store's master reports the blocks of {event.segment}, not workers",
+                    "segment",
+                )
             if isinstance(event, BlocksStored):
                 self._conductor.tell(*self._reported.stored(now_us, event.keys, event.parent))
             else:
@@ -148,4 +132,4 @@ def _decode(body: bytes, shape: type[T]) -> T:
 
 
 def _reply(value: object) -> Response:
-    return Response(200, msgspec.msgpack.encode(value), content_type=_MSGPACK)
+    return Response(200, msgspec.msgpack.encode(value), content_type=CONTENT_TYPE)

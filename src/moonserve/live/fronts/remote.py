@@ -21,7 +21,7 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family
 from moonserve.live.ports import Inbox, Told
-from moonserve.live.rpc.connection import Limits, RpcConnection
+from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RemoteConductor:
         counts: Callable[[], list[Family]],
         on_engines: Callable[[list[wire.Engine]], None] = lambda engines: None,
         on_gone: Callable[[], None] = lambda: None,
-        limits: Limits = wire.LIMITS,
+        limits: ConnectionLimits = wire.LIMITS,
     ) -> None:
         """
         path: of the unix socket. counts: returns what this process has counted, for the sums over
@@ -181,7 +181,7 @@ class RemoteConductor:
 
 
 class _Link(RpcConnection):
-    def __init__(self, owner: RemoteConductor, limits: Limits) -> None:
+    def __init__(self, owner: RemoteConductor, limits: ConnectionLimits) -> None:
         super().__init__(
             "the Conductor",
             wire.PROTOCOL,

@@ -22,7 +22,7 @@ from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
-from moonserve.live.rpc.connection import Limits, RpcConnection
+from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 _COUNT_S = 1.0
 """Longest time a front may take to report its counts; after it, its last report is used."""
@@ -37,7 +37,7 @@ class FrontServer:
         conductor: ConductorLoop,
         url: str,
         fleet: Fleet | None = None,
-        limits: Limits = wire.LIMITS,
+        limits: ConnectionLimits = wire.LIMITS,
     ) -> None:
         """
         url: where this process serves HTTP, for requests that fronts forward. fleet: the external
@@ -157,7 +157,7 @@ class FrontServer:
 class _Link(RpcConnection):
     """The connection to one front, and the inbox of all its requests."""
 
-    def __init__(self, server: FrontServer, limits: Limits) -> None:
+    def __init__(self, server: FrontServer, limits: ConnectionLimits) -> None:
         super().__init__(
             "a front", wire.PROTOCOL, notices=wire.ToConductor, limits=limits, accepted=True
         )

@@ -18,10 +18,10 @@ from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.ports import Told
-from moonserve.live.rpc.connection import Limits
+from moonserve.live.rpc.connection import ConnectionLimits
 
 PROTOCOL = "moonserve-fronts/2"
-LIMITS = Limits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
+LIMITS = ConnectionLimits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
 COUNT = "count"
 """The one operation: a front returns the list of Family that it has counted."""
 

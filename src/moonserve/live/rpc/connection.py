@@ -52,7 +52,7 @@ Answer: TypeAlias = Callable[[str, bytes], bytes | Coroutine[Any, Any, bytes]]
 wait. Both may raise MoonserveError."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one end of a connection accepts, and how long it waits."""
 
     frame_bytes: Bytes = 64 << 20
@@ -77,7 +77,7 @@ class RpcConnection(Switched):
         *,
         answer: Answer | None = None,
         notices: Any = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - frozen
         accepted: bool = False,
         holds_back: bool = False,
     ) -> None:

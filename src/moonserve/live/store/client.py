@@ -41,9 +41,6 @@ log = logging.getLogger(__name__)
 
 _DISK_BUSY_S = 0.05
 
-_UNNAMED_S = 300.0
-"""Longer than a lease lasts: what was found on a segment may be read for as long as that."""
-
 
 class StoreClient:
     """A KVStore, and what else the master does. Made by `open`, ended by `close`.
@@ -137,19 +134,19 @@ class StoreClient:
         loop = asyncio.get_running_loop()
         self._named_s |= dict.fromkeys(addresses, loop.time())
         if self._forgetting is None and addresses:
-            self._forgetting = loop.call_later(_UNNAMED_S, self._forget_unnamed)
+            self._forgetting = loop.call_later(self.settings.times.unnamed_s, self._forget_unnamed)
 
     def _forget_unnamed(self) -> None:
         """Let go of the segments not named for long; they are met anew where they still are."""
         loop = asyncio.get_running_loop()
-        old_s = loop.time() - _UNNAMED_S
+        old_s = loop.time() - self.settings.times.unnamed_s
         self._named_s = {name: at_s for name, at_s in self._named_s.items() if at_s > old_s}
         known = self.link.addresses  # replaced and not changed: who reads by it goes on
         self.link.addresses = {name: known[name] for name in self._named_s}
         self._heard()
         self._forgetting = None
         if self._named_s:
-            self._forgetting = loop.call_later(_UNNAMED_S, self._forget_unnamed)
+            self._forgetting = loop.call_later(self.settings.times.unnamed_s, self._forget_unnamed)
 
     async def close(self) -> None:
         """Leave the pool: what lies in this process's memory is gone."""

@@ -17,8 +17,6 @@ from moonserve.live.store.owner import Owner
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_STALL_S = 3.0
-"""With no object gone for as long, nobody takes any: all others may be leaving too."""
 
 
 async def hand_on(client: StoreClient, most_s: float) -> None:
@@ -51,7 +49,7 @@ async def _until_empty(client: StoreClient, own: Sequence[Owner]) -> None:
     while (left := _count(own)) and any(it not in mine for it in client.link.addresses):
         if left < least:
             least, since_s = left, loop.time()
-        elif loop.time() > since_s + _STALL_S:
+        elif loop.time() > since_s + client.settings.times.stall_s:
             raise StoreError("nobody takes them")
         await asyncio.sleep(_POLL_S)
 

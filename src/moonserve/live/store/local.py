@@ -20,18 +20,18 @@ from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.http.switch import Switch
-from moonserve.live.rpc.connection import Answer, Limits, RpcConnection
+from moonserve.live.rpc.connection import Answer, ConnectionLimits, RpcConnection
 from moonserve.live.store import admin, operations, wire
 from moonserve.live.store.pool import Pool
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.wire import PATH, PROTOCOL
 
-_LIMITS = Limits(unread_bytes=2 * wire.MAX_REPLY_BYTES)
+_LIMITS = ConnectionLimits(unread_bytes=2 * wire.MAX_REPLY_BYTES)
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def member_connection(
-    answer: Answer, peer: str = "store master: a member", limits: Limits = _LIMITS
+    answer: Answer, peer: str = "store master: a member", limits: ConnectionLimits = _LIMITS
 ) -> RpcConnection:
     """The master's end of one member's connection. It reads no calls while the member does not
     read replies."""

@@ -32,9 +32,6 @@ log = logging.getLogger(__name__)
 
 _COPIES_AT_ONCE = 32
 _COPIES_A_BATCH = 8
-_STOP_COPIES_S = 1.0
-_BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew
-_BEAT_S = 0.5  # copies wait for one
 _BEATS_PER_TTL = 4
 _BUSY_S = 0.001  # between beats while there is more to hear of
 _HELD_S = 0.1  # between looks whether who holds the name still lives
@@ -125,7 +122,8 @@ class Owner:
         self._one_mount = asyncio.Lock()
         self._mounts = 0
         self._left = False
-        self._beat_s = _BEAT_S
+        self._times = settings.times
+        self._beat_s = settings.times.beat_s
         self._telling = asyncio.Lock()
         self._copying: set[asyncio.Task[None]] = set()
         self._pulling: set[asyncio.Future[list[_Pulled]]] = set()
@@ -146,7 +144,7 @@ class Owner:
             self.tasks.forget()
             self.catalogue.restart()
             if self._pulling:  # what still writes would do so into extents that are others' soon
-                await asyncio.wait(self._pulling, timeout=_STOP_COPIES_S)
+                await asyncio.wait(self._pulling, timeout=self._times.stop_copies_s)
             if self._pulling:  # they end by their deadlines
                 raise StoreError(f"segment {self.mounting.id!r} is still being copied to")
             if not await self._offer() and not await self._offer():
@@ -168,7 +166,7 @@ class Owner:
             if not reply.accepted:
                 return False
             ttl_s = reply.terms.segment_ttl_us / MICROS_PER_SECOND
-            self._beat_s = min(_BEAT_S, ttl_s / _BEATS_PER_TTL)
+            self._beat_s = min(self._times.beat_s, ttl_s / _BEATS_PER_TTL)
         return True
 
     async def _wait_for(self, holder: Holder, call: wire.MountCall) -> wire.Mounted:
@@ -197,6 +195,13 @@ class Owner:
             self._beats = asyncio.create_task(self._beat_forever(heard, pause_s))
             self._beats.add_done_callback(lambda task: self._beats_ended(task, heard))
 
+    async def stop_beats(self) -> None:
+        """Beat no more. The master drops the segment once it has been silent for long."""
+        beats, self._beats = self._beats, None
+        if beats is not None:
+            beats.cancel()
+            await asyncio.wait([beats])
+
     def wrote(self, held: Held) -> None:
         """A put of this process has ended here, or a copy to here."""
         self.catalogue.add(held)
@@ -205,11 +210,9 @@ class Owner:
 
     async def leave(self) -> None:
         """Beat no more and unmount: what lies here is out of the pool."""
-        beats, self._beats = self._beats, None
-        if beats is not None:
-            beats.cancel()
-            await asyncio.wait([beats])
-        if self._journal is not None and beats is not None:
+        did_beat = self._beats is not None
+        await self.stop_beats()
+        if self._journal is not None and did_beat:
             try:  # or what was removed a moment ago would be back at the next start
                 await self.catch_up()
             except FAILURES as error:
@@ -266,7 +269,7 @@ class Owner:
         me = self.mounting
         asked_us, mounts = now_us(), self._mounts
         call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, wait_s)
-        reply = await self._link.call(operations.BEAT, call, _BEAT_CALL_S)
+        reply = await self._link.call(operations.BEAT, call, self._times.beat_call_s)
         orders = reply.orders
         if mounts != self._mounts:
             return orders  # it speaks of a mounting that is over

@@ -31,7 +31,7 @@ from moonserve.live.http.client import ClientResponse, HttpClient, check_url
 from moonserve.live.http.connection import BadReply
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.rpc.connection import Limits, RpcConnection
+from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 from moonserve.live.store import operations, wire
 from moonserve.live.store.link import FAILURES, Link, text
 from moonserve.live.store.pool import Pool
@@ -48,7 +48,7 @@ _MOUNT_DEADLINE_S = 120.0
 _WAIT_S = 20.0
 _PAUSE_S = 0.5
 _MAX_LEASES = 10_000
-_LIMITS = Limits(frame_bytes=wire.MAX_REPLY_BYTES)
+_LIMITS = ConnectionLimits(frame_bytes=wire.MAX_REPLY_BYTES)
 
 
 class HttpRpc:

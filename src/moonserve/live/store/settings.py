@@ -34,6 +34,23 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class StoreTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a member acts, and how long it waits. Tests choose shorter ones."""
+
+    beat_s: float = 0.5
+    """Longest time between two beats of a segment; copies may wait for one."""
+    beat_call_s: float = 2.0
+    """Longest call of a beat; after it a new beat is better."""
+    stop_copies_s: float = 1.0
+    """Longest time that a mount waits for copies to its segment to end."""
+    unnamed_s: float = 300.0
+    """A client without segments forgets the address of a segment that no reply has named for this
+    long. It is longer than a lease, as the replicas found there may be read that long."""
+    stall_s: float = 3.0
+    """A member that leaves gives up if no object has moved away for this long: all others may be
+    leaving too."""
+
+
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One member of the pool: its segments, and how it reaches others."""
 
@@ -72,6 +89,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The longest a call to the master may take, a recovery of it included."""
     transfer_s: float = 10.0
     """The longest the bytes of one batch may take; below the master's put_ttl_us."""
+    times: StoreTimes = StoreTimes()
 
     def __post_init__(self) -> None:
         """Raises ConfigError: half of a disk."""

@@ -1,7 +1,7 @@
-"""The gateways that a worker is a member of: the one it was told, or all that a registry has.
+"""The gateways that a worker joins: the one of its settings, or all that a registry has.
 
-Each has a membership of its own, with joins and beats at its own pace; what is measured goes to
-every one of them. One that is away, or refuses us, keeps nobody from the others.
+The worker's process makes one Gateways. Each gateway is joined and beaten at its own pace, and gets
+all measurements. A gateway that is away, or refuses this worker, does not disturb the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moonserve.live.registry.entries import (
     find_master,
     follow_master,
 )
-from moonserve.live.worker.join import Control, Membership, with_untold
+from moonserve.live.worker.join import BeatTimes, GatewayClient, GatewayMember, with_unsent
 
 log = logging.getLogger(__name__)
 
@@ -37,70 +37,78 @@ _MASTER_S = 120.0
 class Gateways:
     """See the module. `run` until it is cancelled, then `leave`."""
 
-    def __init__(self, http: HttpClient, token: str, url: str, registry: Registry | None) -> None:
-        """url: the only gateway, where there is no registry."""
+    def __init__(
+        self,
+        http: HttpClient,
+        token: str,
+        url: str,
+        registry: Registry | None,
+        times: BeatTimes = BeatTimes(),  # noqa: B008 - frozen
+    ) -> None:
+        """url: of the only gateway, if there is no registry."""
+        self._times = times
         self._http = http
         self._token = token
         self._registry = registry
-        self._only = Control(http, url, token)
+        self._only = GatewayClient(http, url, token)
         self._entry: Registration | None = None
         self._moving: asyncio.Task[None] | None = None
-        self._members: dict[GatewayEntry, Membership] = {}
+        self._members: dict[GatewayEntry, GatewayMember] = {}
         self._tasks: dict[GatewayEntry, asyncio.Task[None]] = {}
-        self._controls: dict[GatewayEntry, Control] = {}
+        self._controls: dict[GatewayEntry, GatewayClient] = {}
 
     async def master(self, store_url: str) -> str:
         """Where the store's master is. Raises ConfigError."""
         if store_url or self._registry is None:
-            return store_url or self._only.gateway
+            return store_url or self._only.url
         return await find_master(self._registry, _MASTER_S)
 
     def follow_master(self, move: Callable[[str], None]) -> None:
-        """`move` is told where the store's master is, if it comes up elsewhere."""
+        """Call `move` with the URL of the store's master whenever it comes up elsewhere."""
         if self._registry is not None:
             self._moving = asyncio.create_task(follow_master(self._registry, move))
 
     async def ping(self) -> None:
-        """Return if somebody answers at all. Raises MoonserveError."""
+        """Return if any gateway answers at all. Raises MoonserveError."""
         for control in await self._all():
             await control.ping()
             return
         raise NobodyAlive("no gateway is in the registry yet")
 
     async def blocks(self, events: Sequence[BlockEvent]) -> None:
-        """Tell all what this worker saw of a pool whose master does not tell.
+        """Report blocks of Mooncake's pool to all gateways.
 
-        Raises MoonserveError unless all have it; to be told again they take.
+        Raises MoonserveError unless all have received them; the call may be repeated then.
         """
         for control in await self._all():
             await control.blocks(events)
 
-    async def _all(self) -> list[Control]:
+    async def _all(self) -> list[GatewayClient]:
         if self._registry is None:
             return [self._only]
         if self._tasks:
             return list(self._controls.values())
         found = decoded(await self._registry.read(GATEWAYS), GATEWAYS, GatewayEntry)
-        return [Control(self._http, entry.url, self._token) for entry in found.values()]
+        return [GatewayClient(self._http, entry.url, self._token) for entry in found.values()]
 
     async def run(
         self, info: InstanceInfo, load: Callable[[], InstanceLoad], joined: Callable[[str], None]
     ) -> None:
-        """Belong to all of them for ever; `joined` is told the gateway at every join.
+        """Stay joined to all gateways for ever; `joined` is called with the URL at every join.
 
         Raises what `load` does, and ConfigError where the only gateway refuses this worker.
         """
         if self._registry is None:
-            only = GatewayEntry("", 0, self._only.gateway)
-            self._members[only] = member = Membership(self._only, info, load)
-            await member.run(lambda: joined(self._only.gateway))
+            only = GatewayEntry("", 0, self._only.url)
+            self._members[only] = member = GatewayMember(self._only, info, load, self._times)
+            await member.run(lambda: joined(self._only.url))
             return
         self._entry = await self._registry.register(INSTANCES + info.id, msgspec.json.encode(info))
         loads = Loads(load)
         following = asyncio.create_task(self._follow(self._registry, info, loads, joined))
         try:
             while True:
-                # Those that begin meanwhile are looked at in a second.
+                # Memberships that begin meanwhile are included in a second.
                 running = {following, *self._tasks.values()}
                 await asyncio.wait(running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if following.done():
@@ -115,21 +123,21 @@ class Gateways:
     async def _follow(
         self, registry: Registry, info: InstanceInfo, loads: Loads, joined: Callable[[str], None]
     ) -> None:
-        """Begin a membership with whoever appears; end it once who disappeared answers no more."""
+        """Join gateways that appear; leave one that has disappeared once it does not answer."""
         async for entries in registry.watch(GATEWAYS):
             found = set(decoded(entries, GATEWAYS, GatewayEntry).values())
             for entry, member in self._members.items():
                 member.wanted = entry in found
             for entry in sorted(found - self._tasks.keys(), key=lambda it: it.name):
-                control = Control(self._http, entry.url, self._token)
-                member = Membership(control, info, loads.of(entry))
+                control = GatewayClient(self._http, entry.url, self._token)
+                member = GatewayMember(control, info, loads.of(entry), self._times)
                 self._controls[entry], self._members[entry] = control, member
                 self._tasks[entry] = asyncio.create_task(self._belong(entry, member, loads, joined))
 
     async def _belong(
         self,
         entry: GatewayEntry,
-        member: Membership,
+        member: GatewayMember,
         loads: Loads,
         joined: Callable[[str], None],
     ) -> None:
@@ -147,7 +155,7 @@ class Gateways:
             loads.over(entry)
 
     async def leave(self) -> None:
-        """Say goodbye to all; who is away will find out by itself."""
+        """Leave all gateways. One that is away notices by the missing beats."""
         if self._moving is not None:
             self._moving.cancel()
         await asyncio.gather(*(member.leave() for member in self._members.values()))
@@ -160,21 +168,21 @@ class Loads:
 
     def __init__(self, load: Callable[[], InstanceLoad]) -> None:
         self._load = load
-        self._untold: dict[GatewayEntry, InstanceLoad] = {}
+        self._unsent: dict[GatewayEntry, InstanceLoad] = {}
 
     def of(self, entry: GatewayEntry) -> Callable[[], InstanceLoad]:
-        """What gives that gateway's beats their content."""
-        self._untold[entry] = InstanceLoad()
+        """Return the function that makes the content of that gateway's beats."""
+        self._unsent[entry] = InstanceLoad()
 
         def load() -> InstanceLoad:
             now = self._load()
-            for other, untold in self._untold.items():
-                self._untold[other] = with_untold(now, untold)
-            mine, self._untold[entry] = self._untold[entry], InstanceLoad()
+            for other, unsent in self._unsent.items():
+                self._unsent[other] = with_unsent(now, unsent)
+            mine, self._unsent[entry] = self._unsent[entry], InstanceLoad()
             return mine
 
         return load
 
     def over(self, entry: GatewayEntry) -> None:
-        """That gateway is told nothing any more."""
-        self._untold.pop(entry, None)
+        """Keep nothing for that gateway any more."""
+        self._unsent.pop(entry, None)

@@ -1,6 +1,7 @@
-"""A worker's side of the control plane: join the gateway, beat, leave.
+"""A worker's side of the control plane: join a gateway, beat, leave.
 
-While the gateway is away the worker keeps serving and keeps trying.
+live.worker.gateways has one GatewayMember per gateway. While a gateway is away, the worker keeps
+serving and keeps trying.
 """
 
 from __future__ import annotations
@@ -16,62 +17,76 @@ from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, LeaveBody
 
 log = logging.getLogger(__name__)
 
-_BEAT_S = 1.0
 _CALL_S = 5.0
-_BEAT_CALL_S = 2.0  # a beat that takes longer is better sent anew: the gateway waits 5 s for one
-_MAX_UNTOLD = 256
-_BACKOFF_S = (0.2, 0.4, 0.8, 1.6, 3.0)
+_MAX_UNSENT = 256
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Control:
+class BeatTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a worker beats, and how soon it tries again."""
+
+    beat_s: float = 1.0
+    call_s: float = 2.0
+    """Longest call of a beat; after it a new beat is better, as the gateway waits 5 s for one."""
+    backoff_s: tuple[float, ...] = (0.2, 0.4, 0.8, 1.6, 3.0)
+    """Pauses after one, two, ... failures in a row; the last one repeats."""
+
+
+class GatewayClient:
     """Calls to one gateway's /internal."""
 
-    def __init__(self, http: HttpClient, gateway: str, token: str) -> None:
+    def __init__(self, http: HttpClient, url: str, token: str) -> None:
         self._http = http
-        self.gateway = gateway.rstrip("/")
-        self._headers = {"content-type": "application/msgpack"} | bearer(token)
+        self.url = url.rstrip("/")
+        self._headers = {"content-type": CONTENT_TYPE} | bearer(token)
 
     async def call(self, path: str, body: bytes, timeout_s: float = _CALL_S) -> ClientResponse:
         """POST to /internal/<path>. Raises UpstreamError, DeadlineExceeded, ConfigError on 401."""
-        url = f"{self.gateway}/internal/{path}"
+        url = f"{self.url}/internal/{path}"
         reply = await self._http.request(
             "POST", url, headers=self._headers, body=body, timeout_s=timeout_s
         )
         if reply.status == 401:
-            raise ConfigError(f"{self.gateway} does not accept this worker's token", "token")
+            raise ConfigError(f"{self.url} does not accept this worker's token", "token")
         return reply
 
     async def ping(self) -> None:
         """Return if the gateway answers at all. Raises UpstreamError, DeadlineExceeded."""
-        await self._http.request("GET", f"{self.gateway}/health", timeout_s=_CALL_S)
+        await self._http.request("GET", f"{self.url}/health", timeout_s=_CALL_S)
 
     async def blocks(self, events: Sequence[BlockEvent]) -> None:
-        """What this worker saw of a pool whose master does not tell. Raises StoreError too."""
+        """Report blocks of Mooncake's pool, whose master reports none. Raises StoreError too."""
         reply = await self.call("blocks", _encode({"events": events}))
         if reply.status != 200:
             raise StoreError(f"blocks: {_message(reply)}")
 
 
-class Membership:
-    """Keeps one instance known to the gateway."""
+class GatewayMember:
+    """Keeps one instance known to one gateway."""
 
     def __init__(
-        self, control: Control, info: InstanceInfo, load: Callable[[], InstanceLoad]
+        self,
+        gateway: GatewayClient,
+        info: InstanceInfo,
+        load: Callable[[], InstanceLoad],
+        times: BeatTimes = BeatTimes(),  # noqa: B008 - frozen
     ) -> None:
-        """`load` gives each beat its content; the samples in it are given once and kept here
-        until the gateway has them.
         """
-        self._control = control
+        load: returns the content of a beat. It returns each sample once; they are kept here until
+        the gateway has them.
+        """
+        self._gateway = gateway
+        self._times = times
         self._info = info
         self._load = load
         self._joined = False
-        self._untold = InstanceLoad()
+        self._unsent = InstanceLoad()
         self.wanted = True
-        """Whether to go on once the gateway does not answer any more."""
+        """Whether to keep trying once the gateway does not answer any more."""
 
     async def run(self, joined: Callable[[], None]) -> None:
         """Join and beat for ever, or as long as it is wanted; `joined` is called at every join.
@@ -88,33 +103,36 @@ class Membership:
                     await self._join()
                     joined()
                 failures = 0
-                pause_s = _BEAT_S
+                pause_s = self._times.beat_s
             except ConfigError:
                 raise
             except MoonserveError as error:
                 if not self.wanted:
                     return
                 if failures == 0:
-                    log.warning("gateway %s: %s; still trying", self._control.gateway, error)
-                pause_s = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+                    log.warning("gateway %s: %s; still trying", self._gateway.url, error)
+                backoff_s = self._times.backoff_s
+                pause_s = backoff_s[min(failures, len(backoff_s) - 1)]
                 failures += 1
             await asyncio.sleep(pause_s)
 
     def _gather(self) -> None:
-        """The load now, with the newest samples that the gateway has not got yet."""
-        self._untold = with_untold(self._load(), self._untold)
+        """Take the load now, and keep the newest samples that the gateway does not have yet."""
+        self._unsent = with_unsent(self._load(), self._unsent)
 
     async def leave(self) -> None:
-        """Say goodbye; a gateway that is away will find out by itself."""
+        """Leave. A gateway that is away notices by the missing beats."""
         if self._joined:
             self._joined = False
             try:
-                await self._control.call("leave", self._body())
+                await self._gateway.call(
+                    "leave", _encode(LeaveBody(self._info.id, self._info.epoch))
+                )
             except MoonserveError as error:
-                log.debug("gateway %s: no goodbye: %s", self._control.gateway, error)
+                log.debug("gateway %s: leave failed: %s", self._gateway.url, error)
 
     async def _join(self) -> None:
-        reply = await self._control.call("join", _encode(self._info))
+        reply = await self._gateway.call("join", _encode(self._info))
         if 400 <= reply.status < 500:
             raise ConfigError(f"the gateway refuses this worker: {_message(reply)}", "worker")
         if reply.status != 200:
@@ -122,25 +140,23 @@ class Membership:
         self._joined = True
 
     async def _beat(self) -> None:
-        reply = await self._control.call("beat", self._body(load=self._untold), _BEAT_CALL_S)
+        beat = BeatBody(self._info.id, self._info.epoch, self._unsent)
+        reply = await self._gateway.call("beat", _encode(beat), self._times.call_s)
         if reply.status == 404:
-            log.warning("gateway %s does not know us: joining again", self._control.gateway)
+            log.warning("gateway %s does not know this worker: joining again", self._gateway.url)
             self._joined = False
         elif reply.status != 200:
             raise MoonserveError(f"beat: {_message(reply)}")
         else:
-            self._untold = InstanceLoad()
-
-    def _body(self, **more: object) -> bytes:
-        return _encode({"id": self._info.id, "epoch": self._info.epoch, **more})
+            self._unsent = InstanceLoad()
 
 
-def with_untold(load: InstanceLoad, old: InstanceLoad) -> InstanceLoad:
-    """`load`, with the newest samples of it and of an older one that was not told."""
+def with_unsent(load: InstanceLoad, old: InstanceLoad) -> InstanceLoad:
+    """Return `load` with the newest samples of it and of an older load that was not sent."""
     return msgspec.structs.replace(
         load,
-        passes=(*old.passes, *load.passes)[-_MAX_UNTOLD:],
-        transfers=(*old.transfers, *load.transfers)[-_MAX_UNTOLD:],
+        passes=(*old.passes, *load.passes)[-_MAX_UNSENT:],
+        transfers=(*old.transfers, *load.transfers)[-_MAX_UNSENT:],
     )
 
 
