@@ -135,18 +135,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ""
     segment_bytes: Annotated[
-        _Size, _flag("up worker segment", "SIZE", "memory that each worker gives to the KV store")
+        _Size,
+        _flag(
+            "up worker segment", "SIZE", "memory that each worker or segment gives to the KV store"
+        ),
     ] = 512 << 20
     disk_bytes: Annotated[
         _SizeOrNone,
-        _flag("up worker segment", "SIZE", "disk space that each worker gives to the KV store"),
+        _flag(
+            "up worker segment",
+            "SIZE",
+            "disk space that each worker or segment gives to the KV store",
+        ),
     ] = 0
     disk_dir: Annotated[
         str,
         _flag(
             "up worker segment",
             "FOLDER",
-            "folder for the KV store's disk space; each worker makes its own folder there",
+            "folder for that disk space; each worker or segment makes its own folder there",
         ),
     ] = ""
     replicas: Annotated[
@@ -489,8 +496,9 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
 
 
 def check_name(name: str, field: str = "name") -> str:
-    """The name of a worker or a segment, which is also a folder's, of a node or a rack. Raises
-    ConfigError.
+    """Check and return the name of a worker, segment, node or rack; it may become a folder's name.
+
+    Raises ConfigError.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(
@@ -507,9 +515,9 @@ def _check_segment(settings: Settings, origin: Mapping[str, str]) -> None:
         if 0 < size < _LEAST_SEGMENT:
             raise ConfigError(f"must be 1MiB or more ({size} from {origin[name]})", name)
     if settings.disk_bytes and not settings.disk_dir:
-        raise ConfigError("say in which folder, with disk_dir", "disk_bytes")
+        raise ConfigError("needs a folder: set disk_dir too", "disk_bytes")
     if settings.disk_dir and not settings.disk_bytes:
-        raise ConfigError("say how much of it, with disk_bytes", "disk_dir")
+        raise ConfigError("needs a size: set disk_bytes too", "disk_dir")
 
 
 def _check_policy(name: str, origin: Mapping[str, str]) -> None:
@@ -537,13 +545,13 @@ def _check_registry(url: str, origin: Mapping[str, str]) -> None:
 
 
 def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:
-    """What Mooncake would not heed is refused rather than ignored."""
+    """Refuse what Mooncake would ignore. Raises ConfigError."""
     if settings.mooncake_protocol != "rdma" and settings.mooncake_device:
-        why = "is of rdma; say so with mooncake_protocol, or leave it out"
+        why = "is for rdma only: set mooncake_protocol to rdma, or leave it out"
         raise ConfigError(f"{why} (from {origin['mooncake_device']})", "mooncake_device")
     if settings.store != "mooncake":
         if settings.mooncake_protocol != "tcp" and settings.transport != "mooncake":
-            why = "is of Mooncake's engine: needs transport mooncake, or store mooncake"
+            why = "is for Mooncake's engine only: needs transport mooncake, or store mooncake"
             raise ConfigError(f"{why} (from {origin['mooncake_protocol']})", "mooncake_protocol")
         return
     ours = "only the embedded store has"
@@ -554,7 +562,7 @@ def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:
         "disk_bytes": f"{ours} a share on disk; leave it out with store mooncake",
         "node": f"{ours} nodes that copies avoid; leave it out with store mooncake",
         "transport": f"{ours} transports; Mooncake's pool has its own: leave it out",
-        "shared_memory": f"{ours} a choice; leave it out with store mooncake",
+        "shared_memory": f"{ours} this choice; leave it out with store mooncake",
         "store_url": "is for the embedded store; name Mooncake's master with mooncake_master",
     }
     for name, remedy in instead.items():
@@ -580,7 +588,7 @@ def _check_master(address: str, origin: Mapping[str, str]) -> None:
 def _named(
     err: msgspec.ValidationError, merged: Mapping[str, object], origin: Mapping[str, str]
 ) -> ConfigError:
-    """Turn what msgspec says into an error that names field, value, source."""
+    """Turn an error of msgspec into one that names the field, the value and its source."""
     path, remedy = in_words(err, Settings)
     field = path.replace("[...]", "")
     top = re.split(r"[.\[]", field)[0]
@@ -609,9 +617,9 @@ class _Line(logging.Formatter):
 
 
 def apply_logging(settings: Logging) -> None:
-    """Log to stderr, one line a record, at the levels asked for; replaces earlier handlers.
+    """Log to stderr, one line per record, at these levels; replaces earlier handlers.
 
-    Raises ConfigError on a module that does not exist. Core modules exist and never log.
+    Raises ConfigError where a module does not exist. Modules of core never log.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Line())

@@ -82,14 +82,14 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         ),
         (
             [*WORKER, "--store", "mooncake", "--card", "127.0.0.1"],
-            "error: card: only the embedded store has cards",
+            "error: card: is for the embedded store only",
         ),
         (
             ["up", "--store", "mooncake", "--segment-bytes", "4MiB"],
             "error: segment_bytes: Mooncake takes segments of 16MiB and more",
         ),
         (["segment", "--name", "../x"], "error: name: must be 1 to 64 letters"),
-        (["segment", "--name", "s", "--disk-dir", "/d"], "error: disk_dir: say how much of it"),
+        (["segment", "--name", "s", "--disk-dir", "/d"], "error: disk_dir: needs a size"),
         (["store", "get", "--text", "k" * 300], "error: key: must be at most 256 bytes, not 300"),
         (["worker", "--role", "both", "--name", ""], "error: name: must be 1 to 64 letters"),
     ],

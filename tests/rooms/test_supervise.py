@@ -151,7 +151,7 @@ def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
     asyncio.run(scene())
     said = [line for name, line in told if name == "hung"]
     assert said[1:3] == [
-        "hangs: nothing of it for 0.5 s: killed",
+        "hangs: no sign of life for 0.5 s: killed",
         "WAS KILLED BY SIGKILL; starting it again in 0.01 s",
     ]
 
@@ -184,7 +184,7 @@ def test_no_restart_where_none_can_help() -> None:
 
     async def scene() -> None:
         boss = Supervisor([child("w", "raise SystemExit(2)")], lambda _, line: told.append(line))
-        with pytest.raises(GaveUp, match="w died with exit code 2, and would again"):
+        with pytest.raises(GaveUp, match="w died with exit code 2; a restart cannot help"):
             await asyncio.wait_for(boss.run(), 10)
 
     asyncio.run(scene())

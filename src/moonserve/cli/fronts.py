@@ -1,6 +1,6 @@
 """`moonserve gateway --workers N`: starts the fronts and the Conductor's process, and stops them.
 
-The socket that they meet at is in a folder of its own, which only this user may enter.
+The unix socket between them is in a folder of its own, which only this user may enter.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 _KILL_AFTER_S = 10.0
 _ORPHANS_S = 6.0
-"""Fronts of a gateway that was killed listen for so long; its successor waits for that."""
+"""The fronts of a killed gateway still listen for so long; the next gateway waits for them."""
 _LISTENING = "listening on "
 
 
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Keep a port (0: any free one) for processes that listen on it together, as they may end and
-    come back. Raises ConfigError.
+    """Reserve a port (0: any free one) for processes that listen on it together and may restart.
+
+    Raises ConfigError.
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError("this system cannot share a port among processes; use 1", "workers")
@@ -43,7 +44,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
         deadline_s = time.monotonic() + _ORPHANS_S
         while True:
             try:
-                held.bind((host, port))  # fails where anybody listens, also who would share
+                held.bind((host, port))  # fails if any process listens, also one that shares
                 break
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
@@ -57,8 +58,11 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
-    """A command's flags that are no settings, as words; and the file, for what only a file has, and
-    the model, since that it was asked for is no setting."""
+    """The flags of a command that child processes need as words, since the environment lacks them.
+
+    They are the flags that are no settings, the settings file, and --model: whether it was given
+    matters for external engines.
+    """
     words: list[str] = []
     file = params["config"] or os.environ.get(ENV_PREFIX + "CONFIG")
     for name, given in {**params, "config": file}.items():
@@ -69,15 +73,14 @@ def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
 
 
 def children_of(settings: Settings, port: int, path: str, words: Sequence[str] = ()) -> list[Child]:
-    """The processes of one gateway, which meet at the socket `path`; `words`: flags that are no
-    settings, for all of them."""
+    """The processes of one gateway. path: of the unix socket between them; words: see flags_of."""
     from moonserve.live.process.supervise import Child
 
     settings = msgspec.structs.replace(settings, port=port)
     environ = child_env(settings)
     argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, *words, "--part")
     grace_s = settings.drain_s + _KILL_AFTER_S
-    # Fronts go first: their requests end at a Conductor that is still there.
+    # Fronts stop first, so that the Conductor still runs when their requests end.
     fronts = [
         Child(f"front{i}", (*argv, "front"), environ, 0, grace_s) for i in range(settings.workers)
     ]
@@ -85,7 +88,7 @@ def children_of(settings: Settings, port: int, path: str, words: Sequence[str] =
 
 
 async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()) -> None:
-    """Run until a signal comes, or a process dies too often; `words`: see children_of.
+    """Run until a signal comes or a process dies too often; words: see flags_of.
 
     Raises ConfigError, GaveUp.
     """
@@ -99,7 +102,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
     ready: set[str] = set()
 
     def tell(name: str, line: str) -> None:
-        with contextlib.suppress(OSError):  # whoever read it is gone, and there are some to stop
+        with contextlib.suppress(OSError):  # the reader is gone, but children must be stopped
             click.echo(f"{name}: {line}", err=True)
         if line.startswith(_LISTENING) and name not in ready:
             ready.add(name)

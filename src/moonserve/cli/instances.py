@@ -1,7 +1,8 @@
-"""Foreign engines as a cluster file and the flags of `moonserve gateway` name them.
+"""External engines as the settings file and the flags of `moonserve gateway` describe them.
 
-The file's settings have a list `instances`, each a map with the fields of live.external.spec; flags
-name addresses only. Every error says which engine, which field, on which line, and what to do.
+In the file, `instances` is a list of maps with the fields of live.external.spec. Flags only give
+addresses. Called by `gateway` and `register`. Every error names the engine, the field, the line and
+the remedy.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from moonserve.live.external.spec import InstanceSpec
 
 _FLAGS: tuple[tuple[str, str, str], ...] = (
-    ("--prefill-url", "p", "a vLLM server that prefills only; repeatable"),
-    ("--decode-url", "d", "a vLLM server that decodes only; repeatable"),
-    ("--url", "e", "a vLLM server that serves whole requests; repeatable"),
+    ("--prefill-url", "p", "URL of a vLLM server that only prefills; repeatable"),
+    ("--decode-url", "d", "URL of a vLLM server that only decodes; repeatable"),
+    ("--url", "e", "URL of a vLLM server that does both; repeatable"),
 )
 _ROLES: Mapping[str, str] = {"p": "prefill", "d": "decode", "e": "both"}
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What the flags of a command say of engines."""
+    """The values of the flags that describe engines."""
 
     prefill_url: tuple[str, ...] = ()
     decode_url: tuple[str, ...] = ()
@@ -44,7 +45,7 @@ class Named(msgspec.Struct, frozen=True):
 
 
 def instances_options(wanted: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags that name engines; it is called with what they say as `named`."""
+    """Give a command the flags that describe engines; it gets their values as `named`."""
 
     @functools.wraps(wanted)
     def command(**params: Any) -> None:
@@ -54,11 +55,11 @@ def instances_options(wanted: Callable[..., None]) -> Callable[..., None]:
     for flag, text, default in (
         (
             "--tokenizer",
-            "their model's files: name, folder or .gguf; needed for events",
+            "files of the engines' model: a name, folder or .gguf; needed for KV events",
             "none",
         ),
-        ("--events", "their KV events: off, auto, or tcp://*:PORT", "auto"),
-        ("--connector", "how they hand KV on: nixl or mooncake", "nixl"),
+        ("--events", "KV events of the engines: off, auto, or tcp://*:PORT", "auto"),
+        ("--connector", "how prefill engines pass KV to decode engines: nixl or mooncake", "nixl"),
     ):
         command = click.option(flag, metavar="NAME", help=f"{text} [default: {default}]")(command)
     for flag, _, text in reversed(_FLAGS):
@@ -67,8 +68,11 @@ def instances_options(wanted: Callable[..., None]) -> Callable[..., None]:
 
 
 def named_by_flags(named: Named, halves: bool = False) -> list[InstanceSpec]:
-    """Engines p0, p1, …, d0, …, e0, …; none where no address is given. `halves`: others may be
-    named elsewhere. Raises ConfigError."""
+    """The engines that the flags describe: p0, p1, …, d0, …, e0, …; none without an address.
+
+    halves: prefill engines may come without decode engines, which are described elsewhere. Raises
+    ConfigError.
+    """
     prefill_url, decode_url, url, connector, events, tokenizer = msgspec.structs.astuple(named)
     urls = [
         (f"{kind}{number}", kind, flag, address)
@@ -78,17 +82,18 @@ def named_by_flags(named: Named, halves: bool = False) -> list[InstanceSpec]:
     if not urls:
         for field in ("connector", "events", "tokenizer"):
             if getattr(named, field) is not None:
-                remedy = "is for engines: name them by --prefill-url and so on"
+                remedy = "is for external engines: give their addresses, such as --prefill-url"
                 raise ConfigError(remedy, f"--{field}")
         return []
     if bool(prefill_url) != bool(decode_url) and not halves:
         lacking = "--decode-url" if prefill_url else "--prefill-url"
-        raise ConfigError("prefill and decode need each other: name one of each at least", lacking)
+        raise ConfigError("is missing: prefill and decode engines need each other", lacking)
     if connector is not None and not prefill_url and not decode_url:
         raise ConfigError("is for --prefill-url and --decode-url; leave it out", "--connector")
     if events not in (None, "off", "auto") and "*" not in (events or "") and len(urls) > 1:
         raise ConfigError(
-            "of several engines is tcp://*:PORT, or auto; name them in a file else", "--events"
+            "must be auto or tcp://*:PORT for several engines; or describe them in a file",
+            "--events",
         )
     found: list[InstanceSpec] = []
     for name, kind, flag, address in urls:
@@ -102,13 +107,13 @@ def named_by_flags(named: Named, halves: bool = False) -> list[InstanceSpec]:
         }
         spec = _of_flag(fields, flag)
         if twin := _twin(spec, found):
-            raise ConfigError(f"{address} is {twin} already; name each engine once", flag)
+            raise ConfigError(f"{address} is {twin} already; give each engine once", flag)
         found.append(spec)
     return found
 
 
 def _twin(spec: InstanceSpec, found: Sequence[InstanceSpec]) -> str | None:
-    """Which of these is at the same URL."""
+    """The name of the engine at the same URL, if there is one."""
     return next((it.name for it in found if it.place() == spec.place()), None)
 
 
@@ -123,39 +128,50 @@ def engines_of(
     by_flags: Sequence[InstanceSpec],
     model: str | None = None,
 ) -> list[InstanceSpec] | None:
-    """All engines of a gateway; None where it has workers of ours. `model`: as a flag names it.
-    Raises ConfigError."""
+    """All external engines of a gateway; None: it serves with workers.
+
+    model: the value of --model, if it was given. Raises ConfigError.
+    """
     if settings.instances is None and not by_flags:
         return None
     for name in ("store", "store_url"):
         if getattr(settings, name) != getattr(Settings(), name):
-            remedy = "is for workers of ours: foreign engines keep their KV; leave one of both out"
-            raise ConfigError(f"{remedy} (instances are named too)", name)
+            remedy = (
+                "is for workers, but external engines are described too: leave one of the two out"
+            )
+            raise ConfigError(remedy, name)
     named = os.environ.get(ENV_PREFIX + "CONFIG")
     file = file or (Path(named) if named else None)
     found = named_in_file(settings.instances or (), file)
     for spec in by_flags:
         if spec.name in [it.name for it in found]:
-            raise ConfigError(f"an engine in the file is named {spec.name}; rename it", "instances")
+            raise ConfigError(
+                f"the file and the flags both have an engine {spec.name}; rename it in the file",
+                "instances",
+            )
         if twin := _twin(spec, found):
-            raise ConfigError(f"{spec.url} is {twin} in the file; name it once", "instances")
+            raise ConfigError(
+                f"{spec.url} is {twin} in the file already; remove one of the two", "instances"
+            )
     if model and not settings.instances and not by_flags:
-        remedy = "say it of each engine where that is described"
-        raise ConfigError(f"is for engines that a file or flags name; {remedy}", "model")
+        remedy = (
+            "is for engines that a file or flags describe; give each engine its own model instead"
+        )
+        raise ConfigError(remedy, "model")
     if model is None and settings.model != Settings().model:
         model = settings.model
-    # Which model was asked for each must serve, or the handshake says which it does.
+    # Every engine must serve the model that was given; the handshake checks that.
     engines = [*found, *by_flags]
     return [msgspec.structs.replace(it, model=it.model or model or "") for it in engines]
 
 
 def by_address(url: str) -> str:
-    """A name for the engine there, like 10.0.0.5-8000."""
+    """A name for the engine at this URL, like 10.0.0.5-8000."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", urlsplit(url).netloc).strip("-")
 
 
 def _own(events: str, address: str) -> str:
-    """tcp://*:PORT, as engines are told it, at this engine's host."""
+    """The address of the KV events, with the engine's host for * as in tcp://*:PORT."""
     host = urlsplit(address).hostname or ""
     return events.replace("*", f"[{host}]" if ":" in host else host, 1)
 
@@ -171,9 +187,11 @@ def named_in_file(entries: Sequence[Mapping[str, object]], file: Path | None) ->
 
         spec = _described(dict(entry), place)
         if spec.name in [it.name for it in found]:
-            raise ConfigError(f"{spec.name} is named before; choose another", place("name"))
+            raise ConfigError(
+                f"{spec.name} is the name of an engine above; choose another", place("name")
+            )
         if twin := _twin(spec, found):
-            what = f"{spec.url} is {twin} already: remove one of {twin} and {spec.name}"
+            what = f"{spec.url} is {twin} already: remove {twin} or {spec.name}"
             raise ConfigError(what, place("url"))
         found.append(spec)
     return found
@@ -182,7 +200,7 @@ def named_in_file(entries: Sequence[Mapping[str, object]], file: Path | None) ->
 def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceSpec:
     from moonserve.live.external.spec import InstanceSpec
 
-    if fields.get("events") is False:  # what YAML makes of off
+    if fields.get("events") is False:  # YAML reads off as False
         fields["events"] = "off"
     try:
         return msgspec.convert(fields, InstanceSpec).checked()
@@ -196,7 +214,7 @@ def _described(fields: dict[str, Any], place: Callable[[str], str]) -> InstanceS
 
 
 def _line(text: str, number: int, field: str) -> int | None:
-    """Where a field of that engine stands in the file, or the engine where it lacks the field."""
+    """The line of an engine's field in the file; the engine's own line if it lacks the field."""
     import yaml
 
     engines = next((value for key, value in _pairs(yaml.compose(text)) if key == "instances"), None)
@@ -208,7 +226,7 @@ def _line(text: str, number: int, field: str) -> int | None:
 
 
 def _pairs(node: Any) -> list[tuple[str, Any]]:
-    """A YAML map's keys and the nodes of their values; nothing of another node."""
+    """The keys of a YAML map, with the nodes of their values; empty for another node."""
     import yaml
 
     return [(key.value, it) for key, it in node.value] if isinstance(node, yaml.MappingNode) else []

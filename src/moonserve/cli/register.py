@@ -1,6 +1,6 @@
-"""`moonserve register` and `unregister`: foreign engines in a registry, for all gateways there.
+"""`moonserve register` and `unregister`: external engines in a registry, for all its gateways.
 
-A face over live/registry; nothing else imports it. Heavy imports stay inside the functions.
+The command line alone imports this. Heavy imports stay inside the functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @settings_options("register")
 @instances_options
 @click.option(
-    "--name", metavar="NAME", help="of the one engine that flags name [default: HOST-PORT]"
+    "--name",
+    metavar="NAME",
+    help="name of the engine, if the flags name one engine [default: HOST-PORT]",
 )
 def register(
     config: Path | None,
@@ -32,21 +34,24 @@ def register(
     named: Named,
     **flags: str | None,
 ) -> None:
-    """Put engines, such as vLLM, into the registry: those that FILE's `instances` or flags name.
+    """Put external engines, such as vLLM, into the registry.
 
-    Every gateway with that --registry which serves foreign engines uses them, until they are
-    unregistered. One of the same name is replaced, which is said.
+    The engines are those of `instances` in FILE and those that the flags name. Every gateway for
+    external engines with this --registry uses them until they are unregistered. An engine of the
+    same name is replaced; the output says so.
     """
     import msgspec
 
     settings = read_settings(config, flags)
     urls = named_by_flags(named, halves=True)
     if name is not None and len(urls) != 1:
-        raise ConfigError("is for one engine: give one address, or a file", "--name")
+        raise ConfigError("is for one engine: give one address, or write names in a file", "--name")
     urls = [msgspec.structs.replace(it, name=name or by_address(it.url)) for it in urls]
     engines = engines_of(settings, config, urls, model="")
     if not engines:
-        raise ConfigError("name engines, in the file or by --url and so on", "instances")
+        raise ConfigError(
+            "there is no engine: list some in the file, or name one by --url", "instances"
+        )
     replaced = asyncio.run(_put(settings.registry, [it.checked().untrusted() for it in engines]))
     for it in engines:
         old = replaced.get(it.name)
@@ -57,14 +62,14 @@ def register(
 @click.argument("names", nargs=-1, required=True)
 @settings_options("unregister")
 def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None) -> None:
-    """Take engines NAMES out of the registry; what they have they still finish."""
+    """Take the engines NAMES out of the registry. They still finish their running requests."""
     settings = read_settings(config, flags)
     asyncio.run(_remove(settings.registry, names))
     click.echo(f"unregistered: {', '.join(names)}")
 
 
 async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str | None]:
-    """The URLs of those replaced, by name. Raises ConfigError."""
+    """Register engines; return the URLs of replaced ones, by name. Raises ConfigError."""
     from moonserve.live.external.registry_engines import register
     from moonserve.live.registry.entries import open_registry
 
@@ -91,5 +96,5 @@ async def _remove(url: str, names: Sequence[str]) -> None:
 
 def _given(url: str) -> str:
     if not url:
-        raise ConfigError("say where it is, like etcd://127.0.0.1:2379", "registry")
+        raise ConfigError("is needed: write it like etcd://127.0.0.1:2379", "registry")
     return url

@@ -1,6 +1,7 @@
-"""`moonserve gateway` and `moonserve worker`: one role each, as `moonserve up` starts them.
+"""`moonserve gateway` and `moonserve worker`: one process each.
 
-Also for hand-made clusters: start them with one MOONSERVE_TOKEN in all of their environments.
+`moonserve up` starts them so. For a cluster on several machines, start each by hand with the same
+MOONSERVE_TOKEN in its environment.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--part", type=click.Choice(["front", "conductor"]), hidden=True)
-@click.option("--link", hidden=True, help="The socket where the parts of one gateway meet.")
+@click.option("--link", hidden=True, help="Unix socket between the processes of one gateway.")
 @settings_options("gateway")
 @instances_options
 @advertise_host_option
@@ -44,17 +45,18 @@ def gateway(
     link: str | None,
     **flags: str | None,
 ) -> None:
-    """Run one gateway, with the Conductor and, without --store-url, the store's master in it.
+    """Run one gateway.
 
-    Workers of ours join it; or it serves with foreign engines, such as vLLM, which the list
-    `instances` in FILE names (docs/reference/external-engines.md), or else --prefill-url and so on.
+    The Conductor runs in it and, without --store-url, also the KV store's master. Workers join it,
+    or it serves with external engines such as vLLM. The list `instances` in FILE describes those
+    (docs/reference/external-engines.md), or --prefill-url, --decode-url and --url name them.
     """
     settings = read_settings(config, flags)
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
     token = read_token()
     from moonserve.live.process.supervise import die_with_parent
 
-    die_with_parent()  # before the imports that take their time
+    die_with_parent()  # before the slow imports
     if settings.workers > 1 and part is None:
         from moonserve.cli.fronts import flags_of, serve_fronts
 
@@ -92,22 +94,29 @@ def gateway(
 
 @click.command()
 @click.option("--role", type=click.Choice(["prefill", "decode", "both"]), required=True)
-@click.option("--name", required=True, help="Unique in the cluster, such as p0.")
-@click.option("--gateway", default="http://127.0.0.1:8000", show_default=True, help="Whom to join.")
+@click.option(
+    "--name", required=True, help="Name of the worker, unique in the cluster, such as p0."
+)
+@click.option(
+    "--gateway",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="URL of the gateway to join.",
+)
 @click.option(
     "--listen",
     type=click.IntRange(0, 65535),
     default=0,
     show_default=True,
-    help="The worker's own port; 0 takes a free one.",
+    help="Port of the worker; 0 takes a free one.",
 )
 @click.option(
     "--kv-events",
     default="off",
     show_default=True,
     metavar="ADDRESS[,REPLAY]",
-    help="Publish what lies in its part of the KV store, as vLLM's KV events, such as on"
-    " tcp://127.0.0.1:5557,tcp://127.0.0.1:5558. They carry the prompts' tokens.",
+    help="Publish which blocks this worker's segment holds, as KV events of vLLM; for example at"
+    " tcp://127.0.0.1:5557,tcp://127.0.0.1:5558. The events contain the tokens of prompts.",
 )
 @advertise_host_option
 @cards_option
@@ -126,12 +135,14 @@ def worker(
     """Run one prefill or decode worker."""
     settings, name = read_settings(config, flags), check_name(name)
     if cards and settings.store == "mooncake":
-        raise ConfigError("only the embedded store has cards; leave it out with mooncake", "card")
+        raise ConfigError(
+            "is for the embedded store only; leave it out with store mooncake", "card"
+        )
     pass_us = read_profile(settings.profile).pass_us if settings.profile else None
     token = read_token()
     from moonserve.live.process.supervise import die_with_parent
 
-    die_with_parent()  # before the imports that take their time
+    die_with_parent()  # before the slow imports
     from moonserve.live.http.client import check_url
     from moonserve.live.process.worker import run_worker
     from moonserve.live.worker.config import WorkerConfig
@@ -161,7 +172,7 @@ def _us(ms: float | None) -> Micros | None:
 
 
 def run_role(main: Coroutine[Any, Any, None]) -> None:
-    """Run a role on uvloop, or on asyncio's own loop where there is none (Windows)."""
+    """Run a role on uvloop, or on asyncio's loop where uvloop is not installed (Windows)."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,7 @@
-"""The flags that are settings: one table, so that every command names and explains them alike."""
+"""The flags of all commands that read settings, and how commands read settings and secrets.
+
+Called by the commands that start processes. The settings themselves stand in moonserve.config.
+"""
 
 from __future__ import annotations
 
@@ -32,34 +35,34 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _KEYS = ENV_PREFIX + "KEY_"
-"""Of variables with the API keys of engines."""
+"""Variables with the API keys of external engines begin so."""
 _OTHERS = (
     "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "CACHE", "LIFELINE", "TRACES", "SEED",
     "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON",
 )  # fmt: skip
-"""Variables that are no settings: secrets, places, and what tests and benchmarks read."""
+"""Variables that are no settings: secrets, folders, and what tests and benchmarks read."""
 _OF_KUBERNETES = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_")
 TOKEN = ENV_PREFIX + "TOKEN"
-"""The cluster's shared secret, by environment only: it is no setting, so that no file has it."""
+"""The cluster's shared secret. It is no setting, so that no file and no argv contains it."""
 advertise_host_option = click.option(
     "--advertise-host",
     metavar="ADDRESS",
-    help="Where others reach it, if not at --host; needed with 0.0.0.0.",
+    help="Address at which other processes reach this one, if not --host; needed with 0.0.0.0.",
 )
-"""Of every role that others connect to; by role, so it is no setting."""
+"""For every role that others connect to. Each process has its own, so it is no setting."""
 cards_option = click.option(
     "--card",
     "cards",
     metavar="ADDRESS[@RAIL]",
     multiple=True,
     callback=lambda context, option, given: tuple(map(_card, given)),
-    help="One of several addresses of this machine that bytes are to travel by; repeatable."
-    " They go by all of them, and by those of one rail first.",
+    help="Address of one network card of this machine; repeatable. The KV store sends bytes over"
+    " all cards, and prefers cards of the same rail.",
 )
 
 
 def read_token() -> str:
-    """The shared secret; empty: there is none. Raises ConfigError: it fits into no HTTP header."""
+    """The shared secret; "": there is none. Raises ConfigError: no HTTP header can carry it."""
     token = os.environ.get(TOKEN, "")
     if not token.isprintable() or any(ord(it) > 255 for it in token):
         raise ConfigError(f"{TOKEN} has characters beyond Latin-1 or unprintable ones", "token")
@@ -106,8 +109,10 @@ def size_of(text: str, field: str) -> Bytes:
 
 
 def unheeded(env: Mapping[str, str]) -> list[str]:
-    """What to say of MOONSERVE_… variables that nobody reads: a mistyped one must not pass in
-    silence. Those that Kubernetes makes for a service named moonserve are not ours."""
+    """One warning for each MOONSERVE_… variable that the program does not read; it may be mistyped.
+
+    Variables that Kubernetes makes for a service named moonserve give no warning.
+    """
     settings = {ENV_PREFIX + name.upper() for name in FIELDS}
     known = sorted(settings | {ENV_PREFIX + name for name in _OTHERS})
     return [
@@ -124,7 +129,7 @@ def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings
     """Merge file, environment and flags, and set up logging. Raises ConfigError."""
     settings = load(config, os.environ, flags)
     apply_logging(settings.logging)
-    if ENV_PREFIX + "LIFELINE" not in os.environ:  # else who started us has said it
+    if ENV_PREFIX + "LIFELINE" not in os.environ:  # else our supervisor has logged it
         for text in unheeded(os.environ):
             log.warning("%s", text)
     return settings
@@ -144,9 +149,7 @@ def read_profile(name: str) -> Profile:
 
 
 def child_env(settings: Settings, **extra: str) -> dict[str, str]:
-    """The environment that gives a child process these settings, whatever file or flags they
-    came from.
-    """
+    """The environment that gives a child process these settings, from whatever source they are."""
     own = {ENV_PREFIX + "CONFIG", *(ENV_PREFIX + name.upper() for name in FIELDS)}
     env = {
         name: value

@@ -39,14 +39,16 @@ _url = click.option(
     "--url",
     default=URL,
     show_default=True,
-    help="The gateway, or the store's master where it is a process of its own.",
+    help="URL of the gateway, or of the store's master if it has its own process.",
 )
-_text = click.option("--text", "is_text", is_flag=True, help="Keys are given as text, not in hex.")
+_text = click.option(
+    "--text", "is_text", is_flag=True, help="Keys are given as text instead of hex."
+)
 
 
 @click.group()
 def store() -> None:
-    """Run the store's master alone, and look into a pool."""
+    """Run the KV store's master alone, and look into its pool."""
 
 
 @store.command()
@@ -56,28 +58,28 @@ def store() -> None:
     type=click.IntRange(0, 65535),
     default=8100,
     show_default=True,
-    help="Its port; 0 takes a free one.",
+    help="Port of the master; 0 takes a free one.",
 )
 @click.option(
     "--recover-s",
     type=click.FloatRange(0, 600),
     default=3.0,
     show_default=True,
-    help="Ask segments for so long what they hold, before anything is answered; 0: a new pool.",
+    help="How long the master collects what segments hold before it answers; 0: the pool is new.",
 )
 @click.option(
     "--segment-ttl-s",
     type=click.FloatRange(0.1, 3600),
     default=10.0,
     show_default=True,
-    help="A segment silent for so long is dropped, and its objects copied anew from others.",
+    help="After this silence the master drops a segment, and copies its objects from others.",
 )
 @click.option(
     "--quota",
     "quotas",
     metavar="TENANT=SIZE",
     multiple=True,
-    help="The most that a tenant may have in the pool, all copies counted; repeatable.",
+    help="Most bytes that a tenant may have in the pool, counting all copies; repeatable.",
 )
 @advertise_host_option
 def serve(
@@ -89,7 +91,7 @@ def serve(
     advertise_host: str | None,
     **flags: str | None,
 ) -> None:
-    """Run the master of a pool, for gateways, workers and segments with its --store-url."""
+    """Run the master of a KV store. Gateways, workers and segments need its URL as --store-url."""
     settings = read_settings(config, flags)
     from moonserve.core.store.words import Terms
     from moonserve.live.process.store import MasterConfig, run_master
@@ -115,20 +117,20 @@ def serve(
 
 
 @click.command()
-@click.option("--name", required=True, help="Unique in the pool, such as s0.")
+@click.option("--name", required=True, help="Name of the segment, unique in the pool, such as s0.")
 @click.option(
     "--listen",
     type=click.IntRange(0, 65535),
     default=0,
     show_default=True,
-    help="The port of its memory; 0 takes a free one.",
+    help="Port of the segment's memory; 0 takes a free one.",
 )
 @advertise_host_option
 @cards_option
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
-    help="Serve /health and Prometheus' /metrics at this port of --host; 0 takes a free one.",
+    help="Port for /health and Prometheus' /metrics on --host; 0 takes a free one.",
 )
 @settings_options("segment")
 def segment(
@@ -140,7 +142,7 @@ def segment(
     metrics_port: int | None,
     **flags: str | None,
 ) -> None:
-    """Give a pool memory, and disk, without an engine.
+    """Give memory and disk space to a KV store, without an engine.
 
     When it is asked to stop, the segment first moves the objects in its memory elsewhere.
     """
@@ -178,7 +180,7 @@ def segment(
 
 @store.command()
 @click.argument("prefix", default="")
-@click.option("--after", default="", metavar="KEY", help="Only what comes after this key.")
+@click.option("--after", default="", metavar="KEY", help="List only keys after this one.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True)
 @_text
 @_url
@@ -205,7 +207,7 @@ def ls(prefix: str, after: str, limit: int, is_text: bool, url: str, as_json: bo
 @_url
 @json_option
 def stat(key: str, is_text: bool, url: str, as_json: bool) -> None:
-    """Show the pool's ledgers; with KEY, where that object lies."""
+    """Show the counts of the pool; with KEY, show where the replicas of that object are."""
     told = _lookup(url, {"key": _key(key, is_text).hex()} if key else {})
     if key and not told["exists"]:
         raise StoreError(f"there is no object {key}")
@@ -260,10 +262,10 @@ def evict(segment: str, size: str, url: str) -> None:
 
     much = size_of(size, "size")
     if not much:
-        raise ConfigError("must be more than nothing", "size")
+        raise ConfigError("must be larger than 0", "size")
     _check_segment(url, segment)
     freed = _with_client(url, lambda client: client.evict(SegmentId(segment), much))
-    click.echo(f"{freed} bytes freed, or on their way to disk")
+    click.echo(f"{freed} bytes are free now, or will be when they are on disk")
 
 
 @store.command()
@@ -273,7 +275,7 @@ def evict(segment: str, size: str, url: str) -> None:
 )
 @_url
 def drain(segment: str, wait_s: float | None, url: str) -> None:
-    """Move everything off SEGMENT, so that it may leave. Needs the cluster's token."""
+    """Move all objects off SEGMENT, so that it may leave. Needs the cluster's token."""
     import time
 
     from moonserve.core.units import SegmentId
@@ -281,14 +283,14 @@ def drain(segment: str, wait_s: float | None, url: str) -> None:
     _check_segment(url, segment)
     _with_client(url, lambda client: client.drain(SegmentId(segment)))
     if wait_s is None:
-        click.echo(f"{segment} is being drained; moonserve store stat shows how far it is")
+        click.echo(f"{segment} is being drained; `moonserve store stat` shows its progress")
         return
     end = time.monotonic() + wait_s
     while left := _objects_on(url, segment):
         if time.monotonic() > end:
             raise DeadlineExceeded(
-                f"{segment} still holds {left} objects after {wait_s:g} s; they leave while other"
-                " segments have room and nobody reads them"
+                f"{segment} still holds {left} objects after {wait_s:g} s; an object moves only if"
+                " another segment has room and no reader has a lease on it"
             )
         time.sleep(_POLL_S)
     click.echo(f"{segment} is empty")
@@ -310,11 +312,11 @@ def _check_segment(url: str, segment: str) -> None:
     names = [it["id"] for it in _lookup(url, {})["segments"]]
     if segment not in names:
         known = ", ".join(names) or "none"
-        raise ConfigError(f"no segment {segment!r} is in the pool; there are: {known}", "segment")
+        raise ConfigError(f"the pool has no segment {segment!r}; it has {known}", "segment")
 
 
 def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
-    """Do something as a member of the pool that has no segment."""
+    """Run `work` with a store client that has no segment."""
     import time
 
     from moonserve.core.units import SegmentId
@@ -351,16 +353,14 @@ def _key(text: str, is_text: bool) -> bytes:
     try:
         key = text.encode() if is_text else bytes.fromhex(text)
     except ValueError:
-        raise ConfigError(
-            f"{text!r} is not in hex; with --text it is taken as text", "key"
-        ) from None
+        raise ConfigError(f"{text!r} is not hex; add --text if the key is text", "key") from None
     if len(key) > _MAX_KEY_BYTES:
         raise ConfigError(f"must be at most {_MAX_KEY_BYTES} bytes, not {len(key)}", "key")
     return key
 
 
 def _readable(key: str) -> str:
-    """A key that is text, for people."""
+    """The key as text, where it is text."""
     raw = bytes.fromhex(key)
     return f"  {raw.decode()!r}" if raw.isascii() and raw.decode().isprintable() else ""
 

@@ -1,4 +1,7 @@
-"""`moonserve up`: the whole cluster on this machine, one process a role."""
+"""`moonserve up`: the whole cluster on this machine, one process per role.
+
+Starts the processes, waits until all have joined, prints where the gateway is, and stops them.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +42,19 @@ _KILL_AFTER_S = 10.0
 def up(config: Path | None, **flags: str | None) -> None:
     """Start a gateway, prefill workers and decode workers on this machine.
 
-    Only the gateway listens on --host; the workers are reached from this machine alone.
+    Only the gateway listens on --host; the workers can be reached from this machine only.
 
-    Fetches the model first if it has a name and is not here yet. Ctrl-C lets running requests
-    finish and stops all; a second Ctrl-C does not wait.
+    A named model that is not on this machine is fetched first. Ctrl-C lets running requests finish
+    and then stops all processes; a second Ctrl-C does not wait.
     """
     settings = read_settings(config, flags)
     if settings.instances is not None:
-        raise ConfigError("are for `moonserve gateway`; leave them out with up", "instances")
+        raise ConfigError("is read by `moonserve gateway` only; leave it out with up", "instances")
     if settings.registry:
-        why = "is for gateways and workers that find each other; up tells its own: leave it out"
+        why = "is not needed: up gives its processes their addresses; leave it out"
         raise ConfigError(why, "registry")
     if settings.profile:
-        read_profile(settings.profile)  # a wrong one is found now, not by the workers
+        read_profile(settings.profile)  # report a wrong one now, before workers start
     if settings.transport == "mooncake":
         from moonserve.live.transfer import mooncake_master
 
@@ -62,7 +65,7 @@ def up(config: Path | None, **flags: str | None) -> None:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Check that the port can be listened on; 0 finds one. Raises ConfigError."""
+    """Check that nobody listens at the port; 0 finds a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,7 +87,7 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _fetch_model(ref: str) -> None:
-    """Have the model on this machine, saying how far the download is."""
+    """Fetch the model unless it is on this machine, and print how far the download is."""
     from moonserve.live.model import catalog
 
     said: set[tuple[str, int]] = set()
@@ -100,21 +103,21 @@ def _fetch_model(ref: str) -> None:
 
 
 def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Child]:
-    """The processes of one cluster. `environ` is what all of them inherit, secrets included."""
+    """The processes of one cluster. All of them inherit `environ`, which includes the secrets."""
     from moonserve.live.process.supervise import Child
 
     program = (sys.executable, "-m", "moonserve")
     url = f"http://{_bracketed(_reachable(settings.host))}:{port}"
     names = [("prefill", f"p{i}") for i in range(settings.prefill)]
     names += [("decode", f"d{i}") for i in range(settings.decode)]
-    # Spinning threads of several workers on few cores slow each other down many times over.
+    # Threads of several workers that spin on the same cores slow each other down many times.
     threads = max(1, _cores() // len(names))
     environ = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), **environ}
     gateway = (*program, "gateway", "--port", str(port))
-    # The gateway goes first: it takes no new requests and lets the running ones finish.
+    # The gateway stops first: it refuses new requests and lets the running ones finish.
     children = [Child("gateway", gateway, environ, 0, settings.drain_s + _KILL_AFTER_S)]
     for role, name in names:
-        # Only the gateway is for others: workers listen here, whatever --host says.
+        # Workers listen on loopback, whatever --host is: only the gateway is for other machines.
         named = ("--role", role, "--name", name, "--gateway", url, "--host", "127.0.0.1")
         argv = (*program, "worker", *named)
         children.append(Child(name, argv, environ, 1, _KILL_AFTER_S))
@@ -122,7 +125,7 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
 
 
 def _mooncake(settings: Settings, environ: dict[str, str]) -> tuple[Settings, list[Child]]:
-    """Where Mooncake's master is, and the process to start where none was named."""
+    """Settings with the address of Mooncake's master, and its process unless it runs already."""
     from moonserve.live.process.supervise import Child
     from moonserve.live.transfer import mooncake_master
 
@@ -163,9 +166,9 @@ async def _serve(settings: Settings, port: int) -> None:
         await running
     finally:
         ready.cancel()
-        running.cancel()  # where it has not ended yet, this ends the children
+        running.cancel()  # if it still runs, this ends the children
         await asyncio.gather(running, ready, return_exceptions=True)
-        clean_stale()  # a worker that had to be killed left its segment
+        clean_stale()  # a killed worker leaves its shared memory
     _tell("up", "stopped; no process is left")
 
 
@@ -177,13 +180,13 @@ async def _until_ready(host: str, port: int, workers: int, deadline_s: float) ->
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as err:
         raise DeadlineExceeded(
-            f"not ready within {deadline_s:g} s; the lines above say how far it came "
-            "(--start-s gives it longer)"
+            f"not ready within {deadline_s:g} s; the lines above show how far the start came; a "
+            "larger --start-s waits longer"
         ) from err
 
 
 def _joined(host: str, port: int) -> int:
-    """How many workers the gateway knows; 0 while it does not answer."""
+    """How many workers have joined the gateway; 0 while it does not answer."""
     import json
     from http.client import HTTPConnection, HTTPException
 
@@ -213,8 +216,8 @@ def _say_hello(settings: Settings, port: int) -> None:
 
 def _tell(name: str, line: str) -> None:
     """Print one line of one process, with its name before it."""
-    text = line.removeprefix(f"{name}: ")  # workers name themselves, for who starts one by hand
-    with contextlib.suppress(OSError):  # whoever read it is gone, and there is a cluster to stop
+    text = line.removeprefix(f"{name}: ")  # a worker prints its name, for a start by hand
+    with contextlib.suppress(OSError):  # the reader is gone, but the cluster must be stopped
         click.echo(click.style(f"{name:>7} | ", dim=True) + text, err=True)
 
 

@@ -1,14 +1,14 @@
 """Keep a few processes alive, and leave none behind.
 
-Called by `moonserve up` and `gateway --workers`; the children call `die_with_parent` and
-`beat`. Knows nothing of gateways, workers or HTTP: a child is a name, an argv and an
-environment. A child never gets the terminal's Ctrl-C (it has a process group of its own): only the
-supervisor decides when it ends. A child's stdin is a socket whose other end is the supervisor's:
-the child writes a byte each second there, and reads that nobody is there any more.
+Called by `moonserve up` and `gateway --workers`; the children call `die_with_parent` and `beat`. It
+knows nothing of gateways, workers or HTTP: a child is a name, an argv and an environment. A child
+never gets the terminal's Ctrl-C, since it has its own process group: only the supervisor decides
+when it ends. A child's stdin is a socket. The supervisor holds the other end: the child writes a
+byte each second, and reads the end of file when the supervisor is gone.
 
     stop():  rank by rank: SIGTERM -> grace_s -> SIGKILL      kill(): SIGKILL, all, now
-    a death nobody asked for: said, then a restart after a back-off; too many end everything
-    a loop that stands still for silence_s: SIGKILL, and then as any death
+    unexpected death: reported, then a restart after a back-off; too many deaths end all children
+    an event loop that stands still for silence_s: SIGKILL, then as any unexpected death
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BEAT_S = 1.0
 
 
 class GaveUp(MoonserveError):
-    """A child kept dying, and the supervisor stopped all of them."""
+    """A child died too often, and the supervisor stopped all children."""
 
 
 class Child(msgspec.Struct, frozen=True):
@@ -43,29 +43,29 @@ class Child(msgspec.Struct, frozen=True):
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """The whole environment; secrets belong here, never in argv."""
+    """The whole environment. Secrets belong here, never in argv."""
     rank: int = 0
-    """Children of a lower rank are gone before one of a higher rank is asked to stop."""
+    """Children of a lower rank end before the supervisor stops those of a higher rank."""
     grace_s: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """The time from SIGTERM to SIGKILL."""
     silence_s: float = 30.0
-    """How long its event loop may stand still before it is killed. One that never beat is not
-    watched: it is no program of ours, or has not come so far."""
+    """How long the child's event loop may stand still before the supervisor kills it. A child that
+    never beat is not watched: it is another program, or still starts."""
 
 
 class Restarts(msgspec.Struct, frozen=True):
-    """How often one child may die before all is given up, and how long to wait before each."""
+    """How often one child may die before the supervisor gives up, and how long it pauses."""
 
     limit: int = 5
     window_s: float = 60.0
     backoff_s: float = 0.5
     """Doubles with each death in the window."""
     hopeless: tuple[int, ...] = (2,)
-    """Exit codes after which a restart cannot help; 2 is our command line's for a wrong setting."""
+    """Exit codes after which a restart cannot help; moonserve exits with 2 for a wrong setting."""
 
 
 class Supervisor:
-    """Starts children, passes their lines on, restarts the dead. One `run` per object."""
+    """Starts children, passes on the lines that they print, restarts dead ones. Use `run` once."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Supervisor:
         tell: Callable[[str, str], None],
         restarts: Restarts | None = None,
     ) -> None:
-        """`tell(name, line)` gets every line a child prints, and what happens to it."""
+        """tell(name, line): called with every line of a child, and with what happens to it."""
         self._children = tuple(children)
         self._tell = tell
         self._restarts = restarts or Restarts()
@@ -84,11 +84,11 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The pid of every child that runs now."""
+        """The pids of all children that run now, by name."""
         return {name: process.pid for name, process in self._processes.items()}
 
     async def run(self) -> None:
-        """Keep all children alive until `stop`; whatever ends it, none is left behind.
+        """Keep all children alive until `stop`. No child is left behind, however this ends.
 
         Raises GaveUp when a child died too often, OSError when one cannot be started.
         """
@@ -104,7 +104,7 @@ class Supervisor:
                 await self._stopping_task
 
     async def stop(self) -> None:
-        """Ask the children to end, rank by rank; kill what outlives its grace."""
+        """Ask the children to end, rank by rank; kill those that outlive their grace."""
         self._stopping.set()
         for rank in sorted({child.rank for child in self._children}):
             group = [child for child in self._children if child.rank == rank]
@@ -159,14 +159,14 @@ class Supervisor:
                 return
             how = _how_it_ended(code)
             if code in self._restarts.hopeless:
-                raise GaveUp(f"{child.name} {how}, and would again; its lines above say why")
+                raise GaveUp(f"{child.name} {how}; a restart cannot help; see its lines above")
             deaths.append(loop.time())
             while deaths[0] < loop.time() - self._restarts.window_s:
                 deaths.popleft()
             if len(deaths) >= self._restarts.limit:
                 raise GaveUp(
                     f"{child.name} {how}, {len(deaths)} times within "
-                    f"{self._restarts.window_s:g} s; its lines above say why"
+                    f"{self._restarts.window_s:g} s; see its lines above"
                 )
             pause_s = self._restarts.backoff_s * 2 ** (len(deaths) - 1)
             self._tell(child.name, f"{how.upper()}; starting it again in {pause_s:g} s")
@@ -175,7 +175,7 @@ class Supervisor:
 
     async def _run_once(self, child: Child) -> int:
         """Start the child, pass its lines on until it ends, return its exit code."""
-        ours, theirs = socket.socketpair()  # held open by us alone: end of file = we are gone
+        ours, theirs = socket.socketpair()  # only we hold `ours`: end of file means we are gone
         with ours:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -187,14 +187,14 @@ class Supervisor:
                     process_group=0,
                 )
             self._processes[child.name] = process
-            if self._stopping.is_set():  # stop() may have looked before we were listed
+            if self._stopping.is_set():  # stop() may have run before this process was listed
                 process.kill()
             assert process.stdout is not None
             lines = asyncio.create_task(self._pump(child.name, process.stdout))
             beats = asyncio.create_task(self._watch(child, process, ours))
             try:
                 code = await process.wait()
-                # A grandchild may hold the pipe open: its lines are not worth waiting for.
+                # A grandchild may hold the pipe open; do not wait for its lines.
                 await asyncio.wait([lines], timeout=1.0)
             finally:
                 lines.cancel()
@@ -205,9 +205,10 @@ class Supervisor:
     async def _watch(
         self, child: Child, process: asyncio.subprocess.Process, beats: socket.socket
     ) -> None:
-        """Kill it when it beat, and then no more.
+        """Kill a child that has beaten before and then stopped.
 
-        Looks are counted, not the clock: of a pause of our own, as of the whole machine's, one is.
+        This counts its own looks rather than the clock: a pause of the supervisor or of the whole
+        machine then counts as one missed beat.
         """
         beats.setblocking(False)
         began, missed = False, 0
@@ -215,13 +216,13 @@ class Supervisor:
             await asyncio.sleep(_BEAT_S)
             try:
                 if not beats.recv(4096):
-                    return  # it closed its end
+                    return  # the child closed its end
                 began, missed = True, 0
             except BlockingIOError:
                 missed += began
             except ConnectionError:
                 return
-        self._tell(child.name, f"hangs: nothing of it for {child.silence_s:g} s: killed")
+        self._tell(child.name, f"hangs: no sign of life for {child.silence_s:g} s: killed")
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 
@@ -247,18 +248,18 @@ def _how_it_ended(code: int) -> str:
 
 
 def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
-    """In a child: end when the supervisor is gone, even by SIGKILL. Otherwise do nothing.
+    """In a child: end this process when the supervisor is gone, even by SIGKILL.
 
-    The supervisor alone holds the other end of our stdin, so end of file means it is gone. A
-    thread waits for that, so that a busy event loop cannot miss it; SIGTERM gives the program
-    five seconds to clean up before the process ends.
+    Without a supervisor, do nothing. The supervisor alone holds the other end of stdin, so end of
+    file means that it is gone. A thread waits for that, since an event loop may be busy. SIGTERM
+    gives the program five seconds to clean up before the process ends.
     """
     if environ.get(_LIFELINE) == "stdin":
         threading.Thread(target=_wait_for_orphanhood, name="lifeline", daemon=True).start()
 
 
 def _wait_for_orphanhood() -> None:
-    with contextlib.suppress(ConnectionError):  # gone with beats of ours unread
+    with contextlib.suppress(ConnectionError):  # it ended without reading all beats
         while os.read(0, 1):
             pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -275,21 +276,21 @@ def stop_event() -> asyncio.Event:
 
 
 def say(line: str) -> None:
-    """Print it for whoever started us; nobody may read that any more, and then there is to stop."""
+    """Print a line for the supervisor. A closed stdout is ignored, since the process must go on."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def beat() -> None:
-    """In a child: tell the supervisor each second from now on that the event loop goes round.
+    """In a child: report to the supervisor each second from now on that the event loop runs.
 
-    To be called once what may block for long, as reading a model may, has been done.
+    Call it after everything that may block for long, such as reading a model.
     """
     if os.environ.get(_LIFELINE) == "stdin":
         _beat(socket.socket(fileno=os.dup(0)), asyncio.get_running_loop())
 
 
 def _beat(parent: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-    with contextlib.suppress(OSError):  # it stopped, or is gone; the lifeline sees to that
-        parent.send(b".", socket.MSG_DONTWAIT)  # nothing here may change how fd 0 blocks
+    with contextlib.suppress(OSError):  # the supervisor is gone; the lifeline ends us
+        parent.send(b".", socket.MSG_DONTWAIT)  # fd 0 itself must stay a blocking one
     loop.call_later(_BEAT_S, _beat, parent, loop)
