@@ -9,7 +9,7 @@ import asyncio
 
 from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import fake_cost
-from moonserve.live.worker.metrics import Stage
+from moonserve.live.worker.metrics import KVStage
 from tests.support.inproc import BLOCK, Site, site
 
 PROMPT = list(range(2_000, 2_000 + 4_096))
@@ -25,7 +25,7 @@ async def cluster(it: Site) -> None:
     await it.add("d0", "decode", blocks=300, read_us=READ_US)
 
 
-def tell(published: list[Stage], pulled: list[Stage]) -> None:
+def tell(published: list[KVStage], pulled: list[KVStage]) -> None:
     """Print the stages in milliseconds, and what was left when prefill had ended."""
     zero_us = min(stage.began_us for stage in published)
     rows = [("prefill", stage) for stage in published] + [("decode", stage) for stage in pulled]

@@ -338,7 +338,7 @@ def test_hang_up_before_the_first_token() -> None:
 
     async def main() -> None:
         async with site(store := DictStore()) as it:
-            p0 = await it.worker("p0", cost=fake_cost(50_000, 0, 0))
+            p0 = await it.worker("p0", cost=fake_cost(100_000, 0, 0))
             await it.complete(p0, "warm", prompt=prompt_of(40), max_tokens=1)
             for stream in (False, True):
                 task = asyncio.create_task(
@@ -351,7 +351,8 @@ def test_hang_up_before_the_first_token() -> None:
                         kv_transfer_params={"do_remote_decode": True},
                     )
                 )
-                await asyncio.sleep(0.07)
+                while not store.leases:
+                    await asyncio.sleep(0.005)
                 [lease] = store.leases
                 assert lease.startswith("x/")
                 task.cancel()

@@ -17,7 +17,7 @@ from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, Mo
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.ports import Layers
-from moonserve.live.worker.job import Job, Part, Piece
+from moonserve.live.worker.job import Job, Piece, PromptPart
 from tests.support.kvstore import DictStore
 from tests.support.tiny import VOCAB, write_folder
 from tests.support.workers import BLOCK, GREEDY, Bench, Stopping, job, prompt, run
@@ -92,7 +92,7 @@ def parts_of(
     jobs: list[Job] = []
     ends = [*starts[1:], len(tokens)]
     for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        part = Part(start, sources[at - 1] if at else None, followed=end < len(tokens))
+        part = PromptPart(start, sources[at - 1] if at else None, followed=end < len(tokens))
         jobs.append(
             Job(
                 RequestId(f"{name}.{at}"),

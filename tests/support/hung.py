@@ -14,7 +14,7 @@ from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.ports import Layers
 from moonserve.live.process.worker import Loaded, run_worker
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.job import Limits
+from moonserve.live.worker.job import WorkerLimits
 
 
 class Hung(FakeEngine):
@@ -40,6 +40,6 @@ if __name__ == "__main__":
         run_worker(
             config,
             load=lambda config, say: Loaded(Hung(), None, "m"),
-            limits=Limits(pass_s=0.1),
+            limits=WorkerLimits(pass_s=0.1),
         )
     )

@@ -22,7 +22,7 @@ from moonserve.live.drive.dispatch import Cluster
 from moonserve.live.drive.wire import Decoded, Prefilled
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.http.message import decode_json
-from moonserve.live.worker.job import Limits
+from moonserve.live.worker.job import WorkerLimits
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.runner import Runner
 from moonserve.live.worker.wire import CompletionBody, make_job
@@ -250,7 +250,7 @@ class LiveRun:
                 Workbench(
                     engines[name],
                     node.info.namespace,
-                    Limits(
+                    WorkerLimits(
                         chunk_tokens=node.info.chunk_tokens,
                         max_seqs=node.info.max_seqs,
                         max_waiting=100_000,

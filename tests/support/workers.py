@@ -12,7 +12,7 @@ from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
-from moonserve.live.worker.job import Job, Ledger, Limits
+from moonserve.live.worker.job import Job, Ledger, WorkerLimits
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.parts import Fetch
 from moonserve.live.worker.runner import Runner
@@ -45,7 +45,7 @@ class Bench:
         bench = Workbench(
             self.engine,
             self.namespace,
-            Limits(**{"chunk_tokens": 8, "max_seqs": 4, **limits}),
+            WorkerLimits(**{"chunk_tokens": 8, "max_seqs": 4, **limits}),
             self.metrics,
             LoopClock(),
         )

@@ -46,7 +46,7 @@ from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp, part_client
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.gateways import Gateways
-from moonserve.live.worker.job import Limits
+from moonserve.live.worker.job import WorkerLimits
 from moonserve.live.worker.kv import OnPut
 from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.passes import warm_up
@@ -87,7 +87,7 @@ class Worker:
         tokenizer: Tokenizer | None = None,
         epoch: int = 1,
         on_put: OnPut | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: WorkerLimits = WorkerLimits(),  # noqa: B008 - frozen
     ) -> Worker:
         """Serve `engine` under the name `model`; on_put: see WorkerKV.
 
@@ -165,7 +165,7 @@ async def run_worker(
     config: WorkerConfig,
     say: Say = say,
     load: Callable[[WorkerConfig, Say], Loaded] | None = None,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    limits: WorkerLimits = WorkerLimits(),  # noqa: B008 - frozen
 ) -> None:
     """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on.
 

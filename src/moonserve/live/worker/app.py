@@ -38,7 +38,7 @@ from moonserve.live.worker.parts import Fetch
 from moonserve.live.worker.runner import Runner
 from moonserve.live.worker.wire import (
     CompletionBody,
-    Delta,
+    CompletionDelta,
     PartBody,
     PrefetchBody,
     Shaper,
@@ -129,7 +129,7 @@ class WorkerApp:
             yield event(error_reply(error))
         yield shaper.last_events(cached)
 
-    async def _deltas(self, job: Job) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, job: Job) -> AsyncGenerator[CompletionDelta, None]:
         """The generation with its text; it ends early at a stop string."""
         text = None
         if self._tokenizer is not None:

@@ -22,7 +22,7 @@ from moonserve.live.worker.prefetch import Prefetcher
 from moonserve.live.worker.workbench import Workbench
 
 
-class _Queued(NamedTuple):
+class _InQueue(NamedTuple):
     active: ActiveJob
     start: Callable[[], None] | None
     """Of a part of a prompt: what to do once it has its blocks."""
@@ -35,7 +35,7 @@ class Intake:
         self._bench = bench
         self._batch = batch
         self._kv = kv
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[_InQueue] = deque()
         self._loading: list[ActiveJob] = []
         self._closed = False
         self.prefetcher = None if kv is None else Prefetcher(bench, kv, self._spare)
@@ -58,7 +58,7 @@ class Intake:
         start: for a part of a prompt, which never enters. It is called once the part has its
         blocks; `leave` must follow.
         """
-        self._queue.append(_Queued(active, start))
+        self._queue.append(_InQueue(active, start))
         self.admit()  # at once: its KV may be loaded while a pass runs
         self._bench.changed.set()
 

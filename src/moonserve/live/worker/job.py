@@ -21,7 +21,7 @@ DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
 many blocks and at the end."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class PromptPart(msgspec.Struct, frozen=True):
     """One part of a prompt that several workers prefill.
 
     The part begins at `start` and ends with the prompt of its job. All parts of one prompt share
@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True):
     """With take_kv: the token that prefill sampled; it is the first piece here too."""
     near: SegmentId | None = None
     """The segment that prefill published its prompt to."""
-    part: Part | None = None
+    part: PromptPart | None = None
     """With send_kv: several workers prefill its prompt."""
     salt: str = ""
     """Only jobs with the same salt share KV."""
@@ -105,7 +105,7 @@ class KVDeadlines(msgspec.Struct, frozen=True):
     """For a decode call to come for the KV that was prefetched for it."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class WorkerLimits(msgspec.Struct, frozen=True):
     """Bounds of one worker."""
 
     chunk_tokens: int = 512

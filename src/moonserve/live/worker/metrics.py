@@ -34,7 +34,7 @@ _MAX_PASSES = 256
 _MAX_TRANSFERS = 64
 _MAX_STAGES = 2_000
 
-StageName: TypeAlias = Literal[
+KVStageName: TypeAlias = Literal[
     "put", "read", "ahead", "handed_over", "loaded", "chained", "computed"
 ]
 """ahead: read before the request came. handed_over: from prefill's last pass until all its KV was
@@ -43,10 +43,10 @@ chained: from its allocation until all KV of earlier parts was in its blocks; co
 with the wait for its turn."""
 
 
-class Stage(msgspec.Struct, frozen=True):
+class KVStage(msgspec.Struct, frozen=True):
     """What happened to a request's KV here, and when; /debug/stages shows it."""
 
-    what: StageName
+    what: KVStageName
     lease: LeaseId
     began_us: Micros
     """On this machine's monotonic clock."""
@@ -61,7 +61,7 @@ class Samples:
         self._clock = clock
         self._passes: deque[PassSample] = deque(maxlen=_MAX_PASSES)
         self._transfers: deque[TransferSample] = deque(maxlen=_MAX_TRANSFERS)
-        self.stages: deque[Stage] = deque(maxlen=_MAX_STAGES)
+        self.stages: deque[KVStage] = deque(maxlen=_MAX_STAGES)
         """Oldest first."""
 
     def add_passes(self, samples: Iterable[PassSample]) -> None:
@@ -76,9 +76,11 @@ class Samples:
         """So many bytes came from the store, from then until now."""
         self._transfers.append(TransferSample(size, self._clock.now_us() - began_us))
 
-    def add_stage(self, what: StageName, lease: LeaseId, began_us: Micros, blocks: int = 0) -> None:
+    def add_stage(
+        self, what: KVStageName, lease: LeaseId, began_us: Micros, blocks: int = 0
+    ) -> None:
         """A stage that began then ends now."""
-        self.stages.append(Stage(what, lease, began_us, self._clock.now_us(), blocks))
+        self.stages.append(KVStage(what, lease, began_us, self._clock.now_us(), blocks))
 
     def take(self) -> tuple[tuple[PassSample, ...], tuple[TransferSample, ...]]:
         """The passes and transfers since the last call."""

@@ -41,7 +41,7 @@ from moonserve.core.request import Finish, finish_of
 from moonserve.core.units import Bytes, LeaseId, Micros, Tokens
 from moonserve.live.ports import Engine
 from moonserve.live.worker.intake import Intake
-from moonserve.live.worker.job import ActiveJob, Job, Part, Piece
+from moonserve.live.worker.job import ActiveJob, Job, Piece, PromptPart
 from moonserve.live.worker.kv import WorkerKV
 from moonserve.live.worker.workbench import Workbench
 
@@ -146,7 +146,7 @@ class PartProgress:
 class _OpenPart:
     """One part on this worker."""
 
-    def __init__(self, active: ActiveJob, part: Part, progress: PartProgress) -> None:
+    def __init__(self, active: ActiveJob, part: PromptPart, progress: PartProgress) -> None:
         self.active = active
         self.part = part
         self.progress = progress
@@ -178,7 +178,7 @@ class Parts:
         if len(self._open) >= _MAX_PARTS:
             raise Overloaded(f"{_MAX_PARTS} parts of prompts are here", "worker_queue_full", 1.0)
 
-    def open(self, active: ActiveJob, part: Part) -> None:
+    def open(self, active: ActiveJob, part: PromptPart) -> None:
         """Take a part, which is queued now or when the part before it has its blocks."""
         size = self._bench.shape.block_size
         total = -(-len(active.job.prompt) // size)

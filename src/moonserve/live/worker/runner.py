@@ -19,7 +19,7 @@ from moonserve.live.ports import KVStore
 from moonserve.live.worker.intake import Intake
 from moonserve.live.worker.job import ActiveJob, Job, Ledger, Piece, PromptKeys
 from moonserve.live.worker.kv import OnPut, WorkerKV
-from moonserve.live.worker.metrics import Stage
+from moonserve.live.worker.metrics import KVStage
 from moonserve.live.worker.parts import Fetch, Parts
 from moonserve.live.worker.workbench import Workbench
 
@@ -113,7 +113,7 @@ class Runner:
             ahead=prefetcher.count if prefetcher else 0,
         )
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[KVStage]:
         """What happened to KV here lately, and when."""
         return list(self._bench.samples.stages)
 

@@ -20,7 +20,7 @@ from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
 from moonserve.live.openai.request import GenerationRequest, sampling, stopping, wants_usage
 from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import EngineShape
-from moonserve.live.worker.job import Job, Part, Piece
+from moonserve.live.worker.job import Job, Piece, PromptPart
 
 _CONNECTOR = "moonserve"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -42,7 +42,7 @@ class KVTransferParams(msgspec.Struct, frozen=True):
     first_token_id: _Count | None = None
     segment: _Name | None = None
     """The segment that prefill published to."""
-    part: Part | None = None
+    part: PromptPart | None = None
 
 
 class PrefetchBody(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class CompletionBody(GenerationRequest, kw_only=True):
     kv_transfer_params: KVTransferParams | None = None
 
 
-class Delta(msgspec.Struct, frozen=True):
+class CompletionDelta(msgspec.Struct, frozen=True):
     """What one step adds to a completion."""
 
     text: str
@@ -151,7 +151,7 @@ def make_job(
     )
 
 
-def _check_part(part: Part, send_kv: bool, length: Tokens, shape: EngineShape) -> None:
+def _check_part(part: PromptPart, send_kv: bool, length: Tokens, shape: EngineShape) -> None:
     size = shape.block_size
     if (
         not send_kv
@@ -190,7 +190,7 @@ def _check_stops(stops: tuple[str, ...], has_text: bool) -> None:
         raise BadRequest("stop: this worker has no tokenizer; use stop_token_ids", "stop")
 
 
-def delta_of(piece: Piece, text: TextStream | None) -> Delta:
+def delta_of(piece: Piece, text: TextStream | None) -> CompletionDelta:
     """What a piece adds to the reply; text: None where the worker has no tokenizer."""
     reason: str | None = None
     stop: int | str | None = None
@@ -208,10 +208,10 @@ def delta_of(piece: Piece, text: TextStream | None) -> Delta:
             added = text.end(ids)
         if text.met is not None:
             reason, stop = "stop", text.met
-    return Delta(added, ids, reason, stop, piece.cached_tokens)
+    return CompletionDelta(added, ids, reason, stop, piece.cached_tokens)
 
 
-def hand_over_params(info: InstanceInfo, job: Job, last: Delta) -> dict[str, Any] | None:
+def hand_over_params(info: InstanceInfo, job: Job, last: CompletionDelta) -> dict[str, Any] | None:
     """The kv_transfer_params for a decode worker; None if the job does not go on there."""
     if not job.send_kv or last.finish_reason != "length":
         return None
@@ -246,7 +246,7 @@ class Shaper:
             self._choice.prompt_token_ids = job.prompt
         self._sent = 0
 
-    def chunk(self, delta: Delta, hand_over: dict[str, Any] | None) -> bytes:
+    def chunk(self, delta: CompletionDelta, hand_over: dict[str, Any] | None) -> bytes:
         """One server-sent event; the first one has the prompt's ids where the client wants them."""
         if self._sent:
             self._choice.prompt_token_ids = None
@@ -265,7 +265,7 @@ class Shaper:
         self._head.usage = Usage.of(self._prompt_tokens, self._sent, cached_tokens)
         return event(self._head) + DONE
 
-    def whole(self, deltas: Sequence[Delta], hand_over: dict[str, Any] | None) -> Reply:
+    def whole(self, deltas: Sequence[CompletionDelta], hand_over: dict[str, Any] | None) -> Reply:
         """The whole reply."""
         self._fill(deltas)
         generated = sum(len(delta.token_ids) for delta in deltas)
@@ -273,7 +273,7 @@ class Shaper:
         self._head.kv_transfer_params = hand_over
         return self._head
 
-    def _fill(self, deltas: Sequence[Delta]) -> None:
+    def _fill(self, deltas: Sequence[CompletionDelta]) -> None:
         choice = self._choice
         choice.text = "".join(delta.text for delta in deltas)
         choice.finish_reason = deltas[-1].finish_reason

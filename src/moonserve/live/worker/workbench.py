@@ -15,7 +15,7 @@ from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import EngineFailed, MoonserveError
 from moonserve.core.kv.keys import Namespace
 from moonserve.live.ports import Clock, Engine
-from moonserve.live.worker.job import ActiveJob, Limits, Piece
+from moonserve.live.worker.job import ActiveJob, Piece, WorkerLimits
 from moonserve.live.worker.metrics import Metrics, Samples
 from moonserve.live.worker.passes import Passes
 
@@ -28,7 +28,12 @@ class Workbench:
     """See the module."""
 
     def __init__(
-        self, engine: Engine, namespace: Namespace, limits: Limits, metrics: Metrics, clock: Clock
+        self,
+        engine: Engine,
+        namespace: Namespace,
+        limits: WorkerLimits,
+        metrics: Metrics,
+        clock: Clock,
     ) -> None:
         self.engine = engine
         self.shape = engine.shape
