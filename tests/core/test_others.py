@@ -8,7 +8,7 @@ from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Prefill
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.external_load import NOBODY, NOTHING, Others, told
+from moonserve.core.schedule.external_load import NO_LOAD, NO_PEERS, ExternalLoad, peer_load
 from moonserve.core.schedule.facts import Arrived, Joined, Leading, PeerPromised, Promises
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, RequestId
@@ -25,12 +25,12 @@ def promised(instance: InstanceId, epoch: int = 1, queue_us: int = 500) -> Promi
 
 
 def test_several_gateways_promises_add_up() -> None:
-    """told: sums of what each says, and when their prefills would be done."""
-    assert told([], 5) is NOTHING
-    found = told([promised(P0), promised(P0)], 1_000)
+    """Sums of what each reports, and when their prefills would be done."""
+    assert peer_load([], 5) is NO_PEERS
+    found = peer_load([promised(P0), promised(P0)], 1_000)
     assert found.until_us == 2_000
-    assert found.promised == Others(2, 6, 120)
-    assert found.now == Others(2, 2, 40)
+    assert found.promised == ExternalLoad(2, 6, 120)
+    assert found.now == ExternalLoad(2, 2, 40)
 
 
 def test_others_promises_count_in_every_reading_and_go_with_their_gateway() -> None:
@@ -40,7 +40,7 @@ def test_others_promises_count_in_every_reading_and_go_with_their_gateway() -> N
     for one in (p0, d0):
         cluster.add(one)
     before = (d0.tbt_us(10), d0.tbt_now_us(10), d0.room_tokens)
-    cluster.told("g1", [promised(P0), promised(D0)], 1_000)
+    cluster.take_promises("g1", [promised(P0), promised(D0)], 1_000)
     assert p0.queue_us(1_100) == 400, "others' work goes on while time passes"
     assert not p0.is_free(1_100, 0)
     assert d0.tbt_us(10) == before[0] + 3 * 10 + 60
@@ -56,8 +56,8 @@ def test_others_promises_count_in_every_reading_and_go_with_their_gateway() -> N
         Promises(D0, 1, 0, 0, 1, 10, 0, 0),
         Promises(P0, 1, 200, 1, 0, 0, 0, 0),
     )
-    cluster.told("g1", [], 1_300)
-    assert (p0.others, d0.others, p0.queue_us(1_300)) == (NOBODY, NOBODY, 100)
+    cluster.take_promises("g1", [], 1_300)
+    assert (p0.external, d0.external, p0.queue_us(1_300)) == (NO_LOAD, NO_LOAD, 100)
     d0.end_decode(RequestId("r"), 1_300)
     assert (d0.tbt_us(10), d0.tbt_now_us(10), d0.room_tokens) == before
 
@@ -65,13 +65,13 @@ def test_others_promises_count_in_every_reading_and_go_with_their_gateway() -> N
 def test_what_is_told_replaces_what_was_and_another_start_is_not_meant() -> None:
     """Each telling is the whole; promises on an older epoch say nothing of the newer one."""
     cluster = ClusterView()
-    cluster.told("g1", [promised(P0), promised(D0)], 0)
+    cluster.take_promises("g1", [promised(P0), promised(D0)], 0)
     p0 = view("p0", "prefill")
     cluster.add(p0)
     assert p0.queue_us(0) == 500, "told before it joined here"
-    cluster.told("g2", [promised(P0, queue_us=100)], 0)
+    cluster.take_promises("g2", [promised(P0, queue_us=100)], 0)
     assert p0.queue_us(0) == 600
-    cluster.told("g1", [promised(D0)], 0)
+    cluster.take_promises("g1", [promised(D0)], 0)
     assert p0.queue_us(0) == 100
     again = InstanceView(info("p0", "prefill", epoch=2), 0)
     cluster.add(again)
@@ -82,10 +82,10 @@ def test_a_full_instance_is_full_whoever_filled_it() -> None:
     """max_requests counts the promises of all gateways."""
     one = view("p0", "both")
     most = one.info.max_requests
-    one.told(told([Promises(P0, 1, 1, most, most, 1, 0, 0)], 0))
+    one.take_peer_load(peer_load([Promises(P0, 1, 1, most, most, 1, 0, 0)], 0))
     assert not one.takes_prefill
     assert not one.takes_decode
-    one.told(NOTHING)
+    one.take_peer_load(NO_PEERS)
     assert one.takes_prefill
     assert one.takes_decode
 

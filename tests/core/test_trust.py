@@ -8,7 +8,7 @@ from moonserve.core.kv.index import Match
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.trust import HitSample, Trust
 from moonserve.core.schedule.estimate import Ask, Estimate, Roles
-from moonserve.core.schedule.external_load import NOBODY, Others, others
+from moonserve.core.schedule.external_load import NO_LOAD, ExternalLoad, external_load
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Role
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
@@ -88,20 +88,20 @@ def test_who_cannot_fetch_reuses_its_own_only() -> None:
 @pytest.mark.parametrize(
     ("role", "running", "waiting", "ours", "want"),
     [
-        ("both", 2, 3, (3, 2), NOBODY),  # all of them are ours
-        ("both", 4, 4, (0, 0), Others(4, 4, 900)),
-        ("prefill", 3, 3, (2, 0), Others(4, 0, 0)),
-        ("decode", 5, 1, (0, 2), Others(0, 4, 900)),
+        ("both", 2, 3, (3, 2), NO_LOAD),  # all of them are ours
+        ("both", 4, 4, (0, 0), ExternalLoad(4, 4, 900)),
+        ("prefill", 3, 3, (2, 0), ExternalLoad(4, 0, 0)),
+        ("decode", 5, 1, (0, 2), ExternalLoad(0, 4, 900)),
     ],
 )
 def test_only_what_exceeds_ours_is_others(
-    role: Role, running: int, waiting: int, ours: tuple[int, int], want: Others
+    role: Role, running: int, waiting: int, ours: tuple[int, int], want: ExternalLoad
 ) -> None:
     """An engine counts everybody: ours are not counted twice."""
     load = InstanceLoad(running, waiting, everybody=True, kv_tokens=1_000)
-    assert others(role, load, *ours, context=100) == want
+    assert external_load(role, load, *ours, context=100) == want
     quiet = InstanceLoad(running, waiting, kv_tokens=1_000)
-    assert others(role, quiet, *ours, context=100) == NOBODY
+    assert external_load(role, quiet, *ours, context=100) == NO_LOAD
 
 
 def test_work_of_others_is_queued_before_ours_and_passes() -> None:
@@ -110,16 +110,16 @@ def test_work_of_others_is_queued_before_ours_and_passes() -> None:
     view.promise_prefill(RequestId("r"), 50_000, 500, 0)
     assert view.queue_us(0) == 50_000
     view.heard(InstanceLoad(1, 2, everybody=True), 0)
-    assert view.others == NOBODY  # one may have ended while we asked
+    assert view.external == NO_LOAD  # one may have ended while we asked
     view.heard(InstanceLoad(1, 2, everybody=True), 0)  # one of the three is ours
-    assert view.others.waiting == 1
+    assert view.external.waiting == 1
     for _ in range(2):
         view.heard(InstanceLoad(0, 3, everybody=True), 0)
     assert view.queue_us(0) == 50_000 + 2 * 50_000
     assert view.queue_us(60_000) == 50_000 - 50_000 + 40_000
     view.end_prefill(RequestId("r"), 60_000)
     view.heard(InstanceLoad(everybody=True), 60_000)
-    assert (view.queue_us(60_000), view.others) == (0, NOBODY)
+    assert (view.queue_us(60_000), view.external) == (0, NO_LOAD)
 
 
 def test_decodes_of_others_take_slots_room_and_time() -> None:

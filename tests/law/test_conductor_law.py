@@ -305,6 +305,7 @@ class ConductorMachine(RuleBasedStateMachine):
     @invariant()
     def ledger_balances(self) -> None:
         """Promises never exceed the open requests; each has a call out or waits."""
+        self.conductor.view.check()
         promised = self.conductor.promised()
         assert promised.requests == len(self.open) == len(self.calls) + len(self.idle)
         assert not self.idle & self.calls.keys()

@@ -91,6 +91,7 @@ class HotMachine(RuleBasedStateMachine):
     @invariant()
     def the_ledger_is_what_is_still_to_come(self) -> None:
         """Bytes under way are those of the blocks that have not come, within the bound."""
+        self.world.view.check()
         hot = self.world.hot
         left = sum(len(flight.left) for flight in hot._flights.values())
         assert hot.bytes_under_way == left * BLOCK_BYTES <= MOST

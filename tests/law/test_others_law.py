@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonserve.core.schedule.external_load import NOBODY
+from moonserve.core.schedule.external_load import NO_LOAD
 from moonserve.core.schedule.facts import Promises
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, RequestId
@@ -55,7 +55,7 @@ class Views(RuleBasedStateMachine):
     def tells(self, gateway: str, promises: list[Promises]) -> None:
         """Another gateway says all that it has promised by now."""
         unique = {it.instance: it for it in promises}
-        self.view.told(gateway, list(unique.values()), self.now_us)
+        self.view.take_promises(gateway, list(unique.values()), self.now_us)
         self.told[gateway] = dict(unique)
 
     @rule(name=st.sampled_from(NAMES), context=st.integers(1, 50))
@@ -77,6 +77,7 @@ class Views(RuleBasedStateMachine):
     @invariant()
     def reads_as_the_sum(self) -> None:
         """Of rows on this start of it, whoever told them, and of ours."""
+        self.view.check()
         for name, view in self.view.instances.items():
             theirs = [
                 of[name]
@@ -90,14 +91,14 @@ class Views(RuleBasedStateMachine):
             assert view.joined_seqs == decodes + 1
             assert view.joined_context == context
             assert view.queue_us(self.now_us) == sum(it.queue_us for it in theirs)
-            assert view.residencies.others.running == sum(it.running for it in theirs)
+            assert view.residencies.external.running == sum(it.running for it in theirs)
             assert view.tbt_us(7) == 100 + 10 * (decodes + 1) + context + 7
 
     def teardown(self) -> None:
         """When all have left, nobody is counted."""
         for gateway in GATEWAYS:
-            self.view.told(gateway, [], self.now_us)
-        assert all(view.others == NOBODY for view in self.view.instances.values())
+            self.view.take_promises(gateway, [], self.now_us)
+        assert all(view.external == NO_LOAD for view in self.view.instances.values())
         super().teardown()
 
 

@@ -349,11 +349,11 @@ def test_load_of_others_reaches_the_view() -> None:
             await it.up(fake)
             view = it.views[InstanceId("a")]
             fake.running, fake.waiting, fake.usage, fake.deferred = 3, 2, 0.25, 9
-            await it.until(lambda: view.others.waiting == 2)
-            assert (view.others.running, view.others.context) == (3, 800)
+            await it.until(lambda: view.external.waiting == 2)
+            assert (view.external.running, view.external.context) == (3, 800)
             assert view.queue_us(it.conductor.now_us()) > 0
             fake.running, fake.waiting, fake.usage = 0, 0, 0.0
-            await it.until(lambda: not view.others.running)
+            await it.until(lambda: not view.external.running)
 
     run(body)
 

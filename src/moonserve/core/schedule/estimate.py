@@ -98,7 +98,7 @@ class Options:
             left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
             for view in views
         ]
-        if max([view.others_until_us for view in views]) > now_us:  # others have work there too
+        if max([view.external_until_us for view in views]) > now_us:  # others have work there too
             left = [view.queue_us(now_us) for view in views]
         self.queue_us: list[Micros] = left
         self.decodes = [view.decodes for view in views]

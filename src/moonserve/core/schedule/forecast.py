@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from moonserve.core.schedule.external_load import NOBODY, Others
+from moonserve.core.schedule.external_load import NO_LOAD, ExternalLoad
 from moonserve.core.schedule.residency import Chance, Predictor, Residency
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 
@@ -38,7 +38,7 @@ class Residencies:
         self.promised: dict[RequestId, Residency] = {}
         self.context: Tokens = 0
         """Of the active, summed."""
-        self.others: Others = NOBODY
+        self.external: ExternalLoad = NO_LOAD
         """Who decodes there beside them."""
         self._begun: deque[tuple[Micros, Micros, Tokens]] = deque(maxlen=_KEPT)
         """(when, lag, context) of the latest that came."""
@@ -57,8 +57,8 @@ class Residencies:
         """A pass with those who decode now, and with one more of context `joining`."""
         more = 0 if joining is None else 1
         base, per_seq, per_context = step
-        count = len(self.active) + self.others.running + more
-        context = self.context + self.others.context + (joining or 0)
+        count = len(self.active) + self.external.running + more
+        context = self.context + self.external.context + (joining or 0)
         return max(1.0, base + per_seq * count + per_context * context)
 
     def promise(self, request: RequestId, residency: Residency) -> None:

@@ -41,7 +41,7 @@ class Membership:
     def heard(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
         """A heartbeat, or what another gateway has promised."""
         if isinstance(beat, PeerPromised):
-            self._view.told(beat.gateway, beat.promises, now_us)
+            self._view.take_promises(beat.gateway, beat.promises, now_us)
         elif self.of_now(beat):
             view = self._view.instances[beat.instance]
             self._view.heard(view, beat.load, now_us)

@@ -13,7 +13,13 @@ import msgspec
 
 from moonserve.core.kv.trust import Trust
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.external_load import NOBODY, NOTHING, Others, Told, others, told
+from moonserve.core.schedule.external_load import (
+    NO_LOAD,
+    NO_PEERS,
+    PeerLoad,
+    external_load,
+    peer_load,
+)
 from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad, Promises
 from moonserve.core.schedule.forecast import Residencies
 from moonserve.core.schedule.residency import Residency
@@ -52,7 +58,11 @@ class Kind:
 
 
 class InstanceView:
-    """One live instance: who it is, what it said last, what was promised to it."""
+    """One live instance: what it reported last, and what is promised to it.
+
+    The second half of the attributes are counters, kept as promises come and go: a decision reads
+    them in O(1). `check` recomputes them. Only the Conductor calls methods that change a view.
+    """
 
     def __init__(self, info: InstanceInfo, now_us: Micros, cost: Cost | None = None) -> None:
         self.info = info
@@ -62,28 +72,40 @@ class InstanceView:
         self.kind = Kind(info, self.cost)
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
+        """When its last heartbeat came."""
         self.trust = Trust()
         """How far its claims to hold prefixes are believed."""
-        self.others: Others = NOBODY
-        """What it does for others than us, and is promised to by other gateways."""
-        self._counted: Others = NOBODY
-        """Of these, what it counts itself."""
-        self._seen: Others = NOBODY
-        """At the latest look."""
+        self.kv_tokens = info.kv_blocks * info.namespace.block_size
+        """The most context that fits here."""
+        # Load that this Conductor did not send here.
+        self.external = NO_LOAD
+        """All of it: what the engine counts, and what other gateways have promised."""
+        self.external_until_us: Micros = 0
+        """When external prefills that are ahead of ours are done."""
+        self._counted = NO_LOAD
+        """What the engine counted in its last two reports."""
+        self._seen = NO_LOAD
+        """What it counted in the last one."""
         self._counted_until_us: Micros = 0
-        self._told: Told = NOTHING
-        """And what other gateways say."""
-        self.others_until_us: Micros = 0
-        """When their prefills that are ahead of ours are done."""
-        self._usual_us: float = 0.0
-        """What a prefill that was promised here took lately, on average."""
+        self._peers = NO_PEERS
+        """What other gateways have promised."""
+        self._usual_us = 0.0
+        """Mean time of prefills that were promised here lately."""
+        # Our promises.
         self._queue: dict[RequestId, tuple[Micros, Tokens, Tokens]] = {}
+        """Prefills in order: time, tokens to compute, tokens of the prompt."""
+        self._decoding: dict[RequestId, Tokens] = {}
+        """Decodes that run here or will, with their contexts."""
+        self._tbt_goals: dict[RequestId, Micros] = {}
+        self.residencies = Residencies()
+        """The same decodes over time."""
+        # Counters over these.
         self.prefills = 0
-        """How many prefills are promised here."""
+        """Prefills promised here."""
         self.takes_prefill = True
-        """Whether it may be promised one more prefill."""
+        """Whether one more prefill may be promised."""
         self.idle_us: Micros = 0
-        """When all that was promised would be done if the head took all its time, and no more."""
+        """When all promised prefills would be done, if the head took no longer than predicted."""
         self.behind_us: Micros = 0
         """Prefill time promised behind the head."""
         self.promised_us: Micros = 0
@@ -92,26 +114,45 @@ class InstanceView:
         """Prompt tokens that those prefills compute."""
         self.prompt_tokens: Tokens = 0
         """All their prompt tokens, cached ones included."""
-        self._decoding: dict[RequestId, Tokens] = {}
-        self.residencies = Residencies()
-        """The same decodes in time: who is here, and who comes when."""
         self.decodes = 0
-        """How many decodes are promised here, those still in prefill included."""
+        """Decodes promised here, those still in prefill included."""
         self.takes_decode = True
-        """Whether it may be promised one more decode."""
-        self._tbt_goals: dict[RequestId, Micros] = {}
-        self._strictest_us: Micros | None = None
+        """Whether one more decode may be promised."""
         self.context: Tokens = 0
-        """Context lengths of all requests that decode here or will, summed."""
-        self.kv_tokens = info.kv_blocks * info.namespace.block_size
-        """The most context that fits here."""
+        """Context lengths of all those decodes, summed."""
+        self.joined_seqs = 1
+        """Members of a pass once one more has joined: ours, promised ones, and external ones."""
+        self.joined_context: Tokens = 0
+        """The context of all of them but that one."""
         self.room_tokens: Tokens = 0
         """The most context that one more decode may have; below zero without a free slot."""
-        self.joined_seqs = 1
-        """Who decodes here once one more has come: ours, promised ones included, and others."""
-        self.joined_context: Tokens = 0
-        """The context of all but that one."""
+        self._strictest_us: Micros | None = None
         self._count_decodes()
+
+    def check(self) -> None:
+        """Recompute every counter; an AssertionError names the first that is wrong."""
+        queue, limit = list(self._queue.values()), self.info.max_requests
+        assert self.prefills == len(queue)
+        assert self.promised_us == sum(work_us for work_us, _, _ in queue)
+        assert self.behind_us == sum(work_us for work_us, _, _ in queue[1:])
+        assert self.promised_tokens == sum(tokens for _, tokens, _ in queue)
+        assert self.prompt_tokens == sum(prompt for _, _, prompt in queue)
+        assert queue or self.idle_us == 0
+        assert self.takes_prefill == (len(queue) + self._peers.promised.waiting < limit)
+        contexts = self._decoding
+        assert self.decodes == len(contexts)
+        assert self.context == sum(contexts.values())
+        assert self.takes_decode == (len(contexts) + self._peers.promised.running < limit)
+        assert self.joined_seqs == len(contexts) + self.external.running + 1
+        assert self.joined_context == self.context + self.external.context
+        has_slot = self.joined_seqs <= self.info.max_seqs
+        assert self.room_tokens == (self.kv_tokens - self.joined_context if has_slot else -1)
+        assert self._tbt_goals.keys() <= contexts.keys()
+        assert self._strictest_us == min(self._tbt_goals.values(), default=None)
+        active, promised = self.residencies.active, self.residencies.promised
+        assert not active.keys() & promised.keys()
+        assert active.keys() | promised.keys() == contexts.keys()
+        assert self.residencies.context == sum(it.context for it in active.values())
 
     def heard(self, load: InstanceLoad, now_us: Micros) -> None:
         """Take in a heartbeat: load, and measured samples for the cost fit."""
@@ -121,26 +162,29 @@ class InstanceView:
         for hit in load.hits:
             self.trust.observe(hit)
         if load.everybody:
-            self._see_others(load, now_us)
+            self._see_external(load, now_us)
 
-    def _see_others(self, load: InstanceLoad, now_us: Micros) -> None:
+    def _see_external(self, load: InstanceLoad, now_us: Micros) -> None:
         active, context = len(self.residencies.active), self.residencies.context
-        before, found = self._seen, others(self.info.role, load, self.prefills, active, context)
+        before, found = (
+            self._seen,
+            external_load(self.info.role, load, self.prefills, active, context),
+        )
         self._seen, self._counted = found, found.or_less(before)
         usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
         self._counted_until_us = now_us + round(self._counted.waiting * usual_us)
-        self._join_others()
+        self._join_external()
 
-    def told(self, told: Told) -> None:
+    def take_peer_load(self, peers: PeerLoad) -> None:
         """Other gateways have promised this here, in place of what they had before."""
-        self._told = told
-        self._join_others()
+        self._peers = peers
+        self._join_external()
 
-    def _join_others(self) -> None:
+    def _join_external(self) -> None:
         """What an engine counts has in it what other gateways sent there."""
-        self.others = self._counted.or_more(self._told.promised)
-        self.residencies.others = self._counted.or_more(self._told.now)
-        self.others_until_us = max(self._counted_until_us, self._told.until_us)
+        self.external = self._counted.or_more(self._peers.promised)
+        self.residencies.external = self._counted.or_more(self._peers.now)
+        self.external_until_us = max(self._counted_until_us, self._peers.until_us)
         self._count_prefills()
         self._count_decodes()
 
@@ -206,7 +250,7 @@ class InstanceView:
 
     def _count_prefills(self) -> None:
         self.prefills = len(self._queue)
-        self.takes_prefill = self.prefills + self._told.promised.waiting < self.info.max_requests
+        self.takes_prefill = self.prefills + self._peers.promised.waiting < self.info.max_requests
 
     def queue_us(self, now_us: Micros) -> Micros:
         """Prefill work promised and not yet done: T_queue of Algorithm 1.
@@ -215,12 +259,12 @@ class InstanceView:
         """
         left_us = self.idle_us - now_us
         ours_us = left_us if left_us > self.behind_us else self.behind_us
-        return ours_us + max(0, self.others_until_us - now_us)
+        return ours_us + max(0, self.external_until_us - now_us)
 
     def is_free(self, now_us: Micros, ahead_us: Micros) -> bool:
         """Whether it prefills nothing, or one prompt of which at most `ahead_us` are left."""
         if not self.prefills:
-            return self.others_until_us <= now_us + ahead_us
+            return self.external_until_us <= now_us + ahead_us
         return self.prefills == 1 and 0 < ahead_us >= self.queue_us(now_us)
 
     def promise_decode(
@@ -258,9 +302,9 @@ class InstanceView:
 
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
-        self.takes_decode = self.decodes + self._told.promised.running < self.info.max_requests
-        self.joined_seqs = self.decodes + self.others.running + 1
-        self.joined_context = self.context + self.others.context
+        self.takes_decode = self.decodes + self._peers.promised.running < self.info.max_requests
+        self.joined_seqs = self.decodes + self.external.running + 1
+        self.joined_context = self.context + self.external.context
         has_slot = self.joined_seqs <= self.info.max_seqs
         self.room_tokens = self.kv_tokens - self.joined_context if has_slot else -1
 
@@ -271,7 +315,7 @@ class InstanceView:
     @property
     def has_place(self) -> bool:
         """Whether one that begins to decode now takes part in the next pass."""
-        return len(self.residencies.active) + self.residencies.others.running < self.info.max_seqs
+        return len(self.residencies.active) + self.residencies.external.running < self.info.max_seqs
 
     def tbt_us(self, joining: Tokens) -> Micros:
         """Predicted time between tokens once a request of context `joining` has joined.
@@ -308,7 +352,7 @@ def tbts_us(views: Sequence[InstanceView], joining: Tokens) -> list[Micros]:
 
 
 class ClusterView:
-    """All live instances, in the order of their ids."""
+    """All live instances, in the order of their ids. Only the Conductor changes it."""
 
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceView] = {}
@@ -322,6 +366,12 @@ class ClusterView:
         self.doubts: dict[SegmentId, float] = {}
         """What counts of the claims of each segment that is not trusted."""
 
+    def check(self) -> None:
+        """Recompute every counter of every instance; for tests."""
+        assert list(self.instances) == sorted(self.instances)
+        for view in self.instances.values():
+            view.check()
+
     def heard(self, view: InstanceView, load: InstanceLoad, now_us: Micros) -> None:
         """An instance's heartbeat."""
         view.heard(load, now_us)
@@ -330,22 +380,22 @@ class ClusterView:
             if not view.trust.trusted:
                 self.doubts[view.info.segment] = view.trust.share
 
-    def told(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
+    def take_promises(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
         """All that another gateway has promised by now; empty: nothing, or it is gone."""
         before = self._peers.pop(gateway, {})
         rows = {it.instance: it for it in promises}
         if rows:
             self._peers[gateway] = rows
         for instance in before | rows:
-            self._tell_peers(instance, now_us)
+            self._update_peers(instance, now_us)
 
-    def _tell_peers(self, instance: InstanceId, now_us: Micros) -> None:
+    def _update_peers(self, instance: InstanceId, now_us: Micros) -> None:
         view = self.instances.get(instance)
         if view is not None:
             rows = [rows[instance] for rows in self._peers.values() if instance in rows]
             if view.info.connector == "embedded":  # else each gateway counts starts for itself
                 rows = [it for it in rows if it.epoch == view.info.epoch]
-            view.told(told(rows, now_us))
+            view.take_peer_load(peer_load(rows, now_us))
 
     def promises(self, now_us: Micros) -> tuple[Promises, ...]:
         """What we have promised anywhere, for other gateways."""
@@ -360,7 +410,7 @@ class ClusterView:
                 break
         self.instances[view.info.id] = view
         self.instances = dict(sorted(self.instances.items()))
-        self._tell_peers(view.info.id, view.heard_us)
+        self._update_peers(view.info.id, view.heard_us)
         self._changed()
 
     def remove(self, instance: InstanceId) -> None:

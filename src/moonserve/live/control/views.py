@@ -100,7 +100,7 @@ def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
         "prefill_1k_ms": view.cost.prefill_us(1_000, 0, info.chunk_tokens) / 1_000,
         "tbt_ms": view.tbt_us(1_000) / 1_000,
         "cost": dict(zip(("pass_us", "load_us"), view.cost.lasting(), strict=True)),
-        "others": view.others,
+        "others": view.external,
         "trusted": trust.trusted,
         "trust": {
             "share": trust.share,

@@ -244,7 +244,9 @@ class EngineMonitor:
             now_us, view = self._conductor.now_us(), self._conductor.views()[info.id]
             said = page.rank(rank)
             watch = self.watches[info.id]
-            watch.others(now_us, view.others.waiting, view.others.running, view.others.context)
+            watch.others(
+                now_us, view.external.waiting, view.external.running, view.external.context
+            )
             passes, hits = watch.take(now_us)
             seen = said or RankPage()
             load = InstanceLoad(

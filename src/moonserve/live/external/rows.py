@@ -101,7 +101,10 @@ class FleetMetrics(Collector):
         yield _gauge(
             "instance_others",
             "Requests there that others sent.",
-            [(view.info.id, float(view.others.waiting + view.others.running)) for view in views],
+            [
+                (view.info.id, float(view.external.waiting + view.external.running))
+                for view in views
+            ],
         )
         for name, text, field in (
             ("hit_predicted", "Prompt tokens taken to be cached there.", "claimed"),
