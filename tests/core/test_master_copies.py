@@ -45,7 +45,7 @@ def test_replicas_are_made_after_the_put() -> None:
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:
-    """An owner that asks twice about a copy hears the truth of now."""
+    """An owner that reports a copy twice gets the present answer."""
     it = master(a=4, b=4)
     store(it, 1, options=TWO)
     (copy,) = copies(it, B)
@@ -83,7 +83,7 @@ def test_replicas_spread_over_racks() -> None:
 
 
 def test_a_failed_copy_goes_elsewhere() -> None:
-    """Its extent is free again, and the next try is at another segment until some time has gone."""
+    """Its extent is freed, and for some time the next tries go to other segments."""
     it = master(a=4, b=4, c=4)
     store(it, 1, options=TWO)
     assert copy_all(it, B, done=False) == [False]
@@ -97,7 +97,7 @@ def test_a_failed_copy_goes_elsewhere() -> None:
 
 
 def test_an_overdue_copy_is_given_up() -> None:
-    """Nobody answers: the extent is freed, and a late answer makes no replica."""
+    """Without an answer the extent is freed; a late answer makes no replica."""
     it = master(a=4, b=4)
     store(it, 1, options=TWO)
     (copy,) = copies(it, B)
@@ -108,7 +108,7 @@ def test_an_overdue_copy_is_given_up() -> None:
 
 
 def test_what_is_being_copied_is_not_evicted() -> None:
-    """A copy keeps its object, and lets it go when it ends."""
+    """A copy holds its object until the copy ends."""
     it = master(a=1, b=1)
     store(it, 1, options=TWO)
     assert it.stats().segments[0].evictable_bytes == 0
@@ -119,7 +119,7 @@ def test_what_is_being_copied_is_not_evicted() -> None:
 
 
 def test_a_copy_of_what_is_gone_makes_nothing() -> None:
-    """Removed meanwhile, and even put anew: the late copy's extent is freed."""
+    """The object was removed, and even put again: the late copy's extent is freed."""
     it = master(a=4, b=4)
     store(it, 1, options=TWO)
     it.remove(0, [key(1)])
@@ -131,7 +131,7 @@ def test_a_copy_of_what_is_gone_makes_nothing() -> None:
 
 
 def test_a_lost_segment_is_repaired() -> None:
-    """What has another replica lives, and is copied once more; the rest is gone."""
+    """An object with another replica is copied once more; the other objects are gone."""
     it = master(a=4, b=4, c=4)
     store(it, 1, options=TWO)
     store(it, 2)
@@ -146,7 +146,7 @@ def test_a_lost_segment_is_repaired() -> None:
 
 
 def test_a_new_segment_gets_what_is_short() -> None:
-    """What could have no second replica so far gets it when a segment is mounted."""
+    """An object without its second replica gets it when a segment is mounted."""
     it = master(a=4)
     store(it, 1, options=TWO)
     assert it.stats().waiting == 0
@@ -156,7 +156,7 @@ def test_a_new_segment_gets_what_is_short() -> None:
 
 
 def test_eviction_is_not_repaired() -> None:
-    """An object that loses one of two replicas to eviction just has fewer."""
+    """An object that loses one of two replicas to eviction has one fewer."""
     it = master(a=1, b=1)
     store(it, 1, options=TWO)
     copy_all(it, B)
@@ -167,13 +167,14 @@ def test_eviction_is_not_repaired() -> None:
 
 
 def test_a_corrupt_replica_is_dropped_alone() -> None:
-    """The object lives by its other replica and is repaired; it goes with its last."""
+    """The object keeps its other replica and is repaired. With its last replica it is gone."""
     it = master(a=4, b=4)
     version = store(it, 1, options=TWO).id
     copy_all(it, B)
     it.discard(key(1), version, A)
     assert where(it, 1) == [B]
     it.discard(key(1), version + 1, B)
+    assert where(it, 1) == [B], "the complaint is about another version"
     it.reap(1)
     assert copies(it, A) != []
     it.discard(key(1), version, B)
@@ -182,7 +183,7 @@ def test_a_corrupt_replica_is_dropped_alone() -> None:
 
 
 def test_a_drained_segment_becomes_empty() -> None:
-    """Nothing new comes, single replicas are copied away, others are dropped, leased ones wait."""
+    """It gets nothing new; single replicas are copied away, others dropped; leased ones wait."""
     it = master(a=4, b=8)
     store(it, 1)
     store(it, 2, options=TWO)
@@ -205,7 +206,7 @@ def test_a_drained_segment_becomes_empty() -> None:
 
 
 def test_the_last_segment_keeps_what_it_has_when_drained() -> None:
-    """With nowhere to go, nothing is dropped."""
+    """If there is no other segment, nothing is dropped."""
     it = master(a=4)
     store(it, 1)
     it.drain(0, A)
@@ -228,7 +229,7 @@ def tiered() -> Master:
 
 
 def test_a_full_memory_moves_its_oldest_to_disk() -> None:
-    """Above the high mark objects are copied to the node's disk, down to the low one."""
+    """Above the high-water mark, objects move to the node's disk, down to the low-water mark."""
     it = tiered()
     for number in (1, 2, 3):
         store(it, number)
@@ -245,8 +246,8 @@ def test_a_full_memory_moves_its_oldest_to_disk() -> None:
     assert (it.stats().demoted, it.stats().evicted) == (1, 0)
 
 
-def test_what_a_person_evicts_moves_to_disk() -> None:
-    """Where the node has one that can hold it; what it cannot hold is evicted."""
+def test_evicted_by_an_operator_moves_to_disk() -> None:
+    """It moves to the node's disk if that has room; otherwise it is evicted."""
     it = tiered()
     store(it, 1)
     store(it, 2)
@@ -264,7 +265,7 @@ def test_what_a_person_evicts_moves_to_disk() -> None:
 
 
 def test_a_put_starts_demotion_but_evicts_nothing_ahead() -> None:
-    """Room ahead of need is made by copies; without a disk, only reap evicts."""
+    """A put starts copies ahead of need; without a disk, only reap evicts ahead of need."""
     it = master(TIERED)
     it.mount(0, mount(A, 4, node="x"))
     for number in (1, 2, 3):
@@ -277,7 +278,7 @@ def test_a_put_starts_demotion_but_evicts_nothing_ahead() -> None:
 
 
 def test_without_a_disk_a_full_memory_evicts_down_to_the_low_mark() -> None:
-    """Oldest first, and no further than the low mark."""
+    """The oldest go first, and no more than down to the low-water mark."""
     it = master(TIERED, a=10)
     for number in range(8):
         store(it, number)
@@ -288,7 +289,7 @@ def test_without_a_disk_a_full_memory_evicts_down_to_the_low_mark() -> None:
 
 
 def test_what_is_leased_while_it_moves_stays_in_memory() -> None:
-    """A reader that came during the demotion keeps both replicas."""
+    """If a reader comes during the demotion, both replicas stay."""
     it = tiered()
     for number in (1, 2, 3):
         store(it, number)
@@ -305,7 +306,7 @@ def test_what_is_leased_while_it_moves_stays_in_memory() -> None:
 
 
 def test_what_is_found_on_disk_comes_back_to_the_readers_memory() -> None:
-    """Into free room only, once; the replica on disk stays."""
+    """It is copied once, to free memory only; the replica on disk stays."""
     it = master(TIERED)
     it.mount(0, mount(A, 4, node="x"))
     it.mount(0, mount(B, 4, node="y"))
@@ -334,7 +335,7 @@ def test_nothing_is_evicted_for_what_comes_back() -> None:
 
 
 def test_a_put_evicts_nothing_for_a_disk_that_is_full() -> None:
-    """Where the disk takes no more, what should move stays until room is needed, or reap comes."""
+    """If the disk is full, objects stay in memory until a put needs room, or until reap."""
     it = master(TIERED)
     it.mount(0, mount(A, 4, node="x"))
     it.mount(0, mount(D, 1, node="x", tier="disk"))
@@ -354,7 +355,7 @@ def asked(it: Master, *numbers: int, to: SegmentId = B, source: SegmentId | None
 
 
 def test_copies_that_are_asked_for() -> None:
-    """They are made from the segment named, beyond what the objects' options want."""
+    """They are made from the named segment, beyond the replicas that the objects want."""
     it = master(a=4, b=4, c=4)
     for number in (1, 2):
         store(it, number)
@@ -372,8 +373,8 @@ def test_copies_that_are_asked_for() -> None:
     assert it.stats().waiting == 0
 
 
-def test_how_many_will_come_is_said() -> None:
-    """Of a run the first that exist; none to a segment that is not there, drains or is full."""
+def test_asked_copies_are_counted() -> None:
+    """The leading objects that exist count; none if the segment is missing, draining or full."""
     it = master(a=4, b=1, c=4)
     store(it, 1)
     store(it, 3)
@@ -388,7 +389,7 @@ def test_how_many_will_come_is_said() -> None:
 
 
 def test_a_copy_that_was_asked_for_ages_out() -> None:
-    """It takes the place of what was used longest ago, and is evicted like anything else."""
+    """It evicts the oldest object for its place, and is evicted like any other."""
     it = master(a=1, b=1)
     store(it, 9, B)
     store(it, 1)
@@ -397,11 +398,11 @@ def test_a_copy_that_was_asked_for_ages_out() -> None:
     assert (where(it, 9), where(it, 1)) == ([], [A, B])
     store(it, 8, B)
     assert where(it, 1) == [A]
-    assert copies(it, B) == [], "nobody makes it again"
+    assert copies(it, B) == [], "it is not made again"
 
 
 def test_many_copies_wait_for_their_turn() -> None:
-    """More than one segment takes at once are made as others end."""
+    """Copies beyond a segment's bound are made when others end."""
     it = master(a=200, b=200)
     for number in range(150):
         store(it, number)

@@ -15,7 +15,7 @@ OF_T = PutOptions(tenant="t")
 
 
 def test_get_does_not_stop_at_a_missing_key() -> None:
-    """Each key is answered by itself, and what is there is leased."""
+    """Each key has its own answer, and the objects that exist are leased."""
     it = master(a=4)
     store(it, 1)
     store(it, 3)
@@ -26,7 +26,7 @@ def test_get_does_not_stop_at_a_missing_key() -> None:
 
 
 def test_any_bytes_are_no_blocks() -> None:
-    """Objects that were not put as blocks tell no event and have no parent."""
+    """Objects that are not blocks cause no event and have no parent."""
     it = master(a=4)
     outcomes = it.put_start(
         0, None, [(b"x/1", 5), (b"x/2", 5)], None, None, PutOptions(blocks=False)
@@ -41,7 +41,7 @@ def test_any_bytes_are_no_blocks() -> None:
 
 
 def test_a_scan_goes_on_where_it_stopped() -> None:
-    """Pages in the order of keys, by prefix, none twice, none left out."""
+    """Its pages have every key with the prefix once, in the order of keys."""
     it = master(a=20)
     for number in (5, 3, 9, 1):
         store(it, number)
@@ -51,8 +51,8 @@ def test_a_scan_goes_on_where_it_stopped() -> None:
     assert it.scan(b"other", None, 3) == []
 
 
-def test_removal_is_told_key_by_key() -> None:
-    """Removed with its version, missing, or refused because it is leased; by force also that."""
+def test_removal_has_an_answer_per_key() -> None:
+    """Removed with its version, missing, or refused because it is leased, unless forced."""
     it = master(a=4)
     version = store(it, 1).id
     leased = store(it, 2, lease=LEASE).id
@@ -70,7 +70,7 @@ def test_removal_is_told_key_by_key() -> None:
 
 
 def test_pinned_objects_are_not_evicted() -> None:
-    """Until they are unpinned, or removed."""
+    """A pinned object stays until it is unpinned or removed."""
     it = master(a=1)
     store(it, 1, options=PINNED)
     it.find(0, [key(1)], LEASE)
@@ -84,8 +84,8 @@ def test_pinned_objects_are_not_evicted() -> None:
     assert isinstance(start(it, 2), Ticket)
 
 
-def test_a_person_may_evict() -> None:
-    """As many as make so much room, oldest first."""
+def test_an_operator_may_evict() -> None:
+    """As many objects go as the size needs, the oldest first."""
     it = master(a=4)
     for number in (1, 2, 3):
         store(it, number)
@@ -95,7 +95,7 @@ def test_a_person_may_evict() -> None:
 
 
 def test_a_tenant_evicts_its_own_oldest_first() -> None:
-    """Over its quota, not others' objects go; if none of its own can, the put is refused."""
+    """Over its quota its own objects are evicted; if none can be, the put is refused."""
     it = master(QUOTA, a=9)
     store(it, 0)
     store(it, 1, options=OF_T)
@@ -111,7 +111,7 @@ def test_a_tenant_evicts_its_own_oldest_first() -> None:
 
 
 def test_a_quota_counts_all_replicas_and_what_is_being_written() -> None:
-    """Two replicas of two blocks are four blocks, before they are made."""
+    """Two replicas of two blocks count as four blocks before they are made."""
     it = master(QUOTA, a=9, b=9)
     both = PutOptions(tenant="t", replicas=2)
     store(it, 1, options=both)
@@ -126,7 +126,7 @@ def test_a_quota_counts_all_replicas_and_what_is_being_written() -> None:
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_chain_goes_tail_first_under_every_order(eviction: str) -> None:
-    """Whatever the order names, blocks that others here continue go after those."""
+    """Under every order, a block goes after the blocks that continue it here."""
     it = master(Terms(eviction=eviction, high=1.0), a=6)
     for number in (1, 2, 3):
         store(it, number, parent=key(number - 1) if number > 1 else None)
@@ -141,7 +141,7 @@ def test_a_chain_goes_tail_first_under_every_order(eviction: str) -> None:
 
 
 def test_a_leased_tail_does_not_keep_its_head() -> None:
-    """What nobody holds may go though what continues it is held; then another branch's tail."""
+    """A free block may go though a held block continues it."""
     it = master(a=6)
     for number, parent in ((1, None), (2, 1), (3, 2), (4, 1)):
         store(it, number, parent=None if parent is None else key(parent))
@@ -154,7 +154,7 @@ def test_a_leased_tail_does_not_keep_its_head() -> None:
 
 
 def test_a_quota_does_not_keep_a_segment_from_draining() -> None:
-    """What moves is counted twice for a moment only; replicas beyond the quota are not made."""
+    """A moving object may count twice for a moment, beyond the quota."""
     it = master(QUOTA, a=9, b=9)
     for number in (1, 2):
         store(it, number, options=OF_T)

@@ -1,4 +1,4 @@
-"""Master: starting among segments that outlived another, and segments that come back."""
+"""Master: a restart among segments that outlived the earlier master, and returning segments."""
 
 import pytest
 
@@ -11,18 +11,18 @@ from tests.support.pool import BLOCK, LEASE, TERMS, A, B, copies, key, master, m
 
 
 def held(number: int, id: int, block: int, version: int | None = None, checksum: int = 7) -> Held:
-    """One block as an owner tells it, at the place of that block."""
+    """One replica as its owner reports it, at the place of block `block`."""
     made = id if version is None else version
     return Held(key(number), BLOCK, checksum, made, id, block * BLOCK, None, PutOptions())
 
 
 def recovering() -> Master:
-    """A master that asks until time 100; ids below 1,000 are an earlier one's."""
+    """A master that gathers until time 100; ids below 1,000 are of an earlier master."""
     return Master(TERMS, first_id=1_000, recovering_until_us=100)
 
 
 def test_nothing_is_answered_before_it_is_known() -> None:
-    """Calls that need to know what exists are refused, even when all have mounted."""
+    """Calls that need to know the objects are refused, even if all segments are mounted."""
     it = recovering()
     assert it.mount(0, mount(A, 4), [held(1, 5, 0)])
     assert it.beat(0, A, 1) is not None
@@ -46,8 +46,8 @@ def test_nothing_is_answered_before_it_is_known() -> None:
     assert it.drain_events() == [BlocksStored(A, (BlockKey(key(1)),), None, "dram", 1)]
 
 
-def test_owners_amid_their_pages_are_waited_for() -> None:
-    """Up to the time that makes a segment silent; pages out of sequence start again."""
+def test_the_master_waits_for_owners_between_two_pages() -> None:
+    """It waits for one segment's time to live; pages out of sequence start again."""
     it = recovering()
     assert it.mount(0, mount(A, 4), [held(1, 5, 0)], 0, False)
     assert it.beat(0, A, 1) is None, "it is mounted with its last page"
@@ -65,7 +65,7 @@ def test_owners_amid_their_pages_are_waited_for() -> None:
 
 
 def test_of_overlapping_extents_the_later_is_true() -> None:
-    """An older object's bytes were written over; its owner is told."""
+    """The older object was overwritten; its owner receives that it is gone."""
     it = recovering()
     it.mount(0, mount(A, 4), [held(1, 5, 0), held(2, 6, 0), held(3, 4, 9)])
     it.reap(100)
@@ -76,8 +76,8 @@ def test_of_overlapping_extents_the_later_is_true() -> None:
     assert sorted(change.key for change in orders.changes) == [key(n) for n in (1, 2, 3)]
 
 
-def test_claims_fill_what_owners_have_not_heard_of() -> None:
-    """What others put on a segment comes back by their word, if they mean this epoch of it."""
+def test_claims_restore_puts_that_owners_do_not_know() -> None:
+    """A client's put comes back by its claim, if the claim has the segment's present epoch."""
     it = recovering()
     it.claim(0, [Claim(A, 1, held(1, 5, 0), False), Claim(A, 2, held(2, 6, 1), False)], [])
     it.claim(0, [Claim(A, 1, held(3, 1_000, 2), False)], [])
@@ -87,9 +87,9 @@ def test_claims_fill_what_owners_have_not_heard_of() -> None:
 
 
 @pytest.mark.parametrize("claimed_us", [0, 100])
-def test_what_an_owner_was_told_as_gone_is_not_claimed(claimed_us: int) -> None:
-    """Its extent was another's since, whoever put it and has not heard of that; a later put lies
-    there all the same."""
+def test_a_claim_of_a_gone_replica_is_void(claimed_us: int) -> None:
+    """The owner knows that it is gone, so its extent was reused. A claim of a later put is not
+    void."""
     it = recovering()
     it.mount(0, mount(A, 4), [held(1, 5, 0), Gone(key(2), 6), Gone(key(3), 7)])
     if claimed_us:
@@ -101,7 +101,7 @@ def test_what_an_owner_was_told_as_gone_is_not_claimed(claimed_us: int) -> None:
 
 
 def test_a_put_under_way_goes_on() -> None:
-    """Its extent is kept for it, and it ends with its old ticket, or by its deadline."""
+    """Its extent is reserved, and it ends with its old ticket, or by its deadline."""
     it = recovering()
     it.mount(0, mount(A, 2))
     it.claim(0, [Claim(A, 1, held(n, 5 + n, n), True) for n in (0, 1)], [])
@@ -114,7 +114,7 @@ def test_a_put_under_way_goes_on() -> None:
 
 
 def test_what_was_removed_does_not_come_back() -> None:
-    """A claim of removal wins over catalogues of that version, before and after them."""
+    """A claimed removal voids replicas of that version, whether it comes before or after them."""
     it = recovering()
     it.claim(0, [], [(key(1), 5)])
     it.mount(0, mount(A, 4), [held(1, 5, 0), held(2, 6, 1)])
@@ -127,7 +127,7 @@ def test_what_was_removed_does_not_come_back() -> None:
 
 
 def test_the_later_version_of_a_key_is_true() -> None:
-    """Of two owners' versions the older is dropped, unless its bytes are the same: a replica."""
+    """Of two owners' versions the older is dropped. Versions with equal bytes are replicas."""
     it = recovering()
     it.mount(0, mount(A, 4), [held(1, 5, 0), held(2, 6, 1)])
     it.mount(0, mount(B, 4), [held(1, 9, 0, checksum=8), held(2, 8, 1)])
@@ -137,7 +137,7 @@ def test_the_later_version_of_a_key_is_true() -> None:
 
 
 def test_a_silent_segment_comes_back_with_what_it_holds() -> None:
-    """Its catalogue is taken, and what it had not heard of before it was dropped."""
+    """Its own report counts, and so do the changes that it had not received."""
     it = master(a=4, b=4)
     first, second = store(it, 1), store(it, 2)
     it.beat(100, B, 1)
@@ -154,7 +154,7 @@ def test_a_silent_segment_comes_back_with_what_it_holds() -> None:
 
 
 def test_removed_while_its_owner_was_silent_is_removed() -> None:
-    """The replica of a returning segment does not bring a removed object back."""
+    """A returning segment's replica does not bring a removed object back."""
     it = master(a=4, b=4)
     version = store(it, 1, options=PutOptions(replicas=2)).id
     (copy,) = copies(it, B)
@@ -167,7 +167,7 @@ def test_removed_while_its_owner_was_silent_is_removed() -> None:
 
 
 def test_what_was_missing_when_removed_does_not_come_back() -> None:
-    """Nor after another restart, by the remover's word; what was being put then does stay."""
+    """Nor after a restart, by the client's claim. A put under way at that time stays."""
     it = master(a=4, b=4)
     version = store(it, 1).id
     it.beat(100, B, 1)
@@ -189,7 +189,7 @@ def test_what_was_missing_when_removed_does_not_come_back() -> None:
 
 
 def test_a_newer_epoch_brings_only_what_it_says() -> None:
-    """A restarted owner of a disk tells what it found whole; the rest is gone."""
+    """A restarted owner of a disk reports its complete objects; the others are gone."""
     it = master(a=4)
     ticket = store(it, 1)
     store(it, 2)
@@ -200,7 +200,7 @@ def test_a_newer_epoch_brings_only_what_it_says() -> None:
 
 
 def test_a_lease_does_not_outlive_its_objects_absence() -> None:
-    """What comes back with its segment is not held by who held it before, nor let go by them."""
+    """An object that comes back with its segment is not held by an earlier lease."""
     it = master(a=4)
     ticket = store(it, 1, lease=LEASE)
     it.reap(99)

@@ -1,4 +1,4 @@
-"""What owners and clients remember: catalogues, copy tasks, diaries."""
+"""What owners and clients remember: segment contents, copy queues, recent writes."""
 
 from moonserve.core.store.owners import CopyQueue, RecentWrites, SegmentContents
 from moonserve.core.store.words import (
@@ -34,7 +34,7 @@ def copy(id: int, left_us: int = 100) -> Copy:
 
 
 def test_changes_are_taken_in_order_and_once() -> None:
-    """An answer that does not go on from the last one is left alone."""
+    """An answer to an earlier beat changes nothing."""
     it = SegmentContents()
     it.apply(orders(UNSEEN, (9, 2), held(1, 5), held(2, 6)))
     it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5)))
@@ -46,7 +46,7 @@ def test_changes_are_taken_in_order_and_once() -> None:
 
 
 def test_the_larger_id_stays() -> None:
-    """What a later put or copy wrote is not dropped, or overwritten, by news of an earlier one."""
+    """A change of an earlier put or copy does not drop or overwrite a later replica."""
     it = SegmentContents([held(1, 5)])
     it.drop(key(1), 4)
     it.add(held(1, 3))
@@ -57,8 +57,8 @@ def test_the_larger_id_stays() -> None:
     assert it.held == {}
 
 
-def test_what_was_told_as_gone_is_not_added_late() -> None:
-    """The answer to a put may come after the news that its object is evicted."""
+def test_a_gone_replica_is_not_added_late() -> None:
+    """The answer to a put may come after the change that reports its eviction."""
     it = SegmentContents()
     it.apply(orders(UNSEEN, (9, 1), Gone(key(1), 5)))
     it.add(held(1, 5))
@@ -67,8 +67,8 @@ def test_what_was_told_as_gone_is_not_added_late() -> None:
     assert it.held[key(1)].id == 6
 
 
-def test_a_catalogue_is_told_in_pages() -> None:
-    """All of it, once; an empty one is one empty page."""
+def test_contents_are_reported_in_pages() -> None:
+    """The pages have every replica once; empty contents are one empty page."""
     it = SegmentContents([held(n, n) for n in range(5)])
     assert [len(page) for page in it.pages(2)] == [2, 2, 1]
     assert [change.id for page in it.pages(2) for change in page] == list(range(5))
@@ -79,7 +79,7 @@ def test_a_catalogue_is_told_in_pages() -> None:
 
 
 def test_each_task_is_done_once_and_some_at_a_time() -> None:
-    """Orders repeat what is not answered; the owner does not."""
+    """A beat's answer repeats open copies; the owner makes each once."""
     it = CopyQueue(at_once=1)
     it.take(0, [copy(1), copy(2)])
     it.take(10, [copy(1), copy(2)])
@@ -97,7 +97,7 @@ def test_each_task_is_done_once_and_some_at_a_time() -> None:
 
 
 def test_tasks_end_with_their_time() -> None:
-    """Counted from when they were asked for; what is late does not start."""
+    """The time counts from the beat; a late copy does not start."""
     it = CopyQueue(at_once=2)
     it.take(50, [copy(1, left_us=100), copy(2, left_us=20)])
     assert it.next(70) == copy(1, left_us=80)
@@ -105,7 +105,7 @@ def test_tasks_end_with_their_time() -> None:
 
 
 def test_void_tasks_are_stopped_and_not_taken_again() -> None:
-    """When the master gave the segment up, no old order is carried out."""
+    """After the master has dropped the segment, no old copy is made."""
     it = CopyQueue(at_once=1)
     it.take(0, [copy(1), copy(2)])
     it.next(0)
@@ -116,7 +116,7 @@ def test_void_tasks_are_stopped_and_not_taken_again() -> None:
     assert it.results() == []
 
 
-def test_a_diary_claims_what_was_written() -> None:
+def test_a_client_claims_its_puts() -> None:
     """A put is claimed as under way, then with its checksum, until it is dropped or old."""
     it = RecentWrites()
     it.writing(0, Ticket(5, A, 128, 3), key(1), 64, None, OPTIONS)
@@ -136,14 +136,14 @@ def test_a_diary_claims_what_was_written() -> None:
     it.forget(10)
     assert it.claims(30, 100)[0] == [first]
     it.forget(30)
-    assert it.claims(30, 100)[0] == [first], "what was claimed anew is kept anew"
+    assert it.claims(30, 100)[0] == [first], "a claimed put counts as new"
     it.forget(31)
     assert it.claims(31, 100) == ([], [])
     assert it.held(5) is None
 
 
-def test_a_diary_claims_no_put_that_was_given_up_meanwhile() -> None:
-    """What nobody acknowledged for a put's time to live may lie in another's extent by now."""
+def test_a_client_claims_no_put_that_the_master_gave_up() -> None:
+    """After a put's time to live without an answer, the extent may be reused."""
     it = RecentWrites()
     for ticket in (5, 6, 7):
         it.writing(0, Ticket(ticket, A, 64 * ticket, 3), key(ticket), 64, None, OPTIONS)
@@ -158,8 +158,8 @@ def test_a_diary_claims_no_put_that_was_given_up_meanwhile() -> None:
     assert it.held(6) is None
 
 
-def test_a_diary_claims_removals() -> None:
-    """The version that was removed, as long as puts are."""
+def test_a_client_claims_its_removals() -> None:
+    """It claims the removed version for as long as its puts."""
     it = RecentWrites()
     it.removed(0, key(1), 5)
     assert it.claims(0, 100) == ([], [(key(1), 5)])

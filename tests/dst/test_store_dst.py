@@ -1,7 +1,7 @@
-"""The store under seeded faults: chaos first, then peace; what was promised must hold.
+"""The store under seeded faults: first faults, then none; then every promise must hold.
 
-A failing seed says how to run it again. The quick suite runs a few hundred, `make test-slow` ten
-thousand.
+A failure names its seed and the command to run it again. The quick suite runs 200 seeds,
+`make test-slow` ten thousand.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Run:
         self.seen: Counter[str] = Counter()
 
     def go(self) -> None:
-        """Chaos, peace, and the reckoning."""
+        """Run with faults, then without, then check the promises."""
         world, rng = self.world, self.rng
         for client in self.clients:
             world.at(rng.randint(0, 50_000), client.live)
@@ -71,7 +71,7 @@ class Run:
             self.world.restart_master()
 
     def _excuse(self) -> None:
-        """Two failures at once: the only one who knew of an object is gone, and the master too."""
+        """Note objects that may be lost: the only process that knew them, and the master, died."""
         for version in self.oracle.acked:
             if not self._is_known(version):
                 self.excused.add(version)
@@ -80,7 +80,7 @@ class Run:
         for node in self.world.nodes:
             if not node.alive:
                 continue
-            # It stamps anew, which loses nothing.
+            # This call renews the claims' times, which loses nothing.
             claims, _ = node.diary.claims(self.world.now, TERMS.put_ttl_us)
             if any(it.held.version == version and not it.writing for it in claims):
                 return True
@@ -94,13 +94,13 @@ class Run:
         return one, other
 
     def cut_link(self) -> None:
-        """Two cannot reach each other for a while."""
+        """Two processes cannot reach each other for a while."""
         link = self._link()
         self.world.cut.add(link)
         self.world.at(self.rng.randint(10_000, 900_000), lambda: self.world.cut.discard(link))
 
     def slow_link(self) -> None:
-        """Messages between two take long."""
+        """Messages between two processes take long."""
         link = self._link()
         self.world.slow.add(link)
         self.world.at(self.rng.randint(10_000, 900_000), lambda: self.world.slow.discard(link))
@@ -128,7 +128,7 @@ class Run:
         for node in world.nodes:
             self._up(node)
 
-    # The reckoning
+    # The promises
 
     def check(self) -> None:
         """All promises."""
@@ -139,7 +139,7 @@ class Run:
         self.replicas_are_back()
 
     def nothing_leaks(self) -> None:
-        """Used bytes are those of objects; no lease, put or copy is left."""
+        """The used bytes are those of the objects; no lease, put or copy is left."""
         master = self.world.master
         assert master is not None
         stats = master.stats()
@@ -155,7 +155,7 @@ class Run:
         assert len(stats.segments) == sum(len(it.segments) for it in self.world.nodes)
 
     def events_say_what_is(self) -> None:
-        """A replay of the events is what the master finds."""
+        """A replay of the events gives the replicas that the master has."""
         master = self.world.master
         assert master is not None
         there = {
@@ -167,7 +167,7 @@ class Run:
         assert set(self.world.replayed) == there
 
     def owners_know_what_is(self) -> None:
-        """After the last beats, catalogues are what the master has."""
+        """After the last beats, the owners' contents equal what the master has."""
         master = self.world.master
         assert master is not None
         on: dict[str, dict[bytes, tuple[int, int]]] = {}
@@ -180,7 +180,7 @@ class Run:
                 assert held == on.get(segment.name, {})
 
     def nothing_is_lost(self) -> None:
-        """What was put and is whole somewhere is found, unless it was removed or evicted."""
+        """An object that is complete on some segment is found, unless it was removed or evicted."""
         world, master = self.world, self.world.master
         assert master is not None
         if world.evicted + master.stats().evicted or not world.roomy:
@@ -193,12 +193,12 @@ class Run:
             for node in world.nodes:
                 for segment in node.segments:
                     if segment.catalogue._gone.get(key) == version:
-                        continue  # it was moved away; what is left of it is nobody's
+                        continue  # it was moved away; its old bytes belong to no object
                     if self._gave_up(segment, content):
-                        continue  # nor is what a put wrote that nobody acknowledged
+                        continue  # a put without an acknowledgement wrote these bytes
                     for offset in self._places(segment, content):
                         assert not intact(segment, offset, content, size), (
-                            f"{key!r} lies whole on {segment.name} and is not found"
+                            f"{key!r} is complete on {segment.name} but not found"
                         )
 
     def _gave_up(self, segment: Segment, content: int) -> bool:
@@ -208,12 +208,12 @@ class Run:
         return any(oracle.content[it][1] == content and it not in oracle.acked for it in on)
 
     def _places(self, segment: Segment, content: int) -> list[int]:
-        """Where a content begins, but for what the master itself freed."""
+        """Return where a content begins, except in extents that the master freed itself."""
         starts = [at * ALIGN for at, tag in segment.memory.items() if tag == content * 64]
         return [at for at in starts if (segment.name, at) not in self.world.given]
 
     def replicas_are_back(self) -> None:
-        """With room for all, objects have the replicas they want, off what is drained."""
+        """If there is room for all, objects have the replicas they want, on no draining segment."""
         world, master = self.world, self.world.master
         assert master is not None
         stats = master.stats()
@@ -258,12 +258,12 @@ def run_seed(seed: int) -> Run:
 
 
 def test_one_seed() -> None:
-    """The seed that MOONSERVE_SEED names, else the first."""
+    """The seed in MOONSERVE_SEED keeps all promises; the default is seed 0."""
     run_seed(int(os.environ.get("MOONSERVE_SEED", "0")))
 
 
 def test_promises_hold_under_faults() -> None:
-    """Some hundred seeds keep all promises, and they do read and crash."""
+    """200 seeds keep all promises; they read, demote, promote and repair often enough."""
     runs = [run_seed(seed) for seed in range(200)]
     assert sum(run.oracle.reads for run in runs) > 4_000
     seen = sum((run.seen for run in runs), Counter[str]())

@@ -1,4 +1,4 @@
-"""Chains against the plainest reading of the group rule, under every order of eviction."""
+"""ChainEviction against the simplest form of its rule, under every order of eviction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ steps = st.lists(
 
 
 class Model:
-    """All keys here, and who is held."""
+    """The keys that are here, and those that are held."""
 
     def __init__(self) -> None:
         self.here: set[Key] = set()
@@ -44,7 +44,7 @@ class Model:
 @settings(max_examples=150, deadline=None)
 @given(steps=steps)
 def test_the_tail_goes_first(eviction: str, steps: list[tuple[str, object]]) -> None:
-    """What is evicted is free and continued by no free key; nothing free is ever forgotten."""
+    """A victim is free, and no free key continues it; no free key is ever forgotten."""
     chains, model = ChainEviction(eviction), Model()
 
     def leave(key: Key) -> None:
@@ -89,7 +89,7 @@ def test_the_tail_goes_first(eviction: str, steps: list[tuple[str, object]]) -> 
 @settings(max_examples=60, deadline=None)
 @given(uses=st.lists(st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)))
 def test_without_chains_the_order_alone_decides(eviction: str, uses: list[list[Key]]) -> None:
-    """Keys that continue nobody go in the order's own order."""
+    """Keys without chains are evicted in the order's own order."""
     chains, plain = ChainEviction(eviction), EVICTIONS[eviction]()
     here: set[Key] = set()
     for keys in uses:

@@ -1,7 +1,7 @@
-"""Master against a naive model that only believes what it was told.
+"""Master against a simple model that knows only the master's events and answers.
 
-The model knows no allocator, no order of eviction and no plan of copies: it holds the replicas that
-the events replay to, the leases, pins and tickets, and checks every answer against them.
+The model has no allocator, no order of eviction and no plan of copies. It has the replicas that a
+replay of the events gives, and the leases, pins and tickets. It checks every answer against them.
 """
 
 import itertools
@@ -63,7 +63,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
         self.draining: set[SegmentId] = set()
 
     def sync(self, may_lose: Sequence[SegmentId] = (), may_remove: Sequence[BlockKey] = ()) -> None:
-        """Replay the events; what is held may go only with the segments and keys named."""
+        """Replay the events; a held object may go only with the named segments and keys."""
         left: dict[BlockKey, list[SegmentId]] = {}
         for event in self.master.drain_events():
             tier = NODES[event.segment][1]
@@ -88,7 +88,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
         for key in [key for key in self.objects if key not in there]:
             del self.objects[key]
             self.pinned.discard(key)
-            for held in self.leased.values():  # should it come back, the lease does not
+            for held in self.leased.values():  # if it comes back, this lease does not hold it
                 held.pop(key, None)
         for key in there:
             found = self.master.locate(key)
@@ -117,7 +117,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
         old = self.epochs.get(name)
         fresh = newer or old is None
         if fresh:
-            self.master.unmount(name, old or 0)  # told apart: the clearing is of the old epoch
+            self.master.unmount(name, old or 0)  # the BlocksCleared event has the old epoch
             self.sync([name])
             self.epochs[name] = (old or 1) + 1
             self.catalogues[name] = SegmentContents()
@@ -137,7 +137,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.epochs)
     @rule(data=st.data(), done=st.booleans(), most=st.integers(0, 3))
     def beat(self, data: st.DataObject, done: bool, most: int) -> None:
-        """Hear what changed, answer some copies."""
+        """Receive the changes, and answer some copies."""
         name = data.draw(st.sampled_from(sorted(self.epochs)))
         catalogue = self.catalogues[name]
         orders = self.master.beat(self.now, name, self.epochs[name], catalogue.seen)
@@ -265,8 +265,8 @@ class MasterAgainstModel(RuleBasedStateMachine):
             else:
                 expected.append(("removed", known.version))
         removals = self.master.remove(self.now, wanted, force)
-        told = [(it.outcome, None if it.outcome == "missing" else it.version) for it in removals]
-        assert told == expected
+        found = [(it.outcome, None if it.outcome == "missing" else it.version) for it in removals]
+        assert found == expected
         self.sync(may_remove=wanted)
 
     @rule(key=keys, pinned=st.booleans())
@@ -285,7 +285,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(keys, max_size=5, unique=True), to=segments, source=st.none() | segments)
     def copy(self, wanted: list[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
-        """Copies are asked for: what is promised of them exists, and the segment takes it."""
+        """Ask for copies: every promised one is of an object, to a mounted segment."""
         count = self.master.copy(self.now, wanted, to, source)
         assert not count or to in self.master.addresses()
         assert all(key in self.objects for key in wanted[:count])
@@ -303,7 +303,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Another master; every owner has heard of everything, and mounts with what it holds."""
+        """Another master: every owner has received all changes, and mounts with its replicas."""
         mounted = list(self.master.addresses())
         for name in mounted:
             orders = self.master.beat(self.now, name, self.epochs[name], self.catalogues[name].seen)
@@ -377,7 +377,7 @@ class MasterAgainstModel(RuleBasedStateMachine):
         assert sum(self.master.stats().tenants.values()) == sum(used.values())
 
     def teardown(self) -> None:
-        """Once every lease, put and copy ran out and every segment left, nothing is counted."""
+        """After every lease, put and copy has expired and every segment has left, all is zero."""
         for name, epoch in self.epochs.items():
             self.master.beat(self.now, name, epoch)
         self.master.reap(self.now + TERMS.lease_ttl_us)

@@ -1,4 +1,4 @@
-"""A master by hand: segments of so many blocks, puts and copies carried through."""
+"""A master for tests: segments with a number of blocks, complete puts and copies."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ BLOCK = 128
 
 
 def key(number: int) -> Key:
-    """A key named by a number."""
+    """Return a key with this number."""
     return number.to_bytes(32, "big")
 
 
 def mount(
     name: SegmentId, blocks: int, epoch: int = 1, node: str = "", tier: Medium = "dram"
 ) -> Mount:
-    """A segment with room for so many blocks."""
+    """Return a segment with room for `blocks` blocks."""
     address = Address("127.0.0.1", 1, "", bytes(16))
     return Mount(name, epoch, blocks * BLOCK, address, node, tier)
 
 
 def master(terms: Terms = TERMS, **blocks: int) -> Master:
-    """A master with these segments, each a node of its own."""
+    """Return a master with these segments, each on a node of its own."""
     made = Master(terms, first_id=1)
     for name, count in blocks.items():
         assert made.mount(0, mount(SegmentId(name), count))
@@ -63,7 +63,7 @@ def store(
     parent: Key | None = None,
     lease: LeaseId | None = None,
 ) -> Ticket:
-    """Put one block through."""
+    """Start and end the put of one block."""
     ticket = start(it, number, owner, options, parent)
     assert isinstance(ticket, Ticket)
     assert it.put_end(0, [(ticket.id, number)], lease) == [ticket.id]
@@ -71,19 +71,19 @@ def store(
 
 
 def copies(it: Master, segment: SegmentId, now_us: int = 0) -> list[Copy]:
-    """What the owner of a segment is to copy."""
+    """Return the copies that a segment's owner has to make."""
     orders = it.beat(now_us, segment, 1)
     assert orders is not None
     return list(orders.copies)
 
 
 def copy_all(it: Master, segment: SegmentId, done: bool = True) -> list[bool]:
-    """Answer all copies to a segment."""
+    """Report all copies to a segment as done, or as failed."""
     results = [(copy.held.id, done) for copy in copies(it, segment)]
     return it.copied(0, segment, 1, results)
 
 
 def where(it: Master, number: int) -> list[SegmentId]:
-    """The segments a block lies on."""
+    """Return the segments with a replica of a block."""
     found = it.locate(key(number))
     return [] if found is None else [replica.segment for replica in found.replicas]

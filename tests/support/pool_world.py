@@ -1,7 +1,7 @@
-"""A simulated store cluster: the very Master among simulated nodes, a fake network, virtual time.
+"""A simulated store cluster: the real Master, simulated nodes, a fake network, virtual time.
 
-One seeded random source. Nodes crash and come back, the master too; links are cut, slow, lossy and
-repeat messages; the master's clock jumps.
+There is one seeded source of random numbers. Nodes and the master crash and come back. Links are
+cut or slow, and lose or repeat messages. The master's clock jumps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class World:
         self.now = until_us
 
     def piece_us(self) -> int:
-        """How long one piece of bytes takes; now and then very long."""
+        """Return the time that one piece of bytes takes; sometimes it is very long."""
         return (
             self.rng.randint(50, 500) if self.rng.random() < 0.95 else self.rng.randint(0, 200_000)
         )
@@ -146,7 +146,7 @@ class World:
                     assert self.replayed.pop((event.segment, key)) == event.epoch
 
     def restart_master(self, fresh: bool = False) -> None:
-        """A new master, after the old one if there was one."""
+        """Start a new master, in place of the old one if there is one."""
         self.stop_master()
         self.replayed.clear()
         until_us = None if fresh else self.now + self.skew + RECOVER_US
@@ -156,7 +156,7 @@ class World:
         self._reap(self.master)
 
     def _watch(self, master: Master) -> None:
-        """Note which extents the master itself took back: bytes left there are nobody's."""
+        """Note the extents that the master freed: the bytes there belong to no object."""
         stock = master._catalog
         take, reserve, give = stock.take, stock.reserve, stock.give
 
