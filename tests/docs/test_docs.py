@@ -151,6 +151,15 @@ def test_a_link_to_nowhere_is_found() -> None:
     assert missing(ROOT / "README.md", text) == found
 
 
+def test_every_page_is_in_the_table_of_contents() -> None:
+    """docs/README.md links each page, but for decision records and figures of the papers."""
+    folder = ROOT / "docs"
+    table = (folder / "README.md").read_text()
+    pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")}
+    listed = {page for page in pages if not page.startswith(("adr/", "paper/")) or "README" in page}
+    assert not sorted(page for page in listed - {"README.md"} if f"({page})" not in table)
+
+
 def strangers(text: str) -> list[str]:
     """The paths of modules, tests and documents that a page names and that do not exist."""
     rooms = "core|live|sim|show|cli|src|tests|bench|docs"
