@@ -189,7 +189,7 @@ def test_what_goes_by_halves_only_is_an_alarm() -> None:
         first, second = Engine("a", max_len=100), Engine("b", max_len=200)
         async with rig(first, second) as it:
             await it.up(first, role="prefill", connector="nixl")
-            serves = "a: no decode engine of its model has connector nixl: it serves nobody"
+            serves = "a: no decode engine of its model has connector nixl: it serves no request"
             assert serves in it.fleet.alarms()
             await it.up(second, role="decode", connector="nixl")
             assert serves not in it.fleet.alarms()
@@ -373,7 +373,9 @@ def test_costs_and_trust_are_learned_from_calls() -> None:
                 call.ended()
             await it.until(lambda: not view.trust.trusted)
             assert (view.trust.claimed, view.trust.found) == (3_840, 0)
-            assert any("finds less cached than is claimed" in said for said in it.fleet.alarms())
+            assert any(
+                "finds less cached than its events claim" in said for said in it.fleet.alarms()
+            )
 
     run(body)
 
@@ -420,7 +422,7 @@ def test_events_auto_is_on_where_somebody_listens() -> None:
                 assert it.fleet.alarms() == []
                 feeds.said = FeedCounts(connected=True)
                 assert it.fleet.alarms() == [
-                    "a: events were lost: what it holds is not wholly known"
+                    "a: KV events were lost: what it holds is not fully known"
                 ]
                 await it.up(fake, events="off")
                 assert "events: off" in it.fleet.alarms()[0]
@@ -496,7 +498,7 @@ def test_a_half_that_did_not_say_its_model_yet_has_its_other_half() -> None:
                 InstanceSpec(name="p", url="http://127.0.0.1:9", role="prefill", connector="nixl"),
             )
             await it.up(decode, role="decode", connector="nixl")
-            assert not [text for text in it.fleet.alarms() if "serves nobody" in text]
+            assert not [text for text in it.fleet.alarms() if "serves no request" in text]
 
     run(body)
 

@@ -75,10 +75,10 @@ def test_what_an_engine_tells_is_what_the_conductor_matches() -> None:
                 assert it.fleet.follows_events("m")
                 await engine.stored(TOKENS, 32)
                 await it.until(lambda: index.match(keys).by_holder == {"a": 2})
-                assert not [said for said in it.fleet.alarms() if "were lost" in said]
+                assert not [said for said in it.fleet.alarms() if "KV events were lost" in said]
                 await engine.stored(TOKENS, 32, skip=3)
                 await it.until(lambda: monitor.feeds[A].counts().gaps == 1)
-                assert any("events were lost" in said for said in it.fleet.alarms())
+                assert any("KV events were lost" in said for said in it.fleet.alarms())
                 await fake.restart()
                 await it.until(lambda: A in it.views and it.views[A].info.epoch > info.epoch)
                 await it.until(lambda: index.match(keys).by_holder == {})
@@ -99,7 +99,9 @@ def test_events_with_blocks_of_another_size_are_not_used() -> None:
                 await engine.stored(TOKENS, 16)
                 await it.until(lambda: monitor.feeds[A].counts().fault)
                 alarm = next(said for said in it.fleet.alarms() if "not used" in said)
-                assert alarm.startswith("a: its events are not used: their blocks have 16 tokens")
+                assert alarm.startswith(
+                    "a: its KV events are not used: their blocks have 16 tokens"
+                )
                 assert not len(it.conductor.core.index)
 
     asyncio.run(body())

@@ -244,7 +244,7 @@ def test_a_wrong_description_over_http_names_its_field() -> None:
         fake = Engine("a")
         async with site(fake) as it:
             for spec, status, says in (
-                ({"name": "b", "url": fake.url, "role": "prefill"}, 400, "say connector: nixl"),
+                ({"name": "b", "url": fake.url, "role": "prefill"}, 400, "set connector to nixl"),
                 ({"name": "b", "url": fake.url, "roles": "both"}, 400, "did you mean role?"),
                 (
                     {"name": "b", "url": fake.url, "connector": "nxl"},
@@ -262,7 +262,11 @@ def test_a_wrong_description_over_http_names_its_field() -> None:
                     400,
                     "MOONSERVE_KEY_B is not set",
                 ),
-                ({"name": "b", "url": fake.url, "api_key_env": "HOME"}, 400, "HOME is not for oth"),
+                (
+                    {"name": "b", "url": fake.url, "api_key_env": "HOME"},
+                    400,
+                    "HOME may not be sent",
+                ),
                 ({"name": "b"}, 400, "url"),
                 ({"name": "a", "url": fake.url}, 409, "a is described by the cluster file"),
             ):

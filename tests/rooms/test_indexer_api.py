@@ -267,7 +267,7 @@ def test_a_store_that_is_registered_counts_for_all() -> None:
     [
         ({"type": "TGI"}, "type: must be Mooncake, SGLang or vLLM"),
         ({"endpoint": "127.0.0.1:1"}, "write it like tcp://10.0.0.5:5557"),
-        ({"replay_endpoint": "127.0.0.1:1"}, "replay_endpoint: '127.0.0.1:1' is no endpoint"),
+        ({"replay_endpoint": "127.0.0.1:1"}, "replay_endpoint: '127.0.0.1:1' is not an endpoint"),
         ({"blocksize": 4}, "blocksize: there is no such field; did you mean block_size?"),
         ({"instance_id": []}, "instance_id: must be text or a whole number"),
         ({"block_size": None}, "block_size: must be a whole number, not null"),

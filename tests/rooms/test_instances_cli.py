@@ -62,7 +62,7 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("name: p0", "name: p 0", "instances[0].name (line 3): 'p 0' is no name"),
+        ("name: p0", "name: p 0", "instances[0].name (line 3): 'p 0' is not a valid name"),
         ("name: d0", "name: p0", "instances[1].name (line 11): p0 is the name of an engine above"),
         (
             "url: http://10.0.0.6:8200",
@@ -108,7 +108,11 @@ def test_a_file_names_engines(tmp_path: Path) -> None:
             "block_size: 0",
             "instances[0].block_size (line 10): must be 1 or more (not 0)",
         ),
-        ("dp_size: 2", "api_key_env: sk-123", "(line 10): is no variable's name; name the environ"),
+        (
+            "dp_size: 2",
+            "api_key_env: sk-123",
+            "(line 10): is not the name of a variable; name the environ",
+        ),
         (
             "events: off",
             "events: off\n    replay: tcp://a:1",
@@ -159,9 +163,9 @@ def test_flags_name_addresses_only() -> None:
         ({"connector": "nixl"}, "--connector: is for external engines"),
         ({"url": ("http://a", "http://A:80/")}, "--url: http://A:80/ is e0 already"),
         ({"url": ("a:1",)}, "--url: 'a:1' is no address"),
-        ({"url": ("http://a:1/v1",)}, "--url: 'http://a:1/v1' is too much; leave out /v1"),
+        ({"url": ("http://a:1/v1",)}, "--url: 'http://a:1/v1' ends with /v1; leave that out"),
         ({"url": ("http://a:1",), "connector": "nixl"}, "--connector: is for --prefill-url"),
-        ({"url": ("http://a:1",), "events": "on"}, "--events: 'on' is no endpoint"),
+        ({"url": ("http://a:1",), "events": "on"}, "--events: 'on' is not an endpoint"),
         (
             {"url": ("http://a:1", "http://b:1"), "events": "tcp://a:1"},
             "--events: must be auto or ",

@@ -1,7 +1,7 @@
-"""The foreign engines of one gateway: which are described, and by whom; a monitor for each.
+"""Fleet: the external engines of one gateway, and an EngineMonitor for each.
 
-Descriptions come from the cluster file, over HTTP or from a registry, each source with its own
-names; the relay asks here whom it calls, and tells what its calls came to.
+Descriptions come from the cluster file, over HTTP, or from a registry; each source has names of its
+own. The driver looks up here which engine it calls, and reports the outcome of its calls.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ from moonserve.live.text.tools import TextTools
 
 log = logging.getLogger(__name__)
 
-_MOST = 1_024
+_MAX_ENGINES = 1_024
 _NAMED = 3
-"""So many engines are named of whom the same is said."""
+"""Engines that an alarm names if it is the same for several."""
 _SILENT = 8
-"""Calls after which it is said that an engine does not tell what was cached."""
-
-
-_TELLS = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"}
+"""Calls without a count of cached tokens after which there is an alarm."""
+_REPORT_FLAG = {"vllm": "--enable-prompt-tokens-details", "sglang": "--enable-cache-report"}
 
 
 class Taken(BadRequest):
-    """Another source has described an engine of this name, or any has one at this URL."""
+    """Another source has an engine of this name, or any source has one at this URL."""
 
     status = 409
 
 
 class Unknown(BadRequest):
-    """No engine of this name was described by this source."""
+    """This source has no engine of this name."""
 
     status = 404
 
@@ -58,7 +56,7 @@ class _Kept(msgspec.Struct):
 
 
 class WatchedCall(observed.Call):
-    """See observed.Observer: one call that is out, on the gateway's clock."""
+    """An OutgoingCall, reported to its instance's Watch with the gateway's clock."""
 
     __slots__ = ("_now_us", "_watch")
 
@@ -72,15 +70,16 @@ class WatchedCall(observed.Call):
         now_us: Callable[[], Micros],
     ) -> None:
         super().__init__(part, prompt, predicted, streams)
-        self._watch, self._now_us = watch, now_us
+        self._watch = watch
+        self._now_us = now_us
         watch.began(now_us(), self)
 
     def answered(self, cached: Tokens | None) -> None:
-        """See observed.Call."""
+        """See OutgoingCall."""
         self._watch.answered(self._now_us(), self, cached)
 
     def ended(self, cached: Tokens | None = None) -> None:
-        """See observed.Call."""
+        """See OutgoingCall."""
         self._watch.ended(self._now_us(), self, cached)
 
 
@@ -97,10 +96,12 @@ class Fleet:
         follow: Follow | None = None,
         times: Times | None = None,
     ) -> None:
-        """`load_text`: a model's text side by its reference, called in a thread, ConfigError where
-        there is none; `environ`: where API keys are; `follow` None: events are not followed."""
+        """`load_text`: reads a model's tokenizer by its reference, is called in a thread, and
+        raises ConfigError if there is none; `environ`: has the API keys; `follow`: None: KV events
+        are not followed."""
         self.times = times or Times()
-        self._conductor, self._http = conductor, http
+        self._conductor = conductor
+        self._http = http
         self._reporter = FactReporter(conductor)
         self._load_text = load_text
         self._environ = environ
@@ -110,11 +111,11 @@ class Fleet:
         self._by_id: dict[InstanceId, EngineMonitor] = {}
         self._changing = asyncio.Lock()
 
-    # Which there are.
+    # Descriptions.
 
     async def described(self, source: str, specs: Sequence[InstanceSpec]) -> None:
-        """These, and no others, are what `source` describes now. Raises as `add` does, with those
-        before it added."""
+        """Let these be all engines that `source` describes. Raises as `add`; the engines before
+        the wrong one are added."""
         names = [spec.name for spec in specs]
         for name, kept in list(self._kept.items()):
             if kept.source == source and name not in names:
@@ -126,26 +127,27 @@ class Fleet:
                 raise spec.fault(error) from None
 
     async def add(self, source: str, spec: InstanceSpec) -> bool:
-        """One more engine, or a new description of one; whether that changed anything.
+        """Add an engine, or replace its description. Returns whether anything changed.
 
-        Raises ConfigError where the description is wrong, Taken where another source has the name,
-        or another engine the URL.
+        Raises ConfigError if the description is wrong, Taken if another source has the name or
+        another engine the URL.
         """
         async with self._changing:
             return await self._add(source, spec.checked())
 
     async def check(self, source: str, spec: InstanceSpec) -> None:
-        """Raise what `add` would, and change nothing."""
+        """Raise what `add` would raise, but change nothing."""
         async with self._changing:
             await self._needs(source, spec.checked())
 
     async def _needs(self, source: str, spec: InstanceSpec) -> tuple[str, TextTools | None]:
-        """The key and the tokenizer of an engine that may be added. Raises as `add` does."""
+        """The API key and the tokenizer of an engine that may be added. Raises as `add`."""
         old = self._kept.get(spec.name)
         if old is not None and old.source != source:
             raise Taken(f"{spec.name} is described by {old.source}; choose another name", "name")
-        if old is None and len(self._kept) >= _MOST:
-            raise ConfigError(f"{_MOST} engines are the most that one gateway keeps", "instances")
+        if old is None and len(self._kept) >= _MAX_ENGINES:
+            what = f"a gateway has {_MAX_ENGINES} engines at most"
+            raise ConfigError(f"{what}; remove one first", "instances")
         key = self._environ.get(spec.api_key_env, "") if spec.api_key_env else ""
         if spec.api_key_env and not key:
             raise ConfigError(f"{spec.api_key_env} is not set in the environment", "api_key_env")
@@ -177,16 +179,16 @@ class Fleet:
         return True
 
     async def remove(self, source: str, name: str) -> None:
-        """Nothing new goes there; what it has it still finishes. Raises Unknown, Taken."""
+        """Send an engine nothing more; it finishes what it has. Raises Unknown, Taken."""
         async with self._changing:
             kept = self.removable(source, name)
             if kept is None:
                 raise Unknown(f"no engine is named {name}", "name")
             await self._remove(kept)
-            log.warning("%s: removed by %s; it gets nothing more", name, source)
+            log.warning("%s: removed by %s; no request is sent there any more", name, source)
 
     def removable(self, source: str, name: str) -> _Kept | None:
-        """What `source` describes under that name; None: nobody does. Raises Taken."""
+        """The engine of that name; None: there is none. Raises Taken: it is of another source."""
         kept = self._kept.get(name)
         if kept is not None and kept.source != source:
             raise Taken(f"{name} is described by {kept.source}; remove it there", "name")
@@ -200,7 +202,7 @@ class Fleet:
         await _stop(kept)
 
     async def close(self) -> None:
-        """Let go of all."""
+        """Stop all monitors."""
         kept, self._kept = self._kept, {}
         self._by_id.clear()
         for one in kept.values():
@@ -215,39 +217,38 @@ class Fleet:
         return self._texts[ref]
 
     def _check(self, member: Member, found: EngineFacts) -> EngineFacts:
-        """An engine must go with the others of its model that are up; adds what is doubtful of it.
-        Raises Mismatch."""
+        """Compare an engine with those of its model that are up: see handshake.beside."""
         others = [(it.member, it.facts) for it in self._of(found.model) if it.state == "up"]
         return beside(member, found, [(it, of) for it, of in others if of and it is not member])
 
-    # For the relay.
+    # For the driver.
 
     def member(self, instance: InstanceId) -> Member:
-        """The engine of an instance that has joined. Raises NobodyAlive where it is gone."""
+        """The engine of an instance that has joined. Raises NobodyAlive if it is gone."""
         monitor = self._by_id.get(instance)
         if monitor is None:
             raise NobodyAlive(f"instance {instance} is gone")
         return monitor.member
 
     def follows_events(self, model: str) -> bool:
-        """Whether instances of the model tell KV events: keys are then those of its tokens."""
-        for kept in self._kept.values():  # asked for every request
+        """Whether KV events of the model are followed: then block keys are made of its tokens."""
+        for kept in self._kept.values():  # a loop, since it runs for every request
             monitor = kept.monitor
             if monitor.feeds and monitor.facts is not None and monitor.facts.model == model:
                 return True
         return False
 
     def follows_events_of(self, instance: InstanceId) -> bool:
-        """Whether this instance does."""
+        """Whether KV events of this instance are followed."""
         monitor = self._by_id.get(instance)
         return monitor is not None and instance in monitor.feeds
 
     def text(self, model: str) -> TextTools | None:
-        """The model's tokenizer and template as its engines have them; None: not known here."""
+        """The tokenizer and template of the model's engines; None: they are not known here."""
         return next((it.tools for it in self._of(model) if it.tools is not None), None)
 
     def missed(self, keys: Sequence[BlockKey]) -> None:
-        """See observed.Observer."""
+        """See Observer."""
         self._reporter.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
 
     def began(
@@ -258,7 +259,7 @@ class Fleet:
         predicted: Tokens,
         streams: bool = True,
     ) -> WatchedCall:
-        """See observed.Observer."""
+        """See Observer."""
         monitor = self._by_id.get(instance)
         watch = None if monitor is None else monitor.watches.get(instance)
         now_us = self._conductor.now_us
@@ -268,14 +269,14 @@ class Fleet:
         monitors = [kept.monitor for kept in self._kept.values()]
         return [it for it in monitors if it.facts is not None and it.facts.model == model]
 
-    # For people and programs.
+    # For operators.
 
     def monitors(self) -> list[tuple[str, EngineMonitor]]:
         """(source, monitor) of every engine, in order of name."""
         return [(kept.source, kept.monitor) for _, kept in sorted(self._kept.items())]
 
     def alarms(self) -> list[str]:
-        """What somebody should look at, in words."""
+        """What an operator should look at, as sentences."""
         found: list[str] = []
         if not self._kept:
             found.append("no engines are known")
@@ -290,8 +291,9 @@ class Fleet:
             for instance, watch in monitor.watches.items():
                 if watch.unsaid >= _SILENT and not watch.said:
                     found.append(
-                        f"{instance}: replies do not say what was cached, so nothing confirms what "
-                        f"it is taken to hold: start it with {_TELLS[monitor.member.spec.engine]}"
+                        f"{instance}: replies do not report cached tokens, so the gateway cannot"
+                        " check what the instance should hold: start the engine with"
+                        f" {_REPORT_FLAG[monitor.member.spec.engine]}"
                     )
             for instance, feed in monitor.feeds.items():
                 found += [f"{instance}: {text}" for text in _of_feed(feed.counts())]
@@ -299,31 +301,33 @@ class Fleet:
             if not view.trust.trusted:
                 share = f"{100 * view.trust.share:.0f}%"
                 found.append(
-                    f"{view.info.id}: finds less cached than is claimed: {share} of it counts"
+                    f"{view.info.id}: finds less cached than its events claim: {share} of it counts"
                 )
         found += [f"{_several(names)}: {text}" for text, names in warned.items()]
         found += self._halves()
         if self._index_empty():
-            found.append("the index is empty though engines tell events and have served requests")
+            found.append(
+                "the prefix index is empty, although engines with KV events have served requests"
+            )
         return found
 
     def _halves(self) -> list[str]:
-        """Engines that serve nobody, since their other half is not described."""
+        """Alarms of prefill engines without a decode engine, and the other way round."""
         specs = [(kept.monitor.member.spec, kept.monitor.facts) for kept in self._kept.values()]
         known: dict[tuple[str, str], set[str]] = {}
-        """What those of a role and a connector serve; "": it did not say yet."""
+        """The models that engines of a role and a connector serve; "": not known yet."""
         for it, of in specs:
             key = it.role, it.connector
             known.setdefault(key, set()).add(of.model if of else it.model)
-        said = []
+        alarms = []
         for spec, of in specs:
             other = {"prefill": "decode", "decode": "prefill"}.get(spec.role)
             model = of.model if of else spec.model
             served = known.get((other or "", spec.connector), set())
             if other is not None and not (served & {model, ""} if model else served):
                 what = f"no {other} engine of its model has connector {spec.connector}"
-                said.append(f"{spec.name}: {what}: it serves nobody")
-        return said
+                alarms.append(f"{spec.name}: {what}: it serves no request")
+        return alarms
 
     def _index_empty(self) -> bool:
         views = self._conductor.views()
@@ -332,18 +336,18 @@ class Fleet:
 
 
 def _several(names: list[str]) -> str:
-    """Engines of whom the same is said."""
+    """The engines that share an alarm."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _of_feed(counts: FeedCounts) -> list[str]:
     if counts.fault:
-        remedy = "but its cache's have another size; set events: off"
-        return [f"its events are not used: {counts.fault}, {remedy}"]
+        remedy = "but the engine reports another block size; set events: off"
+        return [f"its KV events are not used: {counts.fault}, {remedy}"]
     if not counts.connected:
-        return ["its events do not come: what it holds is not known"]
-    return [] if counts.trusted else ["events were lost: what it holds is not wholly known"]
+        return ["no connection for its KV events: what it holds is not known"]
+    return [] if counts.trusted else ["KV events were lost: what it holds is not fully known"]
 
 
 def _ended(task: asyncio.Task[None]) -> None:

@@ -1,7 +1,7 @@
-"""One foreign engine as those who call it see it: address, key, who it is for its connector.
+"""Member: the address, API key and connector identity of one external engine.
 
-Made and kept by Fleet; the relay reads it and may have its bootstrap asked again. A member whose
-engine restarted is the same object: what it says is always of the newest start.
+Fleet makes and keeps it. The driver reads it, and may have its bootstrap server asked again. The
+object stays the same when its engine restarts, and then describes the newest start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ASK_S = 5.0
 
 
 class Mismatch(MoonserveError):
-    """The engine is not what it was described to be, or does not go with the others."""
+    """The engine differs from its description, or does not fit the others of its model."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -32,7 +32,7 @@ class Mismatch(MoonserveError):
 
 
 class _Rank(msgspec.Struct):
-    """What the bootstrap server says of one data-parallel rank."""
+    """The bootstrap server's answer about one data-parallel rank."""
 
     engine_id: str
 
@@ -44,13 +44,13 @@ class Member:
         self.spec = spec
         self.url = spec.url.rstrip("/")
         self.headers: Mapping[str, str] = bearer(api_key)
-        """To be sent with every call."""
+        """Headers of every call."""
         self.bootstrap = spec.bootstrap_url()
-        """As mooncake's decode side is told it; empty where there is none."""
+        """Address that Mooncake's decode side gets; empty: there is none."""
         self.infos: dict[InstanceId, InstanceInfo] = {}
-        """Its instances as they joined; empty while it is not used."""
+        """Its instances as they joined; empty while the engine is not used."""
         self.changed = False
-        """Whether the bootstrap server named other engines than before: it is a new process."""
+        """Whether the bootstrap server named other engine ids than before: it is a new process."""
         self._http = http
         self._engine_ids: dict[int, str] = {}
         self._loading: asyncio.Task[Page] | None = None
@@ -69,16 +69,16 @@ class Member:
         )
 
     def engine_id(self, dp_rank: int | None) -> str:
-        """Mooncake's name for that rank's engine. EngineFailed where its bootstrap named none."""
+        """Mooncake's id of that rank's engine. Raises EngineFailed: the bootstrap named none."""
         found = self._engine_ids.get(dp_rank or 0)
         if found is None:
             raise EngineFailed(f"{self.bootstrap}/query names no engine of rank {dp_rank or 0}")
         return found
 
     async def requery(self) -> bool:
-        """Ask the bootstrap server who its engines are; whether that has changed.
+        """Ask the bootstrap server for its engine ids. Returns whether they have changed.
 
-        Those who ask at once share one call. Raises EngineFailed where there is no answer.
+        Concurrent callers share one call. Raises EngineFailed: there is no answer.
         """
         if self._asking is None:
             self._asking = asyncio.create_task(self._query())
@@ -89,8 +89,8 @@ class Member:
         return changed
 
     async def load(self) -> Page:
-        """Its metrics as they are now; those who ask at once share one call. Raises as HttpClient,
-        and EngineFailed where it gives none."""
+        """The engine's metrics now. Concurrent callers share one call. Raises as HttpClient, and
+        EngineFailed if the engine gives none."""
         if self._loading is None:
             self._loading = asyncio.create_task(self._load())
             self._loading.add_done_callback(self._loaded)
@@ -99,7 +99,7 @@ class Member:
     def _loaded(self, task: asyncio.Task[Page]) -> None:
         self._loading = None
         if not task.cancelled():
-            task.exception()  # whoever still waits is told; nobody may
+            task.exception()  # callers get it; mark it as seen if there are none
 
     async def _load(self) -> Page:
         reply = await self.ask("/metrics")
@@ -110,7 +110,7 @@ class Member:
     def _answered(self, task: asyncio.Task[dict[int, str]]) -> None:
         self._asking = None
         if not task.cancelled():
-            task.exception()  # whoever still waits is told; nobody may
+            task.exception()  # callers get it; mark it as seen if there are none
 
     async def _query(self) -> dict[int, str]:
         url = f"{self.bootstrap}/query"

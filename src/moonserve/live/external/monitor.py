@@ -1,7 +1,7 @@
-"""Keeps one foreign engine known to the Conductor: asks it, joins it, watches it, gives it up.
+"""EngineMonitor: asks one external engine, joins it to the Conductor, watches it, gives it up.
 
-One task per engine, by Fleet. What clients' calls come to does not matter here: an engine is up
-while it answers GET /health, and is what the handshake found until its process is another one.
+Fleet runs one task per engine. The outcome of clients' calls does not matter here: an engine is up
+while it answers GET /health, and keeps the facts of its handshake until its process changes.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _TIERS: tuple[Tier, ...] = ("device", "dram", "disk")
 _MAX_SEQS = 256
 _CHUNK_TOKENS = 8_192
 _LEAST_GAPS = 16
-"""Between two looks, for a mean that says something."""
+"""Gaps between tokens that must lie between two polls, for a meaningful mean."""
 
 
 class Times(msgspec.Struct, frozen=True):
-    """How often an engine is asked, and what that says."""
+    """How often a monitor polls its engine, and when it gives the engine up."""
 
     poll_s: float = 1.0
-    """Between two looks at an engine's health and load."""
+    """Between two polls of an engine's health and load."""
     answer_s: float = 5.0
-    """A later answer is none. An engine under load may be slow to say that it is well."""
+    """Deadline of an answer. An engine under load may answer slowly."""
     failures: int = 3
-    """So many looks in a row without an answer: the engine is lost."""
+    """Polls in a row without an answer after which the engine is lost."""
     retry_s: float = 5.0
-    """Between two handshakes with an engine that is refused as it is."""
+    """Between two handshakes with an engine that was refused."""
 
     @property
     def longest_s(self) -> float:
-        """From a sign of life to the time when an engine is given up, at most."""
-        asked = 2  # after its health, whether it takes our key
+        """The longest time from an engine's last answer until it is given up."""
+        asked = 2  # GET /health, then GET /v1/models with our key
         return self.failures * (self.poll_s + asked * self.answer_s) + 1.0
 
 
 class EngineMonitor:
-    """One engine's standing. `run` never returns; cancel it, then `close`."""
+    """The state of one engine. `run` never returns: cancel it, then `close`."""
 
     def __init__(
         self,
@@ -70,14 +70,15 @@ class EngineMonitor:
         check: Callable[[Member, EngineFacts], EngineFacts],
         follow: Follow | None,
     ) -> None:
-        """`check`: Fleet's, raises Mismatch; `tools`: of its
-        tokenizer, None where there is none."""
-        self.member, self.tools = member, tools
+        """`tools`: of the engine's tokenizer, None: it has none here; `check`: raises Mismatch if
+        the engine does not fit the others of its model; `follow`: None: do not follow events."""
+        self.member = member
+        self.tools = tools
         self.state: State = "asking"
         self.why = ""
-        """Why it is not up."""
+        """Why the engine is not up."""
         self.facts: EngineFacts | None = None
-        """At the last handshake that went well."""
+        """From the last handshake that succeeded."""
         self.watches: dict[InstanceId, Watch] = {}
         self.feeds: dict[InstanceId, Feed] = {}
         self.epoch = 0
@@ -86,12 +87,12 @@ class EngineMonitor:
         self._check = check
         self._follow = follow
         self._said: dict[InstanceId, RankPage] = {}
-        """Load at the last look."""
+        """Load of each instance at the last poll."""
         self._new_process = False
-        """Something showed that the engine's process is another one than was asked."""
+        """Whether the engine's process is another one than at the handshake."""
 
     async def run(self) -> None:
-        """Ask, join, watch, and again from the start whenever it is lost or another process."""
+        """Handshake, join and watch; again from the start when the engine is lost or restarted."""
         while True:
             try:
                 found = await handshake(self.member, self.tools)
@@ -106,13 +107,13 @@ class EngineMonitor:
                 await self._leave(state, str(error))
                 await asyncio.sleep(self._times.poll_s)
             except Exception as error:
-                # A bug, perhaps by what one engine said: it must not keep the engine out for ever.
-                log.exception("%s: bug while keeping it", self.member.spec.name)
-                await self._leave("lost", f"a bug of the gateway's: {error!r}")
+                # A bug, perhaps because of this engine's answer, must not keep it out for ever.
+                log.exception("%s: bug while monitoring it", self.member.spec.name)
+                await self._leave("lost", f"bug in the gateway: {error!r}")
                 await asyncio.sleep(self._times.retry_s)
 
     async def close(self) -> None:
-        """Goodbye: nothing new goes there; what it has it still finishes. Its blocks are gone."""
+        """Send the engine nothing more and forget its blocks. It still finishes what it has."""
         await self._close_feeds()
         self._forget(self.epoch + 1, "")
 
@@ -144,22 +145,25 @@ class EngineMonitor:
                 how = "restarted"
             began_ms = int(1_000 * (started_s or time.time()))
             self.epoch = max(self.epoch + 1, began_ms)
-            self._new_process, self.member.changed = True, False
+            self._new_process = True
+            self.member.changed = False
         for text in found.warnings if last is None or last.warnings != found.warnings else ():
             log.warning("%s: %s", self.member.spec.name, text)
         level = logging.WARNING if how == "restarted" else logging.INFO
         said = (self.member.spec.name, how, self.epoch, self.member.url, found.model)
         log.log(level, "%s: %s (epoch %d) at %s, model %s", *said)
-        self.facts, self.state, self.why = found, "up", ""
+        self.facts = found
+        self.state = "up"
+        self.why = ""
         infos = {it.id: it for it in map(self._info, range(self.member.spec.dp_size))}
         self.member.infos = infos
         self._conductor.tell(*map(Joined, infos.values()))
         if not same:
             await self._begin(found)
-            self._new_process = False  # not before: what fails in there is done again
+            self._new_process = False  # only now: if _begin fails, it must run again
 
     async def _begin(self, found: EngineFacts) -> None:
-        """What was known of an earlier process counts no more; follow the new one's events."""
+        """Forget what was known of an earlier process, and follow the events of the new one."""
         await self._close_feeds()
         chunk = self.member.spec.chunk_tokens or _CHUNK_TOKENS
         self._said.clear()
@@ -199,7 +203,7 @@ class EngineMonitor:
     # Watching.
 
     async def _watch(self, found: EngineFacts) -> None:
-        """Return when it is lost, or may be another process."""
+        """Return when the engine is lost, or may be another process."""
         failures = 0
         while True:
             await asyncio.sleep(self._times.poll_s)
@@ -216,22 +220,22 @@ class EngineMonitor:
             if started_s is not None and started_s != found.started_s:
                 return
             if any(instance not in self._conductor.views() for instance in self.member.infos):
-                return  # somebody else gave it up
+                return  # the Conductor gave it up
             self._beat(page)
 
     async def _healthy(self) -> str | None:
-        """None, or why it is not."""
+        """None if the engine is healthy, else why it is not."""
         try:
             timeout_s = self._times.answer_s
             reply = await self.member.ask("/health", timeout_s=timeout_s)
-            if reply.status == 200:  # which needs no key: calls do
+            if reply.status == 200:  # needs no key, but calls do
                 await models(self.member, timeout_s)
         except MoonserveError as error:
             return str(error)
         return None if reply.status == 200 else f"GET /health answered {reply.status}"
 
     async def _page(self) -> Page:
-        """Its metrics; nothing where it gives none."""
+        """The engine's metrics; an empty page if it gives none."""
         try:
             timeout_s = self._times.answer_s
             reply = await self.member.ask("/metrics", timeout_s=timeout_s)
@@ -261,8 +265,11 @@ class EngineMonitor:
             self._conductor.tell(Beat(info.id, info.epoch, load))
 
     def _steps(self, info: InstanceInfo, said: RankPage, view: InstanceView) -> list[PassSample]:
-        """Decode passes by the engine's own account of times between tokens: where all its passes
-        are such, and as many ran before as now. It counts those too whose replies do not stream."""
+        """The engine's decode passes since the last poll, from its own times between tokens.
+
+        Only for decode instances that run as many requests as at the last poll. The engine's times
+        include requests whose replies do not stream.
+        """
         before = self._said.get(info.id)
         self._said[info.id] = said
         if info.role != "decode" or before is None or before.running != said.running:
@@ -277,11 +284,12 @@ class EngineMonitor:
     # Leaving.
 
     async def _leave(self, state: State, why: str) -> None:
-        """It is not used, or not any more; what it has is broken off."""
+        """The engine is not used from now on; its running calls are cut off."""
         if (state, why) != (self.state, self.why):
             level = logging.INFO if state == "asking" and self.why else logging.WARNING
             log.log(level, "%s: %s: %s", self.member.spec.name, state, why)
-        self.state, self.why = state, why
+        self.state = state
+        self.why = why
         for info in self.member.infos.values():
             self._conductor.tell(Left(info.id, info.epoch, why))
         if state == "refused":
@@ -299,6 +307,6 @@ class EngineMonitor:
         return [BlocksCleared(segment, tier, epoch) for tier in _TIERS]
 
     async def _close_feeds(self) -> None:
-        while self.feeds:  # cancelled in here, `close` comes back for the rest
+        while self.feeds:  # if this is cancelled, `close` closes the rest
             await next(reversed(self.feeds.values())).close()
             self.feeds.popitem()

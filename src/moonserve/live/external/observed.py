@@ -1,7 +1,8 @@
-"""What the relay tells of each call to a foreign engine, as it goes on.
+"""What the gateway reports of each call to an external engine while it runs.
 
-`Observer.began` when a call is sent, then on the OutgoingCall it gives: `answered` at the first
-byte of its reply, `count` raised with every token, and `ended` on every path.
+The driver calls `Observer.began` when it sends a call. On the OutgoingCall that it gets, it calls
+`answered` at the first byte of the reply, raises `count` with every token, and calls `ended` in any
+case.
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ from moonserve.core.units import BlockKey, InstanceId, Tokens
 
 
 class OutgoingCall(Protocol):
-    """One call that is out."""
+    """One call that was sent and has not ended."""
 
     count: Tokens
-    """Tokens that have come; raised by the caller as they do."""
+    """Tokens that have arrived; the caller raises it."""
 
     def answered(self, cached: Tokens | None) -> None:
-        """The first token is there. cached: prompt tokens reused, as the engine says it, or None:
-        it did not say. Where usage comes at the end, say None here and give it to `ended`.
-        For a reply that comes at once, with all its tokens, `count` is set before.
+        """The first token has arrived.
+
+        cached: prompt tokens that the engine says it reused; None: it has not said it yet. If usage
+        comes at the end of the reply, pass it to `ended`. If all tokens come at once, set `count`
+        first.
         """
 
     def ended(self, cached: Tokens | None = None) -> None:
-        """The call is over, however; a second time is of no effect."""
+        """The call has ended, with or without success. A second call changes nothing."""
 
 
 class Observer(Protocol):
-    """Who takes note; Fleet does."""
+    """What learns from calls: the Fleet."""
 
     def missed(self, keys: Sequence[BlockKey]) -> None:
-        """Not found in the store that engines share, by one that was taken to find them."""
+        """An engine did not find these blocks in the shared store, although it was expected to."""
 
     def began(
         self,
@@ -43,6 +46,8 @@ class Observer(Protocol):
         predicted: Tokens,
         streams: bool = True,
     ) -> OutgoingCall:
-        """A call goes out now. prompt: its length; predicted: the part that is taken to be cached
-        there (Decision.reused_tokens); streams: whether its tokens come one by one.
+        """A call is sent now.
+
+        prompt: its length; predicted: how much of it should be cached there
+        (Decision.reused_tokens); streams: whether its tokens come one by one.
         """

@@ -1,7 +1,7 @@
-"""What an engine's /metrics page says that matters here: its load, its cache, when it started.
+"""Reads an engine's /metrics page: its load, its cache's configuration, and when it started.
 
-Read every second of every engine, so only a few lines of it are looked at. The names are vLLM's
-(0.6 to 0.32) and SGLang's; a page without them gives nothing, and is no error.
+EngineMonitor reads a page per engine every second, so only a few lines of it are parsed. The names
+are those of vLLM 0.6 to 0.32 and of SGLang. A page without them is empty, and no error.
 """
 
 from __future__ import annotations

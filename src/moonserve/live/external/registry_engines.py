@@ -1,8 +1,8 @@
-"""Foreign engines in a registry: put there by people or by whoever runs them, for all gateways.
+"""RegistryEngines: the external engines that are in a registry, for all gateways.
 
-`Found` is for a gateway that has a fleet. What cannot be read or used is named in the log, once,
-and the others are used; the registry's own absence changes nothing. What a gateway is told over
-HTTP it puts there, like `moonserve register`.
+Operators, or whatever starts the engines, put entries there (`moonserve register`), and so does a
+gateway that gets a description over HTTP. An entry that cannot be used is logged once, and the
+others are used. While the registry is away, nothing changes here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 SOURCE = "the registry"
 _POLL_S = 0.1
 _USED_S = 2.0
-"""What was put there is used here within this time, or the fault is not ours to wait for."""
+"""How long a gateway waits until it uses what it put there itself."""
 
 
 async def register(registry: Registry, specs: Sequence[InstanceSpec]) -> dict[str, str | None]:
-    """Have these engines there until somebody removes them; all that are new or were changed by
-    that, each with the URL that its name had before.
+    """Put these engines into the registry until somebody removes them.
 
-    Raises ConfigError where one is there under another name, and RegistryError.
+    Returns those that are new or have changed, each with the URL that its name had before. Raises
+    ConfigError if one is there under another name, and RegistryError.
     """
     entries = await registry.read(ENGINES)
     before = {key.removeprefix(ENGINES): value for key, value in entries.items()}
@@ -56,7 +56,7 @@ async def register(registry: Registry, specs: Sequence[InstanceSpec]) -> dict[st
 
 
 def _url(entry: bytes) -> str:
-    """Of an entry that anybody may have written."""
+    """The URL in an entry that anybody may have written."""
     try:
         return msgspec.json.decode(entry, type=_Addressed).url
     except UNREADABLE:
@@ -75,17 +75,17 @@ class RegistryEngines:
         self._fleet = fleet
         self._read = asyncio.Event()
         self._news = asyncio.Event()
-        """Set, and made anew, when entries have been taken up."""
+        """Set, and replaced by a new event, each time that entries were read."""
         self._used: dict[str, bytes] = {}
         self._unused: dict[str, str] = {}
-        """By name, why an entry is not used."""
+        """Name -> why its entry is not used."""
 
     def alarms(self) -> list[str]:
         """What is wrong with the entries of the registry."""
         return list(self._unused.values())
 
     async def follow(self) -> None:
-        """Keep the fleet's engines from there as they are described there, for ever."""
+        """Keep the fleet's engines as the registry describes them. Never returns."""
         used = self._used
         async for entries in self._registry.watch(ENGINES):
             found = {key.removeprefix(ENGINES): value for key, value in entries.items()}
@@ -107,7 +107,7 @@ class RegistryEngines:
                 raise ConfigError(f"is {spec.name!r}, its key says {name!r}", "name")
             await self._fleet.add(SOURCE, spec.untrusted())
         except (ConfigError, BadRequest) as error:
-            kept = "; what it was before is" if name in self._used else ""
+            kept = "; the earlier entry is still used" if name in self._used else ""
             why = f"registry: {ENGINES}{name} is not used: {error}{kept}"
             if self._unused.get(name) != why:
                 log.warning("%s", why)
@@ -117,9 +117,10 @@ class RegistryEngines:
             self._unused.pop(name, None)
 
     async def put(self, specs: Sequence[InstanceSpec]) -> list[str]:
-        """Have these there for all gateways, and used here; the names of those that changed.
+        """Put these engines into the registry, for all gateways, and wait until they are used here.
 
-        Raises what Fleet.add raises, and RegistryError; nothing is there then of any.
+        Returns the names of those that changed. Raises as Fleet.add, and RegistryError; then none
+        of them is put there.
         """
         for spec in specs:
             try:
@@ -132,10 +133,11 @@ class RegistryEngines:
         return changed
 
     async def remove(self, name: str) -> bool:
-        """Have no gateway use it any more; whether it was there. Raises Taken, RegistryError."""
+        """Let no gateway use the engine any more. Returns whether it was there. Raises Taken,
+        RegistryError."""
         self._fleet.removable(SOURCE, name)
         found = await self._registry.remove(ENGINES + name)
-        found = found or name in self._used  # it had been lost there
+        found = found or name in self._used  # the registry had lost it
         await self._until(lambda: name not in self._used)
         return found
 
@@ -143,14 +145,14 @@ class RegistryEngines:
         return self._used.get(name) == value or name in self._unused
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        """Wait for what this gateway is told of its own doing, a little: it may be cut off."""
+        """Wait until this gateway has read its own change; not long, the registry may be away."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_USED_S):
                 while not true():
                     await self._news.wait()
 
     async def settled(self) -> None:
-        """Return once all have been asked, and those that tell events have told everything."""
+        """Return once every engine was asked, and all events of those that publish are known."""
         await self._read.wait()
         while True:
             if all(_standing(monitor) for _, monitor in self._fleet.monitors()):

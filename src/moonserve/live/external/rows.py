@@ -1,4 +1,7 @@
-"""The fleet as people and programs see it: rows of GET /api/instances, and metrics."""
+"""What the fleet shows of its engines: rows for GET /api/instances, and metrics.
+
+Called by control.engines_api and by Prometheus. Nothing here changes the fleet.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,20 @@ from moonserve.live.kvevents.follower import FeedCounts
 from moonserve.live.ports import ClusterRead
 
 _COUNTS = (
-    ("events_batches", "Batches of KV events that came.", "batches"),
+    ("events_batches", "Batches of KV events that arrived.", "batches"),
     ("events_gaps", "Times that batches of KV events were missing.", "gaps"),
-    ("events_resets", "Times that all known of an instance's KV was forgotten.", "resets"),
-    ("events_orphans", "Blocks left out, since what is before them was never told.", "orphans"),
-    ("events_malformed", "Messages that were no KV events.", "malformed"),
+    ("events_resets", "Times that all known blocks of an instance were forgotten.", "resets"),
+    (
+        "events_orphans",
+        "Blocks left out because the blocks before them were never reported.",
+        "orphans",
+    ),
+    ("events_malformed", "Messages that could not be read as KV events.", "malformed"),
 )
 
 
 def rows(fleet: Fleet) -> dict[InstanceId, dict[str, Any]]:
-    """By instance, what only the fleet knows; those that are not used included."""
+    """What only the fleet knows of each instance, also of those that are not used."""
     found = {}
     for source, monitor in fleet.monitors():
         for instance in monitor.member.spec.ids():
@@ -34,7 +41,8 @@ def rows(fleet: Fleet) -> dict[InstanceId, dict[str, Any]]:
 
 
 def _row(source: str, monitor: EngineMonitor, instance: InstanceId) -> dict[str, Any]:
-    spec, said = monitor.member.spec, monitor.facts
+    spec = monitor.member.spec
+    facts = monitor.facts
     feed = monitor.feeds.get(instance)
     return {
         "id": instance,
@@ -44,25 +52,25 @@ def _row(source: str, monitor: EngineMonitor, instance: InstanceId) -> dict[str,
         "role": spec.role,
         "connector": spec.connector,
         "url": spec.url,
-        "model": spec.model if said is None else said.model,
+        "model": spec.model if facts is None else facts.model,
         "state": monitor.state,
         "why": monitor.why,
-        "warnings": [] if said is None else said.warnings,
-        "version": "" if said is None else said.version,
-        "hash_algorithm": "" if said is None else said.hash_algorithm,
-        "events": feed.counts() if feed is not None else "off" if said is not None else "",
+        "warnings": [] if facts is None else facts.warnings,
+        "version": "" if facts is None else facts.version,
+        "hash_algorithm": "" if facts is None else facts.hash_algorithm,
+        "events": feed.counts() if feed is not None else "off" if facts is not None else "",
     }
 
 
 class FleetMetrics(Collector):
-    """Per instance: up, trusted, what became of its events, hits as predicted and as they were."""
+    """Per instance: whether it is up and trusted, its event counts, predicted and real hits."""
 
     def __init__(self, fleet: Fleet, conductor: ClusterRead) -> None:
         self._fleet = fleet
         self._conductor = conductor
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
+        """Called by the metrics registry."""
         monitors = [
             (instance, monitor)
             for _, monitor in self._fleet.monitors()
@@ -77,7 +85,7 @@ class FleetMetrics(Collector):
         )
         yield _gauge(
             "instance_events",
-            "Whether its KV events are followed; 0: what it holds is guessed.",
+            "Whether its KV events are followed; 0: the gateway guesses what it holds.",
             [(i, float(i in feeds)) for i, _ in monitors],
         )
         yield _gauge(
@@ -95,21 +103,21 @@ class FleetMetrics(Collector):
     def _of_views(self, views: list[InstanceView]) -> Iterable[Metric]:
         yield _gauge(
             "instance_trust",
-            "The part of what it claims to hold that counts; 1: it is trusted.",
+            "The share of its claims to hold blocks that counts; 1: it is trusted.",
             [(view.info.id, view.trust.share) for view in views],
         )
         yield _gauge(
             "instance_others",
-            "Requests there that others sent.",
+            "Requests there that did not come from this gateway.",
             [
                 (view.info.id, float(view.external.waiting + view.external.running))
                 for view in views
             ],
         )
         for name, text, field in (
-            ("hit_predicted", "Prompt tokens taken to be cached there.", "claimed"),
-            ("hit_confirmed", "Of these, those that were.", "found"),
-            ("hit_unpredicted", "Prompt tokens cached there beyond that.", "unclaimed"),
+            ("hit_predicted", "Prompt tokens predicted to be cached there.", "claimed"),
+            ("hit_confirmed", "Predicted tokens that were cached.", "found"),
+            ("hit_unpredicted", "Cached prompt tokens that were not predicted.", "unclaimed"),
         ):
             full = f"moonserve_instance_{name}_tokens"
             family = CounterMetricFamily(full, text, labels=("instance",))

@@ -1,7 +1,7 @@
-"""What only SGLang says of itself, and whether that is what it was described to be.
+"""What only SGLang reports of itself, and whether it agrees with the engine's description.
 
-By the handshake. The names are those of SGLang's own server arguments. What of SGLang was run here:
-docs/explanation/external-engines.md.
+Called by the handshake. The names are those of SGLang's server arguments. Which parts of SGLang
+were run against this code: docs/explanation/external-engines.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ServerInfo(msgspec.Struct):
 
 
 def check(member: Member, server: ServerInfo, warnings: list[str]) -> None:
-    """Whether it was started as the half that it is described as. Raises Mismatch."""
+    """Check that it was started in the role of its description. Raises Mismatch."""
     spec, mode = member.spec, server.disaggregation_mode
     if not server.enable_cache_report:
         warnings.append("replies do not say what was cached: start it with --enable-cache-report")
@@ -41,7 +41,8 @@ def check(member: Member, server: ServerInfo, warnings: list[str]) -> None:
             "it so",
             "role",
         )
-    port, told = server.disaggregation_bootstrap_port, urlsplit(member.bootstrap).port
-    if member.bootstrap and not spec.bootstrap and port not in (None, told):
+    port = server.disaggregation_bootstrap_port
+    assumed = urlsplit(member.bootstrap).port
+    if member.bootstrap and not spec.bootstrap and port not in (None, assumed):
         where = f"http://{urlsplit(member.url).hostname}:{port}"
         raise Mismatch(f"its bootstrap server is at port {port}: set it to {where}", "bootstrap")

@@ -1,7 +1,7 @@
-"""What a cluster's owner says of one foreign engine (vLLM, SGLang): where it is, what it is for.
+"""InstanceSpec: the description of one external engine (vLLM, SGLang), its address and its role.
 
-The same struct whether it comes from the cluster file, from flags, over HTTP or from a registry;
-live/fleet asks the engine itself for the rest. Nothing here asks or opens anything.
+The cluster file, flags, HTTP and the registry all have the same struct. The handshake asks the
+engine for the rest. Nothing here opens a connection.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine: Literal["vllm", "sglang"] = "vllm"
     role: Role = "both"
     connector: Handover = "none"
-    """How KV gets from a prefill instance to a decode instance; none: it serves whole requests."""
+    """How KV moves from a prefill to a decode instance; none: it serves whole requests."""
     model: str = ""
-    """As the engine serves it; empty: the one that it serves."""
+    """The name under which the engine serves it; empty: the only one that it serves."""
     tokenizer: str = ""
-    """Model files (name, folder or .gguf) to make its tokens by; needed where it tells events."""
+    """Model files (name, folder or .gguf) of its tokenizer; needed to follow its KV events."""
     block_size: _Count | None = None
     """Tokens per KV block; None: as the engine says."""
     rack: str = ""
     bootstrap: str = ""
-    """Where mooncake's or sglang's prefill side is asked who it is; empty: its host, port 8998."""
+    """URL of Mooncake's or SGLang's bootstrap server; empty: the engine's host, port 8998."""
     dp_size: _Ranks = 1
-    """Data-parallel ranks behind the address; rank N tells its events on the port N higher."""
+    """Data-parallel ranks behind the address; rank N publishes its events on the port N higher."""
     events: str = "auto"
-    """Where rank 0 publishes KV events, such as tcp://10.0.0.5:5557; off; auto: at port 5557 of
-    its host if somebody listens there."""
+    """Where rank 0 publishes KV events, such as tcp://10.0.0.5:5557; off: events are not followed;
+    auto: at port 5557 of its host, if that accepts connections."""
     replay: str = ""
     """Where rank 0 replays them; empty: nowhere."""
     topic: str = ""
-    """Of its events; empty: all."""
+    """The topic of its events; empty: all."""
     api_key_env: str = ""
-    """Environment variable with the key that the engine asks for; empty: none."""
+    """Environment variable that holds the engine's API key; empty: it needs none."""
     max_seqs: _Count | None = None
     """Requests in one pass; None: 256."""
     chunk_tokens: _Count | None = None
@@ -68,30 +68,32 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_len: _Count | None = None
     """Prompt and output together; None: as the engine says."""
     shared_store: bool = False
-    """Whether its prefill also loads KV that others put into a pool (Mooncake Store connector)."""
+    """Whether its prefill also loads KV from a store that engines share (Mooncake Store)."""
 
     def checked(self) -> InstanceSpec:
-        """Itself. Raises ConfigError naming field and remedy where fields contradict each other."""
+        """The same. Raises ConfigError, with field and remedy, if fields contradict each other."""
         if not _NAME.fullmatch(self.name):
             remedy = "use 1 to 64 letters, digits, dots, dashes and underscores, "
             remedy += "beginning with a letter or digit"
-            raise ConfigError(f"{self.name!r} is no name; {remedy}", "name")
+            raise ConfigError(f"{self.name!r} is not a valid name; {remedy}", "name")
         _http(self.url, "url")
         if self.url.rstrip("/").endswith("/v1"):
-            raise ConfigError(f"{self.url!r} is too much; leave out /v1", "url")
+            raise ConfigError(f"{self.url!r} ends with /v1; leave that out", "url")
         if self.bootstrap:
             _http(self.bootstrap, "bootstrap")
         if self.role != "both" and self.connector == "none":
-            remedy = "say connector: nixl or mooncake (sglang: sglang), or role: both"
-            raise ConfigError(f"role {self.role} needs a way to hand KV on; {remedy}", "connector")
+            remedy = "set connector to nixl or mooncake (sglang: sglang), or role to both"
+            raise ConfigError(f"role {self.role} needs a way to move KV; {remedy}", "connector")
         if (self.engine == "sglang") != (self.connector == "sglang") and self.connector != "none":
             remedy = f"with engine: {self.engine} use " + (
                 "sglang or none" if self.engine == "sglang" else "nixl, mooncake or none"
             )
-            raise ConfigError(f"{self.connector} is not spoken by it; {remedy}", "connector")
+            raise ConfigError(
+                f"{self.engine} does not have {self.connector}; {remedy}", "connector"
+            )
         if self.api_key_env and not _VARIABLE.fullmatch(self.api_key_env):
             remedy = "name the environment variable that holds the key, never the key itself"
-            raise ConfigError(f"is no variable's name; {remedy}", "api_key_env")
+            raise ConfigError(f"is not the name of a variable; {remedy}", "api_key_env")
         if self.events not in ("auto", "off"):
             check_tcp(self.events, "events", self.dp_size)
         if self.replay:
@@ -99,44 +101,47 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if self.events == "off":
                 raise ConfigError("leave it out with events: off", "replay")
         if self.events not in ("auto", "off") and not self.tokenizer:
-            remedy = "name the model's files (catalog name, folder or .gguf), or say events: off"
+            remedy = "name the model's files (catalog name, folder or .gguf), or set events: off"
             raise ConfigError(f"is needed to read KV events; {remedy}", "tokenizer")
         return self
 
     def untrusted(self) -> InstanceSpec:
-        """Itself, as somebody tells it who is not the gateway's owner. Raises ConfigError where it
-        would have a variable sent to its URL that is not there for that."""
+        """The same, for a description that does not come from the gateway's operator.
+
+        Raises ConfigError if it names an environment variable that is not an engine's key: the
+        gateway would send its value to the described URL.
+        """
         if self.api_key_env and not self.api_key_env.startswith(_KEYS):
             remedy = f"name one that begins with {_KEYS}, or describe it in the cluster file"
             raise ConfigError(
-                f"{self.api_key_env} is not for others to use; {remedy}", "api_key_env"
+                f"{self.api_key_env} may not be sent to an engine; {remedy}", "api_key_env"
             )
         return self
 
     def fault(self, error: ConfigError) -> ConfigError:
-        """The same, said of it among others."""
+        """The error with the engine's name in its field."""
         what = str(error).removeprefix(f"{error.field}: ")
         return ConfigError(what, f"{self.name}.{error.field}")
 
     def place(self) -> str:
-        """Its URL as every spelling of it has it."""
+        """Its URL in one spelling; see `normal`."""
         return normal(self.url)
 
     def ids(self) -> list[InstanceId]:
-        """Its instances, one per data-parallel rank, in their order."""
+        """Its instances, one per data-parallel rank, in the order of ranks."""
         if self.dp_size == 1:
             return [InstanceId(self.name)]
         return [InstanceId(f"{self.name}/dp{rank}") for rank in range(self.dp_size)]
 
     def bootstrap_url(self) -> str:
-        """Where its prefill side is asked who it is; empty: its connector has no such place."""
+        """URL of the bootstrap server of its prefill side; empty: its connector has none."""
         port = _BOOTSTRAP_PORT.get(self.connector)
         if port is None or self.role == "decode":
             return ""
         return self.bootstrap.rstrip("/") or f"http://{_host(self.url)}:{port}"
 
     def events_of(self, rank: int) -> str:
-        """Where that rank publishes; empty: nowhere. For `auto`, where it would."""
+        """Where that rank publishes; empty: nowhere. For `auto`, the address to try."""
         if self.events == "off":
             return ""
         base = f"tcp://{_host(self.url)}:{_EVENTS_PORT}" if self.events == "auto" else self.events
@@ -148,7 +153,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def normal(url: str) -> str:
-    """An engine's URL as every spelling of it has it: one engine must not count twice."""
+    """An engine's URL in one spelling, so that one engine is not used twice."""
     parts, port = _parts(url)
     if parts is None or not parts.hostname:
         return url
@@ -170,13 +175,15 @@ def _http(text: str, field: str) -> None:
 
 
 def check_tcp(text: str, field: str, ranks: int = 1) -> None:
-    """Where so many ranks may publish or replay. Raises ConfigError naming field and remedy: ZMQ's
-    other addresses are places in this machine, or in this process."""
+    """Check an address where `ranks` ranks publish or replay. Raises ConfigError with a remedy.
+
+    ZMQ's other kinds of address are inside this machine or this process, so they are refused.
+    """
     parts, port = _parts(text)
     if parts is None or parts.scheme != "tcp" or not parts.hostname or not port:
         or_else = ", off or auto" if field == "events" else ""
         remedy = f"write it like tcp://10.0.0.5:{_EVENTS_PORT}{or_else}"
-        raise ConfigError(f"{text!r} is no endpoint; {remedy}", field)
+        raise ConfigError(f"{text!r} is not an endpoint; {remedy}", field)
     if port + ranks - 1 > _MAX_PORT:
         remedy = f"rank N is at the port N higher, and {ranks} ranks do not fit below 65536"
         raise ConfigError(f"{text!r} is too high; {remedy}", field)
