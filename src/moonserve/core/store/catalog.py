@@ -1,4 +1,4 @@
-"""The catalog: which objects the pool has, in which extents of which segments, and who leases them.
+"""The catalog: the pool's objects, the segments and extents where they are, and their leases.
 
 The master and its parts (core.store.placement, replicas and owners) share one Catalog. Each of its
 methods makes one change and keeps all ledgers in balance: extents, evictable bytes, bytes per
@@ -217,7 +217,8 @@ class Catalog:
 
     def drain_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order; runs of one kind are merged."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return merged(events)
 
     def inventory(self) -> list[BlockEvent]:
@@ -286,7 +287,8 @@ class Catalog:
         ledger.chains.enter(found.key)
 
     def _appear(self, stored: StoredObject, ledger: SegmentLedger, id: int) -> None:
-        key, parent = stored.found.key, stored.parent
+        key = stored.found.key
+        parent = stored.parent
         ledger.objects[key] = id
         if parent is not None:
             ledger.chains.add(key, parent)
@@ -313,7 +315,8 @@ class Catalog:
             )
 
     def _disappear(self, stored: StoredObject, ledger: SegmentLedger) -> None:
-        key, parent = stored.found.key, stored.parent
+        key = stored.found.key
+        parent = stored.parent
         ledger.note_change(key, ledger.objects.pop(key))
         ledger.chains.remove(key, parent)
         if not stored.holds:

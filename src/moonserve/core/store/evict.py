@@ -93,7 +93,9 @@ class Sieve(Eviction[K]):
 
     def use(self, keys: Sequence[K]) -> None:
         """New blocks enter unmarked; blocks in the order are marked."""
-        passed, ahead, entered = self._passed, self._ahead, self._entered
+        passed = self._passed
+        ahead = self._ahead
+        entered = self._entered
         ahead.update(entered)
         entered.clear()
         for key in reversed(keys):
@@ -148,7 +150,9 @@ class Lfu(Eviction[K]):
 
     def use(self, keys: Sequence[K]) -> None:
         """Count one more use of each block."""
-        ranks, heap, now = self._ranks, self._heap, self._now
+        ranks = self._ranks
+        heap = self._heap
+        now = self._now
         for depth in range(len(keys) - 1, -1, -1):
             key = keys[depth]
             now += 1
@@ -250,7 +254,8 @@ class ChainEviction(Generic[K]):
 
         A caller that does not evict the key must hold it, or put it back by `use`.
         """
-        doomed, order = self._doomed, self._order
+        doomed = self._doomed
+        order = self._order
         while True:
             while doomed:
                 key = doomed[-1]

@@ -28,7 +28,8 @@ class Placement:
         The order of trials: free bytes on `first`; free bytes on the memory segment with most of
         them; eviction on `first`; eviction on another memory segment.
         """
-        catalog, need = self._catalog, aligned(size)
+        catalog = self._catalog
+        need = aligned(size)
         if first is not None:
             if first.draining:
                 first = None
@@ -80,7 +81,8 @@ class Placement:
 
         With `evict`, the tenant's own oldest objects are evicted to make them fit.
         """
-        catalog, need = self._catalog, aligned(size)
+        catalog = self._catalog
+        need = aligned(size)
         quota = catalog.terms.quotas.get(tenant)
         if quota is None:
             return True
@@ -163,7 +165,8 @@ class Puts:
         put = self._puts.pop(ticket, None)
         if put is None:
             return None
-        catalog, ledger = self._catalog, put.ledger
+        catalog = self._catalog
+        ledger = put.ledger
         existing = catalog.objects.get(put.key)
         if existing is not None:
             catalog.give(ledger, put.offset, put.size, put.options.tenant)

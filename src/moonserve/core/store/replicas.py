@@ -69,7 +69,8 @@ class Copies:
 
     def drain_new_targets(self) -> list[SegmentId]:
         """Return the segments to which a copy was started since the last call."""
-        targets, self._new_targets = self._new_targets, {}
+        targets = self._new_targets
+        self._new_targets = {}
         return list(targets)
 
     def targets(self, key: Key) -> list[SegmentId]:
@@ -119,8 +120,10 @@ class Copies:
 
     def _take_extent(self, stored: StoredObject, to: SegmentLedger, why: Why) -> Bytes | None:
         """Hold the object and take an extent for its copy; None: no room, and it is not held."""
-        catalog, placement = self._catalog, self._placement
-        size, tenant = stored.found.size, stored.options.tenant
+        catalog = self._catalog
+        placement = self._placement
+        size = stored.found.size
+        tenant = stored.options.tenant
         catalog.hold(stored)  # or this copy could evict the object that it copies
         promote = why == "promote"
         moves = why in ("demote", "drain")
@@ -164,7 +167,8 @@ class Copies:
             return None
         self._forget(task)
         catalog, stored, key = self._catalog, task.stored, task.stored.found.key
-        ledger, offset = catalog.segments[segment], task.target.offset
+        ledger = catalog.segments[segment]
+        offset = task.target.offset
         exists = catalog.objects.get(key) is stored
         if not done or not exists or key in ledger.objects:
             catalog.give(ledger, offset, task.size, stored.options.tenant)
@@ -194,8 +198,10 @@ class Copies:
             self._catalog.give(ledger, task.target.offset, task.size, task.stored.options.tenant)
 
     def _forget(self, task: CopyTask) -> None:
-        catalog, stored = self._catalog, task.stored
-        key, target = stored.found.key, task.target.segment
+        catalog = self._catalog
+        stored = task.stored
+        key = stored.found.key
+        target = task.target.segment
         del self._tasks[task.id]
         del self._by_target[target][task.id]
         del self._by_key[key][task.id]
@@ -247,7 +253,8 @@ class Repair:
         Such a copy may evict. Returns how many of the first keys are there or will be, if no copy
         fails.
         """
-        objects, asked = self._catalog.objects, self._asked.setdefault(to, {})
+        objects = self._catalog.objects
+        asked = self._asked.setdefault(to, {})
         asked.update(dict.fromkeys(keys[: _MAX_ASKED - len(asked)], source))
         self._plan_asked(now_us, to)
         left = self._asked.get(to, {})
@@ -274,7 +281,8 @@ class Repair:
 
     def _plan_asked(self, now_us: Micros, to: SegmentId) -> None:
         """Start the asked copies that the segment accepts now."""
-        catalog, asked = self._catalog, self._asked[to]
+        catalog = self._catalog
+        asked = self._asked[to]
         ledger = catalog.segments.get(to)
         for key, source in list(asked.items()):
             stored = catalog.objects.get(key)
@@ -430,7 +438,8 @@ class Tiers:
 
     def copied(self, task: CopyTask) -> None:
         """A copy became a replica: of a demoted object, drop the replica in memory."""
-        catalog, stored = self._catalog, task.stored
+        catalog = self._catalog
+        stored = task.stored
         if task.why == "promote":
             catalog.promoted += 1
         elif task.why == "demote" and stored.holds == 0:

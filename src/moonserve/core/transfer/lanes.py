@@ -200,7 +200,8 @@ class Lanes:
                 self._retries += self._groups[group].fresh
                 self._groups[group].fresh.clear()
             self._turns.clear()
-            waiting, self._retries = self._retries, []
+            waiting = self._retries
+            self._retries = []
             for slice in waiting:
                 self._end(slice, "no lane")
         return runs
@@ -269,7 +270,8 @@ class Lanes:
 
     def take_ends(self) -> list[SliceEnd]:
         """Return the slices that ended since the last call."""
-        ends, self._ends = self._ends, []
+        ends = self._ends
+        self._ends = []
         return ends
 
     def _judge(self, lane: _Lane, now_us: Micros, fault: Fault | None) -> None:

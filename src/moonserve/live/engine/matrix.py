@@ -42,7 +42,8 @@ class Matrix:
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply rows: [n, inputs] to [n, outputs]."""
         if self.packed is not None and len(rows) <= FEW_ROWS:
-            codes, scales = self.packed.codes, self.packed.scales
+            codes = self.packed.codes
+            scales = self.packed.scales
             product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, codes, _GROUP, scales)
             return torch.as_tensor(product if self.bias is None else product + self.bias)
         return linear(rows, self.dense, self.bias)

@@ -106,7 +106,8 @@ class Model:
 
     def _group(self, index: int, group: Group, queries: Tensor) -> Tensor:
         """Compute attention of one token of each request, padded to the longest context."""
-        kv_heads, dim = self.config.kv_heads, self.config.head_dim
+        kv_heads = self.config.kv_heads
+        dim = self.config.head_dim
         batch = group.last - group.first
         gathered = self._blocks.index_select(0, group.gather[index])
         keys, values = gathered.view(2, batch, -1, kv_heads, dim)[:, :, : group.context].unbind(0)

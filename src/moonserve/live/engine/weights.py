@@ -164,7 +164,8 @@ def _inv_freq(config: ModelConfig) -> Tensor:
     if scaling is None:
         return inv_freq
     wavelength = 2 * torch.pi / inv_freq
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     smooth = ((scaling.original_max_len / wavelength - low) / (high - low)).clamp(0, 1)
     return inv_freq * (smooth + (1 - smooth) / scaling.factor)
 
@@ -176,8 +177,11 @@ def _fuse(
     dtype: torch.dtype,
     progress: Callable[[str], None],
 ) -> Weights:
-    hidden, inter, dim = config.hidden, config.intermediate, config.head_dim
-    q_rows, kv_rows = config.heads * dim, config.kv_heads * dim
+    hidden = config.hidden
+    inter = config.intermediate
+    dim = config.head_dim
+    q_rows = config.heads * dim
+    kv_rows = config.kv_heads * dim
 
     def load(name: str, *shape: int) -> Tensor:
         tensor = source.tensor(name)

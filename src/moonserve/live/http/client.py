@@ -296,7 +296,8 @@ class ClientStream:
     async def __aenter__(self) -> ClientStream:
         target = parse(self._url)
         self._host = host = self._client._host(target)
-        headers, body = self._request_headers, self._request_body
+        headers = self._request_headers
+        body = self._request_body
         try:
             self._connection = connection = await self._client._begin(
                 host, self._method, target, headers, body, self._timeout_s, self._again

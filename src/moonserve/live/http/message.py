@@ -146,7 +146,8 @@ def error_reply(error: MoonserveError) -> ErrorReply:
     """Return an operating error in OpenAI's shape; a client receives nothing else."""
     param = code = None
     if isinstance(error, BadRequest):
-        param, code = error.param, error.code
+        param = error.param
+        code = error.code
     elif isinstance(error, Overloaded):
         code = error.reason
     return ErrorReply(ErrorBody(str(error), error.kind, param, code))

@@ -25,7 +25,8 @@ Bytes1 = NDArray[np.uint8]
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _MAX_DIMS = 4
 
 

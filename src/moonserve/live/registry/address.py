@@ -32,7 +32,8 @@ def parse(text: str) -> Address:
     for member in members.split(","):
         try:
             parts = urlsplit(f"//{member}")
-            host, port = parts.hostname, parts.port or _PORT
+            host = parts.hostname
+            port = parts.port or _PORT
         except ValueError:
             host = None
         if not host or "@" in member:

@@ -61,8 +61,8 @@ class Tokenizer:
         """
         inner = self._inner if special else self._plain
         try:
-            # Only this method releases the GIL, and it does not compute offsets, which nobody
-            # needs. `encode` of a long text would stop every other thread.
+            # Only this method releases the GIL, and it computes no offsets, which are not needed.
+            # `encode` of a long text would stop every other thread.
             return inner.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids
         except TypeError:  # the error of the Rust library for a str without a UTF-8 form
             raise BadRequest(

@@ -186,7 +186,8 @@ def _sentencepiece(meta: _Metadata) -> Tokenizer:
     ranked: list[tuple[float, int, int, str, str]] = []
     for id, piece in enumerate(meta.tokens):
         for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
+            left = piece[:at]
+            right = piece[at:]
             if left in vocab and right in vocab:
                 ranked.append((-meta.scores[id], vocab[left], vocab[right], left, right))
     ranked.sort()

@@ -130,7 +130,8 @@ class TcpLink:
         done: list[bool],
     ) -> None:
         """Send one frame, receive its answer, and mark the slices that arrived."""
-        capacity, stall_s = self._capacity, self._transport.stall_s
+        capacity = self._capacity
+        stall_s = self._transport.stall_s
         head = [b""]
         into = [memoryview(bytearray(frames.STATUS.size))]
         asked: list[int] = []
@@ -226,7 +227,8 @@ class TcpLink:
         return channel
 
     def _greet(self, channel: frames.Channel, deadline_s: float) -> None:
-        identity, stall_s = self._path.address.identity, self._transport.stall_s
+        identity = self._path.address.identity
+        stall_s = self._transport.stall_s
         size = len(frames.MAGIC) + frames.NONCE_BYTES
         greeting = channel.recv_bytes(size, deadline_s, stall_s)
         if not greeting.startswith(frames.MAGIC):
