@@ -22,7 +22,7 @@ from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.fronts.server import FrontServer
-from moonserve.live.ports import Told
+from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import HEAD, HELLO, NOTICES, ConnectionLimits
 from tests.support.cluster import exact, info
 
@@ -106,7 +106,7 @@ def opened(front: RemoteConductor, name: RequestId = R) -> asyncio.Queue[Any]:
 def test_every_fact_can_be_said() -> None:
     """The wire's union has all facts about requests; an arrival travels as Opened."""
     facts = {it for it in typing.get_args(Fact) if "request" in it.__struct_fields__}
-    assert facts - {Arrived} <= set(typing.get_args(Told))
+    assert facts - {Arrived} <= set(typing.get_args(DriverFact))
 
 
 def test_a_request_arrives_whole_but_for_its_prompt() -> None:

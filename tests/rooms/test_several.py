@@ -22,7 +22,7 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, conductor_and_pool
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.peers import Several, Told
+from moonserve.live.control.peers import PeerPromises, Several
 from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.health import Health
@@ -158,7 +158,7 @@ def test_a_gateway_that_left_has_promised_nothing_and_an_older_start_is_not_hear
 
         async def say(epoch: int, queue_us: int) -> None:
             row = Promises(P0, 1, queue_us, 1, 0, 0, 0, 0)
-            body = msgspec.msgpack.encode(Told("g9", epoch, (row,)))
+            body = msgspec.msgpack.encode(PeerPromises("g9", epoch, (row,)))
             url, headers = f"{one.url}/internal/promises", {"authorization": f"Bearer {TOKEN}"}
             reply = await site.http.request("POST", url, headers=headers, body=body, timeout_s=2)
             assert reply.status == 200

@@ -1,4 +1,4 @@
-"""Time as the running event loop tells it: the Clock of every live process.
+"""The time of the running event loop: the Clock of every live process.
 
 Under a virtual-time loop it gives virtual time. Only `live` may use it.
 """

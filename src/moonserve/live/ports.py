@@ -1,6 +1,6 @@
-"""The seams of the live shell, each with its contract in words.
+"""The ports of live: protocols between rooms, each with its contract in words.
 
-Rooms talk to each other through these protocols; each has one contract suite in tests/contract
+Rooms use each other through these protocols. Each has one suite of contract tests in tests/contract
 that runs over every implementation.
 """
 
@@ -62,18 +62,19 @@ class EngineShape(msgspec.Struct, frozen=True):
     """Hash of the weights; goes into the KV namespace."""
     eos_token_ids: tuple[int, ...]
     layers: int = 1
-    """A block's bytes are so many equal parts, one after the other, each of one layer's KV; with
-    1, the layers cannot be told apart."""
+    """A block's bytes are so many equal parts in sequence, each the KV of one layer. 1: the layers
+    cannot be separated."""
 
 
 class Layers(Protocol):
-    """Who goes along with a pass from layer to layer: see core.pipeline."""
+    """Follows a pass from layer to layer; see core.schedule.pipeline."""
 
     async def reached(self, layer: int) -> None:
-        """`block` shows this layer's KV of the pass's own tokens; return when the pool has that of
-        the tokens before them too, by a deadline.
+        """Called when `block` shows this layer's KV of the pass's own tokens.
 
-        Awaited on the event loop. Raises MoonserveError where it will not come: so ends the pass.
+        Returns when the pool also has this layer's KV of the tokens before them. Awaited on the
+        event loop. Raises MoonserveError at a deadline, or where that KV will not come; then the
+        pass ends.
         """
 
 
@@ -87,9 +88,9 @@ class Engine(Protocol):
     async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Run one pass off the event loop and return the sampled tokens.
 
-        layers: told of each layer in order, and waited for, in a pass of one chunk; what it takes
-        counts as the pass's time. Never called again before it returned. A raised exception means
-        the pass had no defined result: the caller fails every request in it.
+        layers: called and awaited for each layer in order, in a pass of one chunk; its time counts
+        as the pass's time. The caller never starts a second pass before this one returned. An
+        exception means that the pass has no defined result: the caller fails every request in it.
         """
 
     def block(self, index: int) -> memoryview:
@@ -100,7 +101,7 @@ class Engine(Protocol):
         """
 
     async def close(self) -> None:
-        """Free threads and memory; `run` is not called after."""
+        """Free threads and memory; `run` is not called afterwards."""
 
 
 class KVStore(Protocol):
@@ -129,9 +130,9 @@ class KVStore(Protocol):
         """Store objects; those that exist already are kept and leased. Returns how many exist now.
 
         The items are a piece of a chain; `parent` comes before it, None where it heads the chain.
-        near: where they should lie, if that can be chosen and is there; None: at the caller's own.
-        All or nothing per object: a reader never sees a half-written one. Less than len(items)
-        means the pool was full of leased objects; the caller goes on without them.
+        near: the preferred segment, if the store can choose it; None: the caller's own segment.
+        Each object is written whole or not at all: a reader never sees half of one. Less than
+        len(items) means that the pool was full of leased objects; the caller goes on without them.
         """
 
     async def release(self, lease: LeaseId) -> None:
@@ -145,64 +146,67 @@ class Registration(Protocol):
     """An entry of a registry, or a candidacy there, that is kept up until it is closed."""
 
     async def close(self) -> None:
-        """Withdraw it: gone for others at once, or by its time to live where nobody can be told.
+        """Withdraw it. Others see that at once, or after its time to live if the registry is away.
 
-        Never raises for a registry that is away; called twice it is no error.
+        Never raises for a registry that is away. A second call is no error.
         """
 
 
 class Registry(Protocol):
-    """Who is there: small values by key, and who has a duty that one at a time may have.
+    """Small values by key, which processes publish about themselves, and duties that one process
+    at a time may have.
 
-    What a process registers is kept up in the background and goes with it, at most `ttl_s` after
-    it died. While the registry is away everybody knows what they knew, except that nobody keeps a
-    duty beyond its time; when it is back, all is registered again. Keys are like a/b.
+    The entries of a process are renewed in the background, and end at most `ttl_s` after the
+    process died. While the registry is away, every process keeps what it knew, but no process keeps
+    a duty beyond its time. When the registry is back, all entries are registered again. Keys are
+    like a/b.
     """
 
     @property
     def ttl_s(self) -> float:
-        """For how long the entries of a dead process stay."""
+        """How long the entries of a dead process stay."""
 
     async def register(self, key: str, value: bytes) -> Registration:
-        """Put a value for as long as this process lives; there when it returns.
+        """Put a value for as long as this process lives; others can read it when this returns.
 
-        What another process has put there is replaced. Raises RegistryError within some seconds
-        when it cannot be put now; then it is not tried again.
+        It replaces the value of another process. Raises RegistryError within some seconds when it
+        cannot be put now; then there is no further attempt.
         """
 
     async def put(self, key: str, value: bytes) -> None:
-        """Put a value that stays until it is removed. Raises RegistryError."""
+        """Put a value that stays until somebody removes it. Raises RegistryError."""
 
     async def remove(self, key: str) -> bool:
-        """Remove an entry; whether there was one. Raises RegistryError."""
+        """Remove an entry; return whether there was one. Raises RegistryError."""
 
     async def read(self, prefix: str) -> dict[str, bytes]:
-        """The entries whose keys begin like this, now, in the order of their keys.
+        """The entries whose keys begin with `prefix` now, in the order of their keys.
 
         Raises RegistryError.
         """
 
     def watch(self, prefix: str) -> AsyncIterator[Mapping[str, bytes]]:
-        """What `read` gives, at once and then whenever it has changed; never twice the same.
+        """Yield what `read` returns, at once and then after each change; never twice the same.
 
-        Changes in quick succession are told together. Goes on for ever; while the registry is away
-        it tells nothing, and when it is back, it waits with removals until owners had time to
-        register again. What was `put` stays in it when the registry has lost all it knew, and is
-        put there again.
+        Changes in quick succession are yielded together. It goes on for ever. While the registry is
+        away it yields nothing; when the registry is back, it delays removals until owners had time
+        to register again. If the registry has lost its data, values from `put` stay and are put
+        there again.
         """
 
     def alarms(self) -> list[str]:
-        """What is wrong with it now, in words: it is away, it has lost what it knew."""
+        """What is wrong with the registry now, in words: it is away, or it has lost its data."""
 
     async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Registration:
-        """Stand for a duty. `changed(True)` when it is ours; `changed(False)` when it is no more.
+        """Stand for a duty as `who`. `changed(True)`: this process has the duty from now on;
+        `changed(False)`: it has the duty no more.
 
-        The latter before anybody else may have it, whether or not the registry can be reached:
-        after `ttl_s` without an answer from it. Raises RegistryError as `register` does.
+        `changed(False)` comes before another process may have the duty, also if the registry does
+        not answer: then after `ttl_s`. Raises RegistryError as `register` does.
         """
 
     async def close(self) -> None:
-        """Withdraw everything and let go of the registry."""
+        """Withdraw all entries and duties, and disconnect."""
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -238,9 +242,11 @@ class Serving(Protocol):
         """
 
 
-Told: TypeAlias = PrefillEnded | StageEnded | DecodeEnded | CallFailed | ClientGone | BlockEvent
-"""What those who serve requests know: all facts about a request but its arrival, and what an engine
-that tells nothing must have by now."""
+DriverFact: TypeAlias = (
+    PrefillEnded | StageEnded | DecodeEnded | CallFailed | ClientGone | BlockEvent
+)
+"""Facts that a driver of requests reports: all about a request except its arrival, and which blocks
+an engine without KV events must hold by now."""
 
 
 class Inbox(Protocol):
@@ -281,34 +287,35 @@ class ClusterFeed(ClusterRead, Protocol):
 
 
 class Conducting(Protocol):
-    """The Conductor as those see it who serve requests: in this process, or in another.
+    """The Conductor as a driver of requests sees it, in the same process or in another one.
 
-    Nothing here waits. What it wants of a request comes into that request's inbox.
+    Nothing here waits. The Conductor's actions for a request come into that request's inbox.
     """
 
     def now_us(self) -> Micros:
-        """The clock by which its times are told."""
+        """The clock of all times that the Conductor uses."""
 
     def instances(self) -> Sequence[InstanceInfo]:
-        """Those that have joined, in order of id."""
+        """The instances that have joined, in order of id."""
 
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id was opened here and not closed."""
 
     def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
-        """A request arrives, under an id that is not `known`; the actions for it go to `inbox`.
+        """A request arrives with an id that is not `known`; the actions for it go to `inbox`.
 
-        Where another process serves one of this id it is refused, as `duplicate_request_id`.
+        If another process serves a request with this id, this one is refused with the reason
+        `duplicate_request_id`.
         """
 
-    def tell(self, *facts: Told) -> None:
-        """Facts about requests that are open; those of one turn of the loop are taken together."""
+    def tell(self, *facts: DriverFact) -> None:
+        """Report facts about open requests; those of one turn of the event loop make one step."""
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
-        """Prefill gave its token: for the record, beside what was predicted. None: not said."""
+        """Record that prefill returned its token; cached_tokens None: no engine reported it."""
 
     def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
-        """An instance has loaded these from others: its own segment is to have them as well."""
+        """Copy blocks that an instance has loaded from other segments into its own segment too."""
 
     def close(
         self,
@@ -317,6 +324,9 @@ class Conducting(Protocol):
         tbt_us: Micros | None = None,
         cached_tokens: Tokens | None = None,
     ) -> None:
-        """The request's task has ended; what is still said of it is dropped. An open life ends by
-        ClientGone, told before. tbt_us: the mean of its gaps, if it had any; cached_tokens: where
-        that was said after the first token."""
+        """The request's task has ended; later actions for it are dropped.
+
+        If the request has not ended for the Conductor, report ClientGone first. tbt_us: the mean
+        time between its tokens, if it had two; cached_tokens: if the engine reported them after the
+        first token.
+        """

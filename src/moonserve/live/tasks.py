@@ -1,7 +1,7 @@
-"""Work that goes on as long as its process does, though a bug may end it.
+"""Background work that must run as long as its process, even after a bug.
 
-For tasks nobody waits for: following a registry, renewing a lease, telling others. One that fails
-says so in the log and starts anew; it never ends silently.
+For tasks that no other task awaits: following a registry, renewing a lease, reporting to peers. A
+task that fails is logged and started again; it never ends silently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _AGAIN_S = 1.0
 
 
 def keep_doing(what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-    """Do it until it returns, or is cancelled; `what` it is, for the log."""
+    """Run `work` until it returns or is cancelled; `what` names it in the log."""
     return asyncio.create_task(_doing(what, work), name=what)
 
 
@@ -27,7 +27,7 @@ async def _doing(what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> No
         try:
             await asyncio.wait({task})
         finally:
-            if task.cancel():  # so were we: what it holds is let go of before we end
+            if task.cancel():  # we are cancelled: wait until it has released what it holds
                 await asyncio.wait({task})
         if (error := task.exception()) is None:
             return

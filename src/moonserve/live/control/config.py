@@ -16,7 +16,7 @@ predicted end is some milliseconds off. A longer time binds too early."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway with its Conductor and, unless it is elsewhere, the store's master."""
+    """One gateway with its Conductor and, unless another process has it, the store's master."""
 
     model: str
     """Catalog name, Hugging Face folder or GGUF file: for tokens and the chat template."""
@@ -29,11 +29,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where workers, other gateways and the store's master are found, such as
     etcd://127.0.0.1:2379; empty: workers join by themselves, and there is no other gateway."""
     advertise_host: str | None = None
-    """Where others reach it, if not at `host`; said in the registry."""
+    """Where others reach the gateway, if not at `host`; the registry contains it."""
     store_url: str = ""
-    """Where the store's master is; empty: in this process, or where the registry says."""
+    """URL of the store's master; "": in this process, or as the registry has it."""
     follows_master: bool = False
-    """Whether `store_url` is what the registry said, so that it may say another one later."""
+    """Whether `store_url` comes from the registry, which may contain another one later."""
     store: Literal["embedded", "mooncake", "none"] = "embedded"
     """Whose pool the workers use; Mooncake's has a master of its own; none: foreign engines keep
     their KV themselves."""
@@ -41,7 +41,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What its segments evict first: one of core.store.evict.EVICTIONS; for a master in this
     process."""
     drain_s: float = 30.0
-    """How long running requests may take to finish after a stop was asked for."""
+    """How long running requests may take to finish after a signal to stop."""
     tuning: Tuning = LIVE
     """How the Conductor places and admits requests."""
     max_body_bytes: Bytes = 8 << 20

@@ -46,11 +46,11 @@ from moonserve.live.text.tools import TextTools
 
 _TICK_S = 0.5
 _MASTER_S = 15.0
-"""Longest wait for the store's master to be found in a registry."""
+"""Longest wait until the registry has the store's master."""
 
 
 async def registered(config: GatewayConfig) -> tuple[GatewayConfig, Registry | None]:
-    """The registry, and with it the store's master, where the configuration leaves that to it.
+    """Open the registry, if the configuration names one, and read the store's master from it.
 
     Raises ConfigError.
     """

@@ -1,9 +1,9 @@
-"""The mailbox around core.schedule.conductor: facts are collected, one instant at a time, and
-stepped.
+"""ConductorLoop: runs the pure Conductor (core.schedule.conductor) on the event loop.
 
-Anyone on the event loop may `tell` it a fact; requests `open` a life and read what the Conductor
-wants from their inbox. One timer wakes the Conductor when it asked for that. Nothing here decides;
-nothing here awaits an instance.
+Any part of this process may `tell` it a fact; all facts of one turn of the event loop make one
+step. A driver opens each request with an inbox, and reads the Conductor's actions from it. One
+timer steps the Conductor again at the time that it asked for. Nothing here decides; nothing here
+waits for an instance.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ from moonserve.live.ports import Inbox
 log = logging.getLogger(__name__)
 
 Copy = Callable[[Sequence[BlockKey], SegmentId, SegmentId | None], Awaitable[int]]
-"""Has the store copy blocks to a segment, from that one where it has them. Gives how many of the
-first are there or will be. May raise MoonserveError or OSError."""
+"""Asks the store to copy blocks to the first segment, from the second one where that has them.
+Returns how many leading blocks are there or will be. May raise MoonserveError or OSError."""
 
 _KEPT_RECORDS = 500
-"""Beside as many as are under way. One is some kilobytes, written once: many more would push what
-every request needs out of the processor's caches."""
+"""Records of ended requests that are kept. A record has some kilobytes and is written once: many
+more would evict from the processor's caches what every request needs."""
 
 
 class Record(msgspec.Struct):
-    """What became of one request: the decision, and later the truth beside the prediction."""
+    """What happened to one request: decision, predictions, and later the measured values."""
 
     arrived_us: Micros
     decision: Decision | None = None
-    """The last one; for a refused request, what it would have been, if that was why."""
+    """The last decision. For a refused request: the decision that admission did not accept."""
     candidates: Sequence[Candidate] = ()
-    """Of that decision, the chosen one first."""
+    """The candidates of that decision; the chosen one is the first."""
     attempts: int = 0
-    """Prefill calls."""
+    """How many prefill calls were made."""
     ttft_us: Micros | None = None
     tbt_us: Micros | None = None
-    """Mean over the request's gaps."""
+    """Mean time between tokens."""
     cached_tokens: Tokens | None = None
     spread: Spread | None = None
-    """The copy of its prefix that its placement called for."""
+    """The copy of its prefix that its placement caused."""
     outcome: str = "waiting"
     reason: str | None = None
-    """Of a refusal: for programs."""
+    """Why it was refused, as a word for programs."""
     error: str | None = None
-    """Of a refusal or a failure: in words."""
+    """Why it was refused or failed, in words."""
 
 
 class ConductorLoop:
@@ -113,9 +113,9 @@ class ConductorLoop:
         self.records: OrderedDict[RequestId, Record] = OrderedDict()
         """The latest requests, bounded; read by the API, `ask` and `explain`."""
         self.placed = 0
-        """Requests that were placed, ever."""
+        """How many requests were placed, ever."""
         self.waited_us: Micros = 0
-        """What they waited for that at the Conductor, together."""
+        """How long all of them together waited for that at the Conductor."""
         self.kept_blocks = 0
         """Blocks that prefill instances loaded from others and keep copies of (Algorithm 1)."""
 
@@ -137,7 +137,7 @@ class ConductorLoop:
         return self.core.promised()
 
     def promises(self) -> tuple[Promises, ...]:
-        """What is promised by instance, as other gateways are sent it."""
+        """What is promised by instance, in the form that other gateways receive."""
         return self.core.view.promises(self.now_us())
 
     def index_blocks(self) -> int:
@@ -145,7 +145,7 @@ class ConductorLoop:
         return len(self.core.index)
 
     def inventory(self, holder: SegmentId) -> list[Held]:
-        """What the index knows of one segment; see PrefixIndex.inventory."""
+        """The blocks of one segment in the index; see PrefixIndex.inventory."""
         return self.core.index.inventory(holder)
 
     def dry_run(self, request: Request, keys: Sequence[BlockKey]) -> Decision | Refuse:
@@ -173,13 +173,13 @@ class ConductorLoop:
         self._watchers.append(changed)
 
     def tell(self, *facts: Fact) -> None:
-        """Hand over facts; they are stepped together with all others of this turn of the loop."""
+        """Report facts; all facts of this turn of the event loop make one step."""
         if not self._facts:
             asyncio.get_running_loop().call_soon(self._flush)
         self._facts.extend(facts)
 
     def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
-        """A request arrives; the Conductor's actions for it go to `inbox`."""
+        """A request arrives; the Conductor's actions for it go to `inbox`. See ports.Conducting."""
         assert request.id not in self._inboxes, "request ids are unique"
         self.records.pop(request.id, None)  # an earlier request of this id
         self.records[request.id] = Record(request.since_us(self.now_us()))
@@ -195,10 +195,7 @@ class ConductorLoop:
         tbt_us: Micros | None = None,
         cached_tokens: Tokens | None = None,
     ) -> None:
-        """The request's task has ended; whatever the Conductor still says of it is dropped.
-
-        tbt_us: the mean of its gaps, if it had any; cached_tokens: see ports.Conducting.
-        """
+        """The request's task has ended; later actions for it are dropped. See ports.Conducting."""
         self._inboxes.pop(request, None)
         record = self.records.get(request)
         if record is not None:
@@ -208,14 +205,14 @@ class ConductorLoop:
                 record.cached_tokens = cached_tokens
 
     def stop(self) -> None:
-        """No timer goes off any more; to be told nothing after."""
+        """Stop the timer and all copies. Call `tell` no more afterwards."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._copying:
             task.cancel()
 
     def keep(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> None:
-        """An instance has loaded these from others: its own segment is to have them as well."""
+        """Copy blocks that an instance has loaded from other segments into its own segment too."""
         self._begin(self._have_copied(keys, to, source, None))
 
     def known(self, request: RequestId) -> bool:
@@ -223,7 +220,7 @@ class ConductorLoop:
         return request in self._inboxes
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
-        """Prefill gave its token: note the measured TTFT beside the predicted one."""
+        """Prefill has returned its token: record the measured TTFT."""
         record = self.records.get(request)
         if record is not None and record.ttft_us is None:
             record.ttft_us = self.now_us() - record.arrived_us
@@ -236,7 +233,7 @@ class ConductorLoop:
         try:
             actions = self.core.step(now_us, facts)
         finally:
-            if actions is None:  # a bug, which the loop logs: nobody shall wait for ever
+            if actions is None:  # a bug, which asyncio logs: no request may wait for ever
                 for request, inbox in self._inboxes.items():
                     inbox.put_nowait(GiveUp(request, "the Conductor failed"))
         self.account.take(now_us, facts, actions)
@@ -250,7 +247,7 @@ class ConductorLoop:
         self._wake_at(self.core.wake_us(now_us))
 
     def _wake_at(self, wake_us: Micros | None) -> None:
-        """Step again at that time, though nothing happens; at no other."""
+        """Step again at that time, also without a new fact; cancel an earlier timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -282,7 +279,7 @@ class ConductorLoop:
             case Abort(request, number, why):
                 log.warning("%s: call %d aborted: %s", request, number, why)
             case Refuse() | GiveUp():
-                # Refusals come in hundreds where they come: counted and recorded, not told each.
+                # Refusals come in hundreds: count and record them, but do not log a warning each.
                 level = logging.DEBUG if isinstance(action, Refuse) else logging.WARNING
                 log.log(level, "%s: %s", action.request, action.why)
                 self._over(action)
@@ -302,7 +299,7 @@ class ConductorLoop:
         source: SegmentId | None,
         number: int | None,
     ) -> None:
-        """Ask the store for copies; the Conductor hears of its own ones what will not come."""
+        """Ask the store for copies; report to the Conductor how far its own copies will come."""
         count = 0
         try:
             if self._copy is not None:

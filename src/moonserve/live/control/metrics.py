@@ -20,23 +20,23 @@ from moonserve.live.control.loop import ConductorLoop
 
 
 class Predictions(Collector):
-    """How far off the Conductor's predictions were: bias (predicted less actual), and sizes."""
+    """The errors of the Conductor's predictions: bias (predicted less actual), and quantiles."""
 
     def __init__(self, conductor: ConductorLoop) -> None:
         self._conductor = conductor
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry; nothing is told before there is something to compare."""
+        """Called by the registry. Before the first comparison there is no sample."""
         for name, text, errors, unit in (
             (
                 "moonserve_decode_tbt_error_seconds",
-                "TBT predicted on admission for when prefill ends, less what it was then.",
+                "TBT predicted at admission for the end of prefill, less the TBT then.",
                 self._conductor.errors.tbt,
                 1e6,
             ),
             (
                 "moonserve_output_error_tokens",
-                "Output length predicted when decode began, less what it was.",
+                "Output length predicted at the start of decode, less the real length.",
                 self._conductor.errors.output,
                 1.0,
             ),
@@ -50,7 +50,7 @@ class Predictions(Collector):
 
 
 class Served(Collector):
-    """What the Conductor's account says: goodput, prefill for nothing, prompts shared."""
+    """The counts of the Conductor's account: goodput, wasted prefill, shared prompts."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -59,20 +59,24 @@ class Served(Collector):
         """Called by the registry."""
         it = self._account
         for name, text, count in (
-            ("good_requests", "Served within their objectives; TBT by the mean gap.", it.good),
-            ("good_tokens", "Input and output tokens of those.", it.good_tokens),
+            (
+                "good_requests",
+                "Requests served within their SLOs; TBT is the mean of a request.",
+                it.good,
+            ),
+            ("good_tokens", "Input and output tokens of those requests.", it.good_tokens),
             (
                 "wasted_prefill_seconds",
-                "Prefill, as predicted, of what was dropped or failed later, or done again.",
+                "Predicted prefill time of requests later dropped, failed or prefilled again.",
                 it.wasted_us / 1e6,
             ),
-            ("shared_prefills", "Prompts that a group of instances shares.", it.shared),
+            ("shared_prefills", "Prompts that a group of instances prefilled together.", it.shared),
         ):
             yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
 
 
 class Copies(Collector):
-    """Copies of prefixes: what the Conductor wanted, what came of it, what kept it from more."""
+    """Copies of hot prefixes: how many started, succeeded and failed, and why others did not."""
 
     def __init__(self, conductor: ConductorLoop) -> None:
         self._conductor = conductor
@@ -87,30 +91,40 @@ class Copies(Collector):
             copies.add_metric((stage,), hot.done[stage])
         yield copies
         skipped = CounterMetricFamily(
-            "moonserve_spread_skipped", "Looks at hot prefixes without a copy.", labels=("reason",)
+            "moonserve_spread_skipped",
+            "Hot prefixes that were not copied, by reason.",
+            labels=("reason",),
         )
         for reason in SKIPPED:
             skipped.add_metric((reason,), hot.skipped[reason])
         yield skipped
         for name, text, count in (
-            ("spread_copied_bytes", "Bytes of hot prefixes that were copied.", hot.done["bytes"]),
-            ("kept_blocks", "Blocks that prefill loaded and keeps.", self._conductor.kept_blocks),
+            ("spread_copied_bytes", "Copied bytes of hot prefixes.", hot.done["bytes"]),
+            (
+                "kept_blocks",
+                "Blocks that prefill instances loaded and keep.",
+                self._conductor.kept_blocks,
+            ),
         ):
             yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
         for name, text, count in (
-            ("spread_copies_under_way", "Copies of hot prefixes.", len(hot)),
-            ("spread_bytes_under_way", "What is still to come of them.", hot.bytes_under_way),
+            ("spread_copies_under_way", "Copies of hot prefixes that run now.", len(hot)),
+            (
+                "spread_bytes_under_way",
+                "Bytes that these copies still have to move.",
+                hot.bytes_under_way,
+            ),
         ):
             yield GaugeMetricFamily(f"moonserve_{name}", text, value=count)
 
 
 class Alarms(Collector):
-    """How much is wrong."""
+    """The number of alarms."""
 
     def __init__(self, alarms: Callable[[], list[str]]) -> None:
         self._alarms = alarms
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry."""
-        text = "Things that somebody should look at; /health says which."
+        text = "Alarms that an operator should look at; /health lists them."
         yield GaugeMetricFamily("moonserve_alarms", text, value=float(len(self._alarms())))

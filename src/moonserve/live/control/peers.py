@@ -1,8 +1,9 @@
-"""One gateway among several: found by all in a registry, with one view of the cluster.
+"""Several gateways over one cluster: this gateway's exchange with the others.
 
-Each has a Conductor of its own. Workers and other gateways are found in the registry; gateways tell
-each other what they have promised, and their views add it up; one of them leads, and has the single
-duties. Mounted by the gateway process. Nothing here decides where a request goes.
+Each gateway has its own Conductor. It finds workers and other gateways in the registry. Gateways
+send each other what they have promised, and each adds it to its view of the cluster. One gateway
+leads: it has the duties that only one may have. Control mounts it. Nothing here decides where a
+request goes.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from moonserve.live.tasks import keep_doing
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
-"""What is promised is told as soon as this after it changed,"""
+"""Promises are sent at most this long after they changed,"""
 _AGAIN_S = 0.25
-"""and again, since work gets done, as long as something is promised; then"""
+"""and again after this pause while there are any, since work gets done; otherwise after"""
 _IDLE_S = 1.0
 _CALL_S = 2.0
 _SILENT_S = 3.0
-"""A gateway not heard of for this long has promised nothing any more."""
+"""The promises of a gateway that is silent for so long are dropped."""
 _BOOT_S = 10.0
-"""Longest wait for an index."""
+"""Longest wait for the index at the start."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What a gateway has promised, as it travels."""
+class PeerPromises(msgspec.Struct, frozen=True):
+    """What one gateway has promised, as it sends it to others."""
 
     gateway: str
     epoch: int
@@ -77,9 +78,9 @@ class Several:
         move: Callable[[str], None] | None = None,
         duty: str = "conductor",
     ) -> None:
-        """known: returns once the index is filled by who holds the KV; None: it is to be taken over
-        from another gateway. has_workers: ours; else engines are foreign. move: told where the
-        store's master is, whenever it comes up elsewhere. duty: that one gateway at a time has.
+        """known: returns once the holders of the KV have filled the index; None: take it over from
+        another gateway. has_workers: False with external engines. move: called with the URL of the
+        store's master whenever that changes. duty: the one that a single gateway at a time has.
         """
         self.registry = registry
         self._conductor = conductor
@@ -101,9 +102,9 @@ class Several:
         self._peers: dict[GatewayEntry, asyncio.Task[None]] = {}
         self._promised: tuple[Promises, ...] = ()
         self._news = asyncio.Event()
-        """Set, and made anew, when what is promised here has changed."""
+        """Set, and replaced by a new one, when the promises of this gateway have changed."""
         self._heard: dict[str, tuple[int, float]] = {}
-        """Gateways that told something: epoch, and when."""
+        """Gateways that have sent promises: their epoch, and when."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def routes(self) -> dict[tuple[str, str], Handler]:
@@ -115,7 +116,7 @@ class Several:
         }
 
     async def start(self, me: GatewayEntry) -> None:
-        """Be found from now on. Raises RegistryError."""
+        """Register this gateway, so that others find it. Raises RegistryError."""
         self._me = me
         self._conductor.tell(Leading(False))
         await self.registry.register(GATEWAYS + me.name, msgspec.json.encode(me))
@@ -133,7 +134,7 @@ class Several:
         await self.registry.elect(self._duty, me.name, self._lead)
 
     async def close(self) -> None:
-        """Leave: others need not wait until it is noticed."""
+        """Leave the registry at once, so that others need not wait for a timeout."""
         for task in (*self._tasks, *self._peers.values()):
             task.cancel()
         await self.registry.close()
@@ -179,7 +180,7 @@ class Several:
     # Workers.
 
     async def _follow_workers(self) -> None:
-        """Whoever is in the registry is known here, before it has found us."""
+        """Let workers join when they are in the registry, before they have found this gateway."""
         known: Mapping[str, bytes] = {}
         async for entries in self.registry.watch(INSTANCES):
             new = {key: value for key, value in entries.items() if known.get(key) != value}
@@ -204,7 +205,7 @@ class Several:
                 self._peers[entry] = keep_doing(what, partial(self._tell, entry))
 
     async def _look(self) -> None:
-        """Notice what is promised here: one look for all who are told."""
+        """Watch the promises of this gateway, once for all peers."""
         while True:
             now = self._conductor.promises() if self._peers else ()
             is_new = _changed(self._promised, now)
@@ -215,7 +216,7 @@ class Several:
             await asyncio.sleep(_LOOK_S)
 
     async def _tell(self, peer: GatewayEntry) -> None:
-        """Keep another gateway informed of what is promised here."""
+        """Keep one other gateway informed of the promises of this gateway."""
         failing = False
         while True:
             news, now = self._news, self._promised
@@ -234,15 +235,15 @@ class Several:
 
     async def _send(self, peer: GatewayEntry, promises: tuple[Promises, ...]) -> None:
         headers = {"content-type": "application/msgpack"} | bearer(self._token)
-        body = _encode(Told(self._me.name, self._me.epoch, promises))
+        body = _encode(PeerPromises(self._me.name, self._me.epoch, promises))
         url = f"{peer.url}/internal/promises"
         reply = await self._http.request("POST", url, headers=headers, body=body, timeout_s=_CALL_S)
         if reply.status != 200:
-            raise BadRequest(f"it answers {reply.status} to what is promised here")
+            raise BadRequest(f"it answers {reply.status} to promises")
 
     async def _promises(self, request: HttpRequest) -> Response:
         try:
-            told = msgspec.msgpack.decode(await request.body(), type=Told)
+            told = msgspec.msgpack.decode(await request.body(), type=PeerPromises)
         except msgspec.DecodeError as error:
             raise BadRequest(f"body is no promises: {error}", "body") from None
         epoch, _ = self._heard.get(told.gateway, (0, 0.0))
@@ -278,7 +279,7 @@ class Several:
 
 
 class Standing(Collector):
-    """Several gateways in Prometheus's form."""
+    """The metrics of several gateways."""
 
     def __init__(self, several: Several) -> None:
         self._several = several
@@ -288,10 +289,10 @@ class Standing(Collector):
         it = self._several
         for name, text, value in (
             ("gateway_peers", "Other gateways in the registry.", len(it._peers)),
-            ("gateway_leads", "Whether this gateway has the single duties.", it.leads),
+            ("gateway_leads", "Whether this gateway leads.", it.leads),
             (
                 "index_complete",
-                "Whether the index was told as a whole at the start.",
+                "Whether the index was complete at the start.",
                 not it.not_ready and not it.index.startswith("incomplete"),
             ),
         ):
@@ -299,7 +300,7 @@ class Standing(Collector):
 
 
 def _changed(told: tuple[Promises, ...], now: tuple[Promises, ...]) -> bool:
-    """Whether anything was promised or ended; that time passes is no change."""
+    """Whether anything was promised or ended; progress in time is no change."""
     if len(told) != len(now):
         return True
     return any(

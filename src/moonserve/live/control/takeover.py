@@ -1,8 +1,8 @@
-"""What a new gateway takes over of another's index before it says that it is ready.
+"""Takeover of another gateway's index, before a new gateway reports that it is ready.
 
-For several gateways (`several`). The blocks of holders that nobody else tells a newcomer of: those
-of a foreign pool, which are known from workers' reports. What the store's master and engines' own
-events tell comes from there.
+Used by control.peers. It transfers the blocks that the new gateway gets from no other source: those
+in Mooncake's pool, which gateways only know from the reports of workers. The store's master and the
+KV events of engines report all other blocks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _decode = msgspec.msgpack.Decoder(BlocksStored).decode
 async def tell(
     inventory: Callable[[SegmentId], list[Held]], holders: list[SegmentId]
 ) -> AsyncIterator[bytes]:
-    """All that they hold, event by event, each behind its length; an empty one ends it.
+    """All blocks of these holders as events, each after its length; the length 0 ends them.
 
-    inventory: what the index knows of one holder.
+    inventory: returns the blocks of one holder.
     """
     for holder in holders:
         for keys, parent, tier, epoch in inventory(holder):
@@ -49,7 +49,7 @@ async def tell(
 
 
 async def ask(http: HttpClient, url: str, token: str, take: Callable[[BlocksStored], None]) -> int:
-    """Take over what a peer tells; how many blocks that were. Raises MoonserveError."""
+    """Pass all events of a peer to `take`; return how many blocks. Raises MoonserveError."""
     buffer, count = bytearray(), 0
     async with http.stream(
         "GET", url + PATH, headers=bearer(token), timeout_s=_ANSWER_S, idle_timeout_s=_ANSWER_S
@@ -63,7 +63,9 @@ async def ask(http: HttpClient, url: str, token: str, take: Callable[[BlocksStor
                 if size == 0:
                     return count
                 if size > _MOST_EVENTS_BYTES:
-                    raise RegistryError(f"{url}{PATH} tells events of {size} bytes")
+                    raise RegistryError(
+                        f"{url}{PATH} sends an event of {size} bytes, which is too large"
+                    )
                 end = _LENGTH.size + size
                 if len(buffer) < end:
                     break
@@ -71,20 +73,20 @@ async def ask(http: HttpClient, url: str, token: str, take: Callable[[BlocksStor
                 del buffer[:end]
                 take(event)
                 count += len(event.keys)
-    raise RegistryError(f"{url}{PATH} broke off after {count} blocks")
+    raise RegistryError(f"{url}{PATH} ended early, after {count} blocks")
 
 
 def _read(body: bytes, url: str) -> BlocksStored:
     try:
         return _decode(body)
     except msgspec.DecodeError as error:
-        raise RegistryError(f"{url}{PATH} tells no events: {error}") from None
+        raise RegistryError(f"{url}{PATH} sends no valid event: {error}") from None
 
 
 async def first_of(
     http: HttpClient, urls: list[str], token: str, take: Callable[[BlocksStored], None]
 ) -> str:
-    """Ask one after the other until one has told all; in words, what came of it."""
+    """Ask peers in turn until one has sent all its blocks; return the result in words."""
     why = "there is no other gateway"
     for url in urls:
         try:

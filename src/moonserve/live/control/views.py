@@ -1,4 +1,7 @@
-"""Read-only HTTP views of the cluster: instances, decisions, health, stats. Not of the pool."""
+"""Read-only HTTP views of the cluster: instances, decisions, health and statistics.
+
+Control mounts them. The pool has its own views (live.store).
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ class Api:
 
 
 def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
-    """What the Conductor knows and believes of an instance."""
+    """What the Conductor knows and estimates about an instance."""
     info, trust = view.info, view.trust
     return {
         "id": info.id,
@@ -112,20 +115,20 @@ def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
 
 
 def explain(request: RequestId, record: Record) -> Explanation:
-    """What is known of a request, predictions beside the truth."""
+    """Explain a request: its decision, its predictions and the measured values."""
     decision = record.decision
     sentence = record.error or "It waits for an instance to be free."
     if decision is not None and record.reason is None:
         sentence = why(decision, record.candidates)
-    told = explanation(request, record.outcome, decision, record.candidates, sentence)
-    told.attempts = record.attempts
-    told.actual_ttft_ms = _ms(record.ttft_us)
-    told.actual_tbt_ms = _ms(record.tbt_us)
-    told.actual_cached_tokens = record.cached_tokens
-    told.reject_reason = record.reason
-    told.error = record.error
-    told.spread = None if record.spread is None else why_spread(record.spread)
-    return told
+    explained = explanation(request, record.outcome, decision, record.candidates, sentence)
+    explained.attempts = record.attempts
+    explained.actual_ttft_ms = _ms(record.ttft_us)
+    explained.actual_tbt_ms = _ms(record.tbt_us)
+    explained.actual_cached_tokens = record.cached_tokens
+    explained.reject_reason = record.reason
+    explained.error = record.error
+    explained.spread = None if record.spread is None else why_spread(record.spread)
+    return explained
 
 
 def _ms(us: Micros | None) -> float | None:

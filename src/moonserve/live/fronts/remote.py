@@ -20,7 +20,7 @@ from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family
-from moonserve.live.ports import Inbox, Told
+from moonserve.live.ports import DriverFact, Inbox
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class RemoteConductor:
         if self._link is not None:
             self._link.notify(*messages)
 
-    def tell(self, *facts: Told) -> None:
+    def tell(self, *facts: DriverFact) -> None:
         """See ports.Conducting."""
         self.notify(*facts)
 

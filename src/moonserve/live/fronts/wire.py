@@ -17,7 +17,7 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.external.spec import InstanceSpec
-from moonserve.live.ports import Told
+from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import ConnectionLimits
 
 PROTOCOL = "moonserve-fronts/2"
@@ -152,6 +152,6 @@ class Instances(msgspec.Struct, frozen=True, tag=True):
 
 
 ToConductor: TypeAlias = (
-    Told | Opened | FirstToken | Kept | Closed | CallBegan | CallAnswered | CallEnded
+    DriverFact | Opened | FirstToken | Kept | Closed | CallBegan | CallAnswered | CallEnded
 )
 ToFront: TypeAlias = Welcome | Engines | Instances | Prefill | Decode | Abort | Refuse | GiveUp

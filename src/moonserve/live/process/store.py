@@ -1,6 +1,6 @@
 """The store's own processes: a master alone, and a segment without an engine.
 
-For the CLI. Both run until SIGTERM or SIGINT and say one line per step.
+For the CLI. Both run until SIGTERM or SIGINT, and print one line per step.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long it asks segments what they hold, before it answers; 0: the pool is new."""
     terms: Terms = Terms()
     registry: str = ""
-    """Where it is to be found by gateways and workers; empty: they are told."""
+    """The registry in which gateways and workers find it; "": they get its URL by settings."""
     advertise_host: str | None = None
     """Where others reach it, if not at `host`."""
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One member of the pool that only holds."""
+    """One member of the pool that only holds objects."""
 
     settings: StoreSettings
     store_url: str = ""
-    """Where the master is; empty: where the registry says."""
+    """URL of the master; "": the registry has it."""
     registry: str = ""
     drain_s: float = 10.0
-    """How long what lies in memory may take to move elsewhere, after a stop was asked for."""
+    """How long the objects in memory may take to move elsewhere, after a signal to stop."""
     metrics_port: int | None = None
-    """Where health and metrics are told; 0 takes any, None: nowhere."""
+    """Port of /health and /metrics; 0 takes any free one, None: there are none."""
 
 
 async def run_master(config: MasterConfig, say: Say = say) -> None:
@@ -152,18 +152,18 @@ async def run_segment(config: SegmentConfig, say: Say = say) -> None:
             it = owner.mounting
             say(f"{it.id}: {it.capacity_bytes >> 20} MiB of {it.tier} at {rpc.url}")
         await stop.wait()
-        say("leaving: what lies in memory is moved elsewhere, if there is room")
+        say("leaving: objects in memory move elsewhere, if there is room")
         await hand_on(client, config.drain_s)
     say("stopped")
 
 
 async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack) -> HttpRpc:
-    """The master, followed to where it moves if the registry says where it is. ConfigError."""
+    """The calls to the master, whose URL may change in the registry. Raises ConfigError."""
     token = config.settings.token.decode()
     if config.store_url:
         return HttpRpc(http, config.store_url, token)
     registry = await open_registry(config.registry)
-    assert registry is not None, "the command gives either"
+    assert registry is not None, "the command gives a URL or a registry"
     stack.push_async_callback(registry.close)
     rpc = HttpRpc(http, await find_master(registry, _MASTER_S), token)
     stack.callback(asyncio.create_task(follow_master(registry, rpc.move)).cancel)
@@ -171,7 +171,7 @@ async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack)
 
 
 async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:
-    """Health and what the lanes carried. Raises ConfigError where it cannot listen."""
+    """Serve health and the lanes' metrics. Raises ConfigError where the port cannot be had."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(LaneMetrics(client.transfer.stats))
 
