@@ -45,7 +45,17 @@ FORBIDDEN = [
 
 
 FLOORS = {
-    "core": ("units", "errors", "request", "kv", "engine", "transfer", "store", "schedule"),
+    "core": (
+        "units",
+        "liveness",
+        "errors",
+        "request",
+        "kv",
+        "engine",
+        "transfer",
+        "store",
+        "schedule",
+    ),
     "live": (
         *(
             "health",

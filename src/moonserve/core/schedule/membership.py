@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moonserve.core.liveness import Liveness
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Beat, InstanceInfo, Left, PeerPromised
 from moonserve.core.schedule.tuning import Tuning
@@ -21,9 +22,8 @@ class Membership:
         self, view: ClusterView, tuning: Tuning, cost_of: Callable[[InstanceInfo], Cost]
     ) -> None:
         self._view = view
-        self._tuning = tuning
         self._cost_of = cost_of
-        self._ticked_us: Micros | None = None
+        self._liveness = Liveness(tuning.dead_after_us, tuning.pause_us)
 
     def joins(self, info: InstanceInfo, now_us: Micros) -> bool:
         """Whether this is a start not seen before; if not, it is taken as a sign of life."""
@@ -53,8 +53,5 @@ class Membership:
 
     def silent(self, now_us: Micros) -> list[InstanceId]:
         """At a tick: those not heard of for too long, unless it is we who slept."""
-        last_us, self._ticked_us = self._ticked_us, now_us
-        if last_us is None or now_us - last_us > self._tuning.pause_us:
-            return []
-        dead_us = now_us - self._tuning.dead_after_us
-        return [i for i, view in self._view.instances.items() if view.heard_us < dead_us]
+        views = self._view.instances.items()
+        return self._liveness.silent(now_us, ((id, view.heard_us) for id, view in views))

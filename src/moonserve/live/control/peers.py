@@ -21,7 +21,9 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest, MoonserveError, RegistryError
 from moonserve.core.kv.facts import BlocksStored
+from moonserve.core.liveness import Liveness
 from moonserve.core.schedule.facts import InstanceInfo, Leading, PeerPromised, Promises
+from moonserve.core.units import seconds_to_us
 from moonserve.live.control import takeover
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
@@ -253,10 +255,12 @@ class Several:
         return json_response({})
 
     async def _expire(self) -> None:
+        silent_us = seconds_to_us(_SILENT_S)
+        liveness = Liveness(silent_us, pause_us=silent_us // 2)
         while True:
             await asyncio.sleep(_SILENT_S / 4)
-            silent_s = asyncio.get_running_loop().time() - _SILENT_S
-            for name in [it for it, (_, at_s) in self._heard.items() if at_s < silent_s]:
+            heard = ((name, seconds_to_us(at_s)) for name, (_, at_s) in self._heard.items())
+            for name in liveness.silent(seconds_to_us(asyncio.get_running_loop().time()), heard):
                 self._forget(name)
 
     def _forget(self, gateway: str) -> None:

@@ -24,7 +24,8 @@ from typing import Any, Final, TypeAlias, cast
 import msgspec
 
 from moonserve.core.errors import BadRequest, DeadlineExceeded, MoonserveError
-from moonserve.core.units import Bytes
+from moonserve.core.liveness import Liveness
+from moonserve.core.units import Bytes, Micros, seconds_to_us
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.http.switch import Switched
 from moonserve.live.rpc import errors
@@ -64,7 +65,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     beat_s: float | None = None
     """Time between two beats of each end. None: no beats; TCP detects a lost host."""
     missed_beats: int = 5
-    """After this many missed beats the peer is lost. A pause of this process counts as one."""
+    """After this many missed beats the peer is lost; see core.liveness."""
 
 
 class RpcConnection(Switched):
@@ -100,7 +101,8 @@ class RpcConnection(Switched):
         self._need = HEAD.size
         self._greeted = False
         self._said: list[Any] = []
-        self._missed = 0
+        self._heard = False
+        self._heard_us: Micros = 0
         self._beats: asyncio.TimerHandle | None = None
         self._waiting: set[asyncio.Task[None]] = set()
         self._last = 0
@@ -145,7 +147,11 @@ class RpcConnection(Switched):
         if not self._accepted:
             self._send(0, HELLO, self._protocol)
         if self._limits.beat_s is not None:
-            self._beats = self._loop.call_later(self._limits.beat_s, self._beat)
+            self._heard = True
+            beat_us = seconds_to_us(self._limits.beat_s)
+            # The half allows for timers that are not exact.
+            silent_us = self._limits.missed_beats * beat_us + beat_us // 2
+            self._beat(Liveness(silent_us, pause_us=2 * beat_us), self._limits.beat_s)
 
     @property
     def is_open(self) -> bool:
@@ -183,13 +189,15 @@ class RpcConnection(Switched):
         super().connection_lost(exc)
         self.lost()
 
-    def _beat(self) -> None:
-        """Send a beat if nothing else goes out, and count the peer's missed ones."""
-        assert self._limits.beat_s is not None
-        self._beats = self._loop.call_later(self._limits.beat_s, self._beat)
-        self._missed += 1
-        if self._missed > self._limits.missed_beats:
-            self.break_off(f"no beat in {self._limits.missed_beats * self._limits.beat_s:g} s")
+    def _beat(self, liveness: Liveness, beat_s: float) -> None:
+        """Send a beat if nothing else goes out, and drop a peer that is lost."""
+        self._beats = self._loop.call_later(beat_s, self._beat, liveness, beat_s)
+        now_us = seconds_to_us(self._loop.time())
+        if self._heard:
+            self._heard = False
+            self._heard_us = now_us
+        if liveness.silent(now_us, [(self.peer, self._heard_us)]):
+            self.break_off(f"no beat in {self._limits.missed_beats * beat_s:g} s")
         elif not self._said and self._greeted:
             self._flush()
 
@@ -284,7 +292,7 @@ class RpcConnection(Switched):
 
     def data_received(self, data: bytes) -> None:
         """Cut the bytes into frames, and keep an unfinished one."""
-        self._missed = 0
+        self._heard = True
         if self._rest:
             self._rest += data
             if len(self._rest) < self._need:

@@ -1,0 +1,41 @@
+"""Liveness: which of several peers have been silent for too long.
+
+The Conductor's membership, the connections of live.rpc and the exchange between gateways use it.
+It reads no clock and keeps no peers: its user looks regularly, with the time of each peer's last
+sign of life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from moonserve.core.units import Micros
+
+Id = TypeVar("Id")
+
+
+class Liveness:
+    """The rule for one user's peers; all times are on the user's clock."""
+
+    def __init__(self, silent_us: Micros, pause_us: Micros) -> None:
+        """
+        silent_us: a peer is lost after more than this time without a sign of life. pause_us: if
+        more time has passed between two looks, this process was paused, and received nothing.
+        """
+        self._silent_us = silent_us
+        self._pause_us = pause_us
+        self._looked_us: Micros | None = None
+
+    def silent(self, now_us: Micros, last_heard: Iterable[tuple[Id, Micros]]) -> list[Id]:
+        """Return the peers that are lost, from (peer, time of its last sign of life).
+
+        At the first look and at the look after a pause of this process, nobody is lost: what peers
+        sent meanwhile is received before the next look.
+        """
+        before_us = self._looked_us
+        self._looked_us = now_us
+        if before_us is None or now_us - before_us > self._pause_us:
+            return []
+        lost_us = now_us - self._silent_us
+        return [peer for peer, heard_us in last_heard if heard_us < lost_us]
