@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from moonserve.core.request import Request, Slo
-from moonserve.core.schedule.retry import LATEST_US, Client, RetryCalendar, client_of
+from moonserve.core.schedule.retry import LATEST_US, RetryCalendar
 from moonserve.core.units import BlockKey, RequestId
 
 S = 1_000_000
@@ -18,21 +18,19 @@ def request(prompt: int, tenant: str = "", slo: Slo = NONE, name: str = "r") -> 
     return Request(RequestId(name), "m", len((prompt,)), (prompt,), slo=slo, tenant=tenant)
 
 
-def client(one: Request) -> Client:
-    """Its client: the prompt's only token stands for its last key."""
-    found = client_of(one, [BlockKey(str(one.prompt).encode())])
-    assert found is not None
-    return found
+def keys(one: Request) -> list[BlockKey]:
+    """The prompt's only token stands for its last full block."""
+    return [BlockKey(str(one.prompt).encode())]
 
 
 def book(it: RetryCalendar, one: Request, now_us: int, first_us: int, every_us: int) -> int:
     """One is refused."""
-    return it.book(one, client(one), now_us, first_us, every_us)
+    return it.book(one, keys(one), now_us, first_us, every_us)
 
 
 def arrive(it: RetryCalendar, one: Request, now_us: int) -> None:
     """One comes."""
-    it.arrive(one, client(one), now_us)
+    it.arrive(one, keys(one), now_us)
 
 
 def refused(it: RetryCalendar, count: int, every_us: int = 2 * S) -> list[int]:
@@ -57,7 +55,7 @@ def test_room_is_kept_for_who_is_due_and_not_against_it() -> None:
     assert it.ahead(request(9, tenant="other"), T + 3 * S) == 0
     arrive(it, request(1, name="again"), T + 3 * S + S // 2)
     assert it.ahead(request(1, name="again"), T + 3 * S + S // 2) == 0
-    it.admit(request(1, name="again"), client(request(1, name="again")))
+    it.admit(request(1, name="again"), keys(request(1, name="again")))
     assert len(it) == 2
 
 
@@ -120,9 +118,9 @@ def test_no_room_is_kept_for_clients_that_will_not_come() -> None:
     own = request(1, slo=Slo(ttft_us=1))
     calendar, simulated = RetryCalendar(), RetryCalendar(returns=False)
     for it, one, who in (
-        (calendar, own, client(own)),
-        (calendar, request(1), client_of(request(1), ())),
-        (simulated, request(1), client(request(1))),
+        (calendar, own, keys(own)),
+        (calendar, request(1), []),
+        (simulated, request(1), keys(request(1))),
     ):
         assert len({it.book(one, who, 0, 8 * S, S) for _ in range(3)}) == 3
         assert len(it) == 0

@@ -52,7 +52,7 @@ from moonserve.core.schedule.objectives import Objectives
 from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.policy_state import PolicyState
 from moonserve.core.schedule.prediction_errors import PredictionErrors
-from moonserve.core.schedule.retry import RetryCalendar, client_of
+from moonserve.core.schedule.retry import RetryCalendar
 from moonserve.core.schedule.retry_after import RetryAfter
 from moonserve.core.schedule.tenants import Tenants
 from moonserve.core.schedule.tuning import Tuning
@@ -224,9 +224,8 @@ class Conductor:
     def _arrive(self, request: Request, keys: Sequence[BlockKey], now_us: Micros) -> None:
         assert request.id not in self._lives, "request ids are unique"
         life = Handoff(request, keys, request.since_us(now_us))
-        life.client = client_of(request, keys)
         self._tenants.asked(request.tenant, request.length, now_us)
-        self.retries.arrive(request, life.client, now_us)
+        self.retries.arrive(request, keys, now_us)
         self._lives[request.id] = life
         self._place(life, now_us)
 
@@ -297,8 +296,6 @@ class Conductor:
 
     def _decide_and_note(self, life: Handoff, roles: Roles, now_us: Micros) -> Verdict | None:
         """A decision that counts: the policy's state moves on."""
-        if roles.prefills and roles.decodes:  # else a client may have made the model's name up
-            self._forecast.expect(life.request)
         verdict = self._decide(life, roles, now_us)
         if verdict is not None:
             self._state = verdict.state
@@ -371,9 +368,9 @@ class Conductor:
         if goal_us is not None and tbt_us > goal_us:
             goal_us = None
         if request.id not in view.residencies.promised:
-            self.retries.admit(request, life.client)
+            self.retries.admit(request, life.prompt_keys)
             self._tenants.given(request.tenant, life.length)
-        residency = self._forecast.residency(request, life.length, now_us + lag_us)
+        residency = self._forecast.promise(request, life.length, now_us + lag_us)
         residency.lag_us = lag_us
         view.promise_decode(request.id, self._forecast.context(life.length), goal_us, residency)
 

@@ -61,13 +61,13 @@ class DecodeForecast:
         """The context of a prompt of this length, with the output to be expected."""
         return length + self.expected_tokens
 
-    def expect(self, request: Request) -> None:
-        """A request is about to be placed: remember its class of outputs."""
-        self.predictor.expect(request)
-
     def residency(self, request: Request, length: Tokens, due_us: Micros) -> Residency:
         """The decode of a request of this length by now, which begins at `due_us`."""
         return self.predictor.residency(request, self.context(length), due_us)
+
+    def promise(self, request: Request, length: Tokens, due_us: Micros) -> Residency:
+        """The same for a request that is placed: its class of outputs is remembered."""
+        return self.predictor.promise(request, self.context(length), due_us)
 
     @property
     def growth(self) -> float:

@@ -28,7 +28,6 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.schedule.retry import Client
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 
 MAX_ATTEMPTS = 3
@@ -72,10 +71,10 @@ class Handoff:
     def __init__(self, request: Request, keys: Sequence[BlockKey], arrived_us: Micros) -> None:
         self.request = request
         self.arrived_us = arrived_us
-        self.client: Client | None = None
-        """What its client is recognised by if it is refused and returns."""
         self.length: Tokens = request.length
         self.keys = tuple(keys)
+        self.prompt_keys = self.keys
+        """As it arrived: its client is recognised by them if it is refused and returns."""
         self.phase = Phase.PREFILL
         self.number = 0
         """Of the call that is out; outcomes of earlier ones are stale."""

@@ -179,12 +179,12 @@ class Residency:
 class Predictor(Protocol):
     """Who still decodes later on."""
 
-    def expect(self, request: Request) -> None:
-        """A request is about to be placed: its output will be of its class."""
-        ...
-
     def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
         """A decode to come, which takes over from prefill at `due_us`. Changes nothing."""
+        ...
+
+    def promise(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
+        """The same for a request that is placed: its class of outputs is remembered."""
         ...
 
     def lasts(self, residency: Residency, tokens: float) -> Chance:
@@ -229,12 +229,13 @@ class Uniform:
         self._tokens = 0.0
         self._seen = 0
 
-    def expect(self, request: Request) -> None:
-        """See Predictor: there are no classes."""
-
     def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
         """See Predictor."""
         return Residency(context, due_us, expected=self._tokens)
+
+    def promise(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
+        """See Predictor: there are no classes."""
+        return self.residency(request, context, due_us)
 
     def lasts(self, residency: Residency, tokens: float) -> Chance:
         """See Predictor."""
@@ -262,17 +263,16 @@ class Survival:
         self._all: dict[str, Lengths] = {}
         self._classes: dict[_Class, Lengths] = {}
 
-    def expect(self, request: Request) -> None:
-        """See Predictor."""
-        self._of(request)
-
     def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
         """See Predictor."""
         lengths = self._classes.get(_class_of(request))
         if lengths is None:
             lengths = Lengths(self._all.get(request.model) or Lengths())
-        most = request.stopping.max_tokens
-        return Residency(context, due_us, lengths, most, lengths.mean(most))
+        return _residency(lengths, request, context, due_us)
+
+    def promise(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
+        """See Predictor."""
+        return _residency(self._of(request), request, context, due_us)
 
     def lasts(self, residency: Residency, tokens: float) -> Chance:
         """See Predictor."""
@@ -308,6 +308,11 @@ class Survival:
         return found
 
 
+def _residency(lengths: Lengths, request: Request, context: Tokens, due_us: Micros) -> Residency:
+    most = request.stopping.max_tokens
+    return Residency(context, due_us, lengths, most, lengths.mean(most))
+
+
 def _class_of(request: Request) -> _Class:
     """Its model and tenant, and the sizes of its max_tokens and prompt in powers of two."""
     most, prompt = request.stopping.max_tokens, request.length
@@ -320,13 +325,14 @@ class Oracle:
     def __init__(self, length_of: Callable[[RequestId], Tokens]) -> None:
         self._length_of = length_of
 
-    def expect(self, request: Request) -> None:
-        """See Predictor: there are no classes."""
-
     def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
         """See Predictor."""
         length = self._length_of(request.id)
         return Residency(context, due_us, length, expected=length)
+
+    def promise(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
+        """See Predictor: there are no classes."""
+        return self.residency(request, context, due_us)
 
     def lasts(self, residency: Residency, tokens: float) -> Chance:
         """See Predictor."""

@@ -60,7 +60,10 @@ _FIRST = Client("", "", BlockKey(b""), 0)
 
 
 class RetryCalendar:
-    """See the module. `returns` False: clients never return, as in a simulation."""
+    """See the module. `returns` False: clients never return, as in a simulation.
+
+    keys: those of the prompt as it arrived, by which its client is recognised.
+    """
 
     def __init__(self, returns: bool = True) -> None:
         self._returns = returns
@@ -82,7 +85,7 @@ class RetryCalendar:
     def __len__(self) -> int:
         return len(self._due)
 
-    def arrive(self, request: Request, client: Client | None, now_us: Micros) -> None:
+    def arrive(self, request: Request, keys: Sequence[BlockKey], now_us: Micros) -> None:
         """A request arrives: its client may be a returning one. Times that are past are dropped."""
         self._back = None
         if not self._order:
@@ -94,10 +97,9 @@ class RetryCalendar:
                 del self._due[key]
             del self._order[:missed]
             self.share *= (1 - _WEIGHT) ** missed
-        if client is None:
-            return
-        due_us = self._due.get(client)
-        if due_us is not None and now_us >= due_us - _EARLY_US:
+        client = client_of(request, keys)
+        due_us = None if client is None else self._due.get(client)
+        if client is not None and due_us is not None and now_us >= due_us - _EARLY_US:
             self._forget(client)
             self._back = request.id
             self.share += _WEIGHT * (1 - self.share)
@@ -114,17 +116,19 @@ class RetryCalendar:
         """Whether it arrived last, and at the time that its client was given."""
         return self._back == request.id
 
-    def admit(self, request: Request, client: Client | None) -> None:
+    def admit(self, request: Request, keys: Sequence[BlockKey]) -> None:
         """The request found a place: its client will not return for it."""
         if self._back == request.id:
             self._pace = max(_DENSEST, self._pace * _DENSER)
-        elif client is not None and client in self._due:
-            self._forget(client)
+        elif self._due:
+            client = client_of(request, keys)
+            if client is not None and client in self._due:
+                self._forget(client)
 
     def book(
         self,
         request: Request,
-        client: Client | None,
+        keys: Sequence[BlockKey],
         now_us: Micros,
         first_us: Micros,
         interval_us: float,
@@ -134,6 +138,7 @@ class RetryCalendar:
         A client that returned before its time keeps that time. The wait may exceed LATEST_US.
         first_us: from now until there is one place. interval_us: from place to place.
         """
+        client = client_of(request, keys)
         due_us = None if client is None else self._due.get(client)
         if due_us is not None:
             return max(_SOONEST_US, due_us - now_us)

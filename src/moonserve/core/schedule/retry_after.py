@@ -57,7 +57,7 @@ class RetryAfter:
             if chosen is not None and not self._calendar.next_us(request.model, now_us):
                 length = decision.prompt_tokens
                 first_us = self._forecast.room_us(chosen, length, first_us, now_us)
-        wait_us = self._calendar.book(request, life.client, now_us, first_us, interval_us)
+        wait_us = self._calendar.book(request, life.prompt_keys, now_us, first_us, interval_us)
         why = refusal.why
         if wait_us > LATEST_US:
             why += f"; there is predicted to be room in {wait_us / 1e6:.0f} s"
