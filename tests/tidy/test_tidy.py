@@ -28,6 +28,7 @@ PURE = {
 HEAVY = {
     *("torch", "numpy", "uvloop", "httptools", "rich", "tokenizers", "jinja2"),
     *("safetensors", "prometheus_client", "yaml", "moonserve.live", "moonserve.sim"),
+    "asyncio",
     "moonserve.show",
 }
 # In two halves, so that this file does not name what it forbids.

@@ -1,6 +1,6 @@
 """The command line: one module per command, found in the dict below.
 
-It may import every room, heavy ones only inside functions: `moonserve --help` must stay instant.
+Commands may import every room, heavy ones only inside functions: help must come at once.
 Users never see a traceback for an operating error; anything else that escapes is a bug.
 """
 
@@ -16,26 +16,43 @@ import click
 from moonserve import __version__
 from moonserve.core.errors import ConfigError, MoonserveError
 
-_COMMANDS = {
-    "up": "moonserve.cli.up:up",
-    "ask": "moonserve.cli.ask:ask",
-    "explain": "moonserve.cli.explain:explain",
-    "doctor": "moonserve.cli.doctor:doctor",
-    "model": "moonserve.cli.model:model",
-    "trace": "moonserve.cli.trace:trace",
-    "sweep": "moonserve.cli.sweep:sweep",
-    "plan": "moonserve.cli.plan:plan",
-    "simulate": "moonserve.cli.simulate:simulate",
-    "replay": "moonserve.cli.replay:replay",
-    "gateway": "moonserve.cli.roles:gateway",
-    "worker": "moonserve.cli.roles:worker",
-    "register": "moonserve.cli.register:register",
-    "unregister": "moonserve.cli.register:unregister",
-    "store": "moonserve.cli.store:store",
-    "segment": "moonserve.cli.store:segment",
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("moonserve.cli.up:up", "Start a whole cluster on this machine."),
+    "ask": ("moonserve.cli.ask:ask", "Stream an answer from a running gateway."),
+    "explain": ("moonserve.cli.explain:explain", "Show why a request was placed as it was."),
+    "doctor": ("moonserve.cli.doctor:doctor", "Check that this machine can run moonserve."),
+    "model": ("moonserve.cli.model:model", "Fetch and list models."),
+    "trace": (
+        "moonserve.cli.trace:trace",
+        "Check, cut, scale, measure and make traces of requests.",
+    ),
+    "sweep": ("moonserve.cli.sweep:sweep", "Simulate every combination of settings."),
+    "plan": (
+        "moonserve.cli.plan:plan",
+        "Search the best split of instances, and its highest speed.",
+    ),
+    "simulate": (
+        "moonserve.cli.simulate:simulate",
+        "Serve a trace by the real Conductor on a simulated cluster.",
+    ),
+    "replay": (
+        "moonserve.cli.replay:replay",
+        "Send a trace's requests to a running cluster; measure.",
+    ),
+    "gateway": ("moonserve.cli.roles:gateway", "Run one gateway."),
+    "worker": ("moonserve.cli.roles:worker", "Run one prefill or decode worker."),
+    "register": ("moonserve.cli.register:register", "Put external engines into a registry."),
+    "unregister": ("moonserve.cli.register:unregister", "Take external engines out of a registry."),
+    "store": (
+        "moonserve.cli.store:store",
+        "Run the KV store's master alone, and look into its pool.",
+    ),
+    "segment": (
+        "moonserve.cli.store:segment",
+        "Give memory and disk space to a KV store, without an engine.",
+    ),
 }
-
-
+"""Where each command is, and what it does in one line; `moonserve --help` imports none of them."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -48,10 +65,14 @@ class _Cli(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module, _, name = _COMMANDS[cmd_name].partition(":")
+        module, _, name = _COMMANDS[cmd_name][0].partition(":")
         command = getattr(import_module(module), name)
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> object:
         try:

@@ -44,7 +44,7 @@ class Answer(msgspec.Struct):
     decision: dict[str, Any] | None = None
 
 
-@click.command(short_help="Stream an answer from a running gateway.")
+@click.command()
 @click.argument("prompt")
 @click.option("--url", default=URL, show_default=True, help="The gateway.")
 @click.option("--model", metavar="NAME", help="Default: the first the gateway serves.")

@@ -10,7 +10,7 @@ from moonserve.cli.output import print_json
 from moonserve.core.errors import EngineFailed
 
 
-@click.command(short_help="Show why a request was placed as it was.")
+@click.command()
 @click.argument("request_id")
 @click.option("--url", default=URL, show_default=True, help="The gateway.")
 @click.option("--json", "as_json", is_flag=True, help="Print the gateway's JSON unchanged.")

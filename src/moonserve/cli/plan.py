@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _option = partial(click.option, show_default=True)
 
 
-@click.command(short_help="Search the best split of instances, and its highest speed.")
+@click.command()
 @click.option(
     "--trace", required=True, type=click.Path(path_type=Path), help="Requests; - is stdin."
 )

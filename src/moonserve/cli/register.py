@@ -5,7 +5,6 @@ The command line alone imports this. Heavy imports stay inside the functions.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +39,8 @@ def register(
     external engines with this --registry uses them until they are unregistered. An engine of the
     same name is replaced; the output says so.
     """
+    import asyncio
+
     import msgspec
 
     settings = read_settings(config, flags)
@@ -63,6 +64,8 @@ def register(
 @settings_options("unregister")
 def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None) -> None:
     """Take the engines NAMES out of the registry. They still finish their running requests."""
+    import asyncio
+
     settings = read_settings(config, flags)
     asyncio.run(_remove(settings.registry, names))
     click.echo(f"unregistered: {', '.join(names)}")

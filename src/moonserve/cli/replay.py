@@ -5,7 +5,6 @@ A thin layer over live/replay, and with --compare over sim; no other module impo
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -32,7 +31,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@click.command(short_help="Send a trace's requests to a running cluster; measure.")
+@click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--url", default=URL, show_default=True, help="The gateway.")
 @click.option("--model", metavar="NAME", help="Default: the first the gateway serves.")
@@ -160,6 +159,8 @@ def _run(url: str, model: str, trace: Trace, bound: int, seed: int) -> list[Answ
             line = f"{done} of {count} requests: {said}"
             click.echo(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, nl=False, err=True)
             click.echo(nl=not sys.stderr.isatty() or done == count, err=True)
+
+    import asyncio
 
     answers = asyncio.run(run(url, model, dues(), bound, told))
     if all(answer.outcome == "failed" for answer in answers):

@@ -6,7 +6,6 @@ MOONSERVE_TOKEN in its environment.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +57,8 @@ def gateway(
 
     die_with_parent()  # before the slow imports
     if settings.workers > 1 and part is None:
+        import asyncio
+
         from moonserve.cli.fronts import flags_of, serve_fronts
 
         words = flags_of(click.get_current_context().params, settings)
@@ -176,6 +177,8 @@ def run_role(main: Coroutine[Any, Any, None]) -> None:
     try:
         import uvloop
     except ImportError:
+        import asyncio
+
         asyncio.run(main)
     else:
         uvloop.run(main)

@@ -210,7 +210,7 @@ def _setup(
     return setup_of(values, tuple(map(_breakdown, fault)))
 
 
-@click.command(short_help="Try a cluster and a policy on a trace, without either.")
+@click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @_cluster_options
 @_option("--speed", default=1.0, metavar="X", help="How many times as fast arrivals come.")

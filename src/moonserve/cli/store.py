@@ -5,7 +5,6 @@ A thin layer over live/store; no other module imports it. Heavy imports stay ins
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -325,6 +324,8 @@ def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
     from moonserve.live.store.remote import HttpRpc
 
     token = read_token()
+
+    import asyncio
 
     async def body() -> T:
         http = HttpClient()

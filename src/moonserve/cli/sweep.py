@@ -29,7 +29,7 @@ _SHOWN = {
 }
 
 
-@click.command(short_help="Simulate every combination of settings.")
+@click.command()
 @click.argument("grid", required=False, type=click.File())
 @click.option("--trace", metavar="FILE,…", help="Traces of requests.")
 @click.option("--policy", metavar="NAME,…", help="Placement policies.")

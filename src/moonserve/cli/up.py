@@ -5,7 +5,6 @@ Starts the processes, waits until all have joined, prints where the gateway is, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -37,7 +36,7 @@ _POLL_S = 0.2
 _KILL_AFTER_S = 10.0
 
 
-@click.command(short_help="Start a whole cluster on this machine.")
+@click.command()
 @settings_options("up")
 def up(config: Path | None, **flags: str | None) -> None:
     """Start a gateway, prefill workers and decode workers on this machine.
@@ -47,6 +46,8 @@ def up(config: Path | None, **flags: str | None) -> None:
     A named model that is not on this machine is fetched first. Ctrl-C lets running requests finish
     and then stops all processes; a second Ctrl-C does not wait.
     """
+    import asyncio
+
     settings = read_settings(config, flags)
     if settings.instances is not None:
         raise ConfigError("is read by `moonserve gateway` only; leave it out with up", "instances")
@@ -139,6 +140,8 @@ def _mooncake(settings: Settings, environ: dict[str, str]) -> tuple[Settings, li
 
 
 async def _serve(settings: Settings, port: int) -> None:
+    import asyncio
+
     from moonserve.live.process.supervise import Supervisor
     from moonserve.live.transfer.region import clean_stale
 
@@ -174,6 +177,8 @@ async def _serve(settings: Settings, port: int) -> None:
 
 async def _until_ready(host: str, port: int, workers: int, deadline_s: float) -> None:
     """Poll the gateway until all workers have joined it."""
+    import asyncio
+
     try:
         async with asyncio.timeout(deadline_s):
             while await asyncio.to_thread(_joined, host, port) < workers:  # noqa: ASYNC110 - no Event spans processes
