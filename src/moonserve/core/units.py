@@ -20,7 +20,7 @@ SegmentId = NewType("SegmentId", str)
 LeaseId = NewType("LeaseId", str)
 """Names everything one reader keeps from eviction; by convention the request's id."""
 BlockKey = NewType("BlockKey", bytes)
-"""The 32-byte name of one KV block: a chained SHA-256 over its tokens and all before it."""
+"""The name of one KV block, such as a chained SHA-256 over its tokens and all before it."""
 
 MICROS_PER_SECOND = 1_000_000
 MAX_BYTES: Bytes = 1 << 62

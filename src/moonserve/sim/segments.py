@@ -7,7 +7,7 @@ for all. It returns stored and evicted blocks as facts, which the Conductor's in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from functools import lru_cache
 
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.schedule.facts import Fact
@@ -108,8 +108,13 @@ class Segments:
 
 
 def full_keys(row: Row, size: Tokens) -> tuple[BlockKey, ...]:
-    """The keys of a row's full blocks: block ids serve as keys."""
-    return cast("tuple[BlockKey, ...]", row.blocks[: row.input_tokens // size])
+    """The keys of a row's full blocks: block ids, as bytes, serve as keys."""
+    return tuple(map(_key, row.blocks[: row.input_tokens // size]))
+
+
+@lru_cache(maxsize=1 << 20)
+def _key(block: int) -> BlockKey:
+    return BlockKey(block.to_bytes(8, "big"))
 
 
 def next_turns(trace: Trace) -> dict[BlockKey, tuple[BlockKey, ...]]:
