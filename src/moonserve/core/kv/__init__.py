@@ -1,4 +1,4 @@
-"""Who holds which KV blocks, under which names: keys, the prefix index, and KV events as facts.
+"""KV blocks: their names (keys), the facts about who holds them, the indexes, and KV events.
 
-Knows instances by id only; places nothing.
+Called by the Conductor, the store and the Indexer API. Nothing here places a request.
 """

@@ -1,8 +1,8 @@
-"""Our keys of the blocks that a KV event tells, from its token ids and all else that it says.
+"""The Conductor's keys of the blocks of a KV event, from its token ids and its other fields.
 
-For core.kv.stream. As core.kv.keys makes them for a prompt: the LoRA's name and the cache salt are
-fields of the chain's namespace. Before a block that holds more than tokens (images, prompt
-embeddings), the key before it is mixed with what it holds, so that text before an image is shared.
+Called by core.kv.stream. The keys are those that core.kv.keys makes for a prompt: the LoRA's name
+and the cache salt are fields of the chain's namespace. If a block holds more than tokens (images,
+prompt embeddings), the key before it is mixed with that, so text before an image is still shared.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _EXTRA = b"extra"
 
 
 def mixed(parent: bytes, extra: Sequence[Any]) -> bytes:
-    """What stands for `parent` before a block that holds more than tokens: `extra`, as msgpack."""
+    """What replaces `parent` before a block that also holds `extra`, which is hashed as msgpack."""
     return sha256(_EXTRA + parent + msgspec.msgpack.encode(extra)).digest()
 
 
 def covered(event: StoredEvent, heads: bool) -> tuple[str, str, list[list[Any]]]:
-    """What an event's hashes cover besides tokens: LoRA, salt, and what else each block holds.
+    """What an event's hashes cover besides tokens: (LoRA, salt, other contents of each block).
 
-    heads: whether its first block heads a chain, as only such a one names a salt. The last is empty
-    where there is nothing.
+    heads: whether the first block heads a chain; only such a block names a salt. The last part is
+    empty if no block has other contents.
     """
     lora = event.lora_name or ("" if event.lora_id is None else f"#{event.lora_id}")
     if event.extra_keys is None or not any(event.extra_keys):
@@ -47,8 +47,8 @@ def event_keys(
 ) -> list[BlockKey]:
     """The keys of an event's blocks from number `at` on.
 
-    plain: without LoRA and salt, `root` its root; parent: the key before block `at`; None: that one
-    heads its chain. Raises OverflowError on a token id that is none.
+    plain: the namespace without LoRA and salt; root: its root; parent: the key before block `at`,
+    None: that block heads its chain. Raises OverflowError on an invalid token id.
     """
     size, tokens = plain.block_size, event.token_ids
     base: bytes = root if parent is None else parent
@@ -66,6 +66,6 @@ def event_keys(
 
 
 def _without(extra: list[Any] | None, lora: str | None) -> list[Any]:
-    """A block's extra keys but for its LoRA's name, which comes first."""
+    """A block's extra keys without its LoRA's name, which comes first."""
     rest = list(extra or ())
     return rest[1:] if lora is not None and rest[:1] == [lora] else rest

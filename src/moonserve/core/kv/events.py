@@ -1,7 +1,7 @@
-"""KV events as engines tell them: what vLLM and SGLang publish of their KV caches.
+"""KV events: what vLLM and SGLang publish about the blocks in their KV caches.
 
-The fields are vLLM's, so that msgspec reads and writes them as they are on the wire: see
-live.kvevents. core.kv.order puts batches into order; core.kv.stream makes facts of them.
+The fields are vLLM's, so that msgspec reads and writes the wire's form (live.kvevents.wire).
+core.kv.order puts batches into order; core.kv.stream makes changes of an index of them.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ from typing import Any, TypeAlias
 import msgspec
 
 EngineHash: TypeAlias = int | bytes
-"""An engine's own name of a block: the last 8 bytes of its hash as a number, or all of it."""
+"""An engine's own name of a block: the last 8 bytes of its hash as a number, or the whole hash."""
 
 
 def _none() -> None:
-    """The default of what may be missing when read, and is written nevertheless, as vLLM does."""
+    """Default of a field that may be missing when read, but that vLLM always writes."""
 
 
 class StoredEvent(msgspec.Struct, frozen=True, tag="BlockStored", omit_defaults=True):
-    """A run of blocks of one chain is in the cache. The fields' order is that of the array form."""
+    """A run of blocks of one chain was stored. The fields have the order of the array form."""
 
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
-    """Of the block before; None: the first of them heads its chain."""
+    """Hash of the block before the first; None: the first block heads its chain."""
     token_ids: list[int]
-    """Of all blocks; empty where the engine does not know them."""
+    """Token ids of all blocks; empty: the engine does not know them."""
     block_size: int
     lora_id: int | None = msgspec.field(default_factory=_none)
     medium: str | None = msgspec.field(default_factory=_none)
-    """Where: GPU (also on a CPU engine), CPU, STORAGE; the Mooncake store says cpu; None: GPU."""
+    """GPU (also on a CPU engine), CPU or STORAGE; cpu from the Mooncake store; None: GPU."""
     lora_name: str | None = msgspec.field(default_factory=_none)
     extra_keys: list[list[Any] | None] | None = None
-    """Of each block, what its hash covers besides tokens: the LoRA's name, (identifier, offset) of
-    each image in it, the cache salt (first block only), digests of prompt embeddings."""
+    """For each block, what its hash covers besides tokens: the LoRA's name, (identifier, offset) of
+    each image, the cache salt (first block only), digests of prompt embeddings."""
     group_idx: int | None = None
-    """Which of a hybrid model's caches."""
+    """The number of the cache, of a hybrid model."""
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
-    """LOCAL or REMOTE, as seen from the engine; None: not said."""
+    """LOCAL or REMOTE, as seen from the engine; None: unknown."""
     ownership: str | None = None
     session_id: str | None = None
-    """Of the request; an engine asked for full reports repeats with it what that request reused."""
+    """Of the request. An engine with full reports repeats the blocks that the request reused, with
+    this id."""
 
 
 class RemovedEvent(msgspec.Struct, frozen=True, tag="BlockRemoved", omit_defaults=True):
@@ -56,18 +57,18 @@ class RemovedEvent(msgspec.Struct, frozen=True, tag="BlockRemoved", omit_default
 
 
 class ClearedEvent(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
-    """The engine's own cache is empty; other tiers may not be."""
+    """The engine's own cache was emptied; other tiers were not."""
 
 
 KvEvent: TypeAlias = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class KvBatch(msgspec.Struct, frozen=True):
-    """What one step of an engine changed, in order."""
+    """The changes of one step of an engine, in order."""
 
     ts: float
-    """When, in seconds of the engine's clock."""
+    """Time of the step, in seconds of the engine's clock."""
     events: tuple[KvEvent, ...]
     dp_rank: int | None = None
     unknown: int = 0
-    """Events of types that nobody here knows, left out."""
+    """How many events of unknown types were left out."""

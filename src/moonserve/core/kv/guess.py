@@ -1,9 +1,9 @@
-"""What engines hold that tell no KV events: guessed from what was sent to them.
+"""Guesses what engines without KV events hold, from the prompts that were sent to them.
 
-For the relay, where a model's instances tell nothing: keys are then made over the prompt's text,
-with no tokenizer, and each instance is taken to keep the prompts it computed, the latest first, as
-many as its KV memory holds. What `cached_tokens` says of each request shrinks or restores that
-size. All this is prediction: what an engine says it reused is what counts.
+Called by the driver for models whose instances publish no events. Keys are then made over the
+prompt's text, without a tokenizer. An instance should keep the prompts that it computed last, as
+many as its KV memory holds; the `cached_tokens` of each reply shrink or restore that size. All this
+is prediction: the engine's own count of reused tokens decides.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.units import BlockKey, Bytes, SegmentId, Tokens
 
 _BYTES_PER_TOKEN = 4.0
-"""Of English text, about; each model's own is learnt."""
+"""About that of English text; each model's own ratio is learnt."""
 _LEAST_BYTES, _MOST_BYTES = 0.5, 16.0
-"""Of any text; a prompt with images, or of many cut short, says nothing of it."""
+"""Limits for any text. Prompts with images or cut prompts are outside, and teach nothing."""
 _LEARNT = 16
-"""Prompts after which the pieces follow what was learnt."""
+"""Prompts after which the size of a piece follows the learnt ratio."""
 _STRAY = 1.25
-"""How far off the size of a piece may be; past it, it is made anew and what was known is no use."""
+"""How far the size of a piece may be off. Beyond that it changes, and earlier keys are useless."""
 _SHRINK, _GROW, _LEAST = 0.9, 1.02, 0.1
 
 
 def text_keys(root: bytes, text: bytes, piece: Bytes) -> list[BlockKey]:
-    """The keys of every full piece of `text`, chained as those of blocks are."""
+    """The keys of every full piece of `text`, chained like those of blocks."""
     parent, keys = root[:16], []
     for at in range(piece, len(text) + 1, piece):
         parent = xxh3_128_digest(parent + text[at - piece : at])
@@ -37,21 +37,21 @@ def text_keys(root: bytes, text: bytes, piece: Bytes) -> list[BlockKey]:
 
 
 class Ratio:
-    """Bytes of text per token of one model, and the piece of text that stands for a block."""
+    """Bytes of text per token of one model, and the size of a piece that stands for a block."""
 
     def __init__(self, block_size: Tokens) -> None:
         self._block_size = block_size
         self._per_token = _BYTES_PER_TOKEN
         self._seen = 0
         self.piece: Bytes = round(block_size * _BYTES_PER_TOKEN)
-        """What a block comes to, in bytes of text."""
+        """Bytes of text that stand for a block."""
 
     def tokens(self, size: Bytes) -> Tokens:
-        """How many tokens so much text is likely to be: at least one."""
+        """The likely number of tokens in `size` bytes of text: at least one."""
         return max(1, round(size / self._per_token))
 
     def learn(self, size: Bytes, tokens: Tokens) -> None:
-        """So much text was so many tokens, as an engine counted."""
+        """Learn that `size` bytes of text were `tokens` tokens, as an engine counted."""
         if not tokens or not _LEAST_BYTES <= size / tokens <= _MOST_BYTES:
             return
         self._seen = min(self._seen + 1, 64)
@@ -63,7 +63,7 @@ class Ratio:
 
 
 class Guess:
-    """What one start of one instance is taken to hold: keys, the latest used last."""
+    """The keys that one start of one instance should hold; the latest used is last."""
 
     def __init__(self, segment: SegmentId, epoch: int, kv_blocks: int) -> None:
         self.epoch = epoch
@@ -77,12 +77,12 @@ class Guess:
 
     @property
     def room(self) -> int:
-        """How many keys it is taken to keep."""
+        """How many keys the instance should keep."""
         return max(1, round(self._most * self._share))
 
     def served(self, keys: Sequence[BlockKey]) -> list[BlocksStored | BlocksRemoved]:
-        """It has just computed this chain, or loaded it: what the index is to be told."""
-        told: list[BlocksStored | BlocksRemoved] = []
+        """The instance has computed or loaded this chain. Returns the facts for the index."""
+        facts: list[BlocksStored | BlocksRemoved] = []
         held, at = self._keys, 0
         keys = keys[: self.room]
         while at < len(keys):
@@ -92,19 +92,19 @@ class Guess:
             if stop > at:
                 parent = keys[at - 1] if at else None
                 new = tuple(keys[at:stop])
-                told.append(BlocksStored(self._segment, new, parent, "device", self.epoch))
+                facts.append(BlocksStored(self._segment, new, parent, "device", self.epoch))
             at = stop + 1
-        for key in reversed(keys):  # a chain is given up from its end
+        for key in reversed(keys):  # the end of a chain is evicted first
             held[key] = None
             held.move_to_end(key)
         if gone := self._evicted():
-            told.append(BlocksRemoved(self._segment, gone, "device", self.epoch))
-        return told
+            facts.append(BlocksRemoved(self._segment, gone, "device", self.epoch))
+        return facts
 
     def said(self, predicted: Tokens, cached: Tokens) -> list[BlocksStored | BlocksRemoved]:
-        """It reused so much where so much was predicted: what the index is to be told.
+        """The instance reused `cached` tokens of `predicted`. Returns the facts for the index.
 
-        Less than half means that it keeps less than was taken.
+        If it reused less than half, it keeps less than was guessed.
         """
         if cached * 2 < predicted:
             self._share = max(_LEAST, self._share * _SHRINK)

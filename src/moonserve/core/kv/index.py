@@ -1,14 +1,15 @@
-"""PrefixIndex: who holds which prefix, on which tier; and Match, its answer.
+"""PrefixIndex: which holder has which prefix, on which tier; and Match, its answer.
 
-Fed by the Conductor with what stores and engines report, read by placement; it never asks anybody.
+The Conductor feeds it with the reports of stores and engines, and placement reads it. A TieredIndex
+(core.kv.tiers) has one of its own for the Indexer API.
 
-A piece is a run of blocks, one after another in a chain, that the same holders hold in the same
-way; the index maps each key to its piece. Whatever is told of a part of a piece splits it, and
-neighbours that have become alike are joined again. So a look-up goes from piece to piece, not from
-block to block, and is exact whatever holes a holder has.
+A piece is a run of successive blocks of a chain that the same holders hold in the same way. The
+index maps each key to its piece. A report about a part of a piece splits it; neighbours that have
+become alike are joined again. So a look-up goes from piece to piece, not from block to block, and
+is exact, whatever holes a holder has.
 
-What never happens here: a claim for a holder that was not told of it; an order that depends on
-hashes (keys may be any hashable); a key, bit or count that outlives the last thing it stood for.
+What never happens here: a block of a holder that was not reported; an order that depends on hashes
+(keys may be any hashable); a key, bit or count that outlives the last block that it stood for.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from moonserve.core.units import SegmentId
 
 _FIELD = (1 << 20) - 1
 _ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
-"""One copy on a tier. A holder's count is the sum over tiers, 20 bits each: nobody has room for a
-million copies of one block."""
+"""One copy on a tier. A holder's count is the sum over its tiers, with 20 bits for each: no holder
+has room for a million copies of one block."""
 Held: TypeAlias = tuple[tuple[Hashable, ...], Hashable | None, Tier, int]
 """Blocks that one holder has: (keys, the key before them, tier, epoch)."""
 _MAX_GONE = 4_096
@@ -33,9 +34,9 @@ _BITS = bytes.maketrans(b"01", b"\0\1")
 
 
 class Match:
-    """How much of one chain is held where, in leading contiguous blocks.
+    """How many leading blocks of one chain each holder has without a gap.
 
-    A snapshot: later changes of the index do not show. Not to be changed.
+    A snapshot: later changes of the index do not show. Callers must not change it.
     """
 
     __slots__ = ("_by_holder", "_ended", "_names", "pool")
@@ -48,16 +49,16 @@ class Match:
         names: Sequence[SegmentId] = (),
     ) -> None:
         self.pool = pool
-        """The run that readers can load block by block, whoever holds each."""
+        """The longest run in which every block has some holder; readers load it block by block."""
         self._by_holder = by_holder
         self._ended = ended  # (length, mask of the holders whose run it is)
         self._names = names  # by bit
 
     @property
     def by_holder(self) -> dict[SegmentId, int]:
-        """The run each holder has on its own; holders of nothing are absent.
+        """The run that each holder has by itself; a holder of nothing is absent.
 
-        Made when first asked for: shortest runs first, then by the holders' bits.
+        Made at the first call. Shortest runs come first, then the lower bits of holders.
         """
         if self._by_holder is None:
             self._by_holder = {}
@@ -79,7 +80,7 @@ def _spread(runs: dict[SegmentId, int], mask: int, length: int, names: Sequence[
 
 
 class HolderState:
-    """One holder: its bit, and its pieces."""
+    """One holder: its bit in masks, and its pieces."""
 
     __slots__ = ("bit", "epoch", "name", "pieces")
 
@@ -91,7 +92,10 @@ class HolderState:
 
 
 class ChainPiece:
-    """A run of keys that the same holders hold, each with one count for all of it."""
+    """A run of keys that the same holders have, each holder with one count for the whole run.
+
+    It never has a key twice, and is in `pieces` of exactly the holders in its `counts`.
+    """
 
     __slots__ = ("counts", "keys", "mask", "next", "parent")
 
@@ -106,7 +110,7 @@ class ChainPiece:
         self.parent = parent
         """The key before keys[0]; None at a chain's head."""
         self.next: Hashable | None = None
-        """The first key of a piece that came after this one when last seen: a hint for joining."""
+        """The first key of the piece that last followed this one: a hint for joining."""
         self.mask = mask
         self.counts = counts
         for holder in counts:
@@ -114,32 +118,32 @@ class ChainPiece:
 
 
 class PrefixIndex:
-    """See the module. Exact for what it was told, in whatever order.
+    """See the module. Exact for what was reported, in any order.
 
-    A key fixes what comes before it (keys are chained hashes): events tell pieces of chains, and
-    `match` is asked with chains. A holder may store a key several times, and holds it until it was
-    removed as often, on each tier for itself. Facts of an older epoch of a holder than the newest
-    known are late, and ignored; a newer epoch drops all that the older one held.
+    Keys are chained hashes, so a key fixes all blocks before it. Reports have runs of chains, and
+    `match` takes chains. A holder may store a key several times, and holds it until it was removed
+    as often, on each tier separately. A report of an older epoch of a holder than the newest known
+    one is late, and ignored. A newer epoch removes all that the older one held.
 
-    Bounds: `max_entries` (key, holder) pairs; what comes beyond is refused and counted, so the
-    index then knows too little, never too much. Epochs of the last 4,096 holders gone.
+    Bounds: `max_entries` (key, holder) pairs; more are refused and counted, so a full index knows
+    too little, never too much. It remembers the epochs of the last 4,096 holders that are gone.
     """
 
     def __init__(self, max_entries: int = 10_000_000) -> None:
         self.max_entries = max_entries
         self.entries = 0
-        """(key, holder) pairs now."""
+        """How many (key, holder) pairs there are."""
         self.refused = 0
-        """Blocks not taken, since the index was full."""
+        """Blocks refused because the index was full."""
         self.late = 0
-        """Blocks of facts ignored, since their epoch was over."""
+        """Blocks of late reports, which were ignored."""
         self._where: dict[Hashable, ChainPiece] = {}
         self._holders: dict[SegmentId, HolderState] = {}
         self._free: list[int] = []
         self._names: tuple[SegmentId, ...] = ()
-        """By bit; a name stays after its holder went, until the bit is given anew."""
+        """Names of holders by bit. A name stays until its bit is reused."""
         self._gone: OrderedDict[SegmentId, int] = OrderedDict()
-        """Holder without entries -> the oldest epoch it may come back with."""
+        """Holder without entries -> the oldest epoch with which it may come back."""
 
     def __len__(self) -> int:
         """How many different keys are held."""
@@ -153,7 +157,7 @@ class PrefixIndex:
         tier: Tier = "dram",
         epoch: int = 0,
     ) -> None:
-        """`holder` now has `keys`, a piece of a chain, complete and readable.
+        """`holder` now has `keys`, a run of a chain, complete and readable.
 
         `parent` is the key before keys[0], held or not; None where keys[0] heads a chain.
         """
@@ -189,7 +193,7 @@ class PrefixIndex:
     def removed(
         self, holder: SegmentId, keys: Sequence[Hashable], tier: Tier = "dram", epoch: int = 0
     ) -> None:
-        """`holder` has one copy less of each of `keys` on `tier`; what it never had is ignored."""
+        """`holder` has one copy less of each of `keys` on `tier`; unknown blocks are ignored."""
         late = self._is_late(holder, epoch, len(keys))
         it = self._holders.get(holder)
         if late or it is None:
@@ -217,7 +221,7 @@ class PrefixIndex:
             self._forget(it, epoch)
 
     def cleared(self, holder: SegmentId, tier: Tier = "dram", epoch: int = 0) -> None:
-        """`holder` emptied that tier: every copy on it is gone at once."""
+        """`holder` has emptied that tier."""
         late = self._is_late(holder, epoch, 1)
         it = self._holders.get(holder)
         if late or it is None:
@@ -231,7 +235,7 @@ class PrefixIndex:
             self._forget(it, epoch)
 
     def dropped(self, holder: SegmentId, epoch: int) -> None:
-        """`holder` is gone, or restarted: all it held up to `epoch` goes, at once and for good."""
+        """`holder` is gone or has restarted: remove all that it held up to `epoch`, for good."""
         it = self._holders.get(holder)
         if it is None:
             self._remember(holder, max(epoch + 1, self._gone.get(holder, 0)))
@@ -245,9 +249,9 @@ class PrefixIndex:
         return tuple(tier for tier, one in _ONE.items() if count // one & _FIELD)
 
     def inventory(self, holder: SegmentId) -> list[Held]:
-        """All that a holder has, for an index that is to be alike.
+        """All that a holder has, for copying it into another index.
 
-        Told to `stored` in any order; a block that it stored several times comes as often.
+        Pass each to `stored`, in any order. A block with several copies comes several times.
         """
         it = self._holders.get(holder)
         if it is None:
@@ -289,7 +293,7 @@ class PrefixIndex:
     # Holders
 
     def _is_late(self, name: SegmentId, epoch: int, blocks: int) -> bool:
-        """Whether a fact of `epoch` comes too late; a newer epoch drops what an older one held."""
+        """Whether a report of `epoch` is late; a newer epoch removes what an older one held."""
         it = self._holders.get(name)
         newest = self._gone.get(name, 0) if it is None else it.epoch
         if epoch < newest:
@@ -301,7 +305,7 @@ class PrefixIndex:
         return epoch < newest
 
     def _add(self, name: SegmentId, epoch: int) -> HolderState:
-        """A holder with a bit of its own, and no entries yet."""
+        """A new holder with a bit of its own, and no entries yet."""
         at = self._free.pop() if self._free else len(self._names)
         self._names = (*self._names[:at], name, *self._names[at + 1 :])
         it = self._holders[name] = HolderState(name, epoch, 1 << at)
@@ -309,7 +313,7 @@ class PrefixIndex:
         return it
 
     def _forget(self, it: HolderState, oldest_epoch: int) -> None:
-        """It holds nothing any more: its bit may name another from now on."""
+        """The holder has nothing any more: another holder may reuse its bit."""
         del self._holders[it.name]
         self._free.append(it.bit.bit_length() - 1)
         self._remember(it.name, oldest_epoch)
@@ -321,7 +325,7 @@ class PrefixIndex:
             self._gone.popitem(last=False)
 
     def _drop(self, it: HolderState, oldest_epoch: int) -> None:
-        """All that a holder has goes."""
+        """Remove all that a holder has."""
         for piece in list(it.pieces):
             self._lose(it, piece)
         self._forget(it, oldest_epoch)
@@ -329,12 +333,12 @@ class PrefixIndex:
     # Pieces
 
     def _new(self, keys: list[Hashable], parent: Hashable | None) -> ChainPiece:
-        """A piece of the leading ones of `keys` that nobody holds, of which keys[0] is one."""
+        """A new piece of the leading `keys` that nobody holds; nobody holds keys[0]."""
         if not self._where.keys().isdisjoint(keys):
             keys = keys[: next(i for i, key in enumerate(keys) if key in self._where)]
         piece = ChainPiece(keys, parent, 0, {})
         fresh = dict.fromkeys(keys, piece)
-        if len(fresh) < len(keys):  # no chain, but no reason to go astray
+        if len(fresh) < len(keys):  # a key came twice, so this is no chain: take the first key only
             piece.keys = list(fresh)[:1]
             fresh = {piece.keys[0]: piece}
         self._where.update(fresh)
@@ -344,7 +348,7 @@ class PrefixIndex:
         return piece
 
     def _cut(self, piece: ChainPiece, start: int, stop: int) -> ChainPiece:
-        """A part of a piece as a piece of its own."""
+        """Make a part of a piece a piece of its own."""
         if stop < len(piece.keys):
             piece, _ = self._split(piece, stop)
         if start:
@@ -352,7 +356,7 @@ class PrefixIndex:
         return piece
 
     def _split(self, piece: ChainPiece, at: int) -> tuple[ChainPiece, ChainPiece]:
-        """Two of one; the larger one stays what it is."""
+        """Make two pieces of one; the larger part keeps the object."""
         head, tail = piece.keys[:at], piece.keys[at:]
         if len(head) < len(tail):
             new = ChainPiece(head, piece.parent, piece.mask, dict(piece.counts))
@@ -366,7 +370,7 @@ class PrefixIndex:
         return first, second
 
     def _join(self, piece: ChainPiece) -> None:
-        """Join a piece with the ones before and after it where they have become alike."""
+        """Join a piece with its neighbours if they have become alike."""
         before = self._where.get(piece.parent)
         if before is not None and before.keys[-1] == piece.parent:
             before.next = piece.keys[0]
@@ -376,7 +380,8 @@ class PrefixIndex:
             self._joined(piece, after)
 
     def _joined(self, head: ChainPiece, tail: ChainPiece) -> ChainPiece:
-        """One of two if they are alike, else the tail; the larger one stays."""
+        """Join two pieces if they are alike; the larger one keeps its object. Otherwise return the
+        tail."""
         if head is tail or head.mask != tail.mask or head.counts != tail.counts:
             return tail
         if len(head.keys) < len(tail.keys):
@@ -393,7 +398,7 @@ class PrefixIndex:
         return kept
 
     def _lose(self, it: HolderState, piece: ChainPiece) -> None:
-        """The last copies of a piece are gone from a holder."""
+        """A holder has lost its last copy of a piece."""
         del piece.counts[it], it.pieces[piece]
         piece.mask ^= it.bit
         self.entries -= len(piece.keys)
@@ -401,7 +406,7 @@ class PrefixIndex:
             self._delete(piece.keys)
 
     def _shorten(self, piece: ChainPiece, stop: int) -> None:
-        """The end of a piece is gone from its only holder: the common case, without a cut."""
+        """The only holder has lost the end of a piece: the common case, done without a cut."""
         self.entries -= len(piece.keys) - stop
         self._delete(piece.keys[stop:])
         del piece.keys[stop:]
@@ -413,7 +418,10 @@ class PrefixIndex:
 
 
 def span(own: list[Hashable], keys: list[Hashable]) -> tuple[int, int]:
-    """Which part of a piece begins `keys`, forwards or backwards; keys[0] is in it."""
+    """(start, stop) of the part of a piece that `keys` begins with, forwards or backwards.
+
+    keys[0] is in the piece.
+    """
     start = own.index(keys[0]) if keys[0] != own[-1] else len(own) - 1
     stop = start + 1
     if start and len(keys) > 1 and own[start - 1] == keys[1]:
@@ -434,9 +442,9 @@ def _common(one: list[Hashable], other: list[Hashable]) -> int:
 def parting(
     own: Sequence[Hashable], start: int, keys: Sequence[Hashable], at: int, most: int
 ) -> int:
-    """How many keys of a chain, from `start` on, are those of another from `at` on, up to `most`.
+    """How many keys `own` from `start` on has in common with `keys` from `at` on, up to `most`.
 
-    At least the first is. By bisection: what comes before equal keys is equal.
+    The first key must be equal. By bisection: if two keys are equal, all keys before them are.
     """
     low, high = 1, min(most, len(keys) - at)
     if own[start + high - 1] == keys[at + high - 1]:  # mostly

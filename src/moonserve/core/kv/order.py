@@ -1,15 +1,15 @@
-"""The order of one engine rank's KV event batches: each once, in sequence, or a reset said aloud.
+"""Order: the batches of one engine rank's KV events, each once and in sequence, or a Reset.
 
-Batches are numbered from 0 at each start of the engine; some get lost, and the engine keeps the
-latest for a replay. Order says from where it wants one (`want`), holds meanwhile what arrives, and
-gives batches and Resets. After a Reset nothing told before counts: what follows is true, but is
-perhaps not all that the engine has. Driven by live.kvevents.subscriber.
+An engine numbers its batches from 0 at each start, and keeps the latest ones for a replay. Some get
+lost on the way. Order has in `want` the number from which it wants a replay, holds what arrives
+meanwhile, and returns batches and Resets. After a Reset, earlier batches no longer count. Those
+that follow are true, but may not be all that the engine has. Called by live.kvevents.subscriber.
 
-A replay is asked for from the last batch that is known, so that its time tells whether this is
-still the same run of the engine: one that restarted numbers from 0 again.
+A replay begins with the last batch that is known: its time shows whether the engine is still in the
+same run, since a restarted engine numbers from 0 again.
 
-What never happens here: a batch given twice, or out of order, or after others that were lost,
-without a Reset between; more held than the bound.
+What never happens here: a batch returned twice or out of order; a batch returned after lost ones
+without a Reset between; more batches held than the bound.
 """
 
 from __future__ import annotations
@@ -23,67 +23,67 @@ from moonserve.core.kv.events import KvBatch
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """Forget all that this stream told."""
+    """All batches that were returned so far no longer count."""
 
     why: str
     restarted: bool
-    """The engine is a new process; else its batches were lost."""
+    """The engine is a new process; otherwise batches were lost."""
 
 
 Step: TypeAlias = KvBatch | Reset
 
 
 class OrderStats(msgspec.Struct):
-    """Counted since the beginning."""
+    """Counts since the beginning."""
 
     batches: int = 0
-    """Given on, in order."""
+    """Batches returned, in order."""
     gaps: int = 0
     replays: int = 0
     """Replays asked for."""
     restarts: int = 0
     untrusted: int = 0
-    """Resets since batches were lost for good."""
+    """Resets because batches were lost for good."""
     late: int = 0
-    """Batches that came again, or from a run of the engine that is over."""
+    """Batches that came twice, or from an earlier run of the engine."""
     overflows: int = 0
-    """Times that more arrived during a replay than is held."""
+    """Times that more batches arrived during a replay than Order holds."""
 
 
 class Order:
-    """See the module. The driver runs a replay from `want` whenever that is not None:
-    `replayed` with each batch of it, then `replay_ended`."""
+    """See the module. While `want` is not None, the caller runs a replay from that number: it calls
+    `replayed` with each batch, then `replay_ended`."""
 
     def __init__(self, replays: bool, max_held: int = 4_096) -> None:
-        """`replays`: whether the engine can be asked for them."""
+        """`replays`: whether the engine has an address for replays."""
         self.want: int | None = None
-        """The number to replay from."""
+        """The number to replay from; None: no replay is wanted."""
         self.complete = False
-        """Whether all that this run of the engine told is known, from its first batch on."""
+        """Whether all batches of this run of the engine are known, from the first on."""
         self.stats = OrderStats()
         self._replays = replays
         self._max_held = max_held
         self._held: deque[tuple[int, KvBatch]] = deque()
         self._next: int | None = None
-        """Expected; None: nothing is known, whatever comes begins."""
+        """The number expected next; None: no batch is known, and any batch may be the first."""
         self._first_ts = self._last_ts = 0.0
-        """Of the first and the last batch given since the last Reset."""
+        """Times of the first and the last batch returned since the last Reset."""
         self._connections = 0
         self._doubt = False
-        """Whether the replay has yet to show that the engine's run is the one known."""
+        """Whether the replay must still show that the engine is in the run that is known."""
         self._fresh = 0
-        """Batches that the replay brought."""
-        self._deaf = False
-        """Whether the rest of the replay is of no use."""
+        """Batches that this replay added."""
+        self._useless = False
+        """Whether the rest of this replay is of no use."""
         self._again: int | None = None
-        """The number from where another replay is wanted after this."""
+        """The number from which another replay is wanted after this one; None: no other is."""
 
     def connected(self) -> list[Step]:
-        """The connection came up, perhaps not for the first time: batches may be missing."""
+        """The engine is connected, perhaps again: batches may be missing."""
         self._connections += 1
         if not self._replays:
             return self._lost("connection lost, and no replay") if self._connections > 1 else []
-        self._held.clear()  # perhaps of a run that is over; if not, the replay brings them
+        self._held.clear()  # perhaps of an earlier run; otherwise the replay brings them again
         if self.want is None:
             self._ask()
         else:
@@ -91,15 +91,15 @@ class Order:
         return []
 
     def arrived(self, seq: int, batch: KvBatch) -> list[Step]:
-        """A published batch."""
+        """A published batch has arrived."""
         if self.want is None:
             return self._take(seq, batch, self._replays)
         self._hold(seq, batch)
         return []
 
     def replayed(self, seq: int, batch: KvBatch) -> list[Step]:
-        """A batch of the replay that was wanted."""
-        if self.want is None or self._deaf:
+        """A batch of the wanted replay has arrived."""
+        if self.want is None or self._useless:
             return []
         steps: list[Step] = []
         if self._doubt:
@@ -112,13 +112,13 @@ class Order:
             if seq == last:
                 steps = self._restarted()
                 if seq > 0:
-                    self._deaf, self._again = True, 0
+                    self._useless, self._again = True, 0
                     return steps
             else:
                 steps = self._lost(f"batches from {last} on are not kept")
         if self._next is not None and seq > self._next:  # the engine dropped some of its answer
             if self._fresh:
-                self._deaf, self._again = True, self._known()
+                self._useless, self._again = True, self._known()
                 return steps
             steps += self._lost(f"batch {self._next} cannot be had")
         if self._next is None or seq == self._next:
@@ -127,7 +127,7 @@ class Order:
         return steps
 
     def replay_ended(self, done: bool) -> list[Step]:
-        """All was replayed; or `done` is False: no answer, or not all of it, by the deadline."""
+        """The replay has ended. `done` False: the engine did not answer in full by the deadline."""
         if self.want is None:
             return []
         steps: list[Step] = []
@@ -135,7 +135,7 @@ class Order:
         if self._again is None and self._doubt:
             steps = self._lost("replay brought nothing" if done else "replay was not answered")
             if done and asked:
-                self._again = 0  # perhaps it restarted, and has not told as much yet
+                self._again = 0  # perhaps it restarted, and has not published as many batches yet
         if self._again is not None:
             self._ask(self._again)
             return steps
@@ -147,12 +147,12 @@ class Order:
         return steps
 
     def _take(self, seq: int, batch: KvBatch, ask: bool) -> list[Step]:
-        """A published batch while no replay is under way; `ask`: one may be had."""
+        """A published batch while no replay runs; `ask`: a replay may be wanted."""
         if self._next is None:
             if seq == 0 or not ask:
                 return [self._give(seq, batch)]
             return self._hold_for_replay(seq, batch)
-        early = batch.ts < self._first_ts  # of a run that is over, or the clock was set back
+        early = batch.ts < self._first_ts  # of an earlier run, or the clock was set back
         if seq == self._next and not early:
             return [self._give(seq, batch)]
         if seq == self._next and ask:
@@ -180,19 +180,19 @@ class Order:
 
     def _hold(self, seq: int, batch: KvBatch) -> None:
         if len(self._held) == self._max_held:
-            self._held.clear()  # the batch after them will show a gap
+            self._held.clear()  # the next batch will show a gap
             self.stats.overflows += 1
         self._held.append((seq, batch))
 
     def _known(self) -> int:
-        """The last batch that is known, to replay from; 0: none is."""
+        """The number of the last known batch, to replay from; 0 if none is known."""
         return 0 if self._next is None else self._next - 1
 
     def _ask(self, since: int | None = None) -> None:
         self.want = self._known() if since is None else since
         self.stats.replays += 1
         self._doubt = self._next is not None
-        self._fresh, self._deaf, self._again = 0, False, None
+        self._fresh, self._useless, self._again = 0, False, None
 
     def _give(self, seq: int, batch: KvBatch) -> KvBatch:
         if self._next is None:

@@ -1,7 +1,7 @@
-"""What instances will hold once they have done what they were promised: a radix tree of chains.
+"""PendingPrefixes: what instances will hold after the prefills promised to them; a radix tree.
 
-For the Conductor, which adds a chain when it places a request and takes it out when the prefill is
-over. Unlike PrefixIndex it knows whole chains only, and so never touches a chain block by block.
+The Conductor adds a chain when it places a request, and removes it when the prefill is over. Unlike
+PrefixIndex it has whole chains only, and so never touches a chain block by block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moonserve.core.units import BlockKey, RequestId, SegmentId
 
 
 class _PromisedRun:
-    """Blocks that the same promised chains go through, up to `stop` of any of them."""
+    """Blocks that the same promised chains share, up to number `stop` of each chain."""
 
     __slots__ = ("after", "counts", "keys", "stop")
 
@@ -25,12 +25,12 @@ class _PromisedRun:
         after: dict[BlockKey, _PromisedRun],
     ) -> None:
         self.keys = keys
-        """One of those chains, from its head."""
+        """One of these chains, from its head."""
         self.stop = stop
         self.counts = counts
-        """How many of the chains each holder was promised."""
+        """Holder -> how many of the chains it was promised."""
         self.after = after
-        """What comes next, by its first key."""
+        """The runs that follow, by their first key."""
 
 
 class PendingPrefixes:
@@ -41,12 +41,12 @@ class PendingPrefixes:
         self._of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
 
     def promised(self, request: RequestId, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
-        """`holder` will have this chain, by this request's prefill."""
+        """`holder` will have this chain through the prefill of this request."""
         self._of[request] = (holder, keys)
         self.add(holder, keys)
 
     def over(self, request: RequestId) -> None:
-        """That prefill is over, or was never promised."""
+        """The request's prefill is over, or was never promised."""
         if request in self._of:
             self.remove(*self._of.pop(request))
 
@@ -60,12 +60,13 @@ class PendingPrefixes:
             stop = at + parting(run.keys, at, keys, at, run.stop - at)
             if stop < run.stop:
                 rest = _PromisedRun(run.keys, run.stop, run.counts.copy(), run.after)
-                run.stop, run.after = stop, {run.keys[stop]: rest}
+                run.stop = stop
+                run.after = {run.keys[stop]: rest}
             run.counts[holder] = run.counts.get(holder, 0) + 1
             at, after = stop, run.after
 
     def remove(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
-        """What `add` was told before is over, kept or not."""
+        """Take back an earlier `add`, whether the promise was kept or not."""
         at, after = 0, self._heads
         way: list[_PromisedRun] = []
         while at < len(keys):
@@ -74,15 +75,17 @@ class PendingPrefixes:
             if not run.counts[holder]:
                 del run.counts[holder]
             if not run.counts:
-                del after[keys[at]]  # nor has anything that comes after it
+                del after[keys[at]]  # no run after it has a promise either
                 break
             way.append(run)
             at, after = run.stop, run.after
         for run in reversed(way):
             if len(run.after) == 1:
                 [rest] = run.after.values()
-                if rest.counts == run.counts:  # all go on there
-                    run.keys, run.stop, run.after = rest.keys, rest.stop, rest.after
+                if rest.counts == run.counts:  # all chains go on there
+                    run.keys = rest.keys
+                    run.stop = rest.stop
+                    run.after = rest.after
 
     def match(self, keys: Sequence[BlockKey]) -> dict[SegmentId, int]:
         """How many leading blocks of this chain each holder will have; others are absent."""

@@ -1,12 +1,11 @@
-"""What workers report of a pool whose own master tells us nothing, as events for the index.
+"""Reported: the blocks of a pool whose master publishes nothing, from what its users report.
 
-Fed by the gateway with what workers put there and what they missed there; its events go to the
-Conductor. Several workers report the same block, late and in any order, so it keeps what it has
-told: a block is told as stored once, and as removed once. It knows too much until somebody misses
-a block. A miss that comes soon after a put is taken for one that crossed it: who waits for a block
-looks for it until it is there.
+The gateway feeds it with the blocks that workers or engines put there, and those that they missed
+there. It returns facts for the Conductor. Several workers report the same block, late and in any
+order, so it returns each block once as stored and once as removed. It knows too much until a block
+is missed. A miss soon after a put is ignored, since a worker looks for a block until it is there.
 
-What never happens here: a second copy told of one block, or more blocks kept than the bound.
+What never happens here: a second copy of one block; more blocks kept than the bound.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ _CROSSING_US: Micros = 10_000_000
 
 
 class Reported:
-    """The ledger of one pool, under one holder's name; least lately reported goes first."""
+    """The blocks of one pool, under one holder. If there are too many, the oldest reports go."""
 
     def __init__(self, holder: SegmentId, max_blocks: int = 1 << 18) -> None:
         self._holder = holder
         self._max_blocks = max_blocks
         self._known: OrderedDict[BlockKey, Micros] = OrderedDict()
-        """Block -> when it was last put."""
+        """Block -> when it was last put there."""
 
     def __len__(self) -> int:
-        """How many blocks are told to be there."""
+        """How many blocks are there, by the reports."""
         return len(self._known)
 
     def stored(
         self, now_us: Micros, keys: Sequence[BlockKey], parent: BlockKey | None
     ) -> list[BlockEvent]:
-        """A piece of a chain was put; `parent` is the key before it."""
+        """A run of a chain was put there; `parent` is the key before it. Returns the facts."""
         runs: list[tuple[BlockKey | None, list[BlockKey]]] = []
         run: list[BlockKey] = []
         for key in keys:
@@ -58,7 +57,7 @@ class Reported:
         return made + self._removal(gone)
 
     def removed(self, now_us: Micros, keys: Iterable[BlockKey]) -> list[BlockEvent]:
-        """Somebody looked for these blocks, and they were not there."""
+        """These blocks were looked for, and were not there. Returns the facts."""
         late_us = now_us - _CROSSING_US
         gone = [key for key in dict.fromkeys(keys) if self._known.get(key, now_us) <= late_us]
         for key in gone:

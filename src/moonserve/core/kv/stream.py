@@ -119,7 +119,7 @@ class BlockChange(Generic[K]):
 
 
 class Orphan:
-    """A stored event that waits for its parent, and what was removed of it meanwhile."""
+    """A stored event that waits for its parent, and its blocks that were removed meanwhile."""
 
     __slots__ = ("event", "parent", "place", "removed")
 
@@ -139,15 +139,15 @@ class Orphans:
         """By parent, oldest first."""
         self._count = 0
         self._missing: dict[EngineHash, Orphan] = {}
-        """The latest that has this hash."""
+        """Hash -> the latest orphan that has it."""
 
     def __len__(self) -> int:
         return self._count
 
     def put(self, event: StoredEvent, place: Place) -> int:
-        """One more; how many blocks of others were given up for it."""
+        """Add an orphan. Returns how many blocks of older orphans were given up for it."""
         parent = event.parent_block_hash
-        assert parent is not None, "who has no parent is no orphan"
+        assert parent is not None, "an event without a parent is not an orphan"
         dropped = 0
         if self._count >= self._most:
             oldest = next(iter(self._waiting.values()))[0]
@@ -160,14 +160,14 @@ class Orphans:
         return dropped
 
     def take(self, parent: EngineHash) -> list[Orphan]:
-        """Those that waited for this parent, in the order they came; they wait no more."""
+        """Take out those that waited for this parent, in the order in which they arrived."""
         taken = list(self._waiting.get(parent, ()))
         for orphan in taken:
             self._take_out(orphan)
         return taken
 
     def removed(self, hash: EngineHash, place: Place) -> bool:
-        """Note that a copy of a block went. False: nobody here has it."""
+        """Note that a copy of a block was removed. Returns False if no orphan has it."""
         orphan = self._missing.get(hash)
         if orphan is None or orphan.place != place:
             return False
@@ -176,7 +176,7 @@ class Orphans:
         return True
 
     def clear(self, place: Place | None = None) -> None:
-        """Those of one place are gone; None: all."""
+        """Drop the orphans of one place; None: all."""
         for orphan in [it for waiting in self._waiting.values() for it in waiting]:
             if place in (None, orphan.place):
                 self._take_out(orphan)
@@ -283,7 +283,7 @@ class BlockStream(Generic[K]):
     # Which events count, and where
 
     def _is_counted(self, group: int | None, kind: str | None) -> bool:
-        """Whether a cache is the one that counts: the first that holds every block of a prefix."""
+        """Whether this cache of a hybrid model counts: the first that holds whole prefixes."""
         if group is None or (kind is None and group == self._group):
             return True
         if kind is not None and len(self._kinds) < _MAX_KINDS:
@@ -294,7 +294,7 @@ class BlockStream(Generic[K]):
         return group == (self._group or 0) and (kind is None or kind in _FULL)
 
     def _place(self, medium: str | None, locality: str | None) -> Place | None:
-        """Where something lies; None: on a medium that nobody here knows."""
+        """The place of an event's blocks; None: the medium is unknown."""
         if medium == "GPU" and locality is None:
             return "device"
         if self._pooled and (medium in _SHARED or locality == "REMOTE"):
@@ -324,7 +324,7 @@ class BlockStream(Generic[K]):
                 self._adopt(event.block_hashes[: len(found)])
 
     def _find_all(self, event: StoredEvent, place: Place) -> list[_EngineBlock[K]] | None:
-        """The event's blocks, up to one that cannot be known; None: their parent is not known."""
+        """The event's blocks, up to the first that cannot be named; None: the parent is unknown."""
         found: list[_EngineBlock[K]] = []
         before = None
         for hash in event.block_hashes:
@@ -349,7 +349,7 @@ class BlockStream(Generic[K]):
         parent = None if before is None else before.key
         try:
             keys = self._keys(event, at, parent)
-        except OverflowError:  # a token id that is none
+        except OverflowError:  # an invalid token id
             self.stats.unplaced += len(event.block_hashes) - at
             return found
         for key in keys:
@@ -363,7 +363,7 @@ class BlockStream(Generic[K]):
     def _heads(self, event: StoredEvent, place: Place) -> bool:
         """Whether an event without parent heads a chain as its fields say.
 
-        Events of the pool do not tell of LoRA and salt: without these the hash must come out.
+        Events of the pool name neither LoRA nor salt, so the hash without both must come out.
         """
         tuned = event.lora_name is not None or event.lora_id is not None
         plain = not tuned and not any(event.extra_keys or ())
@@ -377,7 +377,7 @@ class BlockStream(Generic[K]):
         return True
 
     def _add(self, event: StoredEvent, place: Place, found: Sequence[_EngineBlock[K]]) -> None:
-        """One copy more of each; those that are there already where a request's reuse is told."""
+        """Add one copy of each block, but none if the event only repeats what a request reused."""
         report = event.session_id is not None and event.parent_block_hash is None
         for hash, made in zip(event.block_hashes, found, strict=False):
             block = self._known.get(hash, made)
@@ -411,14 +411,14 @@ class BlockStream(Generic[K]):
             self._changes.append(BlockChange("stored", place, [block.key], block.parent))
 
     def _retire(self, hash: EngineHash, block: _EngineBlock[K]) -> None:
-        """Keep its name for a while: what follows it may still be told."""
+        """Keep the name of a removed block for a while: a child may still follow."""
         self._retired[hash] = block
         self._retired.move_to_end(hash)
         if len(self._retired) > self._max_retired:
             self._retired.popitem(last=False)
 
     def _adopt(self, hashes: Sequence[EngineHash]) -> None:
-        """These are known now: so are their children, and theirs."""
+        """These blocks are known now: add their orphaned children, and the children of those."""
         known = list(hashes)
         while known and self._orphans:
             for orphan in self._orphans.take(known.pop()):
@@ -441,7 +441,7 @@ class BlockStream(Generic[K]):
             self._changes.append(BlockChange("removed", place, gone, None))
 
     def _remove(self, hash: EngineHash, place: Place) -> K | None:
-        """One copy less; the block's key where it was the last there."""
+        """Take away one copy. Returns the block's key if it was the last one at that place."""
         block = self._find(hash) if place == "pool" else self._known.get(hash)
         one = 0 if place == "pool" else _ONE[place]
         if block is None or (one and not block.count // one & _FIELD):
@@ -456,7 +456,7 @@ class BlockStream(Generic[K]):
         return None if block.count // one & _FIELD else block.key
 
     def _on_cleared(self) -> None:
-        """The engine's own cache is empty; what lies on other tiers and in the pool stays."""
+        """The engine's own cache is empty. Blocks on other tiers and in the pool stay."""
         self.stats.cleared += 1
         for hash, block in list(self._known.items()):
             block.count &= ~_FIELD

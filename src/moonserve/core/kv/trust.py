@@ -1,9 +1,9 @@
-"""How far an instance's claims to hold prefixes are believed: as far as its engine confirms them.
+"""Trust: which share of an instance's claims to hold prefixes counts.
 
-The index says what an instance holds, its engine says of each request what it reused. An instance
-whose engine finds far less than was claimed has an index that is wrong (other token ids, another
-template, events lost without a trace): from then on only a share of its claims counts, until what
-is still claimed of it proves right. Only the view changes it.
+The index claims what an instance holds; its engine reports for each request how much it reused. If
+the engine finds far less than was claimed, the index is wrong: other token ids, another template,
+or events lost unnoticed. From then on only a share of its claims counts, until these prove right.
+Only the view changes it.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from moonserve.core.units import Tokens
 
 
 class HitSample(msgspec.Struct, frozen=True):
-    """What a request was taken to find cached at an instance, and what it found."""
+    """How much a request should find cached at an instance, and how much it found."""
 
     claimed: Tokens
     found: Tokens
 
 
 class Trust:
-    """One instance's standing. `share`: the part of its claims that counts, 1 where trusted."""
+    """The trust in one instance. `share`: the part of its claims that counts; 1: trusted."""
 
     WINDOW = 16
-    """Claims by which it is judged."""
+    """How many recent claims are judged together."""
     LEAST = 4
-    """So many, and more, say something."""
+    """Fewer claims are not judged."""
     LOST = 0.5
-    """A smaller part of the claims confirmed: the index is wrong, not merely late."""
+    """If a smaller part of the claims is confirmed, the index is wrong, not merely late."""
     PROVEN = 0.8
-    """So much of them confirmed, or more: it is right."""
+    """If this part or more is confirmed, the index is right."""
     FLOOR = 1 / 16
-    """A claim is never ignored: it could not prove right any more."""
+    """The lowest share. A claim that counted nothing could never prove right."""
 
     def __init__(self) -> None:
         self.share = 1.0
         self.claimed: Tokens = 0
         self.found: Tokens = 0
-        """Of what was claimed, ever."""
+        """Tokens found of those claimed, ever."""
         self.unclaimed: Tokens = 0
-        """Found beyond what was claimed, ever."""
+        """Tokens found beyond the claims, ever."""
         self._recent: deque[HitSample] = deque(maxlen=self.WINDOW)
 
     @property
@@ -51,7 +51,7 @@ class Trust:
         return self.share >= 1.0
 
     def observe(self, sample: HitSample) -> None:
-        """Learn from one request; those of which nothing was claimed say nothing."""
+        """Learn from one request. A request without a claim teaches nothing."""
         found = min(sample.claimed, sample.found)
         self.claimed += sample.claimed
         self.found += found
@@ -68,4 +68,4 @@ class Trust:
             self.share = min(1.0, 2 * self.share)
         else:
             return
-        self._recent.clear()  # what was claimed by the old share says nothing of the new one
+        self._recent.clear()  # claims with the old share say nothing about the new one

@@ -1,4 +1,4 @@
-"""vLLM's own names of KV blocks: to publish under them, and to tell how an engine hashes.
+"""vLLM's own names of KV blocks: to publish events with them, and to detect how an engine hashes.
 
 A block's hash is SHA-256 over (hash of the block before, token ids, extra keys), written as
 canonical CBOR or, by default, pickled; the chain's root is the hash of a seed, fixed since 0.30. An
@@ -15,16 +15,17 @@ from typing import Literal, TypeAlias
 
 Algorithm: TypeAlias = Literal["sha256", "sha256_cbor"]
 Extra: TypeAlias = int | str | bytes | tuple["Extra", ...] | None
-"""As vLLM hashes it, each with its kind: ("cache_salt", salt), ("lora", name, path), ("mm",
-identifier, offset); None where a block has none."""
+"""What a block's hash covers besides tokens, as vLLM hashes it; None: nothing.
+
+("cache_salt", salt), ("lora", name, path) or ("mm", identifier, offset)."""
 
 SEED = "vllm-none-hash"
-"""Of the root, unless the engine's environment sets PYTHONHASHSEED; random before 0.30."""
+"""Seed of the root, unless the engine sets PYTHONHASHSEED; random before vLLM 0.30."""
 _ARRAY, _NULL = 0x80, b"\xf6"
 
 
 def cbor(value: Extra) -> bytes:
-    """Canonical CBOR of what block hashes are made of."""
+    """A value as canonical CBOR."""
     if isinstance(value, tuple):
         return _head(_ARRAY, len(value)) + b"".join(map(cbor, value))
     if isinstance(value, bytes):
@@ -38,7 +39,7 @@ def cbor(value: Extra) -> bytes:
 
 
 def _head(kind: int, count: int) -> bytes:
-    """An item's kind and its count, as short as can be. Raises OverflowError over 64 bits."""
+    """An item's kind and count in the shortest form. Raises OverflowError over 64 bits."""
     if count < 24:
         return bytes([kind | count])
     for code, size in enumerate((1, 2, 4), start=24):
@@ -55,24 +56,24 @@ _WRITTEN: dict[Algorithm, Callable[[Extra], bytes]] = {"sha256_cbor": cbor, "sha
 
 
 def root_hash(algorithm: Algorithm, seed: str = SEED) -> bytes:
-    """What stands for the block before a chain's first."""
+    """The hash that stands before a chain's first block."""
     return sha256(_WRITTEN[algorithm](seed)).digest()
 
 
 def block_hash(
     algorithm: Algorithm, parent: bytes, tokens: Sequence[int], extra: Extra = None
 ) -> bytes:
-    """The 32 bytes that name a block; `parent`: the hash before it, or the root's."""
+    """The 32 bytes that name a block; `parent`: the hash of the block before, or the root's."""
     return sha256(_WRITTEN[algorithm]((parent, tuple(tokens), extra))).digest()
 
 
 def event_hash(hash: bytes) -> int:
-    """As events carry it: the last 8 bytes, big-endian."""
+    """A hash as events carry it: its last 8 bytes, big-endian."""
     return int.from_bytes(hash[-8:], "big")
 
 
 def algorithm_of(hash: int | bytes, tokens: Sequence[int], seed: str = SEED) -> Algorithm | None:
-    """How the hash of a chain's first block, without extra keys, was made; None: otherwise."""
+    """The algorithm of the hash of a chain's first block without extra keys; None: neither."""
     for algorithm in _WRITTEN:
         made = block_hash(algorithm, root_hash(algorithm, seed), tokens)
         if hash in (made, event_hash(made)):

@@ -1,1 +1,1 @@
-"""External engines (vLLM, SGLang): which there are, how they are, and what the Conductor learns."""
+"""External engines (vLLM, SGLang): their descriptions, their state, and their KV events."""

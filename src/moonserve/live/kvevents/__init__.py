@@ -1,4 +1,5 @@
-"""KV events over ZMQ in vLLM's format: read from engines, and published for our own workers.
+"""KV events over ZMQ in vLLM's format: followed from engines, and published for our workers.
 
-wire has the frames, subscriber follows one engine rank, publisher is the other end.
+wire has the frames, subscriber follows one engine rank, follower gives its blocks to an index, and
+publisher is the other end.
 """

@@ -1,11 +1,11 @@
-"""The publishing end of KV events: vLLM's own sockets and frames, for our own workers.
+"""Publisher and SegmentEvents: the KV events of our own workers, with vLLM's sockets and frames.
 
 Publisher has the sockets: a PUB that numbers batches from 0, and a ROUTER that replays the latest.
-SegmentEvents says what to publish: the blocks that lie in the worker's part of the pool, under
-vLLM's own names, so that who recomputes these recognises them. Made by live.process.worker where it
-is asked for. An engine of several data-parallel ranks has one of each per rank, at port + rank.
+SegmentEvents decides what to publish: the blocks in the worker's segments of the pool. It names
+them as vLLM does, so a router that recomputes vLLM's hashes recognises them. live.process.worker
+makes both if KV events are switched on.
 
-What never happens here: waiting for a subscriber, more batches kept than the bound, an event about
+What never happens here: waiting for a subscriber; more batches kept than the bound; an event about
 a block whose tokens this worker does not know.
 """
 
@@ -42,8 +42,8 @@ class Publisher:
     def __init__(
         self, endpoint: str, replay_endpoint: str | None, topic: str = "", kept: int = 10_000
     ) -> None:
-        """Listen on both, such as tcp://*:5557; `kept`: batches for a replay. Raises ConfigError:
-        it cannot listen there."""
+        """Listen on both addresses, such as tcp://*:5557. `kept`: batches kept for
+        replays. Raises ConfigError: it cannot listen there."""
         self._topic = topic.encode()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
         self._next = 0
@@ -52,14 +52,14 @@ class Publisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.sndhwm = _HWM
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub)
-        """The same, to send without waiting."""
+        """The same socket, for sending without waiting."""
         self._router: zmq.asyncio.Socket | None = None
         try:
             self.endpoint = _bind(self._pub, endpoint)
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self._router = router = self._context.socket(zmq.ROUTER)
-                router.sndhwm = 2 * kept  # beyond its bound a ROUTER drops answers in silence
+                router.sndhwm = 2 * kept  # a ROUTER drops answers beyond its bound without an error
                 self.replay_endpoint = _bind(router, replay_endpoint)
                 self._replaying = asyncio.create_task(self._replay(router))
         except ConfigError:
@@ -67,14 +67,14 @@ class Publisher:
             raise
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Send one batch to whoever listens; never waits."""
+        """Send one batch to all subscribers. Never waits."""
         payload = encode_batch(time.time(), events, 0)
         self._kept.append((self._next, payload))
         self._plain.send_multipart(batch_frames(self._topic, self._next, payload), zmq.NOBLOCK)
         self._next += 1
 
     async def close(self) -> None:
-        """Let go of both addresses."""
+        """Release both addresses."""
         if self._replaying is not None:
             self._replaying.cancel()
             await asyncio.wait([self._replaying])
@@ -91,7 +91,9 @@ class Publisher:
             who, *request = await router.recv_multipart()
             since = replay_since(request)
             if since is None:
-                log.warning("%s: a request for a replay of %d frames", self.endpoint, len(request))
+                log.warning(
+                    "%s: malformed replay request of %d frames", self.endpoint, len(request)
+                )
                 continue
             answers = [it for it in self._kept if it[0] >= since]
             for number, payload in answers:
@@ -100,23 +102,24 @@ class Publisher:
 
 
 def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
-    """Listen, and where; port 0 is any that is free. Raises ConfigError."""
+    """Listen, and return the address; port 0 takes any free port. Raises ConfigError."""
     socket.linger = 0
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}", "kv_events") from None
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes), "of a socket that is bound"
+    assert isinstance(bound, bytes), "the socket is bound"
     return bound.decode()
 
 
 class SegmentEvents:
-    """What of a worker's blocks lies in its segments, as events; `publish` gets batches of them.
+    """The blocks in a worker's segments, as events; `publish` gets them in batches.
 
-    Told by the worker of the blocks that it puts, with their tokens, and by the segments' owners of
-    the keys whose presence changed. Blocks that others copied here are told once this worker has
-    the same tokens itself. All of one turn of the loop is one batch.
+    The worker reports the blocks that it puts, with their tokens (`learned`). The owners of its
+    segments report keys that came or went (`segment`). A block that another worker copied here is
+    published once this worker computes the same tokens. All events of one turn of the event loop
+    are one batch.
     """
 
     def __init__(self, block_size: Tokens, publish: Callable[[Sequence[KvEvent]], None]) -> None:
@@ -126,16 +129,16 @@ class SegmentEvents:
         self._waiting: OrderedDict[BlockKey, tuple[EngineHash | None, list[int], str]] = (
             OrderedDict()
         )
-        """Blocks whose tokens are known: hash of the block before, tokens, salt of a first one."""
+        """Known blocks: (hash of the block before, tokens, salt of a chain's first block)."""
         self._segments: dict[str, Callable[[BlockKey], bool]] = {}
-        """Medium -> whether a block lies there."""
-        self._told: dict[tuple[str, BlockKey], int] = {}
+        """Medium -> whether it holds a block."""
+        self._published: dict[tuple[str, BlockKey], int] = {}
         self._events: list[KvEvent] = []
 
     def segment(
         self, tier: str, holds: Callable[[BlockKey], bool]
     ) -> Callable[[Sequence[bytes]], None]:
-        """One more segment, on tier dram or disk; returns whom to tell of keys that changed."""
+        """Add a segment on tier dram or disk. Returns what its owner calls with changed keys."""
         medium = _MEDIUM[tier]
         self._segments[medium] = holds
 
@@ -146,9 +149,9 @@ class SegmentEvents:
         return changed
 
     def learned(self, keys: Sequence[BlockKey], tokens: Sequence[int], salt: str = "") -> None:
-        """The chain `keys`, from its first block, is of these tokens, and about to be put.
+        """The worker is about to put the chain `keys`, from its first block, made of `tokens`.
 
-        salt: of its requests, which the first block's hash covers and its event tells, as vLLM's.
+        salt: the cache salt of its requests. As vLLM's, it is in the first block's hash and event.
         """
         parent, before = root_hash(_ALGORITHM), None
         for at, key in enumerate(keys):
@@ -167,20 +170,21 @@ class SegmentEvents:
                 self._look(medium, key)
 
     def _look(self, medium: str, key: BlockKey) -> None:
-        """Tell if a block came to a segment, or went."""
-        here, told = self._segments[medium](key), self._told.get((medium, key))
-        if here and told is None and key in self._waiting and key in self._digests:
+        """Add an event if a block came to a segment or left it."""
+        here = self._segments[medium](key)
+        published = self._published.get((medium, key))
+        if here and published is None and key in self._waiting and key in self._digests:
             before, tokens, salt = self._waiting[key]
-            hash = self._told[medium, key] = event_hash(self._digests[key])
+            hash = self._published[medium, key] = event_hash(self._digests[key])
             self._add(self._stored(medium, hash, before, tokens, salt))
-        elif not here and told is not None:
-            del self._told[medium, key]
-            self._add(RemovedEvent([told], medium))
+        elif not here and published is not None:
+            del self._published[medium, key]
+            self._add(RemovedEvent([published], medium))
 
     def _stored(
         self, medium: str, hash: int, before: EngineHash | None, tokens: list[int], salt: str
     ) -> StoredEvent:
-        """One block; together with the one before it, where that was told just now."""
+        """The event of one block, joined with the last event if that ends with the block before."""
         last = self._events[-1] if self._events else None
         follows = isinstance(last, StoredEvent) and last.block_hashes[-1] == before
         if isinstance(last, StoredEvent) and follows and last.medium == medium:

@@ -1,14 +1,13 @@
-"""Frames of KV events, in all versions of vLLM and in SGLang's form of them.
+"""The frames of KV events, in all versions of vLLM and in SGLang's form of them.
 
 A batch is [topic, sequence number u64 big-endian, msgpack [seconds, [event…], data-parallel rank]].
-An event is a map with a `type` (vLLM since 0.24, SGLang's newest) or an array that begins with it
-(vLLM up to 0.20, SGLang); fields may be missing at the end, or be more than known. SGLang names a
-salt in a field of its own, where vLLM has it among what else a block's hash covers. A replay is
-asked for with [empty, first number] and answered with [empty, topic, number, payload]… or, by vLLM
-up to 0.24 and SGLang, without the topic, and ends with the number -1. Used by subscriber and
-publisher, and by the bench.
+An event is a map with a `type` (vLLM since 0.24, newest SGLang) or an array that begins with the
+type (vLLM up to 0.20, SGLang). Fields may be missing at the end, and there may be unknown ones.
+SGLang has a salt in a field of its own; vLLM has it among the extra keys of a block. A replay is
+requested with [empty, first number] and answered with [empty, topic, number, payload]…; vLLM up to
+0.24 and SGLang leave out the topic. It ends with the number -1. Called by subscriber and publisher.
 
-What never happens here: an exception other than BadFrame for what others sent.
+What never happens here: an exception other than BadFrame because of what others sent.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class EventAddress(msgspec.Struct, frozen=True):
 
 
 class BadFrame(MoonserveError):
-    """What was received is no batch of KV events."""
+    """A received message is not a batch of KV events."""
 
 
 class _StoredArray(StoredEvent, frozen=True, tag="BlockStored", array_like=True):
@@ -78,11 +77,11 @@ _encoder = msgspec.msgpack.Encoder()
 _KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _SALT = "cache_salt"
 _SHARED = 7
-"""So many items of an array of SGLang's are as vLLM's, the type included."""
+"""Leading items of an array from SGLang that are like vLLM's, with the type."""
 
 
 def decode_batch(payload: bytes) -> KvBatch:
-    """Read one batch. Raises BadFrame; events of unknown types are left out and counted."""
+    """Read one batch. Events of unknown types are left out and counted. Raises BadFrame."""
     salted = _SALT.encode() in payload
     for decoder in () if salted else (_map, _array):
         try:
@@ -94,7 +93,7 @@ def decode_batch(payload: bytes) -> KvBatch:
 
 
 def _decode_slowly(payload: bytes) -> KvBatch:
-    """The same, event by event: both forms may be mixed with types that nobody knows."""
+    """The same, event by event: both forms and unknown types may be mixed."""
     try:
         it = _any.decode(payload)
         events = [event for event in map(_event, it.events) if event is not None]
@@ -105,7 +104,7 @@ def _decode_slowly(payload: bytes) -> KvBatch:
 
 
 def _event(raw: Any) -> KvEvent | None:
-    """One event; None: of a type that nobody knows. Raises msgspec.ValidationError."""
+    """One event; None: its type is unknown. Raises msgspec.ValidationError."""
     if isinstance(raw, dict):
         if raw.get("type") in _KNOWN:
             return _salted(
@@ -124,7 +123,7 @@ def _event(raw: Any) -> KvEvent | None:
 
 
 def _salted(event: KvEvent, salt: object) -> KvEvent:
-    """With a salt as vLLM tells it: of the first block of a chain."""
+    """The event with SGLang's salt where vLLM has it: among the keys of a chain's first block."""
     if not isinstance(event, StoredEvent) or not isinstance(salt, str) or not salt:
         return event
     if event.parent_block_hash is not None or any(event.extra_keys or ()):
@@ -145,7 +144,7 @@ def read_live(frames: Sequence[bytes]) -> tuple[int, KvBatch]:
 
 
 def read_replayed(frames: Sequence[bytes]) -> tuple[int, KvBatch] | None:
-    """Sequence number and batch of a replay's answer; None: it ends here. Raises BadFrame."""
+    """Sequence number and batch of a replay's answer; None: the replay ends. Raises BadFrame."""
     if not 3 <= len(frames) <= 4 or frames[0]:
         raise BadFrame(f"{len(frames)} frames are no answer to a replay")
     number = _number(frames[-2])
@@ -159,22 +158,22 @@ def _number(frame: bytes) -> int:
 
 
 def replay_request(since: int) -> list[bytes]:
-    """What asks for all batches from number `since` on that are still kept."""
+    """The frames that ask for all kept batches from number `since` on."""
     return [b"", since.to_bytes(8, "big")]
 
 
 def replay_since(request: Sequence[bytes]) -> int | None:
-    """The number in a request for a replay; None: it is none."""
+    """The number in a request for a replay; None: it is malformed."""
     if len(request) != 2 or request[0] or len(request[1]) != 8:
         return None
     return _number(request[1])
 
 
 def batch_frames(topic: bytes, number: int, payload: bytes) -> list[bytes]:
-    """What is published."""
+    """The frames of a published batch."""
     return [topic, number.to_bytes(8, "big"), payload]
 
 
 def replay_answer(topic: bytes, number: int | None, payload: bytes) -> list[bytes]:
-    """One message of a replay; number None: it ends here."""
+    """The frames of one message of a replay; number None: the replay ends."""
     return [b"", *batch_frames(topic, END_SEQ if number is None else number, payload)]
