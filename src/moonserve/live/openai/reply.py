@@ -143,13 +143,14 @@ class ReplyWriter:
 
     def piece(self, text: str, reason: str | None, ids: list[int] | None) -> bytes:
         """The events of one piece; b"" where it adds nothing."""
-        self._choice.token_ids = UNSET if ids is None else ids
+        if ids is not None:
+            self._choice.token_ids = ids
         if not self._chat:
             self._choice.text = text
             self._choice.finish_reason = reason
-            return event(self._head) if text or reason or ids else b""
+            return b"data: %b\n\n" % _encode(self._head) if text or reason or ids else b""
         self._delta.content = text
-        events = event(self._head) if text or ids else b""
+        events = b"data: %b\n\n" % _encode(self._head) if text or ids else b""
         if reason:
             self._delta.content = UNSET
             self._choice.token_ids = UNSET

@@ -17,21 +17,23 @@ class TextStream:
     def __init__(self, tokens: TokenText, stops: Sequence[str]) -> None:
         self._tokens = tokens
         self._matcher = StopMatcher(stops) if stops else None
-
-    @property
-    def met(self) -> str | None:
+        self.met: str | None = None
         """The stop string that ended the text; None: the text has met none."""
-        return None if self._matcher is None else self._matcher.met
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that is certain once these token ids have come."""
         text = self._tokens.feed(ids)
-        return text if self._matcher is None else self._matcher.feed(text)
+        return text if self._matcher is None else self._cut(self._matcher, text)
 
     def end(self, ids: Sequence[int] = ()) -> str:
         """The rest of the text, where these ids are the last ones with text."""
         text = self._tokens.feed(ids) + self._tokens.flush()
         if self._matcher is None:
             return text
-        text = self._matcher.feed(text)
-        return text if self._matcher.met else text + self._matcher.flush()
+        text = self._cut(self._matcher, text)
+        return text if self.met else text + self._matcher.flush()
+
+    def _cut(self, matcher: StopMatcher, text: str) -> str:
+        text = matcher.feed(text)
+        self.met = matcher.met
+        return text
