@@ -18,7 +18,7 @@ from moonserve.cli.mirror import Watch, _value
 from moonserve.cli.replay import prompt_of, summary
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.profiles import PROFILES, Profile
-from moonserve.live.replay import Answered, Due, replay
+from moonserve.live.replay import ReplayResult, TimedRequest, replay
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
 from moonserve.sim.setup import Setup
@@ -59,12 +59,12 @@ async def gateway(answer: Answer) -> AsyncIterator[str]:
         server.close()
 
 
-def sent(answer: Answer, count: int, bound: int = 100) -> list[Answered]:
+def sent(answer: Answer, count: int, bound: int = 100) -> list[ReplayResult]:
     """`count` requests, all due at once."""
 
-    async def main() -> list[Answered]:
+    async def main() -> list[ReplayResult]:
         async with asyncio.timeout(20), gateway(answer) as url:
-            dues = [Due(f"r{i}", 0, (1, 2), 3) for i in range(count)]
+            dues = [TimedRequest(f"r{i}", 0, (1, 2), 3) for i in range(count)]
             return await replay(url, "m", dues, bound)
 
     return asyncio.run(main())
@@ -133,7 +133,7 @@ def test_what_fails_all_ends_the_replay_at_once() -> None:
         seen.append(number)
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 12\r\n\r\nno model nope")
 
-    with pytest.raises(BadRequest, match="the gateway answers 404 no model"):
+    with pytest.raises(BadRequest, match="the gateway answered 404 no model"):
         sent(nope, 50, bound=1)
     assert len(seen) <= 2
 
@@ -163,9 +163,9 @@ def test_the_figures_count_what_came() -> None:
     """Times are of completed requests, hits of all input; refused ones count as rejected."""
     rows = [Row(0, 64, 3, (1, 2)), Row(1_000_000, 64, 3, (1, 3)), Row(1_000_000, 32, 1, (4,))]
     answers = [
-        Answered("a", 0, "completed", "", [100_000, 120_000, 150_000], 0),
-        Answered("b", 0, "completed", "", [300_000, 310_000, 320_000], 32),
-        Answered("c", 0, "refused", "429"),
+        ReplayResult("a", 0, "completed", "", [100_000, 120_000, 150_000], 0),
+        ReplayResult("b", 0, "completed", "", [300_000, 310_000, 320_000], 32),
+        ReplayResult("c", 0, "refused", "429"),
     ]
     found = summary(Trace("t", 32, rows), answers)
     assert (found["completed"], found["rejected"], found["failed"]) == (2, 1, 0)
@@ -277,7 +277,7 @@ def fitted(
     monkeypatch.setattr(Gateway, "after", False)
     watch = Watch(Gateway(""), 32)  # type: ignore[arg-type]
     monkeypatch.setattr(Gateway, "after", True)
-    answer = Answered("r", late_us, "completed", "", [ttft_us + late_us])
+    answer = ReplayResult("r", late_us, "completed", "", [ttft_us + late_us])
     watch.end("t", [answer] * count)
     return watch
 

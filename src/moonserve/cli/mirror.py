@@ -20,7 +20,7 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Bytes, Micros, Tokens
 
 if TYPE_CHECKING:
-    from moonserve.live.replay import Answered
+    from moonserve.live.replay import ReplayResult
     from moonserve.sim.setup import Setup
     from moonserve.sim.trace import Trace
 
@@ -90,7 +90,7 @@ class Watch:
             )
         self._before = self._waits()
 
-    def end(self, name: str, answers: Sequence[Answered]) -> None:
+    def end(self, name: str, answers: Sequence[ReplayResult]) -> None:
         """The run is over: fit the profile."""
         self._instances, self._stats = self._look()
         waits = [after - before for after, before in zip(self._waits(), self._before, strict=True)]
@@ -166,7 +166,7 @@ class Watch:
     def _fit(
         self,
         name: str,
-        answers: Sequence[Answered],
+        answers: Sequence[ReplayResult],
         first_s: float,
         firsts: float,
         hand_s: float,

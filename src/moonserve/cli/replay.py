@@ -19,7 +19,7 @@ from moonserve.cli.output import Output, check_apart, input_path, print_json
 from moonserve.core.errors import EngineFailed
 
 if TYPE_CHECKING:
-    from moonserve.live.replay import Answered, Due
+    from moonserve.live.replay import ReplayResult, TimedRequest
     from moonserve.sim.trace import Row, Trace
 
 _SOME = click.IntRange(min=1)
@@ -135,23 +135,25 @@ def prompt_of(row: Row, block_size: int, seed: int) -> tuple[int, ...]:
     return tuple(tokens[: row.input_tokens])
 
 
-def _run(url: str, model: str, trace: Trace, bound: int, seed: int) -> list[Answered]:
+def _run(url: str, model: str, trace: Trace, bound: int, seed: int) -> list[ReplayResult]:
     """Replay the trace; print the progress on stderr."""
-    from moonserve.live.replay import Due
+    from moonserve.live.replay import TimedRequest
     from moonserve.live.replay import replay as run
 
     first_us = trace.rows[0].at_us
     tag = f"replay-{Random().getrandbits(32):08x}"
 
-    def dues() -> Iterator[Due]:
+    def dues() -> Iterator[TimedRequest]:
         for number, row in enumerate(trace.rows):
             prompt = prompt_of(row, trace.block_size, seed)
-            yield Due(f"{tag}-{number:06}", row.at_us - first_us, prompt, row.output_tokens)
+            yield TimedRequest(
+                f"{tag}-{number:06}", row.at_us - first_us, prompt, row.output_tokens
+            )
 
     count = len(trace.rows)
     ended = {"completed": 0, "refused": 0, "failed": 0}
 
-    def told(answer: Answered) -> None:
+    def told(answer: ReplayResult) -> None:
         ended[answer.outcome] += 1
         done = sum(ended.values())
         if sys.stderr.isatty() or done % max(1, count // 10) == 0:
@@ -168,13 +170,13 @@ def _run(url: str, model: str, trace: Trace, bound: int, seed: int) -> list[Answ
     return answers
 
 
-def gaps_ms(answer: Answered) -> list[float]:
+def gaps_ms(answer: ReplayResult) -> list[float]:
     """Milliseconds from each token to the next."""
     times = answer.tokens_us
     return [(after - before) / 1e3 for before, after in pairwise(times)]
 
 
-def summary(trace: Trace, answers: Sequence[Answered]) -> dict[str, Any]:
+def summary(trace: Trace, answers: Sequence[ReplayResult]) -> dict[str, Any]:
     """The figures, with the names that `moonserve simulate` uses if they mean the same."""
     import numpy as np
 
@@ -236,7 +238,7 @@ def _table(found: dict[str, Any]) -> str:
     return text
 
 
-def _write_rows(trace: Trace, answers: Sequence[Answered], out: TextIO) -> None:
+def _write_rows(trace: Trace, answers: Sequence[ReplayResult], out: TextIO) -> None:
     import csv
 
     import numpy as np

@@ -1,8 +1,9 @@
-"""Sends requests to a gateway at their times, and notes when each token of each answer came.
+"""Sends requests to a gateway at given times, and notes when each token of each reply came.
 
-For `moonserve replay`. Open loop: a request is sent when it is due, whatever became of those
-before it. Speaks OpenAI's streaming completions with vLLM's `ignore_eos` and `return_token_ids`;
-knows no traces. A request that fails is a result, not an exception, but for what fails all.
+`moonserve replay` calls it. The loop is open: a request is sent when it is due, whatever happened
+to earlier ones. It sends OpenAI's streaming completions with vLLM's `ignore_eos` and
+`return_token_ids`, and knows no traces. A request that fails is a result and no exception, unless
+all other requests would fail in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _SILENT_S = 600.0
 _HOPELESS = ("401 ", "403 ", "404 ", "405 ")
 
 
-class Due(msgspec.Struct, frozen=True):
-    """One request: when it is sent (since the replay began), and what."""
+class TimedRequest(msgspec.Struct, frozen=True):
+    """One request; `at_us` counts from the beginning of the replay."""
 
     id: str
     at_us: Micros
@@ -32,47 +33,48 @@ class Due(msgspec.Struct, frozen=True):
     max_tokens: Tokens
 
 
-class Answered(msgspec.Struct):
-    """What became of one request. All times count from when it was due."""
+class ReplayResult(msgspec.Struct):
+    """The result of one request. All times count from the time at which it was due."""
 
     id: str
     late_us: Micros
-    """Sent so much later: the sender was busy, or at its bound of requests under way."""
+    """The delay of its sending: the sender was busy, or had reached its bound of open requests."""
     outcome: Literal["completed", "refused", "failed"] = "failed"
-    """refused: with status 429."""
+    """refused: the reply had status 429."""
     error: str = ""
     tokens_us: list[Micros] = []
-    """When each output token came; those that came together have one time."""
+    """When each output token came; tokens of one chunk have the same time."""
     cached_tokens: Tokens = 0
 
 
 async def replay(
     url: str,
     model: str,
-    dues: Iterable[Due],
+    dues: Iterable[TimedRequest],
     bound: int,
-    told: Callable[[Answered], object] = lambda answered: None,
-) -> list[Answered]:
-    """Send all requests, which come in the order of their times; the answers, in that order.
+    on_answer: Callable[[ReplayResult], object] = lambda answered: None,
+) -> list[ReplayResult]:
+    """Send all requests, which are ordered by time; returns their results in the same order.
 
-    At most `bound` are under way; those that wait for that are late, which counts. `told` is
-    called as each ends. Raises BadRequest at the first answer that all others would get too: no
-    such model or path, or no right to either.
+    At most `bound` requests are open at a time; one that waits for this is late, and its times
+    count the wait. `on_answer` is called with each result as it comes. Raises BadRequest
+    at the first reply that all other requests would get too: no such model or path, or no right to
+    use it.
     """
     clock = LoopClock()
     http = HttpClient(max_per_host=bound)
     places = asyncio.Semaphore(bound)
     began_us = clock.now_us()
-    tasks: list[asyncio.Task[Answered]] = []
+    tasks: list[asyncio.Task[ReplayResult]] = []
 
-    async def one(due: Due, due_us: Micros) -> Answered:
+    async def one(due: TimedRequest, due_us: Micros) -> ReplayResult:
         try:
             answered = await _send(http, url, model, due, due_us, clock)
         finally:
             places.release()
         if answered.error[:4] in _HOPELESS:
-            raise BadRequest(f"the gateway answers {answered.error}")
-        told(answered)
+            raise BadRequest(f"the gateway answered {answered.error}")
+        on_answer(answered)
         return answered
 
     try:
@@ -90,9 +92,9 @@ async def replay(
 
 
 async def _send(
-    http: HttpClient, url: str, model: str, due: Due, due_us: Micros, clock: LoopClock
-) -> Answered:
-    answered = Answered(due.id, clock.now_us() - due_us)
+    http: HttpClient, url: str, model: str, due: TimedRequest, due_us: Micros, clock: LoopClock
+) -> ReplayResult:
+    answered = ReplayResult(due.id, clock.now_us() - due_us)
     body = {
         "model": model,
         "prompt": due.prompt,
@@ -121,14 +123,14 @@ async def _send(
             async for data in sse_events(reply):
                 _take(answered, read_reply(data), clock.now_us() - due_us)
         if answered.outcome == "failed" and not answered.error:
-            answered.error = "the answer ended without a finish_reason"
+            answered.error = "the reply ended without a finish_reason"
     except (MoonserveError, msgspec.DecodeError) as error:
         answered.outcome = "failed"
         answered.error = str(error)
     return answered
 
 
-def _take(answered: Answered, event: ReadReply, now_us: Micros) -> None:
+def _take(answered: ReplayResult, event: ReadReply, now_us: Micros) -> None:
     """Account for one event that came `now_us` after the request was due."""
     if event.error is not None:
         answered.error = str(event.error)[:300]
