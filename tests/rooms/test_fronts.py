@@ -232,7 +232,7 @@ def test_who_leaves_the_conductor_has_not_lost_it(
     async def use(it: Site) -> None:
         front = await it.front()
         await front.leave()
-        await asyncio.sleep(0.05)
+        await until(lambda: it.server.fronts == 0)
         assert "the Conductor is gone" not in caplog.text
 
     run(use, tmp_path)

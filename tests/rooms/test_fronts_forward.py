@@ -73,6 +73,7 @@ def test_what_is_under_way_ends_with_the_conductor() -> None:
     """The link says that it hangs: who waits is answered 503 at once, asked on a fresh connection
     or a kept one; a reply that had begun breaks off; and who comes when it is back is served."""
     hangs = asyncio.Event()
+    hung = 0
 
     async def half() -> AsyncIterator[bytes]:
         yield PIECE
@@ -82,7 +83,9 @@ def test_what_is_under_way_ends_with_the_conductor() -> None:
         return StreamingResponse(half())
 
     async def waits(request: HttpRequest) -> Response:
+        nonlocal hung
         if hangs.is_set():
+            hung += 1
             await asyncio.Event().wait()
         return Response()
 
@@ -98,7 +101,8 @@ def test_what_is_under_way_ends_with_the_conductor() -> None:
             await anext(begun)
             get = lambda: client.request("GET", url + "/w", timeout_s=10)  # noqa: E731
             waiting = [asyncio.create_task(get()) for _ in range(2)]
-            await asyncio.sleep(0.1)
+            while hung < 2:
+                await asyncio.sleep(0.001)
             forward.cut()
             for reply in await asyncio.gather(*waiting):
                 assert (reply.status, reply.headers["retry-after"]) == (503, "2")

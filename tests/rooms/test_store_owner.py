@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import xxhash
 
@@ -24,7 +25,6 @@ from moonserve.live.store.copying import Copier, Fetched, Write
 from moonserve.live.store.leaving import hand_on
 from moonserve.live.store.link import now_us
 from moonserve.live.store.objects import Objects
-from moonserve.live.store.owner import _Job
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.settings import StoreTimes
 from moonserve.live.transfer import region
@@ -78,8 +78,16 @@ async def drop(pool: Pool, name: str, members: list[StoreClient]) -> None:
     for owner in gone.owners:
         await owner.stop_beats()
         owner.server.close()
+    others = [it.settings.segment for it in members if it is not gone]
     pool.now_us += TERMS.segment_ttl_us
-    await asyncio.sleep(0.05)
+
+    def beats(name: SegmentId) -> int:
+        holder = pool.service.master.holder(name)
+        assert holder is not None
+        return holder.beats
+
+    before = {name: beats(name) for name in others}
+    await until(lambda: all(beats(name) > before[name] for name in others))
     pool.service.reap()
     assert name not in pool.service.master.addresses()
 
@@ -315,7 +323,7 @@ def test_what_cannot_be_read_is_a_clear_error() -> None:
             await Objects(members[1], 0.3).get([b"k"])
         assert loop.time() < asked_s + 2
         reading = asyncio.create_task(Objects(members[1], 5).get([b"k"]))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         await drop(pool, "a", members)
         with pytest.raises(StoreError, match="6b is lost: segment a"):
             await reading
@@ -498,9 +506,8 @@ def test_a_client_without_a_segment_lets_go_of_what_is_no_longer_named() -> None
         await Objects(members[0]).put([(b"k", memoryview(b"x"))])
         for _ in range(2):
             assert await Objects(reader).get([b"k"]) == [b"x"]
-            assert reader.transfer.engine.locations()
-            await until(lambda: not reader.transfer.engine.locations())
-            assert not reader.link.addresses
+            await until(lambda: not reader.link.addresses)
+            assert not reader.transfer.engine.locations()
         await reader.close()
 
     run(test)
@@ -565,7 +572,8 @@ def test_a_copy_that_starts_too_late_writes_nothing() -> None:
         copy = await a_copy(members)
         for _ in range(members[1].settings.threads):
             members[1]._threads.submit(time.sleep, 0.3)
-        await owner._copy(_Job([copy], now_us() + 100_000, owner._mounts))
+        owner.take_copies(now_us(), [msgspec.structs.replace(copy, left_us=100_000)])
+        await owner.idle()
         assert owner.region.view[copy.held.offset] == 0
         assert b"k" not in owner.catalogue.held
 
@@ -585,8 +593,7 @@ def test_no_segment_is_mounted_while_copies_write_to_it(monkeypatch: pytest.Monk
             return [False]
 
         monkeypatch.setattr(members[1].transfer, "read", slow)
-        owner.tasks.take(now_us(), [copy])
-        owner._start_copies()
+        owner.take_copies(now_us(), [copy])
         await asyncio.sleep(0)
         with pytest.raises(StoreError, match="still being copied to"):
             await owner.mount()
@@ -614,12 +621,11 @@ def test_no_copy_is_begun_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None
             return read(*args)
 
         monkeypatch.setattr(members[1].transfer, "read", slow)
-        owner.tasks.take(now_us(), copies)
-        owner._start_copies()
+        owner.take_copies(now_us(), copies)
         await members[1].close()
         gc.collect()
-        await asyncio.sleep(0)
-        assert not owner._copying
+        async with asyncio.timeout(0):
+            await owner.idle()
         assert not errors
 
     run(test)

@@ -115,7 +115,6 @@ def test_joins_beats_and_joins_again() -> None:
         beat = await gateway.hears("beat")
         assert (beat["id"], beat["epoch"], beat["load"]["running"]) == ("p0", 7, 3)
         await gateway.stop()
-        await asyncio.sleep(0.1)
         gateway = Gateway()  # knows nobody: answers the next beat with 404
         await gateway.start(port)
         assert (await gateway.hears("join"))["id"] == "p0"

@@ -290,7 +290,7 @@ def publish_blocks(store: StoreClient, publisher: Publisher, block_size: Tokens)
     segment_events = SegmentEvents(block_size, publisher.publish)
     for owner in store.owners:
         holds = owner.catalogue.held.__contains__
-        owner.watch = segment_events.segment(owner.mounting.tier, holds)
+        owner.watch_changes(segment_events.segment(owner.mounting.tier, holds))
     return segment_events.learned
 
 

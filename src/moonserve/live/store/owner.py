@@ -129,8 +129,7 @@ class Owner:
         self._pulling: set[asyncio.Future[list[_Pulled]]] = set()
         """Those of them that may write to the memory now."""
         self._beats: asyncio.Task[None] | None = None
-        self.watch: Callable[[Sequence[bytes]], None] | None = None
-        """Told of keys that may have come or gone; the catalogue says which."""
+        self._watchers: list[Callable[[Sequence[bytes]], None]] = []
         self._reached = True
         """Whether the last beat did what it should; else it was said why not."""
 
@@ -194,6 +193,10 @@ class Owner:
         if self._beats is None:
             self._beats = asyncio.create_task(self._beat_forever(heard, pause_s))
             self._beats.add_done_callback(lambda task: self._beats_ended(task, heard))
+
+    def watch_changes(self, changed: Callable[[Sequence[bytes]], None]) -> None:
+        """Call `changed` with keys that may have come or gone; the catalogue has those here."""
+        self._watchers.append(changed)
 
     async def stop_beats(self) -> None:
         """Beat no more. The master drops the segment once it has been silent for long."""
@@ -282,8 +285,7 @@ class Owner:
         if orders.after == self.catalogue.seen:
             self.catalogue.apply(orders)
             self._note(orders.changes)
-        self.tasks.take(asked_us, orders.copies)
-        self._start_copies()
+        self.take_copies(asked_us, orders.copies)
         return orders
 
     def _beats_ended(self, task: asyncio.Task[None], heard: Callable[[], None]) -> None:
@@ -296,10 +298,17 @@ class Owner:
     def _note(self, changes: Sequence[Change]) -> None:
         if self._journal is not None and changes:
             self._journal.write(changes)
-        if self.watch is not None and changes:
-            self.watch([change.key for change in changes])
+        if self._watchers and changes:
+            keys = [change.key for change in changes]
+            for changed in self._watchers:
+                changed(keys)
 
     # Copies
+
+    def take_copies(self, asked_us: Micros, copies: Sequence[Copy]) -> None:
+        """Begin copies that the master ordered in answer to a beat of `asked_us`."""
+        self.tasks.take(asked_us, copies)
+        self._start_copies()
 
     def _start_copies(self) -> None:
         jobs: dict[SegmentId, list[Copy]] = {}
