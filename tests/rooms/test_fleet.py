@@ -413,7 +413,7 @@ def test_events_auto_is_on_where_somebody_listens() -> None:
             async with rig(fake, follow=feeds.follow) as it:
                 await it.up(fake, tokenizer="t", events="auto")
                 assert not it.fleet.follows_events("m")
-                assert "events: nobody listens at tcp://127.0.0.1:5557" in it.fleet.alarms()[0]
+                assert "events: tcp://127.0.0.1:5557 accepts no connection" in it.fleet.alarms()[0]
                 assert it.fleet.text("m") is not None
                 where = f"tcp://127.0.0.1:{port}"
                 await it.up(fake, tokenizer="t", events=where, replay=where)

@@ -103,10 +103,10 @@ def test_what_could_not_be_checked_is_named(said: Any) -> None:
     assert f"no server info of SGLang at /server_info or /get_server_info ({status}): " in (
         "\n".join(found.warnings)
     )
-    assert "it does not say its block_size: 64, as described, was not checked" in found.warnings
+    assert "its block_size is unknown: 64, as described, was not checked" in found.warnings
     found = shake(pages, **described, dp_size=2, shared_store=True)
-    assert "it does not say its ranks: dp_size 2 was not checked" in found.warnings
-    assert any("does not say its hash algorithm" in it for it in found.warnings)
+    assert "its ranks are unknown: dp_size 2 was not checked" in found.warnings
+    assert any("its hash algorithm is unknown" in it for it in found.warnings)
 
 
 def test_what_an_engine_does_not_say_is_described_or_guessed_aloud() -> None:
@@ -114,12 +114,12 @@ def test_what_an_engine_does_not_say_is_described_or_guessed_aloud() -> None:
     pages = {"/health": b"", "/v1/models": MODELS}
     found = shake(pages, max_len=100, block_size=64, kv_tokens=640)
     assert (found.model, found.max_len, found.block_size, found.kv_tokens) == ("m", 100, 64, 640)
-    assert found.warnings[0].startswith("/metrics tells no load")
+    assert found.warnings[0].startswith("/metrics has no load")
     guessed = shake(pages, max_len=100)
     assert (guessed.block_size, guessed.kv_tokens) == (16, 1 << 20)
     assert any("set kv_tokens" in said for said in guessed.warnings)
-    assert any("block_size: taken to be 16" in said for said in guessed.warnings)
-    with pytest.raises(Mismatch, match="max_len: it does not say its context length"):
+    assert any("block_size is unknown: 16 is assumed" in said for said in guessed.warnings)
+    with pytest.raises(Mismatch, match="max_len: its context length is unknown"):
         shake(pages)
 
 

@@ -1,8 +1,8 @@
 """Placement for other gateways: /api/select, /api/reserve, /api/release. Nothing is proxied.
 
-Mounted by the gateway process. A reservation is a request of the Conductor's like any other, whose
-calls somebody else makes and tells of; so there is one ledger. Who never comes back is released at
-the reservation's deadline. docs/reference/indexer-api.md has the API.
+The gateway process mounts it. For the Conductor, a reservation is a request like any other, so one
+ledger counts both; but another gateway makes its calls, and reports their outcome. A reservation
+that is never released ends at its deadline. docs/reference/indexer-api.md has the API.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moonserve.core.schedule.facts import (
 )
 from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens, lease_of
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.placement_asks import Asks, PlacementBody
+from moonserve.live.control.placement_asks import PlacementBody, PlacementRequests
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
 from moonserve.live.drive.dispatch import owed
 from moonserve.live.http.auth import guarded
@@ -44,7 +44,7 @@ MAX_RESERVATIONS = 16_384
 
 
 class ReleaseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What became of a reserved request."""
+    """The outcome of a reserved request, or of one of its calls."""
 
     id: str
     outcome: Literal["prefill_ended", "decode_ended", "failed", "cancelled"]
@@ -53,15 +53,15 @@ class ReleaseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cached_tokens: Annotated[Tokens, msgspec.Meta(ge=0)] = 0
     """prefill_ended: how much of the prompt was not computed."""
     why: str = "the caller says so"
-    """failed."""
+    """failed: the reason."""
     retry: bool = False
-    """failed: it is to be placed again, elsewhere."""
+    """failed: whether the request is to be placed again, elsewhere."""
     unreachable: bool = False
-    """failed: nobody listens at the address that the call went to."""
+    """failed: the call's address refused the connection."""
 
 
 class _Reservation:
-    """One reservation."""
+    """A request that another gateway has reserved and not yet released."""
 
     def __init__(self, request: Request, keys: tuple[BlockKey, ...], ttl_s: float) -> None:
         self.request = request
@@ -69,13 +69,13 @@ class _Reservation:
         self.ttl_s = ttl_s
         self.inbox: asyncio.Queue[Action] = asyncio.Queue()  # a few actions per call
         self.number = 0
-        """Of the call that the caller makes."""
+        """Number of the call that the caller makes now."""
         self.reply: dict[str, Any] = {}
-        """What the caller was told last."""
+        """The last reply to the caller."""
         self.decodes = False
         """Whether prefill has ended."""
         self.joint = False
-        """Whether one call does both: no other follows."""
+        """Whether one call does prefill and decode."""
         self.timer: asyncio.TimerHandle | None = None
         self.lock = asyncio.Lock()
 
@@ -83,14 +83,14 @@ class _Reservation:
 class PlacementApi:
     """Handlers of /api/select, /api/reserve and /api/release.
 
-    tools: a model's text tools, where it has a tokenizer here.
+    tools: a model's text tools; None: it has no tokenizer here.
     """
 
     def __init__(
         self, conductor: ConductorLoop, tools: Callable[[str], TextTools | None], token: str
     ) -> None:
         self._conductor = conductor
-        self._asks = Asks(conductor, tools)
+        self._requests = PlacementRequests(conductor, tools)
         self._token = token
         self._held: dict[RequestId, _Reservation] = {}
 
@@ -104,18 +104,18 @@ class PlacementApi:
 
     @property
     def reservations(self) -> int:
-        """How many there are."""
+        """How many reservations there are."""
         return len(self._held)
 
     def stop(self) -> None:
-        """No deadline passes any more."""
+        """Let no deadline pass any more."""
         for held in self._held.values():
             if held.timer is not None:
                 held.timer.cancel()
 
     async def _select(self, http: HttpRequest) -> Response:
         ask = decode_json(await http.body(), PlacementBody)
-        request, keys = await self._asks.request(ask, http.id)
+        request, keys = await self._requests.request(ask, http.id)
         found = self._conductor.dry_run(request, keys)
         if isinstance(found, Refuse):
             raise owed(found)
@@ -128,8 +128,10 @@ class PlacementApi:
     async def _reserve(self, http: HttpRequest) -> Response:
         ask = decode_json(await http.body(), PlacementBody)
         if len(self._held) >= MAX_RESERVATIONS:
-            raise Overloaded(f"{len(self._held)} reservations are open", "reservations", 1.0)
-        request, keys = await self._asks.request(ask, ask.id or http.id)
+            raise Overloaded(
+                f"{len(self._held)} reservations are open, which is the limit", "reservations", 1.0
+            )
+        request, keys = await self._requests.request(ask, ask.id or http.id)
         if self._conductor.known(request.id):
             raise Conflict(f"a request with id {request.id} is under way", "id")
         http.cancel_on_disconnect()
@@ -138,50 +140,50 @@ class PlacementApi:
         return json_response(await self._next(held))
 
     async def _release(self, http: HttpRequest) -> Response:
-        told = decode_json(await http.body(), ReleaseBody)
-        held = self._held.get(RequestId(told.id))
+        outcome = decode_json(await http.body(), ReleaseBody)
+        held = self._held.get(RequestId(outcome.id))
         if held is None:
-            return json_response({"id": told.id, "released": False})
+            return json_response({"id": outcome.id, "released": False})
         async with held.lock:
-            return json_response(await self._released(held, told))
+            return json_response(await self._released(held, outcome))
 
-    async def _released(self, held: _Reservation, told: ReleaseBody) -> dict[str, Any]:
+    async def _released(self, held: _Reservation, body: ReleaseBody) -> dict[str, Any]:
         request, number = held.request.id, held.number
         over = {"id": request, "released": True}
-        if request not in self._held:  # meanwhile
+        if request not in self._held:  # it ended while this call waited for the lock
             return over | {"released": False}
-        match told.outcome:
+        match body.outcome:
             case "prefill_ended":
                 if held.decodes:
-                    return held.reply  # told again
-                self._conductor.first_token(request, told.cached_tokens)
+                    return held.reply  # a repeated call
+                self._conductor.first_token(request, body.cached_tokens)
                 self._conductor.tell(PrefillEnded(request, number, final=False))
                 if held.joint:
                     return self._go_on(held)
                 return await self._next(held)
-            case "failed" if told.retry:
+            case "failed" if body.retry:
                 length = held.request.length
                 self._conductor.tell(
-                    CallFailed(request, number, told.why, True, length, held.keys, told.unreachable)
+                    CallFailed(request, number, body.why, True, length, held.keys, body.unreachable)
                 )
                 return await self._next(held)
             case "decode_ended":
-                if not held.decodes:  # of one call, prefill and decode: both end now
+                if not held.decodes:  # prefill ends as well, which was not reported
                     self._conductor.tell(PrefillEnded(request, number, final=False))
                     number += not held.joint
-                self._conductor.tell(DecodeEnded(request, number, told.tokens))
+                self._conductor.tell(DecodeEnded(request, number, body.tokens))
             case "failed":
-                why, unreachable = told.why, told.unreachable
+                why, unreachable = body.why, body.unreachable
                 self._conductor.tell(
                     CallFailed(request, number, why, False, 0, held.keys, unreachable)
                 )
             case "cancelled":
                 pass
-        self._over(held, told.outcome)
+        self._over(held, body.outcome)
         return over
 
     async def _next(self, held: _Reservation) -> dict[str, Any]:
-        """What the caller is to do now; where that is nothing, the reservation is over."""
+        """The caller's next step. If there is none, the reservation ends, and this raises."""
         outcome = "failed"
         try:
             async with asyncio.timeout(held.ttl_s):
@@ -209,20 +211,20 @@ class PlacementApi:
         return self._renewed(held)
 
     def _go_on(self, held: _Reservation) -> dict[str, Any]:
-        """Prefill has ended, and the same call decodes."""
+        """The prefill has ended, and the same call decodes."""
         held.decodes = True
         held.reply = {"id": held.request.id, "decode": held.reply["decode"]}
         return self._renewed(held)
 
     async def _action(self, held: _Reservation) -> Prefill | Decode | Refuse | GiveUp:
-        """The next one that is an answer; whose instance is lost the caller finds out itself."""
+        """The next action that answers the caller. An Abort does not: its call fails anyway."""
         while True:
             action = await held.inbox.get()
             if isinstance(action, Prefill | Decode | Refuse | GiveUp):
                 return action
 
     def _renewed(self, held: _Reservation) -> dict[str, Any]:
-        """The reply, from which on the reservation lasts as long again."""
+        """The reply. The reservation lasts `ttl_s` from now on."""
         if held.timer is not None:
             held.timer.cancel()
         loop = asyncio.get_running_loop()
@@ -231,7 +233,7 @@ class PlacementApi:
         return held.reply
 
     def _over(self, held: _Reservation, outcome: str) -> None:
-        """The Conductor frees what it reserved, however this ended."""
+        """End the reservation: the Conductor frees what it has promised."""
         if held.timer is not None:
             held.timer.cancel()
         if self._held.pop(held.request.id, None) is not None:
@@ -241,26 +243,26 @@ class PlacementApi:
 
 def _placement(action: Prefill) -> dict[str, Any]:
     decision, lease = action.decision, lease_of(action.request, action.number)
-    told = {
+    placement = {
         "id": action.request,
         "prefill": _instance(action.to),
         "decode": _instance(action.decode),
         **_predicted(decision),
     }
-    if not action.number:  # only a look: there is no call
-        return told
+    if not action.number:  # a dry run: there is no call
+        return placement
     if params := _params(action, lease):
-        told["prefill"]["kv_transfer_params"] = params
+        placement["prefill"]["kv_transfer_params"] = params
     if action.group:
-        told["stages"] = [
+        placement["stages"] = [
             _instance(to) | {"start": stage.start, "end": stage.end, "kv_transfer_params": params}
             for stage, to, params in embedded.group_params(lease, decision, action.group)
         ]
-    return told
+    return placement
 
 
 def _params(action: Prefill, lease: LeaseId) -> dict[str, Any] | msgspec.Raw | None:
-    """What goes into prefill's body so that decode can go on elsewhere; None: nothing does."""
+    """kv_transfer_params of the prefill call, for a decode elsewhere; None: there are none."""
     if action.to.connector == "embedded":
         return embedded.prefill_params(lease, action.decision)
     if action.to.connector == "nixl" and not action.decision.joint:

@@ -1,7 +1,7 @@
-"""What is to be placed for another gateway: /api/select's and /api/reserve's bodies as Requests.
+"""PlacementRequests: the bodies of /api/select and /api/reserve as Requests with their block keys.
 
-Called by `select`. Knows the instances' namespace, which block keys are made in, and the tokenizers
-of the models served here; decides nothing.
+Called by control.placement_api. It knows the namespace of the instances, in which block keys are
+made, and the tokenizers of the models served here. Nothing here decides where a request goes.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ _Ms: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
 
 
 class PlacementBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is to be placed: its prompt as text, as token ids, or as block keys and a length."""
+    """A request to place; its prompt as text, as token ids, or as block keys and a length."""
 
     model: str
     prompt: str | None = None
     token_ids: list[int] | None = None
     block_keys: list[str] | None = None
-    """In hex; see core.prefix."""
+    """In hex, as core.kv.keys makes them."""
     prompt_tokens: Tokens | None = None
-    """With block_keys."""
+    """The prompt's length; only with block_keys."""
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1_024)] | None = None
-    """That the request has at its engines; block_keys cover it already."""
+    """The salt that the request will have at its engine. block_keys include it already."""
     max_tokens: Annotated[Tokens, msgspec.Meta(ge=1)] = 16
-    """The most it will generate, or what is expected, where that is known."""
+    """The most tokens that it will generate, or the expected number if that is known."""
     ttft_slo_ms: _Ms | None = None
     tbt_slo_ms: _Ms | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     tenant: _Tenant = ""
     id: _Id | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0.001, le=3_600)] = 120.0
-    """How long a reservation lasts; from the end of prefill on, as long again."""
+    """How long a reservation lasts, in seconds; as long again from the end of prefill."""
 
 
-class Asks:
-    """Makes Requests. tools: a model's text tools, where it has a tokenizer here."""
+class PlacementRequests:
+    """Makes Requests. tools: a model's text tools; None: it has no tokenizer here."""
 
     def __init__(self, conductor: Conducting, tools: Callable[[str], TextTools | None]) -> None:
         self._conductor = conductor
@@ -111,7 +111,9 @@ class Asks:
             fields = CompletionRequest(model=ask.model, prompt=ask.prompt or "")
             tokens = await self._prompts.tokens(fields, self._text(ask.model), max_len)
         if not 1 <= len(tokens) <= max_len:
-            what = f"{len(tokens)} are not 1 to the model's context of {max_len} tokens"
+            what = (
+                f"{len(tokens)} tokens are given; there must be 1 to {max_len}, the model's context"
+            )
             raise BadRequest(f"token_ids: {what}", "token_ids")
         try:
             keys = chain_keys(namespace.salted(ask.cache_salt or ""), tokens, namespace.block_size)
@@ -122,7 +124,7 @@ class Asks:
     def _text(self, model: str) -> TextTools:
         tools = self._tools(model)
         if tools is None:
-            what = f"{model} has no tokenizer here; send token_ids"
+            what = f"{model} has no tokenizer here; send token_ids instead"
             raise ModelNotFound(f"prompt: {what}", "prompt")
         return tools
 
@@ -137,5 +139,5 @@ def _key(text: str) -> BlockKey:
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
-        raise BadRequest(f"block_keys: {text[:80]!r} is no 32 bytes in hex", "block_keys")
+        raise BadRequest(f"block_keys: {text[:80]!r} is not 32 bytes in hex", "block_keys")
     return BlockKey(key)

@@ -1,7 +1,8 @@
-"""What a foreign engine is asked before it is used, and what keeps it from being used.
+"""The handshake: what an external engine is asked before it is used, and why it may be refused.
 
-It must answer as described, or it is refused (Mismatch: field, what it says, what to do); what only
-costs speed is a warning. Nothing is kept here; the monitor asks again after every loss.
+If an answer contradicts the description, the engine is refused (Mismatch: field, answer, remedy).
+What only costs speed is a warning. Nothing is kept here; EngineMonitor repeats the handshake after
+every loss.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _CHAT: list[dict[str, str]] = [{"role": "user", "content": _CANARY}]
 _KV_TOKENS: Tokens = 1 << 20
 _BLOCK_SIZE: Tokens = 16
 _SMALL: Tokens = 8
-"""Blocks of fewer tokens, as SGLang has unless told otherwise, cost a key for every one or few."""
+"""Smaller blocks, SGLang's default among them, make a key for every token or few."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What the engine says of itself."""
+    """What an engine reports of itself."""
 
     model: str
     max_len: Tokens
@@ -42,9 +43,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
     version: str
     started_s: float | None
     hash_algorithm: str
-    """Of its prefix cache; empty: it does not say."""
+    """Hash algorithm of its prefix cache; empty: unknown."""
     events: bool
-    """Whether somebody listens where it is to publish."""
+    """Whether its KV events can be followed."""
     warnings: tuple[str, ...]
 
 
@@ -52,7 +53,7 @@ class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
     parent: str | None = None
-    """Of a LoRA adapter: its base model."""
+    """The base model, of a LoRA adapter."""
 
 
 class _Cards(msgspec.Struct):
@@ -64,7 +65,7 @@ class _Tokens(msgspec.Struct):
 
 
 async def handshake(member: Member, tools: TextTools | None) -> EngineFacts:
-    """Ask all. Raises Mismatch; other MoonserveErrors where it does not answer (yet)."""
+    """Ask everything. Raises Mismatch, or another MoonserveError if it does not answer (yet)."""
     spec, warnings = member.spec, list[str]()
     health = await member.ask("/health")
     if health.status != 200:
@@ -84,12 +85,11 @@ async def handshake(member: Member, tools: TextTools | None) -> EngineFacts:
     algorithm = page.cache.get("prefix_caching_hash_algo", "")
     if spec.shared_store and not algorithm:
         warnings.append(
-            "it does not say its hash algorithm: whether it shares a store with others"
-            " was not checked"
+            "its hash algorithm is unknown: whether it can share a store was not checked"
         )
     events = await _listens(spec.events_of(0)) if spec.events == "auto" else spec.events != "off"
     if events and page.cache.get("enable_prefix_caching") == "False":
-        warnings.append("it keeps no prefixes: start it without --no-enable-prefix-caching")
+        warnings.append("its prefix cache is off: start it without --no-enable-prefix-caching")
     return EngineFacts(
         model=card.id,
         max_len=max_len,
@@ -106,20 +106,20 @@ async def handshake(member: Member, tools: TextTools | None) -> EngineFacts:
 def _of_events(member: Member, events: bool, tools: TextTools | None) -> list[str]:
     spec = member.spec
     if spec.events == "off":
-        return ["events: off: what it holds is guessed from what was sent there"]
+        return ["events: off: the gateway guesses what it holds from what was sent there"]
     if tools is None:
-        return ["events are not read without tokenizer: name the model's files there"]
+        return ["events need a tokenizer: name the model's files in tokenizer"]
     if not events:
         where = spec.events_of(0)
         return [
-            f"events: nobody listens at {where}: start it with --kv-events-config, or say where "
-            "it publishes; until then what it holds is guessed from what was sent there"
+            f"events: {where} accepts no connection: start it with --kv-events-config, or set the "
+            "address where it publishes; until then the gateway guesses what it holds"
         ]
-    return [] if spec.replay else ["replay is not set: after lost events its blocks are forgotten"]
+    return [] if spec.replay else ["replay is not set: lost events make its blocks unknown"]
 
 
 async def models(member: Member, timeout_s: float = ASK_S) -> ClientResponse:
-    """Its list of models. Raises as `ask`, and Mismatch where it does not take our key."""
+    """Its list of models. Raises as Member.ask, and Mismatch if it refuses our key."""
     reply = await member.ask("/v1/models", timeout_s=timeout_s)
     if reply.status in (401, 403):
         remedy = "name the variable with its key in api_key_env"
@@ -154,12 +154,12 @@ async def _page(member: Member, warnings: list[str]) -> Page:
     page = read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
     if not page.ranks:
         remedy = ": start it with --enable-metrics" if member.spec.engine == "sglang" else ""
-        warnings.append(f"/metrics tells no load: work that others send there is not seen{remedy}")
+        warnings.append(f"/metrics has no load: work that others send there is not seen{remedy}")
     return page
 
 
 async def _server(member: Member, warnings: list[str]) -> ServerInfo:
-    """Version, and what SGLang says in one place, whose name was another once."""
+    """The engine's version; from SGLang, also its arguments, whose path has changed once."""
     of_sglang = member.spec.engine == "sglang"
     for path in ("/server_info", "/get_server_info") if of_sglang else ("/version",):
         reply = await member.ask(path)
@@ -179,7 +179,7 @@ async def _server(member: Member, warnings: list[str]) -> ServerInfo:
 def _max_len(member: Member, said: Tokens | None) -> Tokens:
     wanted = member.spec.max_len
     if said is None and wanted is None:
-        raise Mismatch("it does not say its context length: set max_len", "max_len")
+        raise Mismatch("its context length is unknown: set max_len", "max_len")
     if said is not None and wanted is not None and wanted > said:
         raise Mismatch(
             f"it takes {said} tokens, not {wanted}: correct max_len, or start it with "
@@ -207,9 +207,9 @@ def _block_size(member: Member, page: Page, server: ServerInfo, warnings: list[s
         )
     if not said:
         taken = (
-            f"{wanted}, as described, was not checked" if wanted else f"taken to be {_BLOCK_SIZE}"
+            f"{wanted}, as described, was not checked" if wanted else f"{_BLOCK_SIZE} is assumed"
         )
-        warnings.append(f"it does not say its block_size: {taken}" + ("" if wanted else "; set it"))
+        warnings.append(f"its block_size is unknown: {taken}" + ("" if wanted else "; set it"))
     return said or wanted or _BLOCK_SIZE
 
 
@@ -225,9 +225,7 @@ def _kv_tokens(
         allocated = page.cache.get("block_size", "")  # keys may be of smaller blocks
         return int(blocks) * (int(allocated) if allocated.isdecimal() else block_size)
     if not server.max_total_num_tokens:
-        warnings.append(
-            f"it does not say how much KV fits: taken to be {_KV_TOKENS} tokens; set kv_tokens"
-        )
+        warnings.append(f"its KV memory is unknown: {_KV_TOKENS} tokens are assumed; set kv_tokens")
     return server.max_total_num_tokens or _KV_TOKENS
 
 
@@ -236,7 +234,7 @@ def _check_ranks(member: Member, page: Page, server: ServerInfo, warnings: list[
     if member.spec.engine == "sglang":  # whose page may tell of one rank only
         count = server.dp_size or (count if count > 1 else 0)
     if not count and wanted > 1:
-        warnings.append(f"it does not say its ranks: dp_size {wanted} was not checked")
+        warnings.append(f"its ranks are unknown: dp_size {wanted} was not checked")
     if count and count != wanted:
         raise Mismatch(
             f"it has {count} data-parallel ranks, not {wanted}: set it to {count}", "dp_size"
@@ -245,7 +243,7 @@ def _check_ranks(member: Member, page: Page, server: ServerInfo, warnings: list[
 
 async def _check_bootstrap(member: Member) -> None:
     if member.spec.connector == "sglang":
-        return  # its decode side asks there, in a form of its own
+        return  # its decode side asks there, with a protocol of its own
     try:
         await member.requery()
         for rank in range(member.spec.dp_size):
@@ -258,16 +256,16 @@ async def _check_bootstrap(member: Member) -> None:
 
 
 async def _check_text(member: Member, model: str, tools: TextTools, warnings: list[str]) -> None:
-    """Whether both sides make the same tokens of the same text, and of the same chat."""
+    """Check that the engine and our tokenizer make the same tokens of a text and of a chat."""
     text = {"model": model, "prompt": _CANARY, "add_special_tokens": True}
     theirs = await _tokenized(member, text)
     if theirs is None:
-        warnings.append("/tokenize is not there: whether its tokenizer is ours was not checked")
+        warnings.append("it has no /tokenize: whether its tokenizer is ours was not checked")
         return
     if theirs != tools.encode(_CANARY, add_bos=True):
         raise Mismatch(
             f"it makes other tokens of the same text than {member.spec.tokenizer}: name the files "
-            "of the model that it serves, or leave tokenizer out and say events: off",
+            "of the model that it serves, or leave tokenizer out and set events: off",
             "tokenizer",
         )
     chat = {"model": model, "messages": _CHAT, "add_generation_prompt": True}
@@ -293,7 +291,7 @@ async def _tokenized(member: Member, body: Mapping[str, Any]) -> Sequence[int] |
 
 
 async def _listens(endpoint: str) -> bool:
-    """Whether somebody accepts connections there."""
+    """Whether this address accepts connections."""
     parts = urlsplit(endpoint)
     try:
         async with asyncio.timeout(_CONNECT_S):
@@ -307,8 +305,8 @@ async def _listens(endpoint: str) -> bool:
 def beside(
     member: Member, found: EngineFacts, others: Sequence[tuple[Member, EngineFacts]]
 ) -> EngineFacts:
-    """Whether it goes with the others of its model; with warnings added where it does by halves.
-    Raises Mismatch."""
+    """Compare an engine with the others of its model. Returns its facts, perhaps with warnings
+    added. Raises Mismatch if they cannot serve together."""
     warnings = list(found.warnings)
     for other, theirs in others:
         mine, name = member.spec, other.spec.name
@@ -334,6 +332,6 @@ def beside(
         if theirs.max_len != found.max_len:
             warnings.append(
                 f"it takes {found.max_len} tokens, {name} {theirs.max_len}: the longer requests "
-                "may be refused by whom they reach; start all with one --max-model-len"
+                "fail at the other; start all with one --max-model-len"
             )
     return msgspec.structs.replace(found, warnings=tuple(warnings))

@@ -1,8 +1,10 @@
 """Mooncake's Conductor Indexer API: /register, /unregister, /query, /query_by_hash.
 
-Mounted by the gateway process, behind the cluster's token. Follows the KV events of every stream
-that is registered and says how much of a prompt each instance has; the Conductor neither asks it
-nor tells it anything. docs/reference/indexer-api.md has the API.
+The gateway process mounts it, behind the cluster's token. It follows the KV events of every stream
+that was registered, and answers how much of a prompt each instance has. It shares only the Follow
+function with the Conductor's side; see docs/reference/indexer-api.md, and docs/adr/0019.
+
+What never happens here: a decision of the Conductor changed by what was registered.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ _Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class NotRegistered(BadRequest):
-    """Nobody is registered under this."""
+    """No stream is registered with this name, model, tenant or block size."""
 
     status = 404
 
 
 class _SpaceFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A model, by whichever of its names on the wire, and what else tells spaces apart."""
+    """The model, under any of its names on the wire, and the other fields of a space."""
 
     model: _Name | None = None
     model_name: _Name | None = None
@@ -55,29 +57,30 @@ class _SpaceFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     additionalsalt: _Text | None = None
 
     def named(self, wire: str) -> str:
-        """The model's name. Raises BadRequest, naming the field that the standard has for it."""
+        """The model's name. Raises BadRequest, with the field `wire`, if it is missing."""
         found = self.model or self.model_name or self.modelname
         if found is None:
             raise BadRequest(f"{wire}: is missing", wire)
         if self.lora_id not in (None, -1):
             raise BadRequest(
-                "lora_id: say lora_name; engines number adapters as they like", "lora_id"
+                "lora_id: send lora_name instead; each engine numbers adapters in its own way",
+                "lora_id",
             )
         return found
 
     @property
     def tenant(self) -> str:
-        """The standard's default where none is said."""
+        """The tenant, by default the standard's."""
         return self.tenant_id or "default"
 
     @property
     def salt(self) -> str:
-        """Of both kinds; one that an engine hashes and one that its owner says count alike."""
+        """One salt of both fields: that of a registration and that of requests count alike."""
         return salted(self.additionalsalt or "", self.cache_salt or "")
 
     @property
     def cover(self) -> int:
-        """Of the keys that are asked for; see core.kv.tiers.mask."""
+        """The mask of the keys that are asked for; see core.kv.tiers.mask."""
         return mask(self.lora_name or "", self.salt)
 
 
@@ -115,7 +118,7 @@ class Query(_SpaceFields, kw_only=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """One stream as it was registered; the same again is no news, something else a conflict."""
+    """One stream as it was registered. The same again changes nothing; another is a conflict."""
 
     endpoint: str
     replay_endpoint: str
@@ -158,7 +161,7 @@ class IndexerApi:
     """Handlers of the four paths, and of GET /services; `close` it."""
 
     def __init__(self, token: str, follow: Follow | None = None) -> None:
-        """`follow`: shared with whatever else follows engines; None: nothing else does."""
+        """`follow`: the process's own, if it also follows engines elsewhere; None: a new one."""
         self._token = token
         self._follow = follow or Followers().follow
         self._registrations: dict[_Key, _Registration] = {}
@@ -176,7 +179,7 @@ class IndexerApi:
         }
 
     async def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop following all streams."""
         await asyncio.gather(*[self._drop(it) for it in list(self._registrations.values())])
 
     async def _register(self, request: HttpRequest) -> Response:
@@ -186,7 +189,7 @@ class IndexerApi:
             _check_address(asked.replay_endpoint, "replay_endpoint")
         name = str(asked.instance_id)
         space = Space(asked.named("modelname"), asked.tenant, asked.block_size)
-        told = Registered(
+        new = Registered(
             asked.endpoint,
             asked.replay_endpoint or "",
             asked.type,
@@ -199,24 +202,28 @@ class IndexerApi:
         )
         key = (name, asked.tenant, asked.dp_rank)
         if key in self._registrations:
-            _check_same(key, told, self._registrations[key].registered)
+            _check_same(key, new, self._registrations[key].registered)
         else:
-            await self._begin(key, told, space)
+            await self._begin(key, new, space)
         return json_response({"status": "registered successfully", "instance_id": name})
 
-    async def _begin(self, key: _Key, told: Registered, space: Space) -> None:
+    async def _begin(self, key: _Key, new: Registered, space: Space) -> None:
         if len(self._registrations) >= MAX_STREAMS:
-            raise Overloaded(f"{len(self._registrations)} streams are registered", "streams", 60.0)
+            raise Overloaded(
+                f"{len(self._registrations)} streams are registered, which is the limit",
+                "streams",
+                60.0,
+            )
         instance, _, rank = key
         own = SegmentId(f"{instance} {rank} {next(self._numbers)}")
-        source = BlockSource(own, instance, rank, shared=told.type == "Mooncake")
-        tiered = self._spaces.setdefault(space, TieredIndex(space.block_size, told.seed))
-        if tiered.seed != told.seed:
-            what = f"others of this model, tenant and block size hash with {tiered.seed}"
+        source = BlockSource(own, instance, rank, shared=new.type == "Mooncake")
+        tiered = self._spaces.setdefault(space, TieredIndex(space.block_size, new.seed))
+        if tiered.seed != new.seed:
+            what = f"other streams of this model, tenant and block size have {tiered.seed}"
             raise Conflict(f"seed: {what}", "seed")
-        made = self._registrations[key] = _Registration(key, told, source, space, tiered)
+        made = self._registrations[key] = _Registration(key, new, source, space, tiered)
         tiered.join(source)
-        address = EventAddress(told.endpoint, told.replay_endpoint, told.topic)
+        address = EventAddress(new.endpoint, new.replay_endpoint, new.topic)
         try:
             made.feed = await self._follow(address, made.indexer)
         except ConfigError as error:
@@ -236,7 +243,7 @@ class IndexerApi:
             if model in (None, it.space.model)
         ]
         if not gone:
-            what = f"{name!r} of tenant {asked.tenant!r} is not registered with that"
+            what = f"{name!r} of tenant {asked.tenant!r} is not registered with these fields"
             raise NotRegistered(f"instance_id: {what}", "instance_id")
         await asyncio.gather(*[self._drop(it) for it in gone])
         names = ["{}|{}|{}".format(*it.key) for it in gone]
@@ -297,29 +304,29 @@ class IndexerApi:
         return json_response({"count": len(rows), "services": rows})
 
     def _space(self, asked: Query) -> tuple[Space, TieredIndex]:
-        """Which one is meant. Raises BadRequest, NotRegistered."""
+        """The space that a query means. Raises BadRequest, NotRegistered."""
         model = asked.named("model")
         if asked.block_size is None:
             found = [it for it in self._spaces if (it.model, it.tenant) == (model, asked.tenant)]
             if len(found) > 1:
                 sizes = ", ".join(str(it.block_size) for it in sorted(found))
-                raise BadRequest(f"block_size: say which, there are {sizes}", "block_size")
+                raise BadRequest(f"block_size: is needed, since there are {sizes}", "block_size")
             space = found[0] if found else None
         else:
             space = Space(model, asked.tenant, asked.block_size)
         if space is None or space not in self._spaces:
-            raise self._nobody(model, asked)
+            raise self._unknown(model, asked)
         return space, self._spaces[space]
 
-    def _nobody(self, model: str, asked: Query) -> NotRegistered:
-        """What of the question nobody is registered with."""
+    def _unknown(self, model: str, asked: Query) -> NotRegistered:
+        """The error for the first field of a query with which no stream is registered."""
         models = [it for it in self._spaces if it.model == model]
         if not models:
-            return NotRegistered(f"model: nobody is registered with {model!r}", "model")
+            return NotRegistered(f"model: no stream is registered with {model!r}", "model")
         if all(it.tenant != asked.tenant for it in models):
-            what = f"nobody with model {model!r} is registered for {asked.tenant!r}"
+            what = f"no stream of model {model!r} is registered with {asked.tenant!r}"
             return NotRegistered(f"tenant_id: {what}", "tenant_id")
-        what = f"nobody with model {model!r} is registered with {asked.block_size}"
+        what = f"no stream of model {model!r} is registered with {asked.block_size}"
         return NotRegistered(f"block_size: {what}", "block_size")
 
 
@@ -345,9 +352,9 @@ def _check_address(text: str, field: str) -> None:
         raise BadRequest(str(error), field) from None
 
 
-def _check_same(key: _Key, told: Registered, before: Registered) -> None:
+def _check_same(key: _Key, new: Registered, before: Registered) -> None:
     for field in Registered.__struct_fields__:
-        mine, theirs = getattr(told, field), getattr(before, field)
+        mine, theirs = getattr(new, field), getattr(before, field)
         if mine != theirs:
             what = "{}|{}|{} is registered".format(*key)
             raise Conflict(f"{field}: {what} with {theirs!r}; unregister it first", field)
