@@ -11,6 +11,7 @@ from moonserve.core.schedule.view import Promised
 from moonserve.sim.axes import setup_of
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
+from moonserve.sim.segments import key_of
 from moonserve.sim.synthesize import Shape, synthesize
 
 SHAPE = Shape(hot_share=0.6, turns=1.0, sigma=0.5, output_tokens=20)
@@ -71,7 +72,7 @@ def test_a_policy_that_copies_what_it_fetches_needs_hardly_any() -> None:
     assert sim.conductor.hot.done["started"] <= 1
     long = [row.blocks for row in sim.trace.rows if len(row.blocks) > 16]
     [(hot, _)] = Counter(blocks[15] for blocks in long).most_common(1)
-    assert sum(hot in cache for cache in sim.segments._caches.values()) == 4
+    assert sum(key_of(hot) in cache for cache in sim.segments._caches.values()) == 4
 
 
 def test_the_short_head_of_all_requests_is_copied_nowhere() -> None:

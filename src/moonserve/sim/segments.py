@@ -19,7 +19,7 @@ from moonserve.sim.trace import Row, Trace
 
 
 class Segments:
-    """All segments. Keys are the trace's block ids."""
+    """All segments. Keys are the trace's block ids, as bytes."""
 
     def __init__(self, setup: Setup, prefills: Sequence[Node], decodes: Sequence[Node]) -> None:
         blocks = setup.cache_blocks
@@ -109,11 +109,12 @@ class Segments:
 
 def full_keys(row: Row, size: Tokens) -> tuple[BlockKey, ...]:
     """The keys of a row's full blocks: block ids, as bytes, serve as keys."""
-    return tuple(map(_key, row.blocks[: row.input_tokens // size]))
+    return tuple(map(key_of, row.blocks[: row.input_tokens // size]))
 
 
 @lru_cache(maxsize=1 << 20)
-def _key(block: int) -> BlockKey:
+def key_of(block: int) -> BlockKey:
+    """The key of a block of the trace."""
     return BlockKey(block.to_bytes(8, "big"))
 
 
