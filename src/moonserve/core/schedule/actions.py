@@ -6,13 +6,26 @@ Plain frozen structs. A driver does each and reports the outcome as a fact, with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from moonserve.core.schedule.decision import Candidate, Decision
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
+
+Reason: TypeAlias = Literal[
+    "nobody_alive",
+    "instances_full",
+    "queue_full",
+    "kv_memory",
+    "ttft_slo",
+    "tbt_slo",
+    "tbt_slo_late",
+    "duplicate_request_id",
+]
+"""Why a request is refused. tbt_slo_late: found when its prefill had ended, which is wasted;
+duplicate_request_id: another process serves a request of this id."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
@@ -59,9 +72,8 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
 
     request: RequestId
     why: str
-    reason: str = "nobody_alive"
-    """instances_full, queue_full, kv_memory, ttft_slo, tbt_slo or tbt_slo_late (found when its
-    prefill had ended, which is wasted): for programs."""
+    reason: Reason = "nobody_alive"
+    """For programs."""
     retry_after_us: Micros | None = None
     decision: Decision | None = None
     """What it would have been, where it was refused for what that predicts."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonserve.core.request import Request, Slo
-from moonserve.core.schedule.actions import Refuse
+from moonserve.core.schedule.actions import Reason, Refuse
 from moonserve.core.schedule.cost import KNOWN_FROM
 from moonserve.core.schedule.decide import Verdict
 from moonserve.core.schedule.objectives import misses, own_slo
@@ -115,7 +115,7 @@ def too_late(waiter: Waiter, room: WaitingRoom, servers: int, now_us: Micros) ->
     if waited_us:
         why += f" after {waited_us / 1e6:.3g} s of waiting"
     why += " misses the TTFT objective"
-    reason = "ttft_slo"
+    reason: Reason = "ttft_slo"
     if waiter.request in room.crowded:
         why += ": decode had no room for it within the TBT objectives"
         reason = "tbt_slo"
