@@ -18,9 +18,11 @@ from moonserve.cli.mirror import Watch, _value
 from moonserve.cli.replay import prompt_of, summary
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.profiles import PROFILES, Profile
+from moonserve.core.units import SegmentId
 from moonserve.live.replay import ReplayResult, TimedRequest, replay
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import measure
+from moonserve.sim.segments import full_keys
 from moonserve.sim.setup import Setup
 from moonserve.sim.trace import Row, Trace
 
@@ -226,8 +228,10 @@ def test_one_copy_keeps_blocks_where_they_are() -> None:
     rows = [Row(0, 1_024, 2, (1, 2)), Row(0, 1_024, 2, (1, 2)), Row(9_000_000, 1_500, 2, (1, 2, 3))]
     for one_copy, copies in ((False, 2), (True, 1)):
         sim = simulated(PROFILES["a800"], *rows, one_copy=one_copy)
-        held = sum(1 in cache for cache in sim.segments._caches.values())
-        assert held == copies
+        first = full_keys(rows[0], 512)[:1]
+        prefills = [it for it in sim.nodes.values() if it.info.role == "prefill"]
+        held = [sim.segments.held(SegmentId(node.name), first) for node in prefills]
+        assert sum(held) == copies
         assert sim.served[2].cached == 1_024
 
 

@@ -1,4 +1,4 @@
-"""Settings of one worker process."""
+"""Settings of one worker process; the command line fills them in, the process reads them."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Catalog name, Hugging Face folder or GGUF file."""
     engine: Literal["torch", "fake"] = "torch"
     pass_us: tuple[float, ...] | None = None
-    """How long the fake engine's passes take, see Cost.pass_us; None: next to nothing."""
+    """How long the fake engine's passes take, see Cost.pass_us; None: almost no time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes any free port."""
     advertise_host: str | None = None
-    """Where the gateway and other workers reach it; None: `host`."""
+    """The address at which the gateway and other workers reach this worker; None: `host`."""
     cards: tuple[Card, ...] = ()
-    """All addresses that bytes are to reach it at, where there are several."""
+    """The addresses of its network cards for KV transfer, if it has several."""
     rack: str = ""
-    """Where it stands; empty: not said."""
+    """The name of its rack; empty: unknown."""
     gateway: str = "http://127.0.0.1:8000"
     token: str = ""
     """The cluster's shared secret."""
     block_size: Tokens = 32
     kv_blocks: int | None = None
-    """Size of the engine's KV pool; None: what kv_memory_bytes or the engine's default gives."""
+    """Size of the engine's KV pool; None: from kv_memory_bytes, or the engine's default."""
     kv_memory_bytes: Bytes | None = None
     segment_bytes: Bytes = 512 << 20
     """Its share of the KV store."""
     disk_dir: Path | None = None
-    """Where its segment on disk lies; None: it has none."""
+    """The folder of its segment on disk; None: it has none."""
     disk_bytes: Bytes = 0
     replicas: int = 1
     """Copies of each block it puts, on different nodes."""
     node: str = ""
-    """What fails together with this worker; empty: it alone."""
+    """The name of the machine that fails together with this worker; empty: only the worker."""
     store_url: str = ""
-    """Where the store's master is; empty: in the gateway, or where the registry says."""
+    """URL of the store's master; empty: the gateway's, or the one in the registry."""
     registry: str = ""
-    """Where all gateways are found, such as etcd://127.0.0.1:2379; empty: there is `gateway`."""
+    """Where all gateways register, such as etcd://127.0.0.1:2379; empty: `gateway` is the only one."""
     store: Literal["embedded", "mooncake"] = "embedded"
     mooncake_master: str = ""
     """host:port; for mooncake."""
@@ -62,7 +62,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: bool = True
     mooncake_protocol: MooncakeProtocol = "tcp"
     mooncake_device: str = ""
-    """These four as of StoreSettings."""
+    """For this and the three before it, see StoreSettings."""
     max_seqs: int = 16
     """Requests in one pass."""
     chunk_tokens: Tokens = 512
@@ -70,9 +70,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode_kv: DecodeKV = "end"
     """When the KV of generated tokens is stored."""
     kv_events: str = "off"
-    """Where it publishes what lies in its segments, and where it replays that: two addresses of
-    ZMQ with a comma between, the second may be left out."""
+    """ZMQ addresses, with a comma between, where it publishes and replays events of the blocks in
+    its segments. The second may be left out; "off": it publishes none."""
     threads: int | None = None
     """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
     drain_s: float = 5.0
-    """How long running requests may take to finish after a stop was asked for."""
+    """How long running requests may take to finish after SIGTERM or SIGINT."""
