@@ -54,7 +54,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     store_url: str = ""
     """URL of the store's master; empty: the gateway's, or the one in the registry."""
     registry: str = ""
-    """Where all gateways register, such as etcd://127.0.0.1:2379; empty: `gateway` is the only one."""
+    """Where all gateways register, such as etcd://127.0.0.1:2379; empty: only `gateway` exists."""
     store: Literal["embedded", "mooncake"] = "embedded"
     mooncake_master: str = ""
     """host:port; for mooncake."""
