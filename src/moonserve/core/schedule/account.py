@@ -72,7 +72,8 @@ class Account:
                 if isinstance(fact, DecodeEnded):
                     self._served(life, now_us, fact.tokens)
                     continue
-                life.spent_us, life.predicted_us = life.predicted_us, 0
+                life.spent_us = life.predicted_us
+                life.predicted_us = 0
                 life.first_us = now_us if life.first_us is None else life.first_us
                 if fact.final:
                     self._served(life, now_us, 1)
@@ -80,7 +81,8 @@ class Account:
             if isinstance(action, Prefill):
                 life = self._open[action.request]
                 self._waste(life, now_us)
-                life.number, life.began_us = action.number, now_us
+                life.number = action.number
+                life.began_us = now_us
                 decision = action.decision
                 life.lag_us = max(1, decision.predicted_ttft_us - decision.waited_us)
                 life.predicted_us = sum([share.work_us for share in decision.shares])
@@ -102,7 +104,8 @@ class Account:
 
     def _served(self, life: _Open, now_us: Micros, tokens: Tokens) -> None:
         """Its answer is whole."""
-        slo, first_us = self._slo_of(life.request), life.first_us
+        slo = self._slo_of(life.request)
+        first_us = life.first_us
         assert first_us is not None, "prefill goes before decode"
         in_time = slo.ttft_us is None or first_us - life.since_us <= slo.ttft_us
         gaps = tokens - 1

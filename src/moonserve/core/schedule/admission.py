@@ -36,10 +36,12 @@ def unwanted(
     request: Request, verdict: Verdict, tuning: Tuning, view: ClusterView
 ) -> Refuse | None:
     """What is predicted to miss an objective that refuses."""
-    decision, slo = verdict.decision, verdict.slo
+    decision = verdict.decision
+    slo = verdict.slo
     if not verdict.misses_ttft or slo.ttft_us is None:
         return unwanted_in_decode(request, verdict, slo, tuning, view)
-    chosen, predicted_us = view.instances[decision.prefill], decision.predicted_ttft_us
+    chosen = view.instances[decision.prefill]
+    predicted_us = decision.predicted_ttft_us
     known = chosen.cost.known
     refuses = (known or chosen.prefills >= KNOWN_FROM) and refuses_ttft(tuning, request.priority)
     own_us = own_slo(request, tuning).ttft_us
@@ -66,7 +68,8 @@ def unwanted_in_decode(
     """
     if verdict.breaks_us is None and (slo.tbt_us is None or verdict.tbt_us <= slo.tbt_us):
         return None
-    chosen, own_us = view.instances[verdict.decision.decode], own_slo(request, tuning).tbt_us
+    chosen = view.instances[verdict.decision.decode]
+    own_us = own_slo(request, tuning).tbt_us
     if tuning.mode(request.priority) not in ("early", "predictive") or not chosen.cost.known:
         return None
     gives_way = chosen.decodes > 0 or own_us is None or verdict.tbt_us > own_us

@@ -142,7 +142,8 @@ class Conductor:
         self._try_held(facts, now_us)
         for model in list(self._rooms):
             self._bind(model, now_us)
-        actions, self._actions = self._actions, []
+        actions = self._actions
+        self._actions = []
         return actions
 
     def wake_us(self, now_us: Micros) -> Micros | None:
@@ -332,7 +333,8 @@ class Conductor:
 
     def _bound(self, life: Handoff, verdict: Verdict, now_us: Micros) -> None:
         """Reserve what was decided, for every end of the life to release; send the call out."""
-        request, decision = life.request, verdict.decision
+        request = life.request
+        decision = verdict.decision
         self._parked.pop(request.id, None)
         number = life.placed(decision)
         infos = groups.promise(self.view.instances, request.id, life.shares, now_us)
@@ -427,7 +429,8 @@ class Conductor:
 
     def _decode(self, life: Handoff, now_us: Micros) -> None:
         """The prefill has ended: let the request decode, hold it, move it or refuse it."""
-        request, decision = life.request, life.decision
+        request = life.request
+        decision = life.decision
         assert decision is not None
         context = self._forecast.context(life.length)
         self._end_prefill(life, now_us)
@@ -478,7 +481,8 @@ class Conductor:
             self._refuse(last, admission.too_many(last.request, room, len(prefills)), now_us)
             if last is life:
                 return
-        slo, pool = self._objectives.own(request), self.index.match(life.keys).pool
+        slo = self._objectives.own(request)
+        pool = self.index.match(life.keys).pool
         takes_us = groups.work_us(prefills, life.length, pool, slo, self.tuning)
         came_us = now_us if life.attempts else life.arrived_us
         room.add(Waiter.of(request, slo, came_us, takes_us, life.attempts > 0))
@@ -525,7 +529,8 @@ class Conductor:
     ) -> None:
         """Bind the request whose turn it is, refuse it, or let it wait for room in decode."""
         request = life.request
-        slo, is_late = self._objectives.own(request), now_us > first.begin_us
+        slo = self._objectives.own(request)
+        is_late = now_us > first.begin_us
         decodes = self.view.decodes(request.model)
         if admission.yields(request, verdict, slo, decodes, is_late):
             room.crowd(first, is_late)  # nothing is gained by a prefill now

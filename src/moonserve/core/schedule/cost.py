@@ -178,7 +178,8 @@ class Cost:
             return 0
         base, per_new, per_square, per_past, _, _, _ = self.pass_us
         if new <= chunk:
-            passes, past = 1, cached
+            passes = 1
+            past = cached
         else:
             passes = -(-new // chunk)
             past = passes * cached + chunk * (passes * (passes - 1) // 2)
@@ -232,7 +233,8 @@ def pass_sample(work: Pass, elapsed_us: Micros) -> PassSample:
     """A pass as the cost model's features; a chunk of one token counts as a decode."""
     new = square = past = seqs = context = 0
     for chunk in work.chunks:
-        count, start = len(chunk.tokens), chunk.start
+        count = len(chunk.tokens)
+        start = chunk.start
         if count == 1:
             seqs += 1
             context += start + 1

@@ -182,7 +182,8 @@ def _share(
     tuning: Tuning,
 ) -> None:
     """Let a group prefill the prompt where one instance alone is too slow for its objective."""
-    options, row = prefill.options, prefill.row
+    options = prefill.options
+    row = prefill.row
     load_us = options.transfer_us[row]
     spent_us = load_us + options.compute_us[row]
     work = Work(
@@ -215,11 +216,13 @@ def _choose_decode(
     now_us: Micros,
 ) -> _Decode:
     """The instance that goes on from the KV of the prefill."""
-    near, decodes = prefill.last, field.decodes
+    near = prefill.last
+    decodes = field.decodes
     if field.external:
         decodes = [near] if field.alone else connectors.mates(near, decodes)
     decodes = preferred(decodes, ask.avoid)
-    slo, context = ask.slo.slo, ask.length + ask.expected_tokens
+    slo = ask.slo.slo
+    context = ask.length + ask.expected_tokens
     goal_us = slo.tbt_us
     if policy.late and goal_us is not None:
         goal_us = round(goal_us * _tbt_share(ask.waited_us, slo, tuning))
@@ -260,7 +263,9 @@ def _verdict(
     tuning: Tuning,
 ) -> Verdict:
     """The decision in plain data."""
-    options, last, view = prefill.options, prefill.last, decode.view
+    options = prefill.options
+    last = prefill.last
+    view = decode.view
     candidates = Candidates(options, prefill.scores, prefill.row, KEPT)
     why_alone = prefill.why_alone
     hands_on = prefill.group is not None or not field.external or field.alone

@@ -95,7 +95,8 @@ class DecodeEntry:
 
 def _joined_us(view: InstanceView, context: Tokens, residency: Residency) -> Micros:
     """The time between tokens of one that joins now; with all places taken, until one is free."""
-    tbt_us, seqs = grown_us(view, context), view.info.max_seqs
+    tbt_us = grown_us(view, context)
+    seqs = view.info.max_seqs
     there = len(view.residencies.active) + view.residencies.external.running
     behind = max(0, there + 1 - seqs)
     return tbt_us + round(behind * place_us(residency, tbt_us, seqs))

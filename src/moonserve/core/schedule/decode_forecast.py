@@ -144,7 +144,8 @@ class DecodeForecast:
         if goal_us is None or not view.decodes:
             return least_us
         goal_us = round(goal_us / self.growth)
-        step, seqs = view.cost.step_us, view.info.max_seqs
+        step = view.cost.step_us
+        seqs = view.info.max_seqs
         return room_in_us(view.residencies, step, context, goal_us, self.predictor, now_us, seqs)
 
     def learn(

@@ -115,7 +115,8 @@ class Options:
 
     def candidate(self, row: int, score: float) -> Candidate:
         """One row as plain data."""
-        own, size = self.views[row].info, self.block_size
+        own = self.views[row].info
+        size = self.block_size
         local, reused = self.local[row], self.reused[row]
         return Candidate(
             own.id,
@@ -205,7 +206,9 @@ class Estimate:
 
     def options(self, views: Sequence[InstanceView], now_us: Micros) -> Options:
         """The terms of these instances."""
-        own, known, usable = self._own, self._known, self._usable
+        own = self._own
+        known = self._known
+        usable = self._usable
         local = [own.get(view.segment, 0) for view in views]
         if max(local) > usable:
             local = [blocks if blocks < usable else usable for blocks in local]
@@ -228,9 +231,14 @@ class Estimate:
 
     def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:
         """Blocks to start from, time to load those it lacks, time to compute the rest."""
-        length, size, best, fetch = self._ask.length, self._block_size, self._best, self._fetch
-        cost, chunk = kind.cost, kind.chunk_tokens
-        reused, transfer_us = local, 0
+        length = self._ask.length
+        size = self._block_size
+        best = self._best
+        fetch = self._fetch
+        cost = kind.cost
+        chunk = kind.chunk_tokens
+        reused = local
+        transfer_us = 0
         if (best > local and kind.fetches) and (
             fetch == "cheaper" or (fetch == "threshold" and best > local * self._threshold)
         ):

@@ -134,7 +134,8 @@ def _row(candidate: Candidate) -> Row:
 
 def why(decision: Decision, candidates: Sequence[Candidate]) -> str:
     """Why the winner won, in one sentence; and in another, who shares its work or why nobody."""
-    best, others = decision.chosen, candidates[1:]
+    best = decision.chosen
+    others = candidates[1:]
     alone = " alone" if decision.stages else ""
     expected = f"{_ms(best.ttft_us)} to the first token{alone}, {_plan(best, decision)}"
     waited = f" after {_ms(decision.waited_us)} at the Conductor" if decision.waited_us else ""

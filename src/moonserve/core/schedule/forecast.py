@@ -73,7 +73,8 @@ class Residencies:
         passes = self.passes(now_us, step)
         residency = self.promised.pop(request)
         self._begun.append((now_us, residency.lag_us, residency.context))
-        residency.began_tokens, residency.due_us = passes, now_us
+        residency.began_tokens = passes
+        residency.due_us = now_us
         self.active[request] = residency
         self.context += residency.context
 
@@ -126,7 +127,9 @@ def forecast(
     own_us = max(now_us, joining.due_us)
     coming = sorted([*residencies.promised.values(), joining], key=_DUE)
     group = -(-len(coming) // _POINTS)
-    at_us, ahead, pass_us = now_us, 0.0, residencies.step_us(step)
+    at_us = now_us
+    ahead = 0.0
+    pass_us = residencies.step_us(step)
     here = _Here(predictor, joining, step, deviations)
     for residency in residencies.active.values():
         here.add(residency, passes - residency.began_tokens, now_us - residency.due_us, began=True)
@@ -175,7 +178,8 @@ class _Here:
     def add(self, residency: Residency, tokens: float, us: Micros, *, began: bool) -> None:
         """One more; `began`: it decodes already."""
         _, per_seq, per_context = self._step
-        lasts, chance = None, 1.0
+        lasts = None
+        chance = 1.0
         if residency is not self._joining:
             has, since_us = (tokens, us) if began else (0.0, 0)
             lasts = self._predictor.lasts(residency, has)
@@ -187,7 +191,8 @@ class _Here:
         mean = self._step[0]
         variance = count = 0.0
         for lasts, tokens, us, before, weight in self._rows:
-            chance, then = 1.0, tokens + ahead
+            chance = 1.0
+            then = tokens + ahead
             if lasts is not None and (then > 0 or tokens > 0):
                 chance = lasts(then, us + more_us) / before if before else 0.0
                 variance += chance * (1 - chance) * weight * weight

@@ -45,7 +45,8 @@ def groups(
     long. now_us: None: as if all were idle.
     """
     members = _members(first, others, work, now_us)
-    least_us, most = _least_us(members, work), len(members)
+    least_us = _least_us(members, work)
+    most = len(members)
     for size in range(2, most + 1):
         hopeless = within_us is not None and least_us > size * within_us
         if (hopeless or size > _SMALL) and size & (size - 1) and size < most:
@@ -77,7 +78,8 @@ def _smallest(
         size = (low + high) // 2
         found = _planned(members[:size], work, now_us)
         if found is not None and found.ttft_us <= within_us:
-            group, high = found, size
+            group = found
+            high = size
         else:
             low = size
     return group
@@ -165,7 +167,8 @@ def work_us(
 
     pool: leading blocks of the prompt that somebody holds.
     """
-    first, size = prefills[0], prefills[0].info.namespace.block_size
+    first = prefills[0]
+    size = prefills[0].info.namespace.block_size
     start = min(pool, (length - 1) // size) * size
     alone_us = first.cost.prefill_us(length, start, first.info.chunk_tokens)
     if tuning.cpp < 2 or slo.ttft_us is None or alone_us <= slo.ttft_us:

@@ -129,7 +129,8 @@ class Handoff:
 
     def end(self) -> None:
         """No fact moves this life any more."""
-        self.phase, self.at = Phase.ENDED, []
+        self.phase = Phase.ENDED
+        self.at = []
 
     @property
     def exhausted(self) -> bool:
@@ -160,7 +161,8 @@ class Handoff:
             case PrefillEnded():
                 assert self.phase is Phase.PREFILL
                 assert self.decision is not None
-                self.phase, self.at = Phase.DECODE, [self.decision.decode]
+                self.phase = Phase.DECODE
+                self.at = [self.decision.decode]
                 return StartDecode()
             case DecodeEnded() if self.phase is Phase.PREFILL:
                 return (

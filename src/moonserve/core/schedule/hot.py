@@ -85,7 +85,9 @@ class Heat:
 
         How many of them are hot, and how often the last of these was asked for.
         """
-        at, after, found = 0, self._heads, (0, 0.0)
+        at = 0
+        after = self._heads
+        found = (0, 0.0)
         while at < stop:
             run = after.get(keys[at])
             if run is None:
@@ -96,7 +98,8 @@ class Heat:
             if shared < len(run.keys):
                 rest = _Run(run.keys[shared:], run.count, run.at_us, run.hot)
                 rest.after = run.after
-                run.keys, run.after = run.keys[:shared], {rest.keys[0]: rest}
+                run.keys = run.keys[:shared]
+                run.after = {rest.keys[0]: rest}
             run.count = 1.0 + _decayed(run, now_us)
             run.at_us = now_us
             run.hot = run.count >= (OFF if run.hot else ON)
@@ -288,7 +291,8 @@ class Hot:
         now_us: Micros,
     ) -> Spread | str:
         """A copy of these keys, or why there is none."""
-        own, coming = self._index.match(keys).by_holder, self._coming.match(keys)
+        own = self._index.match(keys).by_holder
+        coming = self._coming.match(keys)
         rows = []
         for view in views:
             segment = view.info.segment
@@ -349,8 +353,11 @@ class Hot:
 
     def _is_slow(self, row: _Row, stop: int, request: Request, uses: float) -> bool:
         """Whether a transfer takes longer than what it saves in so many uses."""
-        info, cost, length = row.view.info, row.view.cost, request.length
-        size, chunk = info.namespace.block_size, info.chunk_tokens
+        info = row.view.info
+        cost = row.view.cost
+        length = request.length
+        size = info.namespace.block_size
+        chunk = info.chunk_tokens
         load_us = cost.transfer_us((stop - row.has) * info.block_bytes)
         alone_us = cost.prefill_us(length, row.has * size, chunk)
         saves_us = alone_us - cost.prefill_us(length, stop * size, chunk)

@@ -43,12 +43,14 @@ class Objectives:
         Clients that were told to return about now are taken to be before it, each with a request
         like this one.
         """
-        slo, whys = self.own(request), list[str]()
+        slo = self.own(request)
+        whys = list[str]()
         if slo.ttft_us is None and slo.tbt_us is None:
             return EffectiveSlo(slo)
         returning = self.returning(request, now_us)
         if returning and slo.ttft_us is not None:
-            view, length = prefills[0], request.length
+            view = prefills[0]
+            length = request.length
             each_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens) / len(prefills)
             less_us = min(slo.ttft_us, round(returning * each_us))
             slo = Slo(slo.ttft_us - less_us, slo.tbt_us)
@@ -83,7 +85,8 @@ class Objectives:
 
 def own_slo(request: Request, tuning: Tuning) -> Slo:
     """A request's own objectives, or the cluster's; a single token has no time between tokens."""
-    slo, of_all = request.slo, tuning.slo
+    slo = request.slo
+    of_all = tuning.slo
     if of_all.ttft_us is not None or of_all.tbt_us is not None:
         slo = slo.over(of_all)
     return slo if request.stopping.max_tokens > 1 else Slo(slo.ttft_us)
@@ -91,7 +94,8 @@ def own_slo(request: Request, tuning: Tuning) -> Slo:
 
 def _scaled(slo: Slo, share: float) -> Slo:
     """Objectives that are this share of others."""
-    ttft_us, tbt_us = slo.ttft_us, slo.tbt_us
+    ttft_us = slo.ttft_us
+    tbt_us = slo.tbt_us
     return Slo(
         None if ttft_us is None else round(share * ttft_us),
         None if tbt_us is None else round(share * tbt_us),

@@ -60,7 +60,10 @@ class Call:
     def __init__(self, part: Part, prompt: Tokens, predicted: Tokens, streams: bool = True) -> None:
         """prompt: its length; predicted: the part of it that is taken to be cached there; streams:
         whether its tokens come one by one."""
-        self.part, self.prompt, self.predicted, self.streams = part, prompt, predicted, streams
+        self.part = part
+        self.prompt = prompt
+        self.predicted = predicted
+        self.streams = streams
         self.count: Tokens = 0
         self.cached: Tokens | None = None
         self.heard = False
@@ -149,7 +152,8 @@ class Watch:
             self._prefilled(now_us, call)
             self._known(call, cached)
         if call.part != "prefill":
-            self._decoding[call], call._context = None, call.prompt + call.count
+            self._decoding[call] = None
+            call._context = call.prompt + call.count
             self._context += call._context
         self._changed(call)
 
@@ -171,7 +175,8 @@ class Watch:
     def others(self, now_us: Micros, waiting: int, running: int, context: Tokens) -> None:
         """Requests that others than us have there: so many wait, so many run, with such context."""
         self._settle(now_us)
-        self._crowd, self._queue = (running, context), waiting
+        self._crowd = (running, context)
+        self._queue = waiting
         self._look()
         if waiting and self._span is not None:
             self._span.spoiled = True
@@ -183,8 +188,10 @@ class Watch:
             self._context += call.prompt + call.count - call._context
             call._context = call.prompt + call.count
         self._look()
-        passes, self._passes = self._passes[-_MOST_KEPT:], []
-        hits, self._hits = self._hits[-_MOST_KEPT:], []
+        passes = self._passes[-_MOST_KEPT:]
+        self._passes = []
+        hits = self._hits[-_MOST_KEPT:]
+        self._hits = []
         return tuple(passes), tuple(hits)
 
     # Prefill.
@@ -201,7 +208,8 @@ class Watch:
             span.calls.append(call)
             span.unknown += 1
             span.after += max(0, call.count - 1)
-            call._span, span.end = span, self._moment
+            call._span = span
+            span.end = self._moment
         self._blind -= _is_blind(call)
         if not self._prefilling:
             self._span = None
@@ -236,7 +244,8 @@ class Watch:
     def _counted(self, call: Call, cached: Tokens) -> None:
         """So much of its prompt was cached, said or not; the last of a span completes it."""
         call.cached = cached
-        span, call._span = call._span, None
+        span = call._span
+        call._span = None
         if span is not None:
             span.unknown -= 1
             if not (span.unknown or span.open or span.spoiled):
@@ -257,7 +266,8 @@ class Watch:
         after = span.after
         if after and len(span.calls) > 1:
             return  # whose decodes shared how many passes nobody knows
-        seqs, context = area / max(1, took_us), context_area / max(1, took_us)
+        seqs = area / max(1, took_us)
+        context = context_area / max(1, took_us)
         beside = round(seqs * (prefills + after))
         own_context = after * (span.calls[0].prompt + after // 2)
         self._passes.append(
@@ -295,7 +305,8 @@ class Watch:
     def _settle(self, now_us: Micros) -> None:
         """The spell of steady decoding up to now, if there was one, is over; another begins."""
         others, context = self._crowd
-        seqs, context = len(self._decoding) + others, self._context + context
+        seqs = len(self._decoding) + others
+        context = self._context + context
         last_us, seqs_area, context_area = self._moment
         lasted_us = now_us - last_us
         self._moment = (now_us, seqs_area + seqs * lasted_us, context_area + context * lasted_us)

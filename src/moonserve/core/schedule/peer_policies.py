@@ -64,7 +64,8 @@ def dynamo_overlap(options: Options, state: PolicyState) -> Sequence[float]:
     requests share counts for each; all of an instance's own prefix counts as on the device (host
     state is worth 0.75 there); its queue in front of busy workers is left out.
     """
-    size, length = options.block_size, options.ask.length
+    size = options.block_size
+    length = options.ask.length
     scores = []
     for local, view in zip(options.local, options.views, strict=True):
         prefill = (view.promised_tokens + length) / size - local
@@ -86,7 +87,8 @@ def llmd_scorers(options: Options, state: PolicyState) -> Sequence[float]:
     """
     total = min(options.ask.length, LLMD_PREFIX_TOKENS)
     waiting = [max(0, view.prefills - 1) for view in options.views]
-    longest, spread = max(waiting), max(waiting) - min(waiting)
+    longest = max(waiting)
+    spread = max(waiting) - min(waiting)
     scores = []
     for local, waits in zip(options.local, waiting, strict=True):
         prefix = min(local * options.block_size, LLMD_PREFIX_TOKENS) / total

@@ -102,13 +102,16 @@ def shared_us(cost: Cost, start: Tokens, length: Tokens, chunks: int, stages: in
 
     Chunks are cut so that each takes as long: later ones, which attend to more, are shorter.
     """
-    whole_us, total_us, at = pass_us(cost, start, length), 0, start
+    whole_us = pass_us(cost, start, length)
+    total_us = 0
+    at = start
     for left in range(chunks, 0, -1):
         end = length
         if left > 1:
             end = min(length - left + 1, max(at + 1, _reach(cost, at, whole_us / chunks)))
         took_us = pass_us(cost, at, end)
-        total_us, at = total_us + took_us, end
+        total_us = total_us + took_us
+        at = end
     return round(total_us / stages)
 
 
@@ -156,7 +159,8 @@ def chain(members: Sequence[InstanceView], work: Work, now_us: Micros | None) ->
             if cuts is None:
                 low_us = by_us
             else:
-                best, high_us = cuts, by_us
+                best = cuts
+                high_us = by_us
         if best is None:
             return None
     assert best is not None
@@ -168,11 +172,13 @@ def _cuts(
     members: Sequence[InstanceView], work: Work, ready_us: Sequence[float], by_us: Sequence[float]
 ) -> list[Tokens] | None:
     """Starts and the end of parts such that stage k is done by `by_us[k]`; None: it cannot be."""
-    layers, size = members[0].info.layers, work.block_size
+    layers = members[0].info.layers
+    size = work.block_size
     cuts = [work.start]
     done = (0.0, 0.0)
     for at, view in enumerate(members):
-        start, left = cuts[-1], len(members) - at - 1
+        start = cuts[-1]
+        left = len(members) - at - 1
         step = _step(members, work, ready_us, at, start, start)
         came = all_came = step.ready_us
         if at:
@@ -232,7 +238,8 @@ def _reach(cost: Cost, start: Tokens, most_us: float) -> Tokens:
 
 def layers(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group:
     """The number of chunks, a power of two, with which all end the soonest."""
-    count, size = len(members), work.block_size
+    count = len(members)
+    size = work.block_size
     cuts = [work.start, *[work.length] * count]
     best: Group | None = None
     chunks = 1

@@ -74,7 +74,9 @@ class Lengths:
         self._added()
 
     def _place_cuts(self) -> None:
-        cuts, self._cuts, shares = self._cuts, {}, self._shares
+        cuts = self._cuts
+        self._cuts = {}
+        shares = self._shares
         for tokens, count in cuts.items():
             first = _bin(tokens)
             left = whole = _beyond(shares, tokens)
@@ -276,7 +278,8 @@ class Survival:
 
     def lasts(self, residency: Residency, tokens: float) -> Chance:
         """See Predictor."""
-        length, most = residency.length, residency.most
+        length = residency.length
+        most = residency.most
         assert isinstance(length, Lengths), "a residency of this predictor's"
         if tokens >= most:
             return lambda tokens, us: 0.0
@@ -315,7 +318,8 @@ def _residency(lengths: Lengths, request: Request, context: Tokens, due_us: Micr
 
 def _class_of(request: Request) -> _Class:
     """Its model and tenant, and the sizes of its max_tokens and prompt in powers of two."""
-    most, prompt = request.stopping.max_tokens, request.length
+    most = request.stopping.max_tokens
+    prompt = request.length
     return (request.model, request.tenant, most.bit_length(), prompt.bit_length() // 2)
 
 

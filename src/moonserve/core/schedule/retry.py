@@ -109,7 +109,8 @@ class RetryCalendar:
         if not self._order or self._back == request.id:
             return 0.0
         near = self._order[: bisect_left(self._order, (now_us + _AHEAD_US, _FIRST))]
-        model, tenant = request.model, request.tenant
+        model = request.model
+        tenant = request.tenant
         return self.share * sum([c.model == model and c.tenant == tenant for _, c in near])
 
     def is_due(self, request: Request) -> bool:

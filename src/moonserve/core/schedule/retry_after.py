@@ -43,7 +43,8 @@ class RetryAfter:
 
         For want of room in decode the first slot is when some of the decodes will have ended.
         """
-        request, first_us = life.request, refusal.retry_after_us
+        request = life.request
+        first_us = refusal.retry_after_us
         if first_us is None or refusal.reason == "kv_memory":
             return refusal
         if least_us := self._unreachable_us(request, refusal, view):

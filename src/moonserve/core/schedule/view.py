@@ -131,7 +131,8 @@ class InstanceView:
 
     def check(self) -> None:
         """Recompute every counter; an AssertionError names the first that is wrong."""
-        queue, limit = list(self._queue.values()), self.info.max_requests
+        queue = list(self._queue.values())
+        limit = self.info.max_requests
         assert self.prefills == len(queue)
         assert self.promised_us == sum(work_us for work_us, _, _ in queue)
         assert self.behind_us == sum(work_us for work_us, _, _ in queue[1:])
@@ -165,12 +166,12 @@ class InstanceView:
             self._see_external(load, now_us)
 
     def _see_external(self, load: InstanceLoad, now_us: Micros) -> None:
-        active, context = len(self.residencies.active), self.residencies.context
-        before, found = (
-            self._seen,
-            external_load(self.info.role, load, self.prefills, active, context),
-        )
-        self._seen, self._counted = found, found.or_less(before)
+        active = len(self.residencies.active)
+        context = self.residencies.context
+        before = self._seen
+        found = external_load(self.info.role, load, self.prefills, active, context)
+        self._seen = found
+        self._counted = found.or_less(before)
         usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
         self._counted_until_us = now_us + round(self._counted.waiting * usual_us)
         self._join_external()

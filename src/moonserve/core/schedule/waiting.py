@@ -235,7 +235,8 @@ class WaitingRoom:
     def went(self, waiter: Waiter) -> None:
         """The one that `next` named goes: the deferred get their share, or use it up."""
         self.remove(waiter.request)
-        before_us, waiting = self._turn_us, dict.fromkeys([waiter.tenant, *self._of])
+        before_us = self._turn_us
+        waiting = dict.fromkeys([waiter.tenant, *self._of])
         # The least of those who wait: one who goes out of turn takes nothing from the others.
         self._turn_us = min(self._given_us.get(tenant, before_us) for tenant in waiting)
         given_us = self._given_us.get(waiter.tenant, before_us) + waiter.work_us
