@@ -26,7 +26,8 @@ import uvloop
 
 from common import machine_line
 from moonserve.core.request import Request
-from moonserve.live.api.app import GatewayApp
+from moonserve.live.api.front import Front
+from moonserve.live.api.own_text import OwnText
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, serve
@@ -151,7 +152,7 @@ async def serve_arms(upstream_port: int | None) -> None:
             ("/fake", _ReadyServing()),
             ("/upstream", _UpstreamServing(upstream_port)),
         ):
-            app = App(GatewayApp(serving, lambda model: _ByteText()).routes())
+            app = App(Front(OwnText(serving, lambda model: _ByteText())).routes())
             app.routes["GET", "/cpu"] = cpu
             ports[name] = (await serve(app, "127.0.0.1", 0)).port
     print(msgspec.json.encode(ports).decode(), flush=True)

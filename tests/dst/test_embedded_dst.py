@@ -19,7 +19,7 @@ from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive
 from moonserve.core.request import Request, Stopping
 from moonserve.core.schedule.facts import Joined, Left
 from moonserve.core.units import InstanceId, RequestId
-from tests.support import virtual
+from tests.support import virtual_time
 from tests.support.cluster import info
 from tests.support.scripted import NOTHING, ScriptedWire, World, expected
 
@@ -157,4 +157,4 @@ def test_faults(seed: int, chunk_tokens: int) -> None:
         assert set(calm) <= {"whole", "left"}
         await world.nothing_is_left()
 
-    virtual.run(main())
+    virtual_time.run(main())

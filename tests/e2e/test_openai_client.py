@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from moonserve.core.errors import EngineFailed, NobodyAlive, Overloaded
-from moonserve.live.api.app import GatewayApp
+from moonserve.live.api.front import Front
+from moonserve.live.api.own_text import OwnText
 from moonserve.live.http.server import App, serve
 from tests.support.serving import ByteText, FakeServing, say
 
@@ -29,7 +30,7 @@ def gateway(*script: Any) -> Iterator[tuple[str, FakeServing]]:
     stop: list[Callable[[], None]] = []
 
     async def main() -> None:
-        routes = GatewayApp(serving, lambda model: ByteText())
+        routes = Front(OwnText(serving, lambda model: ByteText()))
         server = await serve(App(routes.routes(), routes.prefixes()), "127.0.0.1", 0)
         done = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -161,12 +161,11 @@ def test_a_hung_instance_is_aborted_when_it_is_lost() -> None:
     async def test() -> None:
         world = World("p0", "d0", "d1")
         world.wire.faults = [("decode", "hang", 4)]
-        stream = world.request()
-        pieces = [await anext(stream), await anext(stream)]
-        await asyncio.sleep(0)
+        task = asyncio.ensure_future(collect(world.request()))
+        while not world.wire.hanging:
+            await asyncio.sleep(0)
         world.loop.tell(Joined(info("d0", "decode", epoch=2)))
-        pieces += [piece async for piece in stream]
-        assert [t for p in pieces for t in p.token_ids] == expected(8)
+        assert (await task)[0] == expected(8)
         assert world.wire.cancelled == 1
         assert await world.settled() == NOTHING
 

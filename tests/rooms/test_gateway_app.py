@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, Overloaded
 from moonserve.core.request import Sampling, Slo, Stopping
 from moonserve.core.units import seconds_to_us
-from moonserve.live.api.app import GatewayApp, Limits
+from moonserve.live.api.front import Front
+from moonserve.live.api.limiter import Limits
+from moonserve.live.api.own_text import OwnText
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.ports import Output
@@ -30,8 +32,11 @@ ONCE: dict[str, Any] = {"model": "m", "prompt": "once"}
 class Rig:
     """A gateway on a socket, and a client for it."""
 
-    def __init__(self, serving: FakeServing, gateway: GatewayApp, server: Server) -> None:
+    def __init__(
+        self, serving: FakeServing, backend: OwnText, gateway: Front, server: Server
+    ) -> None:
         self.serving = serving
+        self.backend = backend
         self.gateway = gateway
         self.server = server
         self.url = f"http://127.0.0.1:{server.port}"
@@ -76,15 +81,16 @@ def run(
     async def main() -> None:
         async with asyncio.timeout(30):
             serving = FakeServing(*script)
-            gateway = GatewayApp(serving, lambda model: text or ByteText(), limits)
+            backend = OwnText(serving, lambda model: text or ByteText(), limits)
+            gateway = Front(backend)
             server = await serve(App(gateway.routes(), gateway.prefixes(), **app), "127.0.0.1", 0)
-            rig = Rig(serving, gateway, server)
+            rig = Rig(serving, backend, gateway, server)
             try:
                 await use(rig)
             finally:
                 await rig.client.close()
                 await server.stop(1)
-            assert (serving.open, gateway.metrics.in_flight, gateway._live) == (0, 0, set())
+            assert (serving.open, gateway.metrics.in_flight, backend._live) == (0, 0, set())
 
     asyncio.run(main())
 
@@ -574,7 +580,7 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
         while not begun.is_set():
             await asyncio.sleep(0.001)
         second = asyncio.create_task(rig.post(*long))
-        while rig.gateway._prompts._waiting_bytes < 80:
+        while rig.backend._prompts._waiting_bytes < 80:
             await asyncio.sleep(0.001)
         refused = await rig.post(*long)
         assert refused.status == 429
@@ -582,10 +588,10 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
         # Short prompts pass them all by, and a client that leaves frees its place.
         assert (await rig.post(*_text(prompt="short"))).status == 200
         second.cancel()
-        while rig.gateway._prompts._waiting_bytes > 40:
+        while rig.backend._prompts._waiting_bytes > 40:
             await asyncio.sleep(0.001)
         third = asyncio.create_task(rig.post(*long))
-        while rig.gateway._prompts._waiting_bytes < 80:
+        while rig.backend._prompts._waiting_bytes < 80:
             await asyncio.sleep(0.001)
         assert len(threads) == 1
         go_on.set()
@@ -762,7 +768,7 @@ def test_a_flood_in_flight_leaves_others_some_places() -> None:
             await asyncio.sleep(0)
         assert (await rig.post(CHAT, HI, **calm)).status == 429
         assert {reply.status for reply in await asyncio.gather(*running)} == {200}
-        assert not rig.gateway._door._in_flight
+        assert not rig.gateway._limiter._in_flight
 
     run(use, 0.1, *say("hello"), limits=Limits(max_in_flight=8))
 

@@ -19,15 +19,16 @@ from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.facts import Connector, Fact, PrefillEnded, Role
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId, RequestId
-from moonserve.live.drive import calls, lease, life
-from moonserve.live.drive.calls import CallLost, Limits, plain
+from moonserve.live.drive import external, lease
+from moonserve.live.drive.calls import CallLimits
 from moonserve.live.drive.connectors import nixl
+from moonserve.live.drive.lost import CallLost, plain
 from moonserve.live.external.events import POOL
 from moonserve.live.external.pages import Page, RankPage
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError
 from tests.support.fake_vllm import spoken
-from tests.support.relay_site import Site, run
+from tests.support.relay_site import SHORT, Site, run
 from tests.support.serving import ByteText
 
 Pool = tuple[str, Role, Connector]
@@ -375,9 +376,9 @@ def test_a_wrong_key_everywhere_is_a_502() -> None:
     run(use, ("a", "both", "none"))
 
 
-def test_the_same_engine_is_not_called_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_engine_is_not_called_again_at_once() -> None:
     """Who is left alone gets a moment; another one is called without it."""
-    monkeypatch.setattr(life, "_AGAIN_S", 3600.0)
+    limits = msgspec.structs.replace(SHORT, again_s=3600.0)
 
     async def elsewhere(site: Site) -> None:
         site.engines["a"].statuses.append(500)
@@ -390,8 +391,8 @@ def test_the_same_engine_is_not_called_again_at_once(monkeypatch: pytest.MonkeyP
                 await site.post(ASK)
         assert site.calls == ["a"]
 
-    run(elsewhere, ("a", "both", "none"), ("b", "both", "none"))
-    run(nowhere_else, ("a", "both", "none"))
+    run(elsewhere, ("a", "both", "none"), ("b", "both", "none"), limits=limits)
+    run(nowhere_else, ("a", "both", "none"), limits=limits)
 
 
 def test_addresses_of_engines_stay_here() -> None:
@@ -429,7 +430,7 @@ def test_a_slow_engine_is_left_only_before_its_first_byte() -> None:
         assert words == SAID[:1]
         assert events[-1]["error"]["type"] == "engine_error"
 
-    run(use, *pools, limits=Limits(0.7, 0.7, 0.2, 0.1))
+    run(use, *pools, limits=CallLimits(0.7, 0.7, 0.2, 0.1))
 
 
 def test_who_failed_in_mid_stream_is_named() -> None:
@@ -539,7 +540,7 @@ def test_a_hung_transfer_ends_by_our_deadline(stream: bool) -> None:
         assert site.engines["d"].aborted == 1
         assert len(site.engines["p"].calls) == 2
 
-    run(use, *MOONCAKE, limits=Limits(5, 0.3, 5, 0.05))
+    run(use, *MOONCAKE, limits=CallLimits(5, 0.3, 5, 0.05))
 
 
 def test_nixl_parameters_are_not_used_after_their_lease() -> None:
@@ -606,7 +607,7 @@ def test_a_whole_reply_is_not_waited_for_beyond_the_time_of_its_kv(
         assert len(site.engines["p"].calls) == prefills
         assert site.engines["d"].aborted == prefills - 1
 
-    run(use, *NIXL, limits=Limits(5, 0.4, 5, 0.5))
+    run(use, *NIXL, limits=CallLimits(5, 0.4, 5, 0.5))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -787,7 +788,7 @@ def test_prompts_are_read_as_well_as_may_be() -> None:
         await site.post({"messages": messages, "tools": [tool], "max_tokens": 1}, chat=True)
         assert [note.prompt for note in site.fleet.notes] == [3, 1, 18, 66]
         await site.post({"prompt": ["one", "two"], "max_tokens": 1})
-        how = site.relay._reader.read
+        how = site.backend.reader.read
         assert how == {"ids": 1, "text": 1, "tokens": 1, "engine": 1, "unread": 1}
         assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.relay.metrics.text()
 
@@ -805,14 +806,14 @@ def test_the_next_engine_makes_tokens_where_one_did_not() -> None:
         site.fleet.members[InstanceId("a")].url = "http://127.0.0.1:9"
         for _ in range(3):
             parsed(await site.post(ask, chat=True))
-        assert site.relay._reader.read == {"unread": 1, "engine": 2}
+        assert site.backend.reader.read == {"unread": 1, "engine": 2}
 
     run(use, *pools)
 
 
 def test_what_follows_a_streams_end_is_read_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that goes on without end after its last event ends with its client's stream."""
-    monkeypatch.setattr(calls, "_DRAIN_S", 0.2)
+    monkeypatch.setattr(external, "_DRAIN_S", 0.2)
 
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -11,8 +11,8 @@ import pytest
 from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Refuse, Release
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import RequestId
-from moonserve.live.drive.calls import CallLost
 from moonserve.live.drive.inbox import Inbox
+from moonserve.live.drive.lost import CallLost
 
 R = RequestId("r")
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from moonserve.core.units import InstanceId
-from moonserve.live.drive.gather_group import MemberFailed, together
-from moonserve.live.drive.wire import InstanceRefused, Prefilled
+from moonserve.live.drive.gather_group import gather_group
+from moonserve.live.drive.lost import CallLost
+from moonserve.live.drive.wire import Prefilled
 from moonserve.live.http.connection import UpstreamError
 
 A, B, C = (InstanceId(name) for name in "abc")
@@ -36,12 +37,12 @@ class Members:
 
     async def run(self, calls: dict[InstanceId, Coroutine[Any, Any, Prefilled]]) -> list[Prefilled]:
         """All of them together."""
-        return await together(calls, self.ended.append)
+        return await gather_group(calls, self.ended.append)
 
 
-def refused(retry: bool = True) -> InstanceRefused:
+def refused(retry: bool = True) -> CallLost:
     """What a worker answers whose neighbour is gone."""
-    return InstanceRefused("it broke off", retry=retry)
+    return CallLost("it broke off", retry=retry)
 
 
 def test_all_replies_in_order() -> None:
@@ -66,7 +67,7 @@ def test_one_failure_breaks_the_others_off() -> None:
             B: members.call("b", 0, refused()),
             C: members.call("c", 60),
         }
-        with pytest.raises(MemberFailed) as caught:
+        with pytest.raises(CallLost) as caught:
             await members.run(calls)
         assert caught.value.member == B
         assert members.cancelled == ["a", "c"]
@@ -86,7 +87,7 @@ def test_who_is_gone_is_to_blame() -> None:
                 B: members.call("b", 0.01, b_error),
                 C: members.call("c", 0.0, refused()),
             }
-            with pytest.raises(MemberFailed) as caught:
+            with pytest.raises(CallLost) as caught:
                 await members.run(calls)
             assert caught.value.member == blamed
 

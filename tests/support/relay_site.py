@@ -21,9 +21,10 @@ from moonserve.core.schedule.facts import Connector, InstanceInfo, Joined, Role
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import BlockKey, InstanceId, SegmentId, Tokens
-from moonserve.live.api.relay import RelayApp
+from moonserve.live.api.engine_text import EngineText
+from moonserve.live.api.front import Front
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.drive.calls import Limits
+from moonserve.live.drive.calls import CallLimits
 from moonserve.live.external.member import Member
 from moonserve.live.external.observed import Part
 from moonserve.live.external.spec import InstanceSpec
@@ -33,7 +34,7 @@ from moonserve.live.text.tools import TextTools
 from tests.support.fake_vllm import Fabric, FakeVllm
 
 NOTHING = Promised(0, 0, 0, 0)
-SHORT = Limits(first_byte_s=5.0, handover_s=5.0, token_s=5.0, slow_token_s=0.1)
+SHORT = CallLimits(first_byte_s=5.0, handover_s=5.0, token_s=5.0, slow_token_s=0.1)
 
 
 class NotedCall:
@@ -108,13 +109,16 @@ class FakeFleet:
 class Site:
     """See the module; made by `site`."""
 
-    def __init__(self, tuning: Tuning, limits: Limits) -> None:
+    def __init__(self, tuning: Tuning, limits: CallLimits) -> None:
         self.http = HttpClient()
         self.fleet = FakeFleet()
         self.fabric = Fabric()
         core = Conductor(tuning, Random(0), lambda info: Cost(LAPTOP_PASS, (200, 0.0005)))
         self.conductor = ConductorLoop(core, lambda lease: None)
-        self.relay = RelayApp(self.conductor, self.fleet, self.fleet, self.http, limits=limits)
+        self.backend = EngineText(
+            self.conductor, self.fleet, self.fleet, self.http, call_limits=limits
+        )
+        self.relay = Front(self.backend)
         self.engines: dict[str, FakeVllm] = {}
         self._server: Server | None = None
 
@@ -217,10 +221,13 @@ class Site:
     async def settled(self) -> None:
         """Nothing is under way: ledger zero, no engine busy. Fails within seconds where not."""
         async with asyncio.timeout(5):
-            while self.conductor.core.promised() != NOTHING or self.busy:
+            while not self._idle():
                 await asyncio.sleep(0.01)
-        assert self.relay.metrics.in_flight == 0
         assert all(note.over for note in self.fleet.notes)
+
+    def _idle(self) -> bool:
+        nothing = self.conductor.core.promised() == NOTHING
+        return nothing and not self.busy and not self.relay.metrics.in_flight
 
     @property
     def calls(self) -> list[str]:
@@ -243,7 +250,7 @@ def run(
     use: Callable[[Site], Awaitable[None]],
     *pools: tuple[str, Role, Connector],
     tuning: Tuning | None = None,
-    limits: Limits = SHORT,
+    limits: CallLimits = SHORT,
 ) -> None:
     """Run a test against a site with these engines; at its end nothing may be left."""
 

@@ -14,8 +14,9 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.drive.dispatch import Cluster
-from moonserve.live.drive.wire import Decoded, InstanceRefused, Prefilled
+from moonserve.live.drive.embedded import EmbeddedServing
+from moonserve.live.drive.lost import CallLost
+from moonserve.live.drive.wire import Decoded, Prefilled
 from moonserve.live.http.connection import UpstreamError
 from moonserve.live.ports import Output
 from tests.support.cluster import exact, info
@@ -73,13 +74,13 @@ class ScriptedWire:
         if what in self.gates:
             await self.gates[what].wait()
         if what == "reset":
-            raise InstanceRefused("connection reset", retry=True)
+            raise CallLost("connection reset", retry=True)
         if what == "refused":
             raise UpstreamError("connection refused", sent=False)
         if what == "bug":
             raise KeyError("no such thing")
         if what == "bad":
-            raise InstanceRefused("answered 400", retry=False)
+            raise CallLost("answered 400", retry=False)
 
     async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
         """One token after the prompt given."""
@@ -89,6 +90,7 @@ class ScriptedWire:
         assert asked["max_tokens"] == 1
         self.running += 1
         try:
+            await asyncio.sleep(0)  # as any call does
             await self._fail(self._fault("prefill")[0])
         finally:
             self.running -= 1
@@ -145,7 +147,7 @@ class World:
         self.released: list[LeaseId] = []
         made = Conductor(tuning, cost_of=exact) if tuning else Conductor()
         self.loop = ConductorLoop(made, self.released.append)
-        self.cluster = Cluster(self.loop, self.wire, {"m": 100})  # type: ignore[arg-type]
+        self.cluster = EmbeddedServing(self.loop, self.wire, {"m": 100})  # type: ignore[arg-type]
         joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
         self.loop.core.step(0, joins)
 

@@ -18,7 +18,7 @@ from moonserve.core.store.words import Found, Replica
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.drive.dispatch import Cluster
+from moonserve.live.drive.embedded import EmbeddedServing
 from moonserve.live.drive.wire import Decoded, Prefilled
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.http.message import decode_json
@@ -218,7 +218,7 @@ def tokens_of(row: Row, block_size: int) -> tuple[int, ...]:
 
 
 class LiveRun:
-    """A trace through the live shell: gateway's Cluster, ConductorLoop, runners, fake engines."""
+    """A trace through the live shell: EmbeddedServing, ConductorLoop, runners, fake engines."""
 
     def __init__(self, trace: Trace, setup: Setup, conductor: Conductor, copies: bool) -> None:
         self.trace = trace
@@ -270,7 +270,7 @@ class LiveRun:
         loop = ConductorLoop(self.conductor, lambda lease: None, store.copy, self._note)
         store.tell = lambda *facts: loop.tell(*facts) if facts else None
         loop.tell(*[Joined(info) for info in infos])
-        cluster = Cluster(loop, LocalWire(runners, engines), {})  # type: ignore[arg-type]
+        cluster = EmbeddedServing(loop, LocalWire(runners, engines), {})  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as group:
             for number, row in enumerate(self.trace.rows):
                 group.create_task(self._one(cluster, number, row))
@@ -301,7 +301,7 @@ class LiveRun:
         self.events += happened
         self.digest.take(happened)
 
-    async def _one(self, cluster: Cluster, number: int, row: Row) -> None:
+    async def _one(self, cluster: EmbeddedServing, number: int, row: Row) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(row.at_us / 1e6 - loop.time())
         prompt = tokens_of(row, self.trace.block_size)

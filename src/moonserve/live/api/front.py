@@ -1,24 +1,26 @@
-"""OpenAI's API as both kinds of gateway serve it: its routes, the models, readiness, and the drain.
+"""OpenAI's API as every gateway serves it: its routes, the models, readiness, and the drain.
 
-`app` serves generations by workers of ours, live/relay by foreign engines; the gateway process
-mounts what it is given. What a generation is nobody knows here.
+The gateway process mounts `Front` over the backend that it has. Nothing here knows what makes the
+text of a generation.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Tokens
-from moonserve.live.api.limiter import Door, Limits
+from moonserve.live.api.exchange import Exchange
+from moonserve.live.api.limiter import Limiter, Limits
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
+from moonserve.live.openai import headers
 from moonserve.live.openai.request import CHAT, COMPLETION, Form
 from moonserve.live.ports import ModelCard
 
@@ -42,44 +44,62 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-class Front:
-    """The API over what a subclass serves with. Mount `routes()` and `prefixes()` in an App."""
+class Backend(Protocol):
+    """What serves the models: `own_text.OwnText` by instances of ours, `engine_text.EngineText` by
+    external engines.
+    """
 
-    lack: ClassVar[str]
+    lack: str
     """What is missing where no model is alive."""
-
-    def __init__(self, limits: Limits, health: Health) -> None:
-        self.metrics = RequestMetrics()
-        self._door = Door(limits, self.metrics)
-        self._created = int(time.time())
-        self._health = health
+    limits: Limits
+    metrics: RequestMetrics
 
     def cards(self) -> Sequence[ModelCard]:
         """All models."""
-        raise NotImplementedError
 
     def card(self, name: str) -> ModelCard:
         """That model. Raises ModelNotFound, NobodyAlive."""
-        raise NotImplementedError
 
-    async def generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
-        """Serve one generation."""
-        raise NotImplementedError
+    async def exchange(
+        self,
+        http: HttpRequest,
+        body: bytes,
+        form: Form,
+        tenant: str,
+        limiter: Limiter,
+        leave: Callable[[], None],
+    ) -> Exchange:
+        """Check and prepare one generation; nothing is sent to an instance yet.
+
+        limiter: names the request; leave: to be called when the exchange is closed. Raises
+        BadRequest, ModelNotFound, NobodyAlive, Overloaded.
+        """
+
+
+class Front:
+    """The API over a backend. Mount `routes()` and `prefixes()` in an App."""
+
+    def __init__(self, backend: Backend, health: Health | None = None) -> None:
+        self.metrics = backend.metrics
+        self._backend = backend
+        self._limiter = Limiter(backend.limits, self.metrics)
+        self._created = int(time.time())
+        self._health = health or Health()
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
-        counted = self._door.counted
+        counted = self._limiter.counted
         return {
             ("POST", CHAT): counted(CHAT, self._chat),
             ("POST", COMPLETION): counted(COMPLETION, self._completion),
             ("GET", _MODELS): counted(_MODELS, self._list_models),
             ("GET", "/ready"): self._ready,
-            ("GET", "/metrics"): self._door.metrics_text,
+            ("GET", "/metrics"): self._limiter.metrics_text,
         }
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """Path prefixes; a model's name may have slashes."""
-        return {("GET", _MODELS + "/"): self._door.counted(_MODELS, self._one_model)}
+        return {("GET", _MODELS + "/"): self._limiter.counted(_MODELS, self._one_model)}
 
     def drain(self) -> None:
         """From now on new generations are answered 503, and so is /ready; all else goes on.
@@ -87,33 +107,54 @@ class Front:
         Who shuts down calls this, then `idle`, and only then stops the server: as long as a
         generation runs, its instances must get through with their beats and store operations.
         """
-        self._door.draining = True
+        self._limiter.draining = True
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no generation is under way, streams included; False after `timeout_s`."""
-        return await self._door.idle(timeout_s)
+        return await self._limiter.idle(timeout_s)
 
     async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
-        self._check_decider()
-        return await self.generate(http, "chat")
+        return await self._generate(http, "chat")
 
     async def _completion(self, http: HttpRequest) -> Response | StreamingResponse:
-        self._check_decider()
-        return await self.generate(http, "completion")
+        return await self._generate(http, "completion")
 
-    def _check_decider(self) -> None:
+    async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
         if why := self._health.undecided():
             raise NobodyAlive(why)
+        tenant = headers.tenant(http.headers)
+        self._limiter.enter(tenant)
+
+        def leave() -> None:
+            self._limiter.leave(http, tenant)
+
+        try:
+            body = await http.body()
+            http.cancel_on_disconnect()
+            exchange = await self._backend.exchange(http, body, form, tenant, self._limiter, leave)
+        except BaseException:
+            leave()
+            raise
+        streams = False
+        try:
+            reply = await exchange.begin()
+            streams = isinstance(reply, StreamingResponse)
+            return reply
+        finally:
+            if not streams:  # else the server closes it
+                await exchange.aclose()
 
     async def _list_models(self, request: HttpRequest) -> Response:
-        return json_response(ModelList([self._entry(card) for card in self.cards()]))
+        return json_response(ModelList([self._entry(card) for card in self._backend.cards()]))
 
     async def _one_model(self, request: HttpRequest) -> Response:
-        return json_response(self._entry(self.card(request.path.removeprefix(_MODELS + "/"))))
+        return json_response(
+            self._entry(self._backend.card(request.path.removeprefix(_MODELS + "/")))
+        )
 
     async def _ready(self, request: HttpRequest) -> Response:
-        alive = [card.name for card in self.cards() if card.alive]
-        return self._door.readiness(alive, self._health.not_ready(), self.lack)
+        alive = [card.name for card in self._backend.cards() if card.alive]
+        return self._limiter.readiness(alive, self._health.not_ready(), self._backend.lack)
 
     def _entry(self, card: ModelCard) -> ModelEntry:
         return ModelEntry(card.name, self._created, card.max_len)

@@ -1,32 +1,27 @@
-"""One generation on its way to the client: token ids to text, text to OpenAI's reply or chunks.
+"""One generation on instances of ours: token ids to text, text to OpenAI's reply or chunks.
 
-`Generation` follows one request whatever the form of its reply; `EventStream` sends it as
-server-sent events, `whole_reply` as one object. Used by `app`; decides nothing about requests.
+`Generation` follows one request whatever the form of its reply; `TextExchange` sends the reply.
+Used by `own_text`; decides nothing about requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 
-from moonserve.core.errors import EngineFailed, MoonserveError
+from moonserve.core.errors import EngineFailed
 from moonserve.core.request import Request
+from moonserve.live.api.exchange import Exchange
 from moonserve.live.drive.metrics import RequestMetrics
-from moonserve.live.http.message import error_reply
-from moonserve.live.openai.reply import ReplyWriter, Usage, event
+from moonserve.live.http.message import Response, StreamingResponse
+from moonserve.live.openai.reply import ReplyWriter, Usage
 from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import Output
 from moonserve.live.text.tools import TokenText
 
-log = logging.getLogger(__name__)
-
 
 class Generation:
-    """Turns a request's Outputs into text, counts them, and ends the source on every path.
-
-    `close` must be called, once the reply is done or given up; the first call ends the source.
-    """
+    """Turns a request's Outputs into text, and counts them. `close` must be called at the end."""
 
     def __init__(
         self,
@@ -35,7 +30,6 @@ class Generation:
         text: TokenText,
         metrics: RequestMetrics,
         arrived_s: float,
-        on_close: Callable[[], None],
     ) -> None:
         self.request = request
         self.finish_reason: str | None = None
@@ -43,12 +37,10 @@ class Generation:
         self._text = TextStream(text, request.stopping.stop)
         self._metrics = metrics
         self._last_s = arrived_s
-        self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._generated = 0
         self._fresh: list[int] = []
         self._cached = 0
-        self._closed = False
 
     async def next_text(self) -> str:
         """The text of the next piece, "" where none is certain yet. Not called after the last.
@@ -102,61 +94,50 @@ class Generation:
 
     async def close(self) -> None:
         """End the source, so that the cluster stops working for this request."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            close = getattr(self._source, "aclose", None)
-            if close is not None:
-                await close()
-        finally:
-            self._on_close()
+        close = getattr(self._source, "aclose", None)
+        if close is not None:
+            await close()
 
 
-async def whole_reply(generation: Generation, writer: ReplyWriter, ids: bool) -> bytes:
-    """The reply as one JSON object, with token ids where the client wants them."""
-    pieces = []
-    while generation.finish_reason is None:
-        pieces.append(await generation.next_text())
-    fresh = generation.take_ids() if ids else None
-    return writer.whole("".join(pieces), generation.finish_reason, fresh, generation.usage())
-
-
-class EventStream:
-    """The reply as server-sent events: chunks, the usage if wanted, `[DONE]`.
-
-    A failure after the first piece becomes an error event, the last one. A class and not an async
-    generator, since closing a generator that never started would not close the generation.
-    """
+class TextExchange(Exchange):
+    """The reply as one JSON object, or as events: chunks, the usage if wanted, `[DONE]`."""
 
     def __init__(
-        self, generation: Generation, first_text: str, writer: ReplyWriter, ids: bool
+        self,
+        generation: Generation,
+        writer: ReplyWriter,
+        stream: bool,
+        ids: bool,
+        on_close: Callable[[], None],
     ) -> None:
         """ids: whether the client wants the token ids."""
+        super().__init__(generation.request.id, on_close)
         self._generation = generation
-        self._first_text: str | None = first_text
         self._writer = writer
+        self._streams = stream
         self._wants_ids = ids
-        self._ended = False
 
-    def __aiter__(self) -> EventStream:
-        return self
+    async def begin(self) -> Response | StreamingResponse:
+        """See Exchange."""
+        if not self._streams:
+            return Response(body=await self._whole())
+        # The first piece comes before the status line: what fails until then has its own.
+        first = await self._generation.next_text()
+        self._first = self._writer.begin() + self._piece(first)
+        return StreamingResponse(self)
 
-    async def __anext__(self) -> bytes:
-        if self._ended:
-            raise StopAsyncIteration
-        if self._first_text is not None:
-            text, self._first_text = self._first_text, None
-            return self._writer.begin() + self._piece(text)
-        while True:
-            try:
-                text = await self._generation.next_text()
-            except MoonserveError as error:
-                self._ended = True
-                log.warning("%s: failed in mid-stream: %s", self._generation.request.id, error)
-                return event(error_reply(error))
-            if events := self._piece(text):
-                return events
+    async def _whole(self) -> bytes:
+        generation = self._generation
+        pieces = []
+        while generation.finish_reason is None:
+            pieces.append(await generation.next_text())
+        ids = generation.take_ids() if self._wants_ids else None
+        return self._writer.whole(
+            "".join(pieces), generation.finish_reason, ids, generation.usage()
+        )
+
+    async def _more(self) -> bytes:
+        return self._piece(await self._generation.next_text())
 
     def _piece(self, text: str) -> bytes:
         """The events of one piece of text; b"" where it adds nothing."""
@@ -168,6 +149,5 @@ class EventStream:
         self._ended = True
         return events + self._writer.end(generation.usage())
 
-    async def aclose(self) -> None:
-        """Called by the server on every path."""
+    async def _close(self) -> None:
         await self._generation.close()

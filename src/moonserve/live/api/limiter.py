@@ -44,7 +44,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Whether other processes, before the same Conductor or engines, may be given the same ids."""
 
 
-class Door:
+class Limiter:
     """Counts requests in and out, and keeps out those over the limits."""
 
     def __init__(self, limits: Limits, metrics: RequestMetrics) -> None:

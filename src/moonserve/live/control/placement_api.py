@@ -34,7 +34,7 @@ from moonserve.core.units import BlockKey, LeaseId, RequestId, Tokens, lease_of
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_asks import PlacementBody, PlacementRequests
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
-from moonserve.live.drive.dispatch import owed
+from moonserve.live.drive.request import error_for
 from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
@@ -118,7 +118,7 @@ class PlacementApi:
         request, keys = await self._requests.request(ask, http.id)
         found = self._conductor.dry_run(request, keys)
         if isinstance(found, Refuse):
-            raise owed(found)
+            raise error_for(found)
         views = self._conductor.views()
         infos = [views[name].info for name in (found.prefill, found.decode)]
         group = [views[stage.instance].info for stage in found.stages]
@@ -190,7 +190,7 @@ class PlacementApi:
                 action = await self._action(held)
             if isinstance(action, Refuse):
                 outcome = "refused"
-                raise owed(action)
+                raise error_for(action)
             if isinstance(action, GiveUp):
                 raise EngineFailed(action.why)
         except TimeoutError:

@@ -1,28 +1,25 @@
 """Calls to foreign engines: where to, with which headers, within which time, and how they fail.
 
-For life and handover. Every call has a deadline; who cancels one cuts its connection, which is how
-an engine learns to stop.
+For `external` and the connectors. Every call has a deadline; to cancel one cuts its connection,
+by which the engine learns to stop.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.guess import Guess
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, Tokens
 from moonserve.live.drive.engines import Engines
+from moonserve.live.drive.lost import Answer, CallLost, Passed
 from moonserve.live.drive.metrics import RequestMetrics
-from moonserve.live.drive.prompt_info import Reader, Reading
+from moonserve.live.drive.prompt_info import PromptInfo, PromptReader
 from moonserve.live.external.observed import Observer
 from moonserve.live.http.client import ClientStream, HttpClient
 from moonserve.live.http.message import JSON
@@ -33,13 +30,11 @@ from moonserve.live.ports import Conducting
 _RETRIED = (401, 403, 408, 425, 429)
 """Of the 4xx, those that say nothing against the request; the first two are about our key."""
 _BUSY = (429, 503)
-_ADDRESS = re.compile(r"^(?:\[[^\]]+\]|[^\s:]+):\d+: ")
 _WHOLE_S = 600.0
-_DRAIN_S = 0.5
 _MOST_GUESSED = 4_096
 
 
-class Limits(msgspec.Struct, frozen=True):
+class CallLimits(msgspec.Struct, frozen=True):
     """How long engines may take; seconds."""
 
     first_byte_s: float = 300.0
@@ -50,41 +45,14 @@ class Limits(msgspec.Struct, frozen=True):
     """For each piece of a stream after the first."""
     slow_token_s: float = 1.0
     """For each token of a reply that is not streamed, beyond the first."""
+    again_s: float = 0.25
+    """Pause before an engine that has just failed is called once more."""
 
     def whole_s(self, first_s: float, max_tokens: Tokens | None) -> float:
         """For a reply that is not streamed, of which nothing shows before its end."""
         if max_tokens is None:
             return max(first_s, _WHOLE_S)
         return first_s + min(_WHOLE_S, self.slow_token_s * max_tokens)
-
-
-class Answer(msgspec.Struct):
-    """A whole reply, for the client."""
-
-    status: int
-    body: bytes
-    content_type: str = JSON
-    headers: dict[str, str] = {}
-
-
-class Passed(MoonserveError):
-    """An engine says that the request is wrong: its answer is the client's, and final."""
-
-    def __init__(self, answer: Answer, instance: InstanceId) -> None:
-        super().__init__(f"{instance} answered {answer.status}")
-        self.answer = answer
-
-
-class CallLost(MoonserveError):
-    """A call ended without its reply; `member`: who is to blame, if not who was called; `busy`:
-    the engine says that it takes no more now, which is the client's answer where no other does."""
-
-    def __init__(
-        self, why: str, member: InstanceId | None = None, busy: Answer | None = None
-    ) -> None:
-        super().__init__(why)
-        self.member = member
-        self.busy = busy
 
 
 class Guesses:
@@ -124,10 +92,10 @@ class Caller(msgspec.Struct, frozen=True):
     engines: Engines
     observer: Observer
     http: HttpClient
-    reader: Reader
+    reader: PromptReader
     guesses: Guesses
     metrics: RequestMetrics
-    limits: Limits
+    limits: CallLimits
     new_id: Callable[[], str] = lambda: uuid4().hex
     """Of a transfer: never the same twice."""
 
@@ -179,11 +147,11 @@ class Caller(msgspec.Struct, frozen=True):
         return answer
 
     def reused(
-        self, reading: Reading, to: InstanceInfo, predicted: Tokens, cached: Tokens | None
+        self, prompt: PromptInfo, to: InstanceInfo, predicted: Tokens, cached: Tokens | None
     ) -> None:
         """The instance has the prompt now; where none tells, the index hears of it from here. What
         it did not find of a shared store is not there any more."""
-        keys, size = reading.keys, to.namespace.block_size
+        keys, size = prompt.keys, to.namespace.block_size
         if not keys:
             return
         if self.engines.follows_events_of(to.id):
@@ -203,22 +171,6 @@ class Caller(msgspec.Struct, frozen=True):
         return member.url + PATHS[asked.form], headers
 
 
-def plain(error: MoonserveError, called: InstanceId) -> str:
-    """What clients may read of it: with the engine's name, not its address, which begins it."""
-    text = _ADDRESS.sub("", str(error))
-    return text if called in text.replace(":", " ").split() else f"{called}: {text}"
-
-
-async def drain(stream: ClientStream) -> None:
-    """Read the end of a reply, so that its connection can be used again."""
-    stream.idle(_DRAIN_S)
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + _DRAIN_S
-    with contextlib.suppress(MoonserveError):
-        while await stream.take() is not None and loop.time() < until_s:
-            pass
-
-
 def _read(status: int, headers: Mapping[str, str], body: bytes) -> Answer:
     answer = Answer(status, body, headers.get("content-type", JSON))
     if status in _BUSY:
@@ -232,6 +184,6 @@ def _judge(to: InstanceInfo, answer: Answer) -> None:
     if status == 200:
         return
     if 400 <= status < 500 and status not in _RETRIED:
-        raise Passed(answer, to.id)
+        raise Passed(answer)
     text = f"{to.id} answered {status}: {answer.body[:500].decode('utf-8', 'replace')}"
     raise CallLost(text, busy=answer if status in _BUSY else None)

@@ -1,36 +1,37 @@
 """Calls to the members of a group: begun at once, all of them broken off when one fails.
 
-Called by dispatch for a prefill whose parts several instances compute; see core.schedule.pipeline.
+Called by `embedded` for a prefill whose parts several instances compute: see
+core.schedule.pipeline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.units import InstanceId
+from moonserve.live.drive.lost import CallLost, plain
 from moonserve.live.drive.wire import Prefilled
 from moonserve.live.http.connection import UpstreamError
 
+log = logging.getLogger(__name__)
+
 _ALSO_S = 0.1
-"""How long the others may take to fail too: who is lost takes them along, and may be heard last."""
+"""How long the others may take to fail too: an instance that is lost takes them along, and its own
+call may be the last to fail."""
 
 
-class MemberFailed(MoonserveError):
-    """One of a group, which all of it failed of."""
-
-    def __init__(self, member: InstanceId, error: BaseException) -> None:
-        super().__init__(f"{member}: {error}")
-        self.member = member
-        self.error = error
-
-
-async def together(
+async def gather_group(
     calls: Mapping[InstanceId, Coroutine[Any, Any, Prefilled]], ended: Callable[[InstanceId], None]
 ) -> list[Prefilled]:
-    """All replies, in the order of calls; `ended` is told of each. Raises MemberFailed."""
+    """All replies, in the order of calls; `ended` is called as each comes.
+
+    Raises CallLost that names the member to blame; the next try is without that one, and so may
+    succeed whatever it refused.
+    """
     tasks = {
         asyncio.create_task(call, name=f"part on {member}"): member
         for member, call in calls.items()
@@ -53,11 +54,19 @@ async def together(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _blame(tasks: Mapping[asyncio.Task[Prefilled], InstanceId]) -> MemberFailed:
-    """Who failed the others: one that is gone, or else the first, from whom the others' KV came."""
+def _blame(tasks: Mapping[asyncio.Task[Prefilled], InstanceId]) -> CallLost:
+    """The failure of the member that others failed because of: one that is gone, or else the
+    first, since the others get its KV.
+    """
     failed = [
-        MemberFailed(member, error)
+        (member, error)
         for task, member in tasks.items()
         if task.done() and (error := task.exception()) is not None
     ]
-    return next((it for it in failed if isinstance(it.error, UpstreamError)), failed[0])
+    gone = [it for it in failed if isinstance(it[1], UpstreamError)]
+    member, error = (gone or failed)[0]
+    if not isinstance(error, MoonserveError):
+        log.error("the call to %s failed", member, exc_info=error)
+        return CallLost("internal error", member=member)
+    unreachable = CallLost.of(error).unreachable
+    return CallLost(plain(error, member), member=member, unreachable=unreachable)

@@ -7,19 +7,21 @@ prefill gave is used once, and not after its time: see Handed.
 from __future__ import annotations
 
 import asyncio
-import secrets
+from typing import Protocol
 
-from moonserve.core.errors import EngineFailed, MoonserveError, NobodyAlive
+import msgspec
+
+from moonserve.core.errors import EngineFailed, NobodyAlive
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Prefill
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
-from moonserve.live.drive.calls import Answer, Caller, CallLost, Passed
-from moonserve.live.drive.connectors import mooncake, nixl, sglang
+from moonserve.live.drive.calls import Caller
+from moonserve.live.drive.lost import Answer, CallLost
+from moonserve.live.external.member import Member
 from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import UNREADABLE
-from moonserve.live.openai import usage
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.reply import ReadReply, read_reply
 
@@ -61,11 +63,13 @@ class Handed:
         left_us = self._until_us - caller.conductor.now_us()
         now = _joined(caller, prefill.id)
         if now is None or now.epoch != prefill.epoch:
-            raise CallLost(f"{prefill.id} restarted before decode had its KV", prefill.id)
+            raise CallLost(f"{prefill.id} restarted before decode had its KV", member=prefill.id)
         if left_us <= 0:
-            raise CallLost(f"decode comes too late for the KV of {prefill.id}", prefill.id)
+            raise CallLost(f"decode comes too late for the KV of {prefill.id}", member=prefill.id)
         if self.at not in (None, to.id):
-            raise CallLost(f"{self.at} waits for the KV of {prefill.id}, not {to.id}", self.at)
+            raise CallLost(
+                f"{self.at} waits for the KV of {prefill.id}, not {to.id}", member=self.at
+            )
         if self._params is None:
             return asked.raw, limits.first_byte_s
         body = asked.with_fields({"kv_transfer_params": self._params})
@@ -99,69 +103,49 @@ class Handed:
             calling.result().leave()
 
 
-async def prefill(
-    caller: Caller, asked: ExternalRequest, request: Request, action: Prefill
-) -> Handed:
-    """Call a prefill instance as its connector wants it. Raises as Caller.whole."""
-    to = action.to
-    match to.connector:
-        case "nixl":
-            reply = await _reply(caller, asked, request, action, nixl.PREFILL)
-            said = bytes(reply.kv_transfer_params)
-            params = None if said == b"null" else said  # its first token may have been its last
-            until_us = caller.conductor.now_us() + nixl.LEASE_US
-            handed = Handed(to, params, until_us, reply.cached_tokens())
-            handed.renewed = nixl.renewed(said)
-            return handed
-        case "mooncake":
-            member, transfer = caller.engines.member(to.id), f"xfer-{caller.new_id()}"
-            engine_id = await _engine_id(caller, to)
-            params = mooncake.prefill_params(transfer)
-            reply = await _reply(caller, asked, request, action, params)
-            kept = [choice.finish_reason for choice in reply.choices] == ["length"]
-            said = mooncake.decode_params(member.bootstrap, engine_id, transfer)
-            until_us = caller.conductor.now_us() + mooncake.HELD_US
-            handed = Handed(to, said if kept else None, until_us, reply.cached_tokens())
-            handed.engine_id = engine_id
-            return handed
-        case "sglang":
-            return await _meet(caller, asked, request, action)
-        case _:
-            raise AssertionError(f"{to.connector} hands nothing on")
+class PrefillCall(msgspec.Struct, frozen=True):
+    """What a connector needs to call a prefill engine for one request."""
+
+    caller: Caller
+    asked: ExternalRequest
+    request: Request
+    action: Prefill
+
+    @property
+    def member(self) -> Member:
+        """The prefill engine. Raises NobodyAlive where it is gone."""
+        return self.caller.engines.member(self.action.to.id)
+
+    def noted(self) -> OutgoingCall:
+        """The observer's note of the prefill call, which goes out now."""
+        decision = self.action.decision
+        return self.caller.observer.began(
+            self.action.to.id, "prefill", decision.prompt_tokens, decision.reused_tokens
+        )
+
+    async def reply(self, params: bytes) -> ReadReply:
+        """Prefill with these kv_transfer_params (JSON). Raises as Caller.whole."""
+        to, caller = self.action.to, self.caller
+        note = self.noted()
+        try:
+            body = self.asked.for_prefill(params)
+            limit_s = caller.limits.first_byte_s
+            answer = await caller.whole(to, self.asked, self.request, body, limit_s)
+            reply = _parsed(to, answer)
+            note.count = 1
+            note.answered(reply.cached_tokens())
+            return reply
+        finally:
+            note.ended()
 
 
-def _joined(caller: Caller, instance: InstanceId) -> InstanceInfo | None:
-    """As it is now; None: it is gone."""
-    try:
-        return caller.engines.member(instance).infos.get(instance)
-    except NobodyAlive:
-        return None
+class HandoverConnector(Protocol):
+    """One way in which engines hand KV to each other. Its retry rule is in what it returns: how
+    long the KV may be used, and whom to blame.
+    """
 
-
-async def _engine_id(caller: Caller, to: InstanceInfo) -> str:
-    member = caller.engines.member(to.id)
-    try:
-        return member.engine_id(to.dp_rank)
-    except EngineFailed:
-        await member.requery()
-        return member.engine_id(to.dp_rank)
-
-
-async def _reply(
-    caller: Caller, asked: ExternalRequest, request: Request, action: Prefill, params: bytes
-) -> ReadReply:
-    """A prefill's reply, read."""
-    to, decision = action.to, action.decision
-    note = caller.observer.began(to.id, "prefill", decision.prompt_tokens, decision.reused_tokens)
-    body = asked.for_prefill(params)
-    try:
-        answer = await caller.whole(to, asked, request, body, caller.limits.first_byte_s)
-        reply = _parsed(to, answer)
-        note.count = 1
-        note.answered(reply.cached_tokens())
-        return reply
-    finally:
-        note.ended()
+    async def prefill(self, call: PrefillCall) -> Handed:
+        """Call the prefill engine. Raises as Caller.whole."""
 
 
 def _parsed(to: InstanceInfo, answer: Answer) -> ReadReply:
@@ -171,52 +155,9 @@ def _parsed(to: InstanceInfo, answer: Answer) -> ReadReply:
         raise CallLost(f"{to.id} sent no valid reply: {error}") from None
 
 
-async def _meet(
-    caller: Caller, asked: ExternalRequest, request: Request, action: Prefill
-) -> Handed:
-    """Both halves at once: neither goes on without the other. Prefill's reply is the sign."""
-    to, limits, decision = action.to, caller.limits, action.decision
-    member = caller.engines.member(to.id)
-    ranks, sequences = member.spec.dp_size, asked.choices * asked.prompts
-    rooms = [sglang.room(secrets.randbits(63), to.dp_rank, ranks) for _ in range(sequences)]
-    both = sglang.fields(member.bootstrap, rooms)
-    limit_s = limits.whole_s(limits.first_byte_s + limits.handover_s, asked.max_tokens)
-    of_decode = asked.with_fields(both | sglang.decode_fields(to.dp_rank))
-    stream = caller.stream(action.decode, asked, request, of_decode, limit_s)
-    second: asyncio.Task[ClientStream] = asyncio.create_task(stream.__aenter__())
-    note = caller.observer.began(to.id, "prefill", decision.prompt_tokens, decision.reused_tokens)
-    whole = caller.whole(to, asked, request, asked.with_fields(both), limit_s)
-    first = asyncio.create_task(whole)
-    handed = Handed(to, None, caller.conductor.now_us() + mooncake.HELD_US)
-    handed.at, handed.stream = action.decode.id, second
-    handed.note = caller.observer.began(
-        action.decode.id, "decode", decision.prompt_tokens, 0, asked.stream
-    )
+def _joined(caller: Caller, instance: InstanceId) -> InstanceInfo | None:
+    """As it is now; None: it is gone."""
     try:
-        await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-        if not first.done():
-            await _answers(caller, action.decode, handed)
-        handed.cached = usage.read((await first).body).cached  # as events, where it streams
-        note.answered(handed.cached)
-    except BaseException:
-        first.cancel()
-        handed.drop()
-        raise
-    finally:
-        note.ended()
-    return handed
-
-
-async def _answers(caller: Caller, decode: InstanceInfo, handed: Handed) -> None:
-    """Decode answers before its prefill has. Raises Passed, and CallLost that blames it."""
-    assert handed.stream is not None, "it was just called"
-    try:
-        begun = await handed.stream
-        if begun.status != 200:
-            handed.stream = None
-            await caller.rest(decode, begun)  # raises
-    except Passed:
-        raise
-    except MoonserveError as error:
-        busy = error.busy if isinstance(error, CallLost) else None
-        raise CallLost(str(error), decode.id, busy) from None
+        return caller.engines.member(instance).infos.get(instance)
+    except NobodyAlive:
+        return None

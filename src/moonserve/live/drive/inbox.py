@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from moonserve.core.schedule.actions import Abort, Action, GiveUp, Refuse
-from moonserve.live.drive.calls import CallLost
+from moonserve.live.drive.lost import CallLost
 
 T = TypeVar("T")
 
@@ -42,13 +42,18 @@ class Inbox:
 
     async def get(self) -> Action:
         """The next action, when there is one."""
+        await self.peek()
+        return self._actions.popleft()
+
+    async def peek(self) -> Action:
+        """The action that `get` will return next, when there is one."""
         while not self._actions:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._actions.popleft()
+        return self._actions[0]
 
     def put_nowait(self, item: Action, /) -> None:
         """As any queue; an Abort says nothing but what it ends."""

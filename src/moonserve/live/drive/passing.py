@@ -31,7 +31,7 @@ class Passing:
         self.finish: str | None = None
         """Why the last choice to end did."""
         self.done = False
-        """Whether the stream's last event has passed."""
+        """Whether the whole reply, or a stream's last event, has passed."""
         self.failed = False
         """Whether the engine has said, as an event, that it failed."""
         self._prefilled = cached
@@ -84,6 +84,7 @@ class Passing:
     def answered(self, body: bytes) -> bytes:
         """A whole reply as the client gets it."""
         self.finish = _finish(body) or "done"
+        self.done = True
         return self.put_right(body)
 
 

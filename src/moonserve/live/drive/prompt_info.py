@@ -35,7 +35,7 @@ _MAX_MESSAGES = 4_096
 _MAX_KEYS = 65_536
 
 
-class Reading(msgspec.Struct, frozen=True):
+class PromptInfo(msgspec.Struct, frozen=True):
     """A prompt as the Conductor needs it."""
 
     length: Tokens
@@ -45,7 +45,7 @@ class Reading(msgspec.Struct, frozen=True):
     """Of its text, where its length is an estimate."""
 
 
-class Reader:
+class PromptReader:
     """Reads prompts of any model; one per gateway process."""
 
     def __init__(self, engines: Engines, http: HttpClient, prompts: Prompts) -> None:
@@ -59,7 +59,9 @@ class Reader:
         self.read = Counter[How]()
         """How prompts were read."""
 
-    async def reading(self, asked: ExternalRequest, infos: Sequence[InstanceInfo]) -> Reading:
+    async def read_prompt(
+        self, asked: ExternalRequest, infos: Sequence[InstanceInfo]
+    ) -> PromptInfo:
         """What is known of this prompt; infos: instances of its model. Raises BadRequest."""
         model, namespace = asked.model, infos[0].namespace
         exact = self._engines.follows_events(model)
@@ -71,12 +73,12 @@ class Reader:
         self.read[found.how] += 1
         return found
 
-    def learn(self, model: str, reading: Reading, prompt: Tokens | None) -> None:
+    def learn(self, model: str, info: PromptInfo, prompt: Tokens | None) -> None:
         """An engine has counted the prompt's tokens."""
-        if prompt and reading.text_bytes:
-            self._ratios[model].learn(reading.text_bytes, prompt)
+        if prompt and info.text_bytes:
+            self._ratios[model].learn(info.text_bytes, prompt)
 
-    def _given(self, asked: ExternalRequest, namespace: Namespace) -> Reading | None:
+    def _given(self, asked: ExternalRequest, namespace: Namespace) -> PromptInfo | None:
         """By token ids, where the client gave some; says of `asked` how many prompts there are."""
         raw = asked.prompt
         if asked.form == "chat" or raw[:1] == b'"':
@@ -91,11 +93,11 @@ class Reader:
             keys = chain_keys(self._root(asked, namespace), prompts[0], namespace.block_size)
         except (TypeError, OverflowError):
             return None  # the engine says what is wrong with it
-        return Reading(max(1, len(prompts[0])), tuple(keys), "ids")
+        return PromptInfo(max(1, len(prompts[0])), tuple(keys), "ids")
 
     async def _tokens(
         self, asked: ExternalRequest, infos: Sequence[InstanceInfo]
-    ) -> Reading | None:
+    ) -> PromptInfo | None:
         """By tokens made here or by an engine; None where neither can."""
         how: How = "tokens"
         tools, namespace = self._engines.text(asked.model), infos[0].namespace
@@ -107,7 +109,7 @@ class Reader:
         if not ids:
             return None
         keys = chain_keys(self._root(asked, namespace), ids, namespace.block_size)
-        return Reading(len(ids), tuple(keys), how)
+        return PromptInfo(len(ids), tuple(keys), how)
 
     async def _own(
         self, asked: ExternalRequest, tools: TextTools, max_len: Tokens
@@ -146,7 +148,9 @@ class Reader:
         self._turn += 1
         return None
 
-    def _text(self, asked: ExternalRequest, infos: Sequence[InstanceInfo], keyed: bool) -> Reading:
+    def _text(
+        self, asked: ExternalRequest, infos: Sequence[InstanceInfo], keyed: bool
+    ) -> PromptInfo:
         """By the prompt's text: its length estimated, its keys over pieces of it if `keyed`.
 
         Whether it is too long the engine says: images are much text and few tokens.
@@ -157,9 +161,9 @@ class Reader:
         most = max(min(it.max_len, it.kv_blocks * it.namespace.block_size) for it in infos)
         length = max(1, min(ratio.tokens(len(text)), most))
         if not keyed or asked.prompts > 1:
-            return Reading(length, (), "unread", len(text))
+            return PromptInfo(length, (), "unread", len(text))
         keys = text_keys(self._root(asked, namespace), text, ratio.piece)[:_MAX_KEYS]
-        return Reading(length, tuple(keys), "text", len(text))
+        return PromptInfo(length, tuple(keys), "text", len(text))
 
     def _root(self, asked: ExternalRequest, namespace: Namespace) -> bytes:
         if asked.salt:

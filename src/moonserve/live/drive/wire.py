@@ -1,7 +1,7 @@
 """The client side of vLLM's HTTP wire: /v1/completions with token ids.
 
-Called by dispatch; knows requests and replies, not why they are sent. Every call has a deadline and
-ends its connection when it is cancelled, which is how the instance learns to stop.
+Called by `embedded`; knows requests and replies, not why they are sent. Every call has a deadline
+and ends its connection when it is cancelled, which is how the instance learns to stop.
 """
 
 from __future__ import annotations
@@ -11,27 +11,14 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, Tokens
+from moonserve.live.drive.lost import CallLost
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.message import UNREADABLE
 from moonserve.live.openai.reply import ReadReply, read_reply
-
-
-class InstanceRefused(MoonserveError):
-    """An instance answered with an error status, or with something that is no reply.
-
-    `retry`: whether another instance may do better (5xx, 429) or not (other 4xx).
-    """
-
-    status = 502
-
-    def __init__(self, message: str, *, retry: bool) -> None:
-        super().__init__(message)
-        self.retry = retry
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -96,7 +83,7 @@ class WireClient:
         self._token_timeout_s = token_timeout_s
 
     async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
-        """Run a prefill to its end. Raises InstanceRefused, UpstreamError, DeadlineExceeded."""
+        """Run a prefill to its end. Raises CallLost, UpstreamError, DeadlineExceeded."""
         reply = await self._http.request(
             "POST",
             to.url + "/v1/completions",
@@ -152,6 +139,8 @@ class WireClient:
                 choice = parsed.choices[0]
                 if choice.token_ids or choice.finish_reason:
                     yield Decoded(tuple(choice.token_ids or ()), choice.finish_reason)
+            while await reply.take() is not None:
+                pass  # so that the connection can be used again
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {"content-type": "application/json", "x-request-id": request.id}
@@ -163,14 +152,14 @@ def _check(to: InstanceInfo, status: int, body: bytes) -> None:
         return
     text = body[:500].decode("utf-8", "replace")
     message = f"instance {to.id} answered {status}: {text}"
-    raise InstanceRefused(message, retry=status >= 500 or status in (408, 429))
+    raise CallLost(message, retry=status >= 500 or status in (408, 429))
 
 
 def _kv_transfer_params(to: InstanceInfo, reply: ReadReply) -> dict[str, Any]:
     try:
         return msgspec.json.decode(reply.kv_transfer_params, type=dict[str, Any] | None) or {}
     except UNREADABLE as error:
-        raise InstanceRefused(
+        raise CallLost(
             f"instance {to.id} sent no valid kv_transfer_params: {error}", retry=True
         ) from None
 
@@ -179,11 +168,9 @@ def _parse(to: InstanceInfo, data: bytes) -> ReadReply:
     try:
         reply = read_reply(data)
     except UNREADABLE as error:
-        raise InstanceRefused(
-            f"instance {to.id} sent no valid reply: {error}", retry=True
-        ) from None
+        raise CallLost(f"instance {to.id} sent no valid reply: {error}", retry=True) from None
     if reply.error is not None:
-        raise InstanceRefused(f"instance {to.id} failed: {reply.error}", retry=True)
+        raise CallLost(f"instance {to.id} failed: {reply.error}", retry=True)
     if not reply.choices:
-        raise InstanceRefused(f"instance {to.id} sent a reply without choices", retry=True)
+        raise CallLost(f"instance {to.id} sent a reply without choices", retry=True)
     return reply

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import msgspec
 
 from moonserve.core.units import Tokens, seconds_to_us
-from moonserve.live.api.app import GatewayApp, Limits
+from moonserve.live.api.engine_text import EngineText
 from moonserve.live.api.front import Front
-from moonserve.live.api.relay import RelayApp
+from moonserve.live.api.limiter import Limits
+from moonserve.live.api.own_text import OwnText
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, conductor_and_pool, registered
-from moonserve.live.drive import calls
-from moonserve.live.drive.dispatch import Cluster
+from moonserve.live.drive.calls import CallLimits
+from moonserve.live.drive.embedded import EmbeddedServing
 from moonserve.live.drive.wire import WireClient
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
@@ -175,12 +176,12 @@ def front_of(
         shares_ids=config.workers > 1 or bool(config.registry),
     )
     if fleet is not None:
-        times_out = calls.Limits(config.prefill_timeout_s, token_s=config.token_timeout_s)
-        return RelayApp(conductor, fleet, fleet, http, limits, times_out, health)
+        call_limits = CallLimits(config.prefill_timeout_s, token_s=config.token_timeout_s)
+        return Front(EngineText(conductor, fleet, fleet, http, limits, call_limits), health)
     assert text is not None, "workers serve a model whose text side is read at the start"
     wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
-    cluster = Cluster(conductor, wire, {text.name: text.max_len})
-    return GatewayApp(cluster, {text.name: text.tools}.__getitem__, limits, health)
+    serving = EmbeddedServing(conductor, wire, {text.name: text.max_len})
+    return Front(OwnText(serving, {text.name: text.tools}.__getitem__, limits), health)
 
 
 async def run_gateway(config: GatewayConfig, specs: Sequence[InstanceSpec] | None = None) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
+from moonserve.core.errors import EngineFailed
 from moonserve.core.units import Micros
+from moonserve.live.drive.handover import Handed, PrefillCall
 
 HELD_US: Micros = 300_000_000
 """How long prefill's KV may wait for decode: vLLM gives it up after 480 s."""
@@ -34,3 +36,28 @@ def decode_params(bootstrap: str, engine_id: str, transfer_id: str) -> bytes:
             "transfer_id": transfer_id,
         }
     )
+
+
+class Mooncake:
+    """A handover.HandoverConnector."""
+
+    async def prefill(self, call: PrefillCall) -> Handed:
+        """See HandoverConnector."""
+        transfer = f"xfer-{call.caller.new_id()}"
+        engine_id = await _engine_id(call)
+        reply = await call.reply(prefill_params(transfer))
+        kept = [choice.finish_reason for choice in reply.choices] == ["length"]
+        params = decode_params(call.member.bootstrap, engine_id, transfer) if kept else None
+        until_us = call.caller.conductor.now_us() + HELD_US
+        handed = Handed(call.action.to, params, until_us, reply.cached_tokens())
+        handed.engine_id = engine_id
+        return handed
+
+
+async def _engine_id(call: PrefillCall) -> str:
+    member, rank = call.member, call.action.to.dp_rank
+    try:
+        return member.engine_id(rank)
+    except EngineFailed:
+        await member.requery()
+        return member.engine_id(rank)

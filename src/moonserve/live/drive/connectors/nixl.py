@@ -8,6 +8,7 @@ with wrong text.
 from __future__ import annotations
 
 from moonserve.core.units import Micros
+from moonserve.live.drive.handover import Handed, PrefillCall
 
 PREFILL = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -24,3 +25,17 @@ def renewed(params: bytes) -> bool:
     """Whether decode's engine holds the blocks by itself from when it has the request, however long
     that waits there: vLLM does so since before its parameters had this field."""
     return _RENEWED in params
+
+
+class Nixl:
+    """A handover.HandoverConnector."""
+
+    async def prefill(self, call: PrefillCall) -> Handed:
+        """See HandoverConnector."""
+        reply = await call.reply(PREFILL)
+        said = bytes(reply.kv_transfer_params)
+        params = None if said == b"null" else said  # its first token may have been its last
+        until_us = call.caller.conductor.now_us() + LEASE_US
+        handed = Handed(call.action.to, params, until_us, reply.cached_tokens())
+        handed.renewed = renewed(said)
+        return handed

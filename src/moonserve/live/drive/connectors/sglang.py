@@ -8,13 +8,24 @@ Of several data-parallel ranks the room's number says which one prefills (SGLang
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import msgspec
 
+from moonserve.core.errors import MoonserveError
+from moonserve.core.units import Micros
+from moonserve.live.drive.handover import Handed, PrefillCall
+from moonserve.live.drive.lost import CallLost, Passed
+from moonserve.live.http.client import ClientStream
+from moonserve.live.openai import usage
+
 _ROOMS = 1 << 63
 """Room numbers are below this."""
+HELD_US: Micros = 300_000_000
+"""How long decode may wait for the Conductor to name it, once it was called."""
 
 
 def room(drawn: int, rank: int | None, ranks: int) -> int:
@@ -40,3 +51,57 @@ def fields(bootstrap: str, rooms: Sequence[int]) -> dict[str, bytes]:
 def decode_fields(rank: int | None) -> dict[str, bytes]:
     """What decode's body gets beyond that: the rank that prefills, where there are several."""
     return {} if rank is None else {"disagg_prefill_dp_rank": msgspec.json.encode(rank)}
+
+
+class Sglang:
+    """A handover.HandoverConnector, which calls decode too: neither half goes on without the
+    other.
+    """
+
+    async def prefill(self, call: PrefillCall) -> Handed:
+        """See HandoverConnector. Prefill's reply says that both halves have met."""
+        caller, asked, action = call.caller, call.asked, call.action
+        to, limits, decision = action.to, caller.limits, action.decision
+        ranks, sequences = call.member.spec.dp_size, asked.choices * asked.prompts
+        rooms = [room(secrets.randbits(63), to.dp_rank, ranks) for _ in range(sequences)]
+        both = fields(call.member.bootstrap, rooms)
+        limit_s = limits.whole_s(limits.first_byte_s + limits.handover_s, asked.max_tokens)
+        of_decode = asked.with_fields(both | decode_fields(to.dp_rank))
+        stream = caller.stream(action.decode, asked, call.request, of_decode, limit_s)
+        second: asyncio.Task[ClientStream] = asyncio.create_task(stream.__aenter__())
+        note = call.noted()
+        whole = caller.whole(to, asked, call.request, asked.with_fields(both), limit_s)
+        first = asyncio.create_task(whole)
+        handed = Handed(to, None, caller.conductor.now_us() + HELD_US)
+        handed.at, handed.stream = action.decode.id, second
+        handed.note = caller.observer.began(
+            action.decode.id, "decode", decision.prompt_tokens, 0, asked.stream
+        )
+        try:
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                await _decode_answered(call, handed)
+            handed.cached = usage.read((await first).body).cached  # as events, where it streams
+            note.answered(handed.cached)
+        except BaseException:
+            first.cancel()
+            handed.drop()
+            raise
+        finally:
+            note.ended()
+        return handed
+
+
+async def _decode_answered(call: PrefillCall, handed: Handed) -> None:
+    """Decode answers before its prefill has. Raises Passed, and CallLost that blames decode."""
+    decode = call.action.decode
+    assert handed.stream is not None, "it was just called"
+    try:
+        begun = await handed.stream
+        if begun.status != 200:
+            handed.stream = None
+            await call.caller.rest(decode, begun)  # raises
+    except Passed:
+        raise
+    except MoonserveError as error:
+        raise CallLost(str(error), member=decode.id, busy=CallLost.of(error).busy) from None

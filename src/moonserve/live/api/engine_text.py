@@ -1,0 +1,157 @@
+"""Text made by engines: the part of the API for external engines, which speak OpenAI's API.
+
+`EngineText` is a `front.Backend`: bodies pass through, and the engine checks what a field means;
+its 4xx reaches the client as it is. Holds no state of a request beyond its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonserve.core.request import Request, Stopping
+from moonserve.core.units import RequestId, seconds_to_us
+from moonserve.live.api.exchange import Exchange
+from moonserve.live.api.limiter import Limiter, Limits
+from moonserve.live.drive.calls import Caller, CallLimits, Guesses
+from moonserve.live.drive.engines import Engines, Models
+from moonserve.live.drive.external import EngineCalls, Piece
+from moonserve.live.drive.lost import Answer, Passed
+from moonserve.live.drive.metrics import RequestMetrics
+from moonserve.live.drive.prompt_info import PromptReader
+from moonserve.live.drive.request import RequestDriver
+from moonserve.live.external.observed import Observer
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
+from moonserve.live.openai import headers
+from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.prompts import Prompts
+from moonserve.live.openai.request import Form
+from moonserve.live.ports import Conducting, ModelCard
+
+_COMPLETION_TOKENS = Stopping().max_tokens
+
+
+class EngineText(Collector):
+    """See the module."""
+
+    lack = "no model has engines that can serve it"
+
+    def __init__(
+        self,
+        conductor: Conducting,
+        engines: Engines,
+        observer: Observer,
+        http: HttpClient,
+        limits: Limits | None = None,
+        call_limits: CallLimits | None = None,
+    ) -> None:
+        """call_limits: how long engines may take."""
+        self.limits = limits or Limits()
+        self.metrics = RequestMetrics()
+        self.metrics.registry.register(self)
+        self._models = Models(conductor)
+        prompts = Prompts(self.limits.offload_bytes, self.limits.max_tokenising_bytes)
+        self.reader = PromptReader(engines, http, prompts)
+        self._caller = Caller(
+            conductor,
+            engines,
+            observer,
+            http,
+            self.reader,
+            Guesses(),
+            self.metrics,
+            call_limits or CallLimits(),
+        )
+
+    def cards(self) -> Sequence[ModelCard]:
+        """See Backend."""
+        return self._models.cards()
+
+    def card(self, name: str) -> ModelCard:
+        """See Backend."""
+        return self._models.card(name)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry."""
+        family = CounterMetricFamily(
+            "moonserve_prompts_read",
+            "Prompts, by how their length and prefix were found: ids and tokens (exact), engine "
+            "(its /tokenize), text (estimated), unread (no prefix known).",
+            labels=("how",),
+        )
+        for how, count in sorted(self.reader.read.items()):
+            family.add_metric((how,), count)
+        yield family
+
+    async def exchange(
+        self,
+        http: HttpRequest,
+        body: bytes,
+        form: Form,
+        tenant: str,
+        limiter: Limiter,
+        leave: Callable[[], None],
+    ) -> Exchange:
+        """See Backend."""
+        caller = self._caller
+        asked = ExternalRequest(form, body)
+        infos = self._models.of(asked.model)
+        prompt = await self.reader.read_prompt(asked, infos)
+        longest = infos[0].max_len
+        default = _COMPLETION_TOKENS if form == "completion" else longest
+        request = Request(
+            id=limiter.named(http, caller.conductor.known(RequestId(http.id))),
+            model=asked.model,
+            length=prompt.length,
+            stopping=Stopping(max_tokens=min(max(1, asked.max_tokens or default), longest)),
+            slo=headers.slo(http.headers),
+            priority=headers.priority(http.headers),
+            arrived_us=seconds_to_us(http.arrived_s),
+            whole=asked.whole,
+            tenant=tenant,
+        )
+        calls = EngineCalls(asked, prompt, request, caller, http.arrived_s)
+        driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)
+        return EngineExchange(request.id, driver, calls, leave)
+
+
+class EngineExchange(Exchange):
+    """An engine's reply on its way to the client."""
+
+    def __init__(
+        self,
+        request: RequestId,
+        driver: RequestDriver[Piece],
+        calls: EngineCalls,
+        on_close: Callable[[], None],
+    ) -> None:
+        super().__init__(request, on_close)
+        self._driver = driver
+        self._calls = calls
+
+    async def begin(self) -> Response | StreamingResponse:
+        """See Exchange."""
+        try:
+            piece = await self._driver.next()
+        except Passed as passed:
+            return _response(passed.answer)
+        if isinstance(piece, Answer):
+            return _response(piece)
+        assert piece is not None, "a stream begins with a piece"
+        self._first = piece
+        return StreamingResponse(self, content_type=self._calls.content_type)
+
+    async def _more(self) -> bytes | None:
+        piece = await self._driver.next()
+        assert not isinstance(piece, Answer), "a stream has begun"
+        return piece
+
+    async def _close(self) -> None:
+        await self._driver.aclose()
+
+
+def _response(answer: Answer) -> Response:
+    return Response(answer.status, answer.body, answer.headers, answer.content_type)

@@ -1,0 +1,118 @@
+"""Text made here: the part of the API for instances of ours, which know token ids only.
+
+`OwnText` is a `front.Backend`: it parses a client's request, tokenizes its prompt, and turns the
+tokens of ports.Serving into text. Holds no state of a request beyond its end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from moonserve.core.errors import ModelNotFound
+from moonserve.core.request import Request
+from moonserve.core.units import RequestId, seconds_to_us
+from moonserve.live.api.exchange import Exchange
+from moonserve.live.api.generation import Generation, TextExchange
+from moonserve.live.api.limiter import Limiter, Limits
+from moonserve.live.drive.metrics import RequestMetrics
+from moonserve.live.http.message import HttpRequest
+from moonserve.live.openai import headers
+from moonserve.live.openai import request as openai
+from moonserve.live.openai.prompts import Prompts, max_tokens
+from moonserve.live.openai.reply import ReplyWriter, reply_head
+from moonserve.live.openai.request import Form
+from moonserve.live.ports import ModelCard, Serving
+from moonserve.live.text.tools import TextTools
+
+_Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
+
+
+class OwnText:
+    """See the module. `tools` gives the text tools of a model that `serving.models()` names."""
+
+    lack = "no model has both a prefill and a decode instance"
+
+    def __init__(
+        self, serving: Serving, tools: Callable[[str], TextTools], limits: Limits | None = None
+    ) -> None:
+        self.limits = limits or Limits()
+        self.metrics = RequestMetrics()
+        self._serving = serving
+        self._tools = tools
+        self._prompts = Prompts(self.limits.offload_bytes, self.limits.max_tokenising_bytes)
+        self._live: set[RequestId] = set()
+
+    def cards(self) -> Sequence[ModelCard]:
+        """See Backend."""
+        return self._serving.models()
+
+    def card(self, name: str) -> ModelCard:
+        """See Backend."""
+        cards = self._serving.models()
+        for card in cards:
+            if card.name == name:
+                return card
+        known = ", ".join(card.name for card in cards) or "none yet"
+        raise ModelNotFound(
+            f"model: {name!r} is not served here; known: {known}", "model", "model_not_found"
+        )
+
+    async def exchange(
+        self,
+        http: HttpRequest,
+        body: bytes,
+        form: Form,
+        tenant: str,
+        limiter: Limiter,
+        leave: Callable[[], None],
+    ) -> Exchange:
+        """See Backend."""
+        fields = self._parse(form, body)
+        request = await self._request(http, fields, tenant, limiter)
+        generation = Generation(
+            request,
+            self._serving.generate(request),
+            self._tools(request.model).detokenizer(),
+            self.metrics,
+            http.arrived_s,
+        )
+        self._live.add(request.id)
+
+        def ended() -> None:
+            self._live.discard(request.id)
+            leave()
+
+        stream, ids = bool(fields.stream), bool(fields.return_token_ids)
+        head = reply_head(request.id, form, stream, int(time.time()), request.model)
+        writer = ReplyWriter(head, form, openai.wants_usage(fields))
+        return TextExchange(generation, writer, stream, ids, ended)
+
+    def _parse(self, form: Form, body: bytes) -> _Fields:
+        if form == "chat":
+            return openai.parse_chat(body, self.limits.max_messages)
+        return openai.parse_completion(body)
+
+    async def _request(
+        self, http: HttpRequest, fields: _Fields, tenant: str, limiter: Limiter
+    ) -> Request:
+        """The request as the cluster sees it; BadRequest or ModelNotFound where it cannot be."""
+        slo, priority = headers.slo(http.headers), headers.priority(http.headers)
+        card = self.card(fields.model)
+        prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)
+        stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
+        return Request(
+            id=limiter.named(http, http.id in self._live),
+            model=card.name,
+            length=len(prompt),
+            prompt=tuple(prompt),
+            sampling=openai.sampling(fields, secrets.randbits(63)),
+            stopping=stopping,
+            slo=slo,
+            priority=priority,
+            arrived_us=seconds_to_us(http.arrived_s),
+            cache_salt=fields.cache_salt or "",
+            tenant=tenant,
+        )

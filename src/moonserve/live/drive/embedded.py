@@ -1,0 +1,266 @@
+"""Requests on instances of ours: their calls, whose pieces are token ids.
+
+`EmbeddedServing` implements ports.Serving, for `live/api`; `TokenCalls` makes the calls of one
+request for `request.RequestDriver`. KV goes through the store: see connectors/embedded. No text is
+made here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from moonserve.core.errors import MoonserveError, NobodyAlive
+from moonserve.core.kv.keys import KeyChain, Namespace
+from moonserve.core.request import Request
+from moonserve.core.schedule.actions import Decode, Prefill
+from moonserve.core.units import BlockKey, InstanceId, LeaseId, Tokens, lease_of
+from moonserve.live.drive.connectors import embedded
+from moonserve.live.drive.gather_group import gather_group
+from moonserve.live.drive.lost import CallLost
+from moonserve.live.drive.request import Life, RequestDriver
+from moonserve.live.drive.wire import Decoded, Prefilled, WireClient, completion_body
+from moonserve.live.ports import Conducting, ModelCard, Output
+
+log = logging.getLogger(__name__)
+
+_DRAIN_S = 0.5
+
+
+class EmbeddedServing:
+    """Serves requests on the instances of ours that have joined."""
+
+    def __init__(
+        self, conductor: Conducting, wire: WireClient, configured: Mapping[str, Tokens]
+    ) -> None:
+        """`configured`: models served here by name and context length, joined yet or not."""
+        self._conductor = conductor
+        self._wire = wire
+        self._configured = dict(configured)
+
+    def models(self) -> list[ModelCard]:
+        """One card per model name, in order of name."""
+        sizes = dict(self._configured)
+        roles: dict[str, list[str]] = {name: [] for name in sizes}
+        for info in self._conductor.instances():
+            sizes[info.model] = min(info.max_len, sizes.get(info.model, info.max_len))
+            roles.setdefault(info.model, []).append(info.role)
+        return [ModelCard(name, sizes[name], _both(roles[name])) for name in sorted(sizes)]
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """See ports.Serving."""
+        namespace = self._namespace(request.model)
+        calls = TokenCalls(request, namespace, self._conductor, self._wire)
+        _, keys = calls.known()
+        driver = RequestDriver(request, keys, self._conductor, calls)
+        try:
+            while (output := await driver.next()) is not None:
+                yield output
+        finally:
+            await driver.aclose()
+
+    def _namespace(self, model: str) -> Namespace:
+        for info in self._conductor.instances():
+            if info.model == model:
+                return info.namespace
+        raise NobodyAlive(f"no instance of model {model} is alive")
+
+
+def _both(roles: Collection[str]) -> bool:
+    """Whether these instances together prefill and decode."""
+    return "both" in roles or ("prefill" in roles and "decode" in roles)
+
+
+class _TokenReply:
+    """The tokens of one request, and why they ended."""
+
+    failed = False
+
+    def __init__(self) -> None:
+        self.tokens: Tokens = 0
+        self.cached: Tokens | None = None
+        self.finish: str | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the last token has come."""
+        return self.finish is not None
+
+
+class TokenCalls:
+    """See the module. A lost call is resumed elsewhere from the tokens that are known."""
+
+    resumes = True
+    again_s = 0.0
+
+    def __init__(
+        self, request: Request, namespace: Namespace, conductor: Conducting, wire: WireClient
+    ) -> None:
+        assert request.prompt, "our own workers need the token ids"
+        self.reply = _TokenReply()
+        self._request = request
+        self._conductor = conductor
+        self._wire = wire
+        self._known = list(request.prompt)
+        self._block_size = namespace.block_size
+        self._chain = KeyChain(namespace.salted(request.cache_salt), namespace.block_size)
+        self._params: dict[str, Any] = {}
+        """What prefill gave for its decode."""
+        self._repeated = 0
+        """Tokens of the running decode that prefill gave already."""
+        self._decoding: AsyncIterator[Decoded] | None = None
+        self._decoder: InstanceId | None = None
+        self._ahead: asyncio.Task[None] | None = None
+        """Has the decode instance pull KV while prefill computes."""
+
+    def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
+        """See Calls: the prompt and every token generated since."""
+        return len(self._known), self._chain.of(self._known)
+
+    async def prefill(self, action: Prefill, life: Life) -> Output:
+        """See Calls: the next token."""
+        lease = lease_of(self._request.id, action.number)
+        self._pull_ahead(action, lease)
+        if action.group:
+            given = await self._in_parts(action, lease, life)
+        else:
+            params = embedded.prefill_params(lease, action.decision)
+            body = completion_body(self._request, self._known, 1, False, params)
+            given = await self._wire.prefill(action.to, self._request, body)
+        if not given.token_ids:
+            raise CallLost("prefill gave no token")
+        return self._prefilled(given, action, life)
+
+    async def decode(self, action: Decode, life: Life) -> Output | None:
+        """See Calls. Decode's prompt is what prefill saw, so its reply begins with the token that
+        prefill gave.
+        """
+        prompt = self._known[: len(self._known) - self._repeated]
+        params = embedded.decode_params(self._params)
+        body = completion_body(self._request, prompt, self._left() + self._repeated, True, params)
+        self._decoder = action.to.id
+        self._decoding = self._wire.decode(action.to, self._request, body)
+        return await self.next()
+
+    async def next(self) -> Output | None:
+        """See Calls."""
+        assert self._decoding is not None, "a decode is out"
+        async for piece in self._decoding:
+            self._stop_ahead()
+            output = self._decoded(piece)
+            if output is not None:
+                return output
+        raise CallLost(f"instance {self._decoder} ended its stream without a finish_reason")
+
+    def ended(self) -> None:
+        """See Calls: nothing is left to do."""
+
+    async def stop(self) -> None:
+        """See Calls."""
+        self._stop_ahead()
+        decoding, self._decoding = self._decoding, None
+        close = getattr(decoding, "aclose", None)
+        if close is not None:
+            await close()
+
+    async def drain(self) -> None:
+        """See Calls."""
+        if self._decoding is not None:
+            with contextlib.suppress(MoonserveError, TimeoutError):
+                async with asyncio.timeout(_DRAIN_S):
+                    async for _ in self._decoding:
+                        pass
+
+    def _prefilled(self, given: Prefilled, action: Prefill, life: Life) -> Output:
+        """Account for what prefill gave."""
+        cached = given.cached_tokens if self.reply.cached is None else None
+        self._add(given.token_ids)
+        self._params = given.kv_transfer_params
+        self._repeated = len(given.token_ids)
+        if given.finish_reason == "stop":
+            self.reply.finish = "stop"
+        elif self._left() <= 0:
+            self.reply.finish = "length"
+        life.prefill_ended(final=self.reply.done)
+        self._keep_fetched(action)
+        if cached is not None:
+            self.reply.cached = cached
+            life.first_token(cached)
+        return Output(given.token_ids, self.reply.finish, cached)
+
+    def _decoded(self, piece: Decoded) -> Output | None:
+        """Account for a piece of decode's reply; None: it has no news."""
+        skip = min(self._repeated, len(piece.token_ids))
+        self._repeated -= skip
+        fresh = piece.token_ids[skip:]
+        self._add(fresh)
+        self.reply.finish = piece.finish_reason
+        return Output(fresh, piece.finish_reason) if fresh or self.reply.done else None
+
+    def _add(self, tokens: tuple[int, ...]) -> None:
+        self._known.extend(tokens)
+        self.reply.tokens += len(tokens)
+
+    def _left(self) -> Tokens:
+        """Tokens still to be generated."""
+        return self._request.stopping.max_tokens - self.reply.tokens
+
+    async def _in_parts(self, action: Prefill, lease: LeaseId, life: Life) -> Prefilled:
+        """The reply of the last of a group; the first knows what was reused."""
+        calls: dict[InstanceId, Coroutine[Any, Any, Prefilled]] = {}
+        for stage, to, params in embedded.group_params(lease, action.decision, action.group):
+            body = completion_body(self._request, self._known[: stage.end], 1, False, params)
+            calls[to.id] = self._wire.prefill(to, self._request, body)
+
+        def ended(member: InstanceId) -> None:
+            if member != action.to.id:
+                life.stage_ended(member)
+
+        replies = await gather_group(calls, ended)
+        return msgspec.structs.replace(replies[-1], cached_tokens=replies[0].cached_tokens)
+
+    def _keep_fetched(self, action: Prefill) -> None:
+        """Have what prefill loaded from others copied to its own segment, if the policy wants it.
+
+        Only now, since the copy would have made the load longer.
+        """
+        decision = action.decision
+        if not decision.copies:
+            return
+        loader = (*action.group, action.to)[0]
+        fetched = decision.reused_tokens > decision.chosen.local_tokens
+        if fetched and loader.segment is not None:
+            _, keys = self.known()
+            reused = keys[: decision.reused_tokens // self._block_size]
+            self._conductor.keep(reused, loader.segment, decision.holder)
+
+    def _pull_ahead(self, action: Prefill, lease: LeaseId) -> None:
+        """Send the decode instance a hint, for what prefill publishes in more than one piece."""
+        self._stop_ahead()
+        to = action.decode
+        prefills = action.group or (action.to,)
+        one_piece = not action.group and len(self._known) <= action.to.chunk_tokens
+        if one_piece or to.id in [it.id for it in prefills]:
+            return
+        _, keys = self.known()
+        call = self._wire.prefetch(to, self._request, lease, keys)
+        self._ahead = asyncio.create_task(call, name=f"prefetch of {lease}")
+        self._ahead.add_done_callback(self._ahead_ended)
+
+    def _ahead_ended(self, task: asyncio.Task[None]) -> None:
+        """Decode loads what the hint has not brought, so that its failure has no effect."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            known = isinstance(error, MoonserveError)
+            level = logging.DEBUG if known else logging.ERROR
+            log.log(level, "%s: no prefetch", self._request.id, exc_info=None if known else error)
+
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None

@@ -1,0 +1,281 @@
+"""Requests through external engines: their calls, whose pieces are the bytes of a reply.
+
+`EngineCalls` makes the calls of one request for `request.RequestDriver`; `live/api` makes it. The
+client's body goes to engines, and their reply to the client, as they are: no token is made here,
+and no text is read but for usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from moonserve.core.errors import DeadlineExceeded, MoonserveError
+from moonserve.core.request import Request
+from moonserve.core.schedule.actions import Decode, Prefill
+from moonserve.core.schedule.facts import Connector, InstanceInfo
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Tokens
+from moonserve.live.drive.calls import Caller
+from moonserve.live.drive.connectors.mooncake import Mooncake
+from moonserve.live.drive.connectors.nixl import Nixl
+from moonserve.live.drive.connectors.sglang import Sglang
+from moonserve.live.drive.handover import Handed, HandoverConnector, PrefillCall
+from moonserve.live.drive.lease import Watch
+from moonserve.live.drive.lost import Answer, CallLost
+from moonserve.live.drive.passing import Passing
+from moonserve.live.drive.prompt_info import PromptInfo
+from moonserve.live.drive.request import Life
+from moonserve.live.external.observed import OutgoingCall
+from moonserve.live.http.client import ClientStream
+from moonserve.live.http.message import JSON
+from moonserve.live.openai.external import ExternalRequest
+
+Piece: TypeAlias = Answer | bytes
+"""A whole reply, or whole events of a stream."""
+
+_CONNECTORS: Mapping[Connector, HandoverConnector] = {
+    "nixl": Nixl(),
+    "mooncake": Mooncake(),
+    "sglang": Sglang(),
+}
+"""How KV gets from a prefill engine to a decode engine, where one call does not do both."""
+_DRAIN_S = 0.5
+
+
+class EngineCalls:
+    """See the module. A lost call is made again only while the client has got nothing."""
+
+    resumes = False
+
+    def __init__(
+        self,
+        asked: ExternalRequest,
+        prompt: PromptInfo,
+        request: Request,
+        caller: Caller,
+        arrived_s: float,
+    ) -> None:
+        self.reply = Passing()
+        self.content_type = JSON
+        self.again_s = caller.limits.again_s
+        self._asked = asked
+        self._prompt = prompt
+        self._request = request
+        self._caller = caller
+        self._arrived_s = arrived_s
+        self._loop = asyncio.get_running_loop()
+        self._handed: Handed | None = None
+        self._cached: Tokens | None = None
+        """Prompt tokens that another engine's prefill reused; None: there was none, or it did not
+        report them."""
+        self._prefilled_s: float | None = None
+        """When another engine had prefilled it, where decode's first token is not seen."""
+        self._stream: ClientStream | None = None
+        self._note: OutgoingCall | None = None
+        self._at: tuple[InstanceInfo, Tokens] | None = None
+        """The instance that makes the client's reply, and how much it was expected to reuse."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_s = arrived_s
+        """When the last piece came."""
+
+    def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
+        """See Calls: the prompt."""
+        return self._prompt.length, self._prompt.keys
+
+    async def prefill(self, action: Prefill, life: Life) -> Piece | None:
+        """See Calls."""
+        to, decision = action.to, action.decision
+        self._cached = self._prefilled_s = None
+        if decision.joint:
+            return await self._make_whole(action, life)
+        connector = _CONNECTORS[to.connector]
+        call = PrefillCall(self._caller, self._asked, self._request, action)
+        self._handed = handed = await connector.prefill(call)
+        self._cached = handed.cached
+        self._caller.reused(self._prompt, to, decision.reused_tokens, handed.cached)
+        life.prefill_ended()
+        if not self._asked.stream:  # decode's is not seen
+            self._prefilled_s = self._loop.time()
+            life.first_token(handed.cached)
+        return None
+
+    async def _make_whole(self, action: Prefill, life: Life) -> Piece | None:
+        """One engine prefills and decodes."""
+        to, decision, asked = action.to, action.decision, self._asked
+        self._at = (to, decision.reused_tokens)
+        if not asked.stream:  # its first token is not seen: taken to come as predicted
+            wait_s = (decision.predicted_ttft_us - decision.waited_us) / MICROS_PER_SECOND
+            self._timer = self._loop.call_later(wait_s, life.prefill_ended)
+        self._note = self._caller.observer.began(
+            to.id,
+            "whole",
+            decision.prompt_tokens,
+            decision.reused_tokens,
+            asked.stream or asked.max_tokens == 1,
+        )
+        return await self._run(to, asked.raw, self._caller.limits.first_byte_s, life)
+
+    async def decode(self, action: Decode, life: Life) -> Piece | None:
+        """See Calls: what was handed over is used once."""
+        handed, self._handed = self._handed, None
+        assert handed is not None, "a decode follows a prefill"
+        to, length = action.to, self._prompt.length
+        self._at = (to, 0)
+        try:
+            body, first_s = handed.taken(self._caller, self._asked, to)
+            if handed.stream is not None:
+                return await self._met(handed, to, first_s, life)
+            self._note = self._caller.observer.began(
+                to.id, "decode", length, length, self._asked.stream
+            )
+            return await self._run(to, body, first_s, life)
+        except (CallLost, DeadlineExceeded) as error:
+            lost = CallLost.of(error)
+            lost.member = lost.member or await handed.blamed(self._caller)
+            raise lost from None
+        finally:
+            handed.drop()
+
+    async def _met(
+        self, handed: Handed, to: InstanceInfo, first_s: float, life: Life
+    ) -> Piece | None:
+        """The reply of a decode that was called beside its prefill."""
+        assert handed.stream is not None
+        stream = await handed.stream
+        handed.stream = None
+        self._note, handed.note = handed.note, None
+        if self._asked.stream and stream.status == 200:
+            return await self._begun(stream, to, first_s, life)
+        return self._whole(await self._caller.rest(to, stream), life)
+
+    async def _run(self, to: InstanceInfo, body: bytes, first_s: float, life: Life) -> Piece | None:
+        """Call an engine for the client's reply."""
+        caller, asked = self._caller, self._asked
+        if asked.stream:
+            stream = caller.stream(to, asked, self._request, body, first_s)
+            until_s = self._loop.time() + first_s
+            await stream.__aenter__()
+            if stream.status != 200:
+                return self._whole(await caller.rest(to, stream), life)  # raises
+            return await self._begun(stream, to, until_s - self._loop.time(), life)
+        limit_s = caller.limits.whole_s(first_s, asked.max_tokens)
+        whole = caller.whole(to, asked, self._request, body, limit_s)
+        if body is asked.raw:
+            return self._whole(await whole, life)
+        with Watch(caller.engines.member(to.id), to, self._request.id, life.inbox, first_s):
+            return self._whole(await whole, life)
+
+    async def _begun(
+        self, stream: ClientStream, to: InstanceInfo, left_s: float, life: Life
+    ) -> bytes:
+        """The first whole events of a stream."""
+        self._stream, reply = stream, Passing(self._cached)
+        stream.idle(max(0.001, left_s))
+        first = b""
+        while not first:
+            chunk = await stream.take()
+            if chunk is None:
+                raise CallLost(f"{to.id} ended its stream before its first token")
+            first = reply.passed(reply.whole(chunk))
+        if reply.failed:
+            raise CallLost(f"{to.id} failed: {first[:500].decode('utf-8', 'replace')}")
+        stream.idle(self._caller.limits.token_s)
+        self.content_type = stream.headers.get("content-type", JSON)
+        self.reply = reply
+        self._answered(life, seen=True)
+        self._count()
+        return first
+
+    def _whole(self, answer: Answer, life: Life) -> Answer:
+        """A reply that came at once, with its usage put right."""
+        self.reply = Passing(self._cached)
+        answer.body = self.reply.answered(answer.body)
+        tokens = self.reply.counted.completion
+        if self._note is not None and tokens is not None:
+            self._note.count = tokens // self._asked.choices
+        self._answered(life, seen=tokens is not None and tokens <= self._asked.choices)
+        return answer
+
+    def _answered(self, life: Life, seen: bool) -> None:
+        """Something is here for the client; seen: its first token, or else only the prefill
+        engine's reply said when that came."""
+        now_s = self._loop.time()
+        first_s = now_s if seen else self._prefilled_s
+        if first_s is not None:
+            self._caller.metrics.ttft.observe(first_s - self._arrived_s)
+        if seen:
+            life.first_token(self.reply.cached)
+        if self._note is not None and (self._asked.stream or self.reply.counted.completion):
+            self._note.answered(self.reply.cached)
+        self._last_s = now_s
+        self._stop_timer()
+        life.prefill_ended()
+
+    async def next(self) -> bytes | None:
+        """See Calls: what has come of the stream, in whole events."""
+        assert self._stream is not None, "a stream has begun"
+        reply, out = self.reply, b""
+        while not out:
+            chunk = await self._stream.take()
+            if chunk is None:
+                if not reply.finish:
+                    raise CallLost("the engine's stream ended early")
+                return None
+            if whole := reply.whole(chunk):
+                out = reply.passed(whole)
+        now_s = self._loop.time()
+        self._caller.metrics.tbt.observe(now_s - self._last_s)
+        self._last_s = now_s
+        self._count()
+        return out
+
+    def _count(self) -> None:
+        if self._note is not None:
+            self._note.count = self.reply.events // self._asked.choices
+
+    def ended(self) -> None:
+        """See Calls: the engine has counted the tokens."""
+        reply, metrics = self.reply, self._caller.metrics
+        prompt, cached, tokens = reply.counted.prompt, reply.cached, reply.tokens
+        self._caller.reader.learn(self._asked.model, self._prompt, prompt)
+        metrics.prompt_tokens += prompt or self._prompt.length
+        metrics.cached_tokens += cached or 0
+        metrics.completion_tokens += tokens
+        if self._at is not None:
+            said = cached if self._cached is None else None
+            self._caller.reused(self._prompt, *self._at, said)
+        note, self._note = self._note, None
+        if note is not None:
+            note.count = min(note.count, tokens)
+            note.ended(reply.counted.cached)
+
+    async def stop(self) -> None:
+        """See Calls."""
+        self._stop_timer()
+        if self._note is not None:
+            self._note.ended()
+            self._note = None
+        if self._handed is not None:
+            self._handed.drop()
+            self._handed = None
+        if self._stream is not None:
+            self._stream.leave()
+            self._stream = None
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def drain(self) -> None:
+        """See Calls; an engine that goes on without end is left after a moment."""
+        stream = self._stream
+        if stream is None:
+            return
+        stream.idle(_DRAIN_S)
+        until_s = self._loop.time() + _DRAIN_S
+        with contextlib.suppress(MoonserveError):
+            while await stream.take() is not None and self._loop.time() < until_s:
+                pass
