@@ -49,8 +49,9 @@ def test_the_next_turn_finds_the_answer() -> None:
 
 
 def test_a_lost_decode_worker_is_resumed_from_what_it_stored() -> None:
-    """Killed amid its stream, it goes on elsewhere: no token twice, none missing, and of those
-    that were sent only what no full block held is computed again.
+    """A stream whose worker is killed continues elsewhere, with no token twice and none missing.
+
+    Of the tokens that were sent, only those in no full block are computed again.
     """
 
     async def main() -> None:

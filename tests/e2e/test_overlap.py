@@ -1,6 +1,6 @@
-"""Decode pulls while prefill computes: a whole cluster on one loop, with a slow link.
+"""Decode fetches KV while prefill computes: a whole cluster on one loop, with a slow link.
 
-Prints with -s what was where when; bench/overlap.py does so on a real model.
+With -s it prints the stages; bench/overlap.py does so with a real model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tell(published: list[KVStage], pulled: list[KVStage]) -> None:
 
 
 def test_only_the_last_chunk_is_left_when_prefill_ends() -> None:
-    """Of 4,096 tokens, what was published before the last chunk is at the decode worker already."""
+    """Of 4,096 tokens, decode has all that was published before the last chunk."""
 
     async def main() -> None:
         async with site() as it:
@@ -62,8 +62,8 @@ def test_only_the_last_chunk_is_left_when_prefill_ends() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_who_leaves_amid_the_pull_leaves_nothing() -> None:
-    """A client that hangs up while blocks are on their way: every ledger goes back to zero."""
+def test_a_disconnect_during_the_prefetch_leaves_nothing() -> None:
+    """If a client disconnects while blocks are on their way, every ledger goes back to zero."""
 
     async def main() -> None:
         async with site() as it:
@@ -79,8 +79,8 @@ def test_who_leaves_amid_the_pull_leaves_nothing() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_decode_worker_lost_amid_the_pull_costs_nothing() -> None:
-    """Decode goes to another one, which loads all of it."""
+def test_a_decode_worker_lost_during_the_prefetch_costs_nothing() -> None:
+    """Decode goes to another worker, which loads all KV."""
 
     async def main() -> None:
         async with site() as it:

@@ -1,4 +1,4 @@
-"""A worker's KV events, followed as a gateway follows vLLM's: what lies in its segment is known."""
+"""A worker's KV events, followed as a gateway follows vLLM's, give the blocks in its segment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANY = "tcp://127.0.0.1:0"
 
 
 class Follower:
-    """A sink that keeps what it hears."""
+    """A sink that keeps the events."""
 
     def __init__(self, stream: KvEventStream) -> None:
         self.stream = stream
@@ -43,9 +43,11 @@ class Follower:
         raise AssertionError(why)
 
 
-def test_what_a_worker_stores_and_loses_is_known() -> None:
-    """After some requests and an eviction the index of a follower is the segment's catalogue, and
-    the hashes are those vLLM would give the same tokens."""
+def test_events_follow_the_segment() -> None:
+    """After requests and an eviction a follower's index equals the segment's catalogue.
+
+    The hashes are those that vLLM gives the same tokens.
+    """
 
     async def run() -> None:
         async with site() as it:
@@ -83,9 +85,11 @@ def test_what_a_worker_stores_and_loses_is_known() -> None:
     asyncio.run(run())
 
 
-def test_blocks_of_a_salted_request_are_told_as_vllms_are() -> None:
-    """The first says the salt and has it in its hash; a follower has them under the keys by which
-    a gateway looks for them."""
+def test_events_of_salted_requests_are_vllms() -> None:
+    """The first block's event has the salt, which is in its hash too.
+
+    A follower indexes the blocks under the keys by which a gateway looks for them.
+    """
 
     async def run() -> None:
         async with site() as it:

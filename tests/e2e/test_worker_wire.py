@@ -77,7 +77,7 @@ class Site:
         return made
 
     def push(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Have this done at the end."""
+        """Call this at the end."""
         self._stack.push_async_callback(close)
 
     async def post(self, worker: Worker, id: str = "r", **body: Any) -> ClientResponse:
@@ -99,7 +99,7 @@ class Site:
     async def events(
         self, worker: Worker, id: str = "r", stop_after: int | None = None, **body: Any
     ) -> list[dict[str, Any]]:
-        """A streamed completion's events; hangs up after `stop_after` of them."""
+        """A streamed completion's events; disconnects after `stop_after` of them."""
         body = {"return_token_ids": True, "temperature": 0, "stream": True, **body}
         got: list[dict[str, Any]] = []
         async with self.http.stream(
@@ -181,7 +181,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
 
 
 def reference(prompt: list[int], count: int) -> list[int]:
-    """What any right run gives."""
+    """The tokens of greedy decoding on one engine."""
     return FakeEngine(block_size=BLOCK).reference(prompt, count)
 
 
@@ -269,7 +269,7 @@ def test_real_segments_with_room_for_a_fraction() -> None:
 
 
 def test_sixteen_at_once_half_of_them_leave() -> None:
-    """Of 16 concurrent requests 8 hang up midway: the others are right, the ledgers zero."""
+    """Of 16 concurrent requests 8 disconnect: the others are right, and all ledgers are zero."""
 
     async def main() -> None:
         async with site(store := DictStore()) as it:
@@ -333,8 +333,8 @@ def test_a_tiny_pool_preempts() -> None:
     run(main())
 
 
-def test_hang_up_before_the_first_token() -> None:
-    """A client that leaves during a prefill, streamed or not, frees all and releases the lease."""
+def test_a_disconnect_before_the_first_token() -> None:
+    """A client that disconnects during a prefill frees all and releases the lease."""
 
     async def main() -> None:
         async with site(store := DictStore()) as it:
@@ -433,7 +433,7 @@ def test_reply_shapes_are_vllms() -> None:
     run(main())
 
 
-def test_leases_of_our_own_naming_are_unique() -> None:
+def test_leases_that_the_worker_names_are_unique() -> None:
     """A router that names no lease, and sends one id twice, gets two leases."""
 
     async def main() -> None:
@@ -452,7 +452,7 @@ def test_leases_of_our_own_naming_are_unique() -> None:
     run(main())
 
 
-def test_a_prompt_is_echoed_to_those_that_hand_nothing_over() -> None:
+def test_a_hand_over_does_not_echo_the_prompt() -> None:
     """With kv_transfer_params, whole and streamed replies leave the prompt's ids out."""
 
     async def main() -> None:
@@ -472,7 +472,7 @@ def test_a_prompt_is_echoed_to_those_that_hand_nothing_over() -> None:
 
 @pytest.mark.parametrize("given", ["", "Bearer wrong", "secret", "Bearer secret2", "Bearer é"])
 def test_posts_need_the_token(given: str) -> None:
-    """Without the cluster token a worker computes nothing; what only looks is open."""
+    """Without the cluster token a worker computes nothing; GETs are open."""
 
     async def main() -> None:
         async with site(DictStore()) as it:
@@ -492,7 +492,7 @@ def test_posts_need_the_token(given: str) -> None:
     run(main())
 
 
-def test_a_worker_says_what_it_can_hold() -> None:
+def test_a_worker_reports_its_longest_request() -> None:
     """Its longest request is the pool's size where that is below the context."""
 
     async def main() -> None:
@@ -623,7 +623,7 @@ def test_other_paths() -> None:
     ],
 )
 def test_bad_requests_name_their_field(body: dict[str, Any], status: int, param: str) -> None:
-    """What is wrong is refused at once, streamed or not, in OpenAI's error shape."""
+    """A wrong request is refused at once, streamed or not, in OpenAI's error shape."""
 
     async def main() -> None:
         async with site(DictStore()) as it:
@@ -638,8 +638,8 @@ def test_bad_requests_name_their_field(body: dict[str, Any], status: int, param:
     run(main())
 
 
-def test_kv_is_pulled_ahead_by_whoever_asks_rightly() -> None:
-    """A hint waits for its decode call, a hang-up drops it; strangers and nonsense are refused."""
+def test_a_hint_prefetches_kv() -> None:
+    """A hint waits for its decode call or a disconnect; bad tokens and bodies are refused."""
 
     async def main() -> None:
         async with site(DictStore()) as it:

@@ -1,4 +1,4 @@
-"""A worker's KV beside its passes: pulled before the request comes, stored while it decodes."""
+"""A worker's KV beside its passes: prefetched before a request, stored while it decodes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.support.workers import BLOCK, IDLE, Bench, job, prompt, run
 
 
 async def until(true: Any) -> None:
-    """Wait for what should come soon."""
+    """Wait until a condition holds; fails after five seconds."""
     async with asyncio.timeout(5):
         while not true():
             await asyncio.sleep(0.002)
 
 
 async def given_up(task: asyncio.Task[None]) -> None:
-    """The gateway hangs up."""
+    """Disconnect, as the gateway does."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("length", [16, 22])
 def test_blocks_come_while_others_are_computed(length: int) -> None:
-    """What prefill has published is here before decode is asked for, which loads the rest only."""
+    """Decode has prefill's published blocks before its call, which loads only the rest."""
 
     async def main() -> None:
         store = DictStore()
@@ -43,7 +43,7 @@ def test_blocks_come_while_others_are_computed(length: int) -> None:
         assert not asked.done()
         [first] = await prefill.tokens(job("x", tokens, new=1, send_kv=True))
         await until(lambda: decode.runner.ledger().blocks_used == full)
-        assert store.leases == ["x"], "pulling releases nothing"
+        assert store.leases == ["x"], "a prefetch releases nothing"
         reads = store.reads
         decoding = job("x", tokens, take_kv=True, first_token=first)
         assert await decode.tokens(decoding) == decode.engine.reference(tokens, 5)
@@ -62,8 +62,8 @@ def test_blocks_come_while_others_are_computed(length: int) -> None:
     run(main())
 
 
-def test_what_comes_ahead_in_vain_is_let_go() -> None:
-    """A hint whose decode never comes holds nothing after a hang-up or its deadline."""
+def test_a_useless_prefetch_is_freed() -> None:
+    """A hint whose decode never comes holds nothing after a disconnect or its deadline."""
 
     async def main() -> None:
         store = DictStore()
@@ -89,8 +89,8 @@ def test_what_comes_ahead_in_vain_is_let_go() -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02])
-def test_a_decode_that_comes_amid_a_pull_waits_for_it(delay_s: float) -> None:
-    """Claimed at any moment, the blocks are whole and nothing is read twice or lost."""
+def test_a_decode_that_comes_during_a_prefetch_waits_for_it(delay_s: float) -> None:
+    """Whenever decode claims the blocks, they are whole, and none is read twice or lost."""
 
     async def main() -> None:
         store = DictStore()
@@ -116,8 +116,8 @@ def test_a_decode_that_comes_amid_a_pull_waits_for_it(delay_s: float) -> None:
     run(main())
 
 
-def test_a_lost_block_ends_the_pull_and_costs_time_only() -> None:
-    """What could not be read ahead is looked for again, then computed."""
+def test_a_lost_block_ends_the_prefetch_and_costs_only_time() -> None:
+    """A block that could not be prefetched is looked for again, then computed."""
 
     async def main() -> None:
         store = DictStore()
@@ -142,8 +142,8 @@ def test_a_lost_block_ends_the_pull_and_costs_time_only() -> None:
     run(main())
 
 
-def test_who_runs_or_waits_here_goes_before_what_comes_ahead() -> None:
-    """Blocks pulled ahead are free room: they displace nobody, and who needs them gets them."""
+def test_jobs_go_before_prefetched_blocks() -> None:
+    """Prefetched blocks preempt no job, and a job that needs them gets them."""
 
     async def main() -> None:
         store = DictStore()
@@ -157,7 +157,7 @@ def test_who_runs_or_waits_here_goes_before_what_comes_ahead() -> None:
         mine = job("a", prompt(14, 2), new=24)
         assert await decode.tokens(mine) == decode.engine.reference(mine.prompt, 24)
         assert decode.preemptions() == 0
-        await asked  # it gave way, and was told so
+        await asked  # it gave its blocks away, and ended
         running = asyncio.create_task(decode.tokens(job("b", prompt(30, 3), new=10)))
         await until(lambda: decode.runner.ledger().running == 1)
         asked = asyncio.create_task(decode.runner.prefetch(LeaseId("y"), keys))
@@ -169,8 +169,8 @@ def test_who_runs_or_waits_here_goes_before_what_comes_ahead() -> None:
     run(main())
 
 
-def test_growth_takes_the_room_of_what_came_ahead() -> None:
-    """A decode that needs its next block gets one that was pulled ahead, without a preemption."""
+def test_a_growing_job_takes_prefetched_blocks() -> None:
+    """A decode that needs its next block gets a prefetched one, without a preemption."""
 
     async def main() -> None:
         store = DictStore()
@@ -190,7 +190,7 @@ def test_growth_takes_the_room_of_what_came_ahead() -> None:
 
 
 def test_hints_are_bounded_and_repeated_ones_refused() -> None:
-    """No more prompts come ahead than may run; a second hint under a lease is no use."""
+    """No more prompts are prefetched than may run; a second hint under one lease ends at once."""
 
     async def main() -> None:
         decode = Bench(DictStore(), max_seqs=2)
@@ -211,7 +211,7 @@ def test_hints_are_bounded_and_repeated_ones_refused() -> None:
 
 
 def test_a_slow_store_does_not_hold_up_the_next_chunk() -> None:
-    """All passes of a prompt end before the first of its puts, which are done all the same."""
+    """All passes of a prompt end before the first of its puts, which are done later."""
 
     async def main() -> None:
         store = DictStore()
@@ -219,7 +219,7 @@ def test_a_slow_store_does_not_hold_up_the_next_chunk() -> None:
         bench = Bench(store, blocks=512)
         tokens = prompt(800)
         assert await bench.tokens(job("x", tokens, new=1)) == bench.engine.reference(tokens, 1)
-        assert store.puts == 0, "nothing has been stored yet, and nobody waited"
+        assert store.puts == 0, "the passes waited for no put"
         store.delay_s = 0.0
         await bench.idle()
         assert 128 <= store.puts <= 200
@@ -228,7 +228,7 @@ def test_a_slow_store_does_not_hold_up_the_next_chunk() -> None:
 
 
 def test_a_hand_over_does_not_wait_for_a_store_for_ever() -> None:
-    """Past the flush deadline the prefill is handed over, and puts not begun are given up."""
+    """After the flush deadline the prefill is handed over, and remaining puts are dropped."""
 
     async def main() -> None:
         store = DictStore()
@@ -243,7 +243,7 @@ def test_a_hand_over_does_not_wait_for_a_store_for_ever() -> None:
 
 
 def test_a_lease_is_released_after_the_last_put_under_it() -> None:
-    """A put that outlasts the flush deadline does not take the lease again, for nobody to end."""
+    """A put that outlasts the flush deadline does not take a lease that nothing would release."""
 
     async def main() -> None:
         store = DictStore()
@@ -264,7 +264,7 @@ def test_a_lease_is_released_after_the_last_put_under_it() -> None:
     ("decode_kv", "midway", "at_end"), [("off", 0, 0), ("end", 0, 4), (2, 2, 4), (1, 3, 4)]
 )
 def test_decode_stores_what_it_generates(decode_kv: Any, midway: int, at_end: int) -> None:
-    """Blocks of prompt and output follow the prompt's in one chain, when they are wanted."""
+    """Blocks of generated tokens continue the prompt's chain, as decode_kv says."""
 
     async def main() -> None:
         store = DictStore()
@@ -298,8 +298,8 @@ def test_decode_stores_what_it_generates(decode_kv: Any, midway: int, at_end: in
     run(main())
 
 
-def test_a_generation_that_is_left_is_stored_as_far_as_it_came() -> None:
-    """A client that stops reading, or a stop string's end, keeps what was generated by then."""
+def test_a_cancelled_generation_is_stored_up_to_its_end() -> None:
+    """If a client stops reading, the blocks generated by then are stored."""
 
     async def main() -> None:
         store = DictStore()
@@ -316,7 +316,7 @@ def test_a_generation_that_is_left_is_stored_as_far_as_it_came() -> None:
 
 
 def test_a_preempted_decode_stores_its_own_blocks() -> None:
-    """Whatever was taken from it in between, every stored block continues rightly."""
+    """A preempted job's stored blocks are right: a later prompt continues them."""
 
     async def main() -> None:
         store = DictStore()
@@ -336,7 +336,7 @@ def test_a_preempted_decode_stores_its_own_blocks() -> None:
 
 
 def test_a_stop_ends_like_a_length() -> None:
-    """A stop token ends the chain where the answer ended."""
+    """A generation that a stop token ends is stored like one that reaches its length."""
 
     async def main() -> None:
         store = DictStore()

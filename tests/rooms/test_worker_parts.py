@@ -1,4 +1,4 @@
-"""Parts of a prompt on several runners: right tokens, one failure for all, nothing left held."""
+"""Parts of a prompt on several runners: right tokens, shared failures, nothing held."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.tiny import VOCAB, write_folder
 from tests.support.workers import BLOCK, GREEDY, Bench, Stopping, job, prompt, run
 
 SLOW_US = 400
-"""Of a prompt token, where a test wants to be there in the middle."""
+"""The time of one prompt token, where a test acts in the middle of a pass."""
 
 
 class Group:
-    """Runners that pull from each other; their URLs are their numbers."""
+    """Runners that fetch KV from each other; their URLs are their numbers."""
 
     def __init__(self, count: int, store: DictStore | None = None, **options: Any) -> None:
         self.store = store or DictStore()
@@ -36,11 +36,11 @@ class Group:
             Bench(self.store, engine=engine, fetch=self._fetch, **options) for engine in engines
         ]
         self.damage = -1
-        """Which byte of what is sent arrives as another."""
+        """The index of the byte that is damaged on its way; -1: none."""
         self.silent = False
-        """Whether nothing is sent."""
+        """Whether a runner sends nothing."""
         self.bug = False
-        """Whether fetching breaks as nothing should."""
+        """Whether fetching raises an error of a bug."""
 
     @contextlib.asynccontextmanager
     async def _fetch(self, url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -50,7 +50,7 @@ class Group:
             yield self._cut(frames)
 
     async def _cut(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """In pieces that know nothing of frames."""
+        """The frames, cut into pieces anywhere."""
         count = 0
         async for frame in frames:
             if self.silent:
@@ -71,11 +71,11 @@ class Group:
         return piece
 
     def start(self, parts: Sequence[Job], first: int = 0) -> list[asyncio.Task[Piece]]:
-        """Each part on a runner of its own."""
+        """Start each part on a runner of its own."""
         return [asyncio.create_task(self.piece(first + at, part)) for at, part in enumerate(parts)]
 
     async def idle(self) -> None:
-        """Wait until everything is let go everywhere."""
+        """Wait until no runner holds anything."""
         for bench in self.benches:
             await bench.idle()
 
@@ -88,7 +88,7 @@ class Group:
 def parts_of(
     name: str, tokens: tuple[int, ...], starts: Sequence[int], sources: Sequence[str], **more: Any
 ) -> list[Job]:
-    """Jobs for the parts of a prompt that begin there; each pulls from the source before it."""
+    """Jobs for the parts of a prompt, which begin at `starts`; `sources` are their runners."""
     jobs: list[Job] = []
     ends = [*starts[1:], len(tokens)]
     for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -113,7 +113,7 @@ def parts_of(
     [(9, [0, 8]), (50, [0, 20]), (51, [0, 48]), (52, [0, 24, 40]), (61, [0, 4, 8, 60])],
 )
 def test_parts_are_the_whole(length: int, starts: list[int]) -> None:
-    """The last part samples what one engine would; the store has every block; decode goes on."""
+    """The last part samples what one engine would, and the store has every block for decode."""
 
     async def main() -> None:
         group = Group(len(starts))
@@ -207,7 +207,7 @@ def test_the_torch_engine_gives_the_same_tokens_and_kv(tmp_path: Path) -> None:
 
 
 def slow() -> FakeEngine:
-    """One that takes its time."""
+    """An engine whose passes take some time."""
     return FakeEngine(block_size=BLOCK, num_blocks=64, cost=fake_cost(0, SLOW_US, 0))
 
 
@@ -247,8 +247,9 @@ def test_others_are_served_while_a_part_waits() -> None:
 
 
 def test_crossing_groups_in_full_pools_end() -> None:
-    """Prompts whose parts cross on the same runners do not wait for each other's blocks for long;
-    those that end are right.
+    """Prompts whose parts cross on the same runners soon stop to wait for each other's blocks.
+
+    Those that are served get the right tokens.
     """
 
     async def main() -> None:
@@ -274,7 +275,7 @@ def test_crossing_groups_in_full_pools_end() -> None:
 
 
 async def both_fail(group: Group, tasks: list[asyncio.Task[Piece]]) -> list[MoonserveError]:
-    """Every part has failed and nothing is held; why."""
+    """Check that every part fails and nothing is held; returns the errors."""
     errors = []
     for task in tasks:
         with pytest.raises(MoonserveError) as caught:
@@ -286,7 +287,7 @@ async def both_fail(group: Group, tasks: list[asyncio.Task[Piece]]) -> list[Moon
 
 
 def test_damage_on_the_way_fails_both() -> None:
-    """A flipped bit anywhere in what is sent fails the part that gets it and the one that sends."""
+    """A flipped bit anywhere in the frames fails the part that receives them and the sender."""
 
     async def main() -> None:
         for at in (0, 5, 9, 14, 30, 400):
@@ -297,8 +298,8 @@ def test_damage_on_the_way_fails_both() -> None:
     run(main())
 
 
-def test_a_bug_on_the_way_hangs_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """What should not happen fails both parts at once, and is told in the log."""
+def test_a_bug_in_fetching_fails_both_parts(caplog: pytest.LogCaptureFixture) -> None:
+    """Both parts fail at once, and the log has the traceback."""
 
     async def main() -> None:
         group = Group(2)
@@ -312,8 +313,8 @@ def test_a_bug_on_the_way_hangs_nobody(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("leaves", [0, 1, 2])
 @pytest.mark.parametrize("when_s", [0.0, 0.01, 0.03])
-def test_who_leaves_in_the_middle_takes_all_along(leaves: int, when_s: float) -> None:
-    """A part that is cancelled, at any time, fails the others; nothing is held anywhere."""
+def test_a_cancelled_part_fails_the_others(leaves: int, when_s: float) -> None:
+    """A part that is cancelled, at any time, fails the others, and no runner holds anything."""
 
     async def main() -> None:
         group = Group(3, engines=[slow(), slow(), slow()])
@@ -321,7 +322,7 @@ def test_who_leaves_in_the_middle_takes_all_along(leaves: int, when_s: float) ->
         await asyncio.sleep(when_s)
         tasks[leaves].cancel()
         left = [task for at, task in enumerate(tasks) if at != leaves]
-        if when_s == 0.0 and leaves == 0:  # it never came: its successors wait for it in vain
+        if when_s == 0.0 and leaves == 0:  # it never came: the next parts wait in vain
             for task in left:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -359,7 +360,7 @@ def test_a_failed_pass_fails_all_parts() -> None:
 
 
 def test_waits_end_by_their_deadlines() -> None:
-    """Who waits for a part that does not come, or sends nothing, gives up, and lets go of all."""
+    """A part that waits in vain for another part fails and frees its blocks."""
 
     async def main() -> None:
         first, second = parts_of("x", prompt(60), [0, 32], ["0"])
@@ -370,13 +371,13 @@ def test_waits_end_by_their_deadlines() -> None:
         assert isinstance(error, DeadlineExceeded)
         group.silent = True
         await both_fail(group, group.start([first, second]))
-        assert group.benches[1].runner.failure is None, "it is not the engine that hangs"
+        assert group.benches[1].runner.failure is None, "the engine does not hang"
 
     run(main())
 
 
 def test_a_long_pass_is_no_hung_engine_while_its_layers_come() -> None:
-    """The deadline of a pass holds for each layer of a part's, which may take much longer."""
+    """The deadline of a pass holds for each layer of a part; the whole pass may take longer."""
 
     async def main() -> None:
         engines = [
@@ -393,7 +394,7 @@ def test_a_long_pass_is_no_hung_engine_while_its_layers_come() -> None:
 
 
 def test_an_engine_that_hangs_amid_its_layers_ends_its_worker() -> None:
-    """It is told of as any hung engine; the other worker's part fails, and that worker goes on."""
+    """Its worker reports a failure; the other worker's part fails, and that worker still serves."""
 
     class Hung(FakeEngine):
         async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
@@ -420,7 +421,7 @@ def test_an_engine_that_hangs_amid_its_layers_ends_its_worker() -> None:
 
 
 def test_a_worker_that_stops_ends_its_part_and_the_others() -> None:
-    """Closing one runner amid its pass fails the parts everywhere by one error each."""
+    """Closing one runner during its pass fails the parts everywhere with one error each."""
 
     async def main() -> None:
         group = Group(2, engines=[slow(), slow()])
@@ -435,8 +436,8 @@ def test_a_worker_that_stops_ends_its_part_and_the_others() -> None:
     run(main())
 
 
-def test_no_part_is_here_twice_and_none_is_asked_for_twice() -> None:
-    """A second part under one lease, and a second worker for one part's frames, are refused."""
+def test_a_repeated_part_and_a_second_reader_are_refused() -> None:
+    """A lease has one part on a runner, and one other worker reads its frames."""
 
     async def main() -> None:
         group = Group(2, engines=[slow(), slow()])
@@ -457,12 +458,12 @@ def test_no_part_is_here_twice_and_none_is_asked_for_twice() -> None:
 
 
 def fields(of: Job) -> dict[str, Any]:
-    """Of a struct."""
+    """The fields of a struct."""
     return {name: getattr(of, name) for name in of.__struct_fields__}
 
 
 def test_a_runner_without_peers_takes_no_part() -> None:
-    """It refuses at once, before anything is held."""
+    """The runner refuses the part at once and holds nothing."""
 
     async def main() -> None:
         bench = Bench(DictStore())
@@ -475,7 +476,7 @@ def test_a_runner_without_peers_takes_no_part() -> None:
 
 
 def test_samples_leave_waiting_out() -> None:
-    """What a part's pass waited for others is no time of its engine's."""
+    """The time that a part's pass waits for others does not count as its engine's."""
 
     async def main() -> None:
         quick = FakeEngine(block_size=BLOCK, num_blocks=64, cost=fake_cost(0, 0, 0))
@@ -490,8 +491,8 @@ def test_samples_leave_waiting_out() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_cancelled_when(seed: int) -> None:
-    """Groups of all shapes that cross and are cancelled at random: what ends is right, all ends."""
+def test_random_groups_and_cancels(seed: int) -> None:
+    """Groups cross and are cancelled at random: all end, and those that are served are right."""
 
     async def main() -> None:
         draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Runner: jobs in, right tokens out, everything let go; the wire is tests/e2e's matter."""
+"""The runner: it gives right tokens and holds nothing afterwards; tests/e2e covers the wire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.workers import BLOCK, GREEDY, Bench, job, prompt, run
 
 
 def test_many_jobs_get_their_own_tokens() -> None:
-    """Jobs of all lengths at once give the reference's tokens, and nothing is left held."""
+    """Jobs of all lengths at once give the reference's tokens, and nothing stays held."""
 
     async def main() -> None:
         bench = Bench()
@@ -34,7 +34,7 @@ def test_many_jobs_get_their_own_tokens() -> None:
 
 
 def test_a_tiny_pool_preempts_and_stays_right() -> None:
-    """With room for barely one job, preempted ones are computed again to equal tokens."""
+    """With blocks for barely one job, preempted jobs are computed again to equal tokens."""
 
     async def main() -> None:
         for store in (None, DictStore()):
@@ -50,7 +50,7 @@ def test_a_tiny_pool_preempts_and_stays_right() -> None:
 
 
 def test_warm_prefix_is_loaded_not_computed() -> None:
-    """A second job computes only what the store lacks, at least its last token."""
+    """A second job computes only what the store does not have, at least its last token."""
 
     async def main() -> None:
         store = DictStore()
@@ -88,7 +88,7 @@ def test_decode_continues_from_handed_over_kv(length: int) -> None:
         ):
             got.append(piece.token)
             await asyncio.sleep(0)
-            assert store.leases == [], "let go after the pull, not at the end"
+            assert store.leases == [], "released after the load, not at the end"
         assert got == decode.engine.reference(tokens, 5)
         load = decode.runner.take_load()
         assert sum(s.prefill_new for s in load.passes) == 0
@@ -120,7 +120,7 @@ def test_lost_blocks_are_computed_again() -> None:
     run(main())
 
 
-def test_a_tail_carries_nothing_of_others() -> None:
+def test_a_tail_block_has_no_bytes_of_other_jobs() -> None:
     """The unused slots of a handed-over tail block are zero, whoever used the block before."""
 
     async def main() -> None:
@@ -136,7 +136,7 @@ def test_a_tail_carries_nothing_of_others() -> None:
 
 
 def test_store_errors_and_delays_cost_no_request() -> None:
-    """A store that fails or hangs is gone on without; what it still writes stays held."""
+    """The runner serves without a store that fails or hangs; blocks it still writes stay held."""
 
     class Broken(DictStore):
         async def find(self, keys: Any, lease: Any) -> Any:
@@ -165,7 +165,7 @@ def test_store_errors_and_delays_cost_no_request() -> None:
 
 
 def test_cancel_at_any_moment_frees_all() -> None:
-    """Jobs closed while queued, loading, prefilling, handing over or decoding leave nothing."""
+    """Jobs closed while queued, loading, prefilling, handing over or decoding hold nothing."""
 
     async def main() -> None:
         store = DictStore()
@@ -222,7 +222,7 @@ def test_a_failed_pass_fails_its_requests_only() -> None:
 
 
 def test_a_hung_engine_ends_the_worker() -> None:
-    """A pass past its deadline fails everyone and is told by `failure`; nobody waits for ever."""
+    """A pass that misses its deadline fails every job, and `failure` reports it."""
 
     class Hung(FakeEngine):
         async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
@@ -239,7 +239,7 @@ def test_a_hung_engine_ends_the_worker() -> None:
     run(main())
 
 
-def test_reuse_is_capped_and_only_a_prefill_to_go_on_is_handed_over() -> None:
+def test_reuse_is_capped_and_a_stopped_prefill_is_not_handed_over() -> None:
     """No more than job.reuse is loaded; a prefill that ended with a stop keeps no lease."""
 
     async def main() -> None:
@@ -268,7 +268,7 @@ def test_reuse_is_capped_and_only_a_prefill_to_go_on_is_handed_over() -> None:
 
 
 def test_refusals() -> None:
-    """What never fits and what exceeds the queue is refused at once, holding nothing."""
+    """A job that never fits, or finds the queue full, is refused at once and holds nothing."""
 
     async def main() -> None:
         bench = Bench(blocks=4, max_seqs=1, max_waiting=1)

@@ -56,7 +56,7 @@ class Delayed(Watched):
         self.slow = slow
 
     async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
-        """Tell made-up times; the n-th pass to be run may be a slow one."""
+        """Return made-up times; the n-th pass may be a slow one."""
         tokens = sum(len(chunk.tokens) for chunk in work.chunks)
         us = 10 * (tokens if tokens > len(work.chunks) else 1)
         self.ran.append(work)
@@ -64,8 +64,8 @@ class Delayed(Watched):
 
 
 @pytest.mark.parametrize("slow", [{1}, {2, 4}, {9}, {3, 4, 14}, {0}])
-def test_a_pass_that_others_delayed_is_measured_again(slow: set[int]) -> None:
-    """Whatever passes were delayed once, what is told are the times of undisturbed ones."""
+def test_a_delayed_pass_is_measured_again(slow: set[int]) -> None:
+    """Whichever passes were delayed once, the reported times are those of undisturbed passes."""
     engine = Delayed(slow)
     samples = asyncio.run(warm_up(engine, "both", 512))
     for sample in samples:

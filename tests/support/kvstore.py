@@ -1,4 +1,4 @@
-"""A KVStore of a dict: what workers share in one process, and a knob for losing things."""
+"""A KVStore of a dict, which workers in one process share; it can lose blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DictStore:
         self.delay_s = 0.0
         self.puts = 0
         self.near: list[SegmentId | None] = []
-        """Where each put should have gone."""
+        """The segment that each put asked for."""
         self.reads = 0
 
     async def find(self, keys: Sequence[BlockKey], lease: LeaseId) -> list[Found]:

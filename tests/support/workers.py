@@ -52,11 +52,11 @@ class Bench:
         self.runner = Runner(bench, store, fetch)
 
     def keys(self, tokens: tuple[int, ...] | list[int]) -> tuple[BlockKey, ...]:
-        """Of the full blocks of `tokens`."""
+        """The keys of the full blocks of `tokens`."""
         return tuple(chain_keys(self.namespace.root(), tokens, BLOCK))
 
     async def tokens(self, job: Job) -> list[int]:
-        """What the job generates."""
+        """The tokens that the job generates."""
         return [piece.token async for piece in self.runner.generate(job)]
 
     def preemptions(self) -> int:
@@ -67,7 +67,7 @@ class Bench:
         return int(found[1])
 
     async def idle(self) -> None:
-        """Wait until everything is let go; fails with the ledger that is left."""
+        """Wait until nothing is held; fails with the ledger that is left."""
         for _ in range(300):
             if self.runner.ledger() == IDLE:
                 return

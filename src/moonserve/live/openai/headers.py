@@ -1,6 +1,6 @@
-"""The request headers that say how soon, how urgently and for whom: objectives, priority, tenant.
+"""The request headers for a request's SLO, priority and tenant.
 
-Called by `app`; every refusal is a BadRequest that names the header and the remedy.
+The gateway's API calls it. Every refusal is a BadRequest that names the header and the remedy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,3}")
 
 
 def slo(headers: Mapping[str, str]) -> Slo:
-    """The request's own objectives; None where it brings none. Raises BadRequest."""
+    """The request's own SLO; a target without a header is None. Raises BadRequest."""
     return Slo(_ms(headers, TTFT), _ms(headers, TBT))
 
 
 def priority(headers: Mapping[str, str]) -> int:
-    """The request's priority, 0 where it says none; the higher goes first. Raises BadRequest."""
+    """The request's priority, 0 without a header; a higher one goes first. Raises BadRequest."""
     text = headers.get(PRIORITY)
     if text is None:
         return 0
@@ -42,7 +42,7 @@ def priority(headers: Mapping[str, str]) -> int:
 
 
 def tenant(headers: Mapping[str, str]) -> str:
-    """On whose behalf; nobody's where it does not say. Raises BadRequest."""
+    """The tenant that the request belongs to; "" without a header. Raises BadRequest."""
     text = headers.get(TENANT)
     if text is None:
         return ""

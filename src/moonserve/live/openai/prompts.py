@@ -1,7 +1,7 @@
 """From a request's prompt to token ids, within bounds of time and memory.
 
-Used by `app`. A prompt that cannot fit the context is refused before any work is spent on it; of
-those that may, long ones are tokenised one at a time, on one thread of their own.
+The gateway's API and `live/drive` call it. A prompt that cannot fit the context is refused before
+any work is spent on it. Long prompts are tokenized one at a time, on a thread of their own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
 
 
 class Prompts:
-    """Tokenises prompts; texts over `offload_bytes` on its thread, as its only work.
+    """Tokenizes prompts; texts over `offload_bytes` on a thread that does nothing else.
 
-    One thread, so that many long prompts leave the other cores to the streams. At most
+    It is one thread, so that many long prompts leave the other cores to the streams. At most
     `max_waiting_bytes` of text wait for it (or one text of any size).
     """
 
@@ -35,7 +35,7 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
     async def tokens(self, fields: _Fields, tools: TextTools, max_len: Tokens) -> list[int]:
-        """The prompt's ids; BadRequest where it cannot be served, Overloaded where many wait."""
+        """The prompt's ids. Raises BadRequest, and Overloaded where too much text waits."""
         work: Callable[[], list[int]]
         if isinstance(fields, openai.ChatRequest):
             messages = openai.plain_messages(fields)
@@ -54,13 +54,13 @@ class Prompts:
     async def _offload(self, size: Bytes, work: Callable[[], list[int]]) -> list[int]:
         if self._waiting_bytes and self._waiting_bytes + size > self._max_waiting_bytes:
             raise Overloaded(
-                f"{self._waiting_bytes} bytes of long prompts wait to be tokenised",
+                f"{self._waiting_bytes} bytes of long prompts wait to be tokenized",
                 "tokenizer_queue",
                 1.0,
             )
         self._waiting_bytes += size
         try:
-            # A client that leaves takes its work out of the queue.
+            # If the client disconnects, its work leaves the queue.
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         finally:
             self._waiting_bytes -= size
@@ -73,7 +73,7 @@ def _chat_tokens(messages: list[dict[str, str]], tools: TextTools, max_len: Toke
 
 
 def _refuse_hopeless(param: str, size: Bytes, tools: TextTools, max_len: Tokens) -> None:
-    """BadRequest where so many bytes of text are more tokens than the context, however cut."""
+    """Raise BadRequest if so many bytes of text have more tokens than the context, however cut."""
     bound = max_len * tools.longest_token_bytes
     if size > bound:
         what = f"{size} bytes of text (over {bound}, {tools.longest_token_bytes} a token)"
@@ -81,15 +81,16 @@ def _refuse_hopeless(param: str, size: Bytes, tools: TextTools, max_len: Tokens)
 
 
 def _size(text: str) -> Bytes:
-    """In UTF-8; an unpaired surrogate, which `encode` will refuse, counts too."""
+    """Its bytes in UTF-8, with unpaired surrogates, which `encode` will refuse."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def max_tokens(fields: _Fields, prompt: Tokens, max_len: Tokens) -> Tokens:
-    """The most tokens to generate: as asked, at most what the context leaves.
+    """The most tokens to generate: as the client asks, at most what the context leaves.
 
-    BadRequest where it leaves none. vLLM refuses who asks for more; here nobody is refused for a
-    bound that most answers never reach: one that does ends with finish_reason "length".
+    Raises BadRequest if the context leaves none. vLLM refuses a request for more than it leaves.
+    The gateway does not: most replies never reach the bound, and one that does ends with
+    finish_reason "length".
     """
     asked = fields.max_tokens
     if isinstance(fields, openai.ChatRequest):
