@@ -231,7 +231,7 @@ def _kv_tokens(
 
 def _check_ranks(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> None:
     count, wanted = len(page.ranks), member.spec.dp_size
-    if member.spec.engine == "sglang":  # whose page may tell of one rank only
+    if member.spec.engine == "sglang":  # its page may have one rank only
         count = server.dp_size or (count if count > 1 else 0)
     if not count and wanted > 1:
         warnings.append(f"its ranks are unknown: dp_size {wanted} was not checked")

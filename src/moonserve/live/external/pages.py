@@ -37,37 +37,37 @@ class RankPage(msgspec.Struct):
 
     running: int = 0
     waiting: int = 0
-    """Those included that wait for KV from elsewhere, not for a pass."""
+    """Includes requests that wait for KV from elsewhere, not for a pass."""
     deferred: int = 0
-    """So many of them do."""
+    """Waiting requests that wait for KV from elsewhere."""
     usage: float = 0.0
-    """Part of its KV cache that running requests take up."""
+    """Part of its KV cache that running requests use, from 0 to 1."""
     finished: int = 0
-    """Requests that have ended so far, however they did."""
+    """Requests that have ended so far, with any outcome."""
     gaps: int = 0
-    """Times between two tokens of a request so far, however many requests."""
+    """Gaps between two tokens of a request so far, of all requests."""
     gaps_s: float = 0.0
-    """Their sum."""
+    """The sum of these gaps, in seconds."""
 
 
 class Page(msgspec.Struct):
-    """A page, read."""
+    """What a /metrics page reports."""
 
     started_s: float | None = None
-    """When the server process started, by its own clock; None: it does not say."""
+    """When the server process started, by its own clock; None: unknown."""
     ranks: dict[str, RankPage] = {}
-    """By the name of each; empty: it tells no load."""
+    """Load by the name of each rank; empty: the page has no load."""
     cache: dict[str, str] = {}
-    """The cache's configuration, by vLLM's names; empty: it does not say."""
+    """The cache's configuration, by vLLM's names; empty: unknown."""
 
     def rank(self, number: int) -> RankPage | None:
-        """That rank's load, by the order of the ranks' names."""
+        """The load of rank `number`, in the order of the ranks' names; None: it has none."""
         names = sorted(self.ranks, key=lambda name: (len(name), name))
         return self.ranks[names[number]] if number < len(names) else None
 
 
 def read_page(text: str) -> Page:
-    """A page in Prometheus's text format. Lines that are not of it are skipped."""
+    """Read a page in Prometheus's text format. Other lines are skipped."""
     page = Page()
     for name, labels, value in _lines(text):
         if name == _STARTED:

@@ -64,7 +64,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk_tokens: _Count | None = None
     """The most prompt tokens in one pass; None: 8,192."""
     kv_tokens: _Count | None = None
-    """Tokens whose KV fits; None: as the engine says."""
+    """Tokens of KV that fit; None: as the engine reports."""
     max_len: _Count | None = None
     """Prompt and output together; None: as the engine says."""
     shared_store: bool = False
