@@ -19,6 +19,7 @@ from moonserve.cli.up import cluster
 from moonserve.config import Logging, Settings, load
 from moonserve.core.request import Slo
 from moonserve.live.control.config import LIVE, GatewayConfig
+from moonserve.live.store.settings import StoreSettings
 from moonserve.live.worker.config import WorkerConfig
 
 
@@ -134,19 +135,20 @@ def test_a_token_that_no_header_can_carry_is_refused(argv: list[str], token: str
 
 def test_a_workers_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Address, advertised address, token and sizes arrive in the worker's own settings."""
-    given: list[WorkerConfig] = []
+    given: list[tuple[WorkerConfig, StoreSettings]] = []
 
-    async def note(config: WorkerConfig) -> None:
-        given.append(config)
+    async def note(config: WorkerConfig, share: StoreSettings) -> None:
+        given.append((config, share))
 
     monkeypatch.setattr("moonserve.live.process.worker.run_worker", note)
     monkeypatch.setenv("MOONSERVE_TOKEN", "secret")
     flags = ["--host", "0.0.0.0", "--advertise-host", "w0.lan", "--kv-memory-bytes", "2GiB"]
     assert run(*WORKER, *flags, "--segment-bytes", "1MiB", "--rack", "r7").exit_code == 0
-    [config] = given
+    [(config, share)] = given
     assert (config.host, config.advertise_host, config.token) == ("0.0.0.0", "w0.lan", "secret")
-    assert (config.kv_memory_bytes, config.segment_bytes) == (2 << 30, 1 << 20)
-    assert config.rack == "r7"
+    assert (config.kv_memory_bytes, share.capacity_bytes) == (2 << 30, 1 << 20)
+    assert (share.host, share.advertise_host, share.token) == ("0.0.0.0", "w0.lan", b"secret")
+    assert (config.rack, share.rack, share.port) == ("r7", "r7", 0)
 
 
 def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

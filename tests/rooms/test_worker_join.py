@@ -29,6 +29,7 @@ from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.process.worker import run_worker
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.server import MasterService
+from moonserve.live.store.settings import StoreSettings
 from moonserve.live.transfer.region import folders
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.join import BeatTimes, GatewayClient, GatewayMember, with_unsent
@@ -224,9 +225,11 @@ def test_the_whole_process() -> None:
             engine="fake",
             gateway=f"http://127.0.0.1:{port}",
             token=TOKEN,
-            segment_bytes=1 << 20,
         )
-        task = asyncio.create_task(run_worker(config, lines.append))
+        share = StoreSettings(
+            segment=SegmentId("p0"), epoch=1, capacity_bytes=1 << 20, token=TOKEN.encode()
+        )
+        task = asyncio.create_task(run_worker(config, share, lines.append))
         await asyncio.sleep(0.2)
         await gateway.start(port)
         info = msgspec.convert(await gateway.hears("join"), InstanceInfo)

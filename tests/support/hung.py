@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 
 from moonserve.core.engine.batch import Pass, PassResult
+from moonserve.core.units import SegmentId
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.ports import Layers
 from moonserve.live.process.worker import Loaded, run_worker
+from moonserve.live.store.settings import StoreSettings
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.job import WorkerLimits
 
@@ -34,11 +37,17 @@ if __name__ == "__main__":
         engine="fake",
         gateway=sys.argv[1],
         token=sys.argv[2],
-        segment_bytes=1 << 20,
+    )
+    share = StoreSettings(
+        segment=SegmentId("h0"),
+        epoch=time.time_ns(),
+        capacity_bytes=1 << 20,
+        token=sys.argv[2].encode(),
     )
     asyncio.run(
         run_worker(
             config,
+            share,
             load=lambda config, say: Loaded(Hung(), None, "m"),
             limits=WorkerLimits(pass_s=0.1),
         )

@@ -20,6 +20,7 @@ from moonserve.cli.settings import (
     read_settings,
     read_token,
     settings_options,
+    store_share,
 )
 from moonserve.config import check_name, filled
 from moonserve.core.errors import ConfigError
@@ -157,15 +158,13 @@ def worker(
         role=role,
         port=listen,
         advertise_host=advertise_host,
-        cards=cards,
         gateway=gateway,
         token=token,
         pass_us=pass_us,
-        disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
-        shared_memory=settings.shared_memory == "auto",
         kv_events=kv_events,
     )
-    run_role(run_worker(made))
+    share = store_share(settings, "worker", name, advertise_host=advertise_host, cards=cards)
+    run_role(run_worker(made, share))
 
 
 def _us(ms: float | None) -> Micros | None:

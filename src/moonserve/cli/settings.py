@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -22,6 +23,7 @@ from moonserve.config import (
     Settings,
     all_flags,
     apply_logging,
+    filled,
     load,
     parse_bytes,
 )
@@ -32,6 +34,7 @@ from moonserve.invalid import nearest
 if TYPE_CHECKING:
     from moonserve.core.schedule.profiles import Profile
     from moonserve.core.store.words import Card
+    from moonserve.live.store.settings import StoreSettings
 
 log = logging.getLogger(__name__)
 _KEYS = ENV_PREFIX + "KEY_"
@@ -146,6 +149,27 @@ def read_profile(name: str) -> Profile:
         return profile_from_json(path.read_bytes(), name)
     except OSError as err:
         raise ConfigError(f"{name} cannot be read: {err.strerror}", "profile") from err
+
+
+def store_share(settings: Settings, command: str, name: str, **own: Any) -> StoreSettings:
+    """The share of the KV store of a worker or a segment that starts now. own: other fields."""
+    from moonserve.core.store.words import PutOptions
+    from moonserve.core.units import SegmentId
+    from moonserve.live.store.settings import StoreSettings
+
+    return filled(
+        StoreSettings,
+        settings,
+        command,
+        segment=SegmentId(name),
+        epoch=time.time_ns() // 1_000,
+        token=read_token().encode(),
+        capacity_bytes=settings.segment_bytes,
+        disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
+        shared_memory=settings.shared_memory == "auto",
+        options=filled(PutOptions, settings, command),
+        **own,
+    )
 
 
 def child_env(settings: Settings, **extra: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from moonserve.cli.settings import (
     read_token,
     settings_options,
     size_of,
+    store_share,
 )
 from moonserve.config import check_name, filled
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
@@ -146,31 +147,16 @@ def segment(
     When it is asked to stop, the segment first moves the objects in its memory elsewhere.
     """
     settings, name = read_settings(config, flags), check_name(name)
-    import time
-
-    from moonserve.core.units import SegmentId
     from moonserve.live.process.store import SegmentConfig, run_segment
-    from moonserve.live.store.client import StoreSettings
 
-    mine = filled(
-        StoreSettings,
-        settings,
-        "segment",
-        segment=SegmentId(name),
-        epoch=time.time_ns() // 1_000,
-        capacity_bytes=settings.segment_bytes,
-        disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
-        token=read_token().encode(),
-        port=listen,
-        advertise_host=advertise_host,
-        cards=cards,
-        shared_memory=settings.shared_memory == "auto",
+    share = store_share(
+        settings, "segment", name, port=listen, advertise_host=advertise_host, cards=cards
     )
     made = filled(
         SegmentConfig,
         settings,
         "segment",
-        settings=mine,
+        settings=share,
         store_url=settings.store_url or ("" if settings.registry else URL),
         metrics_port=metrics_port,
     )

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
@@ -24,7 +22,6 @@ from moonserve.core.errors import ConfigError, MoonserveError
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
-from moonserve.core.store.words import PutOptions
 from moonserve.core.units import InstanceId, SegmentId, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine
@@ -34,7 +31,7 @@ from moonserve.live.http.server import Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
-from moonserve.live.process.supervise import beat, say
+from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.registry.entries import open_registry
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.leaving import hand_on
@@ -163,18 +160,18 @@ class Loaded(NamedTuple):
 
 async def run_worker(
     config: WorkerConfig,
+    share: StoreSettings,
     say: Say = say,
     load: Callable[[WorkerConfig, Say], Loaded] | None = None,
     limits: WorkerLimits = WorkerLimits(),  # noqa: B008 - frozen
 ) -> None:
     """Run one worker until SIGTERM or SIGINT. Raises MoonserveError when it cannot go on.
 
-    load: how to get the model; limits: those that `config` does not set.
+    share: its share of the KV store; its epoch is also the worker's. load: how to get the model;
+    limits: those that `config` does not set.
     """
-    _check_host(config)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _check_host(config, share)
+    stop = stop_event()
     model = await asyncio.to_thread(load or load_model, config, say)
     worker: Worker | None = None
     try:
@@ -191,8 +188,7 @@ async def run_worker(
             publisher = None if config.kv_events == "off" else _publisher(config, say)
             if publisher is not None:
                 stack.push_async_callback(publisher.close)
-            epoch = time.time_ns() // 1000
-            store = await _open_store(gateways, http, config, epoch, stop)
+            store = await _open_store(gateways, http, config, share, stop)
             if store is not None:
                 stack.push_async_callback(store.close)
                 stack.push_async_callback(_move_objects, store, stop, config)
@@ -205,7 +201,7 @@ async def run_worker(
                     store,
                     model=model.name,
                     tokenizer=model.tokenizer,
-                    epoch=epoch,
+                    epoch=share.epoch,
                     on_put=on_put,
                     limits=limits,
                 )
@@ -294,7 +290,7 @@ def publish_blocks(store: StoreClient, publisher: Publisher, block_size: Tokens)
     return segment_events.learned
 
 
-def _check_host(config: WorkerConfig) -> None:
+def _check_host(config: WorkerConfig, share: StoreSettings) -> None:
     """Check the host, the token and the transport before a model is loaded.
 
     Raises ConfigError: every host on the network could send work here, the gateway could not reach
@@ -303,7 +299,7 @@ def _check_host(config: WorkerConfig) -> None:
     require_token_beyond_loopback(config.host, config.token, "callers")
     if config.advertise_host is None:
         check_reachable(config.host)
-    if config.transport == "mooncake":
+    if share.transport == "mooncake":
         mooncake_master.require("transport")
 
 
@@ -320,57 +316,43 @@ async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | Non
 
 
 async def _open_store(
-    gateways: Gateways, http: HttpClient, config: WorkerConfig, epoch: int, stop: asyncio.Event
+    gateways: Gateways,
+    http: HttpClient,
+    config: WorkerConfig,
+    share: StoreSettings,
+    stop: asyncio.Event,
 ) -> KVStore | None:
     """The store, once its master answers; None: `stop` was set before. Raises MoonserveError."""
     if config.store == "mooncake":
-        return await mounted(gateways.ping, partial(_mount_mooncake, gateways, config), stop)
+        return await mounted(gateways.ping, partial(_mount_mooncake, gateways, config, share), stop)
     url = await _unless(stop, gateways.master(config.store_url))
     if url is None:
         return None
     rpc = HttpRpc(http, url, config.token)
     if not config.store_url:
         gateways.follow_master(rpc.move)
-    return await mounted(rpc.connect, partial(_mount, rpc, config, epoch), stop)
+    return await mounted(rpc.connect, partial(_mount, rpc, share), stop)
 
 
-async def _mount_mooncake(gateways: Gateways, config: WorkerConfig) -> KVStore:
+async def _mount_mooncake(
+    gateways: Gateways, config: WorkerConfig, share: StoreSettings
+) -> KVStore:
     """One attempt. Raises ConfigError where another attempt would fail too, else MoonserveError."""
     from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 
     settings = MooncakeSettings(
         master=config.mooncake_master,
-        segment_bytes=config.segment_bytes,
+        segment_bytes=share.capacity_bytes,
         host=config.advertise_host or config.host,
-        protocol=config.mooncake_protocol,
-        device=config.mooncake_device,
+        protocol=share.mooncake_protocol,
+        device=share.mooncake_device,
     )
     return await MooncakeStore.open(settings, gateways.blocks)
 
 
-async def _mount(rpc: HttpRpc, config: WorkerConfig, epoch: int) -> KVStore:
+async def _mount(rpc: HttpRpc, share: StoreSettings) -> KVStore:
     """One attempt, as `_mount_mooncake`."""
-    client = await StoreClient.open(
-        rpc,
-        StoreSettings(
-            segment=SegmentId(config.name),
-            epoch=epoch,
-            capacity_bytes=config.segment_bytes,
-            disk_dir=config.disk_dir,
-            disk_bytes=config.disk_bytes,
-            token=config.token.encode(),
-            node=config.node,
-            rack=config.rack,
-            options=PutOptions(replicas=config.replicas),
-            host=config.host,
-            advertise_host=config.advertise_host,
-            cards=config.cards,
-            shared_memory=config.shared_memory,
-            transport=config.transport,
-            mooncake_protocol=config.mooncake_protocol,
-            mooncake_device=config.mooncake_device,
-        ),
-    )
+    client = await StoreClient.open(rpc, share)
     client.start_beats()
     return client
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from moonserve.core.schedule.facts import Role
-from moonserve.core.store.words import Card
 from moonserve.core.units import Bytes, Tokens
-from moonserve.live.store.settings import MooncakeProtocol, TransportName
 from moonserve.live.worker.job import DecodeKV
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One prefill or decode worker with its segment of the KV store."""
+    """One prefill or decode worker. Its share of the KV store is in StoreSettings."""
 
     name: str
     """Unique in the cluster; also the name of its segment."""
@@ -31,8 +28,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes any free port."""
     advertise_host: str | None = None
     """The address at which the gateway and other workers reach this worker; None: `host`."""
-    cards: tuple[Card, ...] = ()
-    """The addresses of its network cards for KV transfer, if it has several."""
     rack: str = ""
     """The name of its rack; empty: unknown."""
     gateway: str = "http://127.0.0.1:8000"
@@ -42,15 +37,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int | None = None
     """Size of the engine's KV pool; None: from kv_memory_bytes, or the engine's default."""
     kv_memory_bytes: Bytes | None = None
-    segment_bytes: Bytes = 512 << 20
-    """Its share of the KV store."""
-    disk_dir: Path | None = None
-    """The folder of its segment on disk; None: it has none."""
-    disk_bytes: Bytes = 0
-    replicas: int = 1
-    """Copies of each block it puts, on different nodes."""
-    node: str = ""
-    """The name of the machine that fails together with this worker; empty: only the worker."""
     store_url: str = ""
     """URL of the store's master; empty: the gateway's, or the one in the registry."""
     registry: str = ""
@@ -58,11 +44,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     store: Literal["embedded", "mooncake"] = "embedded"
     mooncake_master: str = ""
     """host:port; for mooncake."""
-    transport: TransportName = "tcp"
-    shared_memory: bool = True
-    mooncake_protocol: MooncakeProtocol = "tcp"
-    mooncake_device: str = ""
-    """For this and the three before it, see StoreSettings."""
     max_seqs: int = 16
     """Requests in one pass."""
     chunk_tokens: Tokens = 512
