@@ -225,8 +225,8 @@ def test_copies_are_asked_for_and_told_of() -> None:
         assert loop.records[R].spread is not None
         assert explain(R, loop.records[R]).spread == (
             "Its first 20 tokens are copied from p0 to p1, in the background: about 9 requests "
-            "asked for them of late, and the least loaded one that has them has 2,000 ms to do, "
-            "the mean is 900 ms, p1 has 0 ms."
+            "asked for them lately, and the least loaded instance that has them has 2,000 ms of "
+            "work, the mean is 900 ms, p1 has 0 ms."
         )
         loop.keep(keys, SegmentId("p1"), None)
         await asyncio.sleep(0.01)

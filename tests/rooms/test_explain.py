@@ -216,20 +216,22 @@ def test_a_group_is_named_with_its_parts() -> None:
     made = shared(600, 1_000)
     said = why(*made)
     assert "65 ms to the first token alone" in said
-    assert said.endswith(" 2 share it: p0 600 p1 400 tokens; 30 ms to the first token together.")
+    assert said.endswith(
+        " 2 instances share it: p0 600 p1 400 tokens; 30 ms to the first token together."
+    )
     text = list(lines(explanation("r1", "stop", *made, said)))
     assert "part of p0: tokens 0 to 600" in text
     assert "part of p1: tokens 600 to 1,000" in text
     by_layers = why(*shared(1_000, 1_000, chunks=16))
-    assert " 2 share it: the layers, in 16 chunks; 30 ms " in by_layers
+    assert " 2 instances share it: the layers, in 16 chunks; 30 ms " in by_layers
 
 
 def test_why_nobody_shares_it_is_said() -> None:
     """Where a group is possible; nothing where none is asked for."""
     made = decision(candidate("p0", 5, 40), candidate("p1", 200, 40))
     assert "split" not in why(*made)
-    alone = made.but(alone="nobody else can take a part of it")
-    assert why(*alone).endswith(" Not split: nobody else can take a part of it.")
+    alone = made.but(alone="no other instance can take a part of it")
+    assert why(*alone).endswith(" Not split: no other instance can take a part of it.")
     assert explanation("r1", "stop", *alone, "").alone == alone.decision.alone
 
 

@@ -202,8 +202,8 @@ def test_the_smallest_group_that_is_in_time() -> None:
     for size in (2, 3, 5, 8):
         assert whom(found[size].ttft_us / 1e6)[0] == size
     assert whom(11) == (1, "one instance alone meets the TTFT objective")
-    assert whom(None) == (1, "there is no TTFT objective to be met")
-    assert whom(1, [0]) == (1, "nobody else can take a part of it")
+    assert whom(None) == (1, "there is no TTFT objective")
+    assert whom(1, [0]) == (1, "no other instance can take a part of it")
 
 
 def test_too_long_for_all_together_the_idle_do_it() -> None:
@@ -211,14 +211,14 @@ def test_too_long_for_all_together_the_idle_do_it() -> None:
     assert whom(1)[0] == 8
     size, why = whom(1, [0, *[5_000_000] * 7])
     assert size == 1
-    assert why.startswith("the best group, of 8, would be late too, after 5.")
+    assert why.startswith("the best group, of 8 instances, would be late too, after 5.")
     assert whom(1, [5_000_000, *[0] * 7])[0] == 1
 
 
 def test_queues_are_no_reason_to_share() -> None:
     """One that would be in time with nobody before it is not split."""
     late = whom(11, [1_000_000] * 8)
-    assert late == (1, "it would be late for those before it, not for its length")
+    assert late == (1, "it would be late because of the queue before it, not because of its length")
 
 
 def test_where_all_are_busy_it_is_soon_said_that_none_is_in_time(
@@ -232,7 +232,7 @@ def test_where_all_are_busy_it_is_soon_said_that_none_is_in_time(
 
     monkeypatch.setattr("moonserve.core.schedule.groups.chain", chain)
     late = whom(6, [5_000_000] * 8)
-    assert late == (1, "all who could share it have too little time left to be in time")
+    assert late == (1, "the instances that could share it have too little time left")
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"random"}))

@@ -372,13 +372,13 @@ def test_long_prompts_are_shared_where_told(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 60_000, "output_length": 2, "hash_ids": [*range(118)]}
     long.write_text(json.dumps(row) + "\n")
     argv = (long, "--cpp", "2", "--ttft-slo", "6", "--explain", "r000000")
-    assert " 2 share it: p000 " in run(*argv).stdout
+    assert " 2 instances share it: p000 " in run(*argv).stdout
     assert " share it" not in run(*argv[:1], *argv[3:]).stdout
     flat = tmp_path / "flat.json"
     flat.write_bytes(msgspec.json.encode(msgspec.structs.replace(PROFILES["a800"], layers=0)))
     warned = run(*argv, "--profile", flat)
     assert warned.stderr.startswith("warning: --cpp changes nothing: profile a800 ")
-    assert "Not split: nobody else can take a part of it." in warned.stdout
+    assert "Not split: no other instance can take a part of it." in warned.stdout
 
 
 def test_groups_of_mixed_instances_are_warned_of(path: Path) -> None:

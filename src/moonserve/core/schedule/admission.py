@@ -53,7 +53,7 @@ def unwanted(
             why = misses("TTFT", predicted_us, own_us)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
         if not known:
-            why += ": its costs are not measured yet"
+            why += ": the costs of its instance are not measured yet"
             wait_us = MICROS_PER_SECOND
         return Refuse(request.id, why, "ttft_slo", wait_us, decision, verdict.candidates)
     return unwanted_in_decode(request, verdict, slo, tuning, view)

@@ -161,7 +161,7 @@ class Conductor:
     def _tick(self, now_us: Micros) -> None:
         self.hot.expire(now_us)
         for instance in self._members.silent(now_us):
-            self._lose(instance, "it was not heard of any more")
+            self._lose(instance, "it sent no heartbeat for too long")
         self._unpark(now_us)
 
     # What others read.

@@ -156,22 +156,22 @@ def _shared(decision: Decision) -> str:
     else:
         what = "".join(f" {s.instance} {s.end - s.start:,}" for s in stages) + " tokens"
     took = _ms(decision.predicted_ttft_us - decision.waited_us)
-    return f" {len(stages)} share it:{what}; {took} to the first token together."
+    return f" {len(stages)} instances share it:{what}; {took} to the first token together."
 
 
 def why_spread(order: Spread) -> str:
     """What is copied to whom, and why, in one sentence."""
     to = order.to
     copied = f"Its first {order.tokens:,} tokens are copied from {order.source} to {to}"
-    asked = f"about {order.count:,.0f} requests asked for them of late"
+    asked = f"about {order.count:,.0f} requests asked for them lately"
     if order.missed:
         reason = f"{to} was chosen for one before and has not kept them"
     elif order.holder_us is None:
         reason = "no prefill instance has them"
     else:
         reason = (
-            f"the least loaded one that has them has {_ms(order.holder_us)} to do, the mean is "
-            f"{_ms(order.mean_us)}, {to} has {_ms(order.target_us)}"
+            f"the least loaded instance that has them has {_ms(order.holder_us)} of work, "
+            f"the mean is {_ms(order.mean_us)}, {to} has {_ms(order.target_us)}"
         )
     return f"{copied}, in the background: {asked}, and {reason}."
 

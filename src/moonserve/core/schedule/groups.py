@@ -134,30 +134,30 @@ def split(
     """
     alone_us, spent_us = alone
     if within_us is None:
-        return None, "there is no TTFT objective to be met"
+        return None, "there is no TTFT objective"
     if alone_us <= within_us:
         return None, "one instance alone meets the TTFT objective"
     if spent_us <= within_us:
-        return None, "it would be late for those before it, not for its length"
+        return None, "it would be late because of the queue before it, not because of its length"
     members = _members(first, others, work, now_us)
     if first.prefills:  # then it must be in time, and a crowd is refused that cannot be
         left_us = sum([max(0, within_us - free_us(view, now_us)) for view in members])
         if left_us < _least_us(members, work):
-            return None, "all who could share it have too little time left to be in time"
+            return None, "the instances that could share it have too little time left"
     best: Group | None = None
     for group in groups(first, others, work, now_us, within_us):
         if group.ttft_us <= within_us:
             return _smallest(members, work, group, within_us, now_us), None
         best = group if best is None or group.ttft_us < best.ttft_us else best
     if best is None:
-        return None, "nobody else can take a part of it"
+        return None, "no other instance can take a part of it"
     idle = [] if first.prefills else [view for view in others if not view.prefills]
     found = groups(first, idle, work, now_us, within_us)
     paying = [it for it in found if alone_us - it.ttft_us > it.spent_us - spent_us]
     if paying:
         return min(paying, key=lambda it: it.ttft_us), None
-    late = f"the best group, of {len(best.stages)}, would be late too, after"
-    return None, f"{late} {best.ttft_us / 1e6:.3g} s, and is not idle or costs more than it saves"
+    late = f"the best group, of {len(best.stages)} instances, would be late too, after"
+    return None, f"{late} {best.ttft_us / 1e6:.3g} s; it is not idle, or costs more than it saves"
 
 
 def work_us(

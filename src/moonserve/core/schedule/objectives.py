@@ -56,17 +56,17 @@ class Objectives:
             slo = Slo(slo.ttft_us - less_us, slo.tbt_us)
             if less_us >= _MENTIONED_US:
                 less = f"less {less_us / 1e3:.0f} ms"
-                whys.append(f"{less} for {returning:.1f} told to come before it")
+                whys.append(f"{less} for {returning:.1f} returning clients before it")
         share = 1.0
         low = self._tuning.low_share
         if request.priority < 0:
             share = low
-            whys.append(f"{low:.3g} of its own, since it is of a priority below 0")
+            whys.append(f"{low:.3g} of its own, since its priority is below 0")
         part = 1.0 if self._turns else max(low, self._tenants.share(request.tenant, now_us))
         if part != 1.0:  # the two multiply: within a tenant low priority goes first all the same
             share *= part
-            whose = f"of tenant {request.tenant!r}, given more than its part"
-            whys.append(f"{part:.3g} of its own, since it is {whose}")
+            whose = f"tenant {request.tenant!r} received more than its share"
+            whys.append(f"{part:.3g} of its own, since {whose}")
         if share != 1.0:
             slo = _scaled(slo, share)
         return EffectiveSlo(slo, ", ".join(whys) or None)

@@ -49,7 +49,7 @@ class RetryAfter:
             return refusal
         if least_us := self._unreachable_us(request, refusal, view):
             why = f"{refusal.why}; an idle cluster would take {least_us / 1e3:.10g} ms, so no retry"
-            why += " helps: it takes a looser objective"
+            why += " helps: set a looser objective"
             return msgspec.structs.replace(refusal, why=why, retry_after_us=None)
         interval_us = self._interval_us(request, refusal, view, now_us)
         decision = refusal.decision
@@ -61,7 +61,7 @@ class RetryAfter:
         wait_us = self._calendar.book(request, life.prompt_keys, now_us, first_us, interval_us)
         why = refusal.why
         if wait_us > LATEST_US:
-            why += f"; there is predicted to be room in {wait_us / 1e6:.0f} s"
+            why += f"; room is predicted in {wait_us / 1e6:.0f} s"
         return msgspec.structs.replace(refusal, why=why, retry_after_us=min(LATEST_US, wait_us))
 
     def _interval_us(
