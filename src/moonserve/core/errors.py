@@ -12,7 +12,7 @@
     ├── StoreError               the pool could not do as asked
     │   ├── UnknownSegment       no such segment is mounted
     │   └── Recovering           the master has started and gathers what segments hold
-    ├── RegistryError            who is there cannot be asked or told
+    ├── RegistryError            the registry cannot be read or written
     ├── TransferFailed           bytes did not arrive; `done` says which slices did
     └── ConfigError              a setting is wrong; `field` names it and the remedy
 
@@ -50,7 +50,7 @@ class Unauthorized(BadRequest):
 
 
 class Conflict(BadRequest):
-    """It contradicts what is there already."""
+    """It contradicts something that exists already."""
 
     status = 409
 
@@ -70,7 +70,7 @@ class BodyTooLarge(BadRequest):
 class Overloaded(MoonserveError):
     """Refused before any prefill was spent on it; try again after `retry_after_s`.
 
-    None: no retry helps, since what it asks for could not be had of an idle cluster.
+    None: no retry helps, since an idle cluster could not serve it either.
     """
 
     status = 429
@@ -104,7 +104,7 @@ class DeadlineExceeded(MoonserveError):
 
 
 class StoreError(MoonserveError):
-    """The store could not do as asked."""
+    """The store could not execute a request."""
 
     status = 500
     kind = "store_error"
@@ -115,13 +115,13 @@ class UnknownSegment(StoreError):
 
 
 class Recovering(StoreError):
-    """The master has just started and does not know yet what exists: try again soon."""
+    """The master has just started and does not know all objects yet: try again soon."""
 
     status = 503
 
 
 class RegistryError(MoonserveError):
-    """The registry, such as etcd, cannot be reached or did not do as asked."""
+    """The registry, such as etcd, cannot be reached or did not execute a request."""
 
     status = 503
     kind = "registry_error"

@@ -96,18 +96,18 @@ class Request(msgspec.Struct, frozen=True):
     stopping: Stopping = Stopping()
     slo: Slo = Slo()
     priority: int = 0
-    """Higher goes first where requests wait at the Conductor."""
+    """If requests wait at the Conductor, a higher priority goes first."""
     arrived_us: Micros | None = None
-    """When the gateway had its headers, by the Conductor's clock; None: when the Conductor hears of
-    it."""
+    """When the gateway received its headers, by the Conductor's clock; None: when the Conductor
+    receives it."""
     whole: bool = False
-    """Whether one call must prefill and decode it, where engines are foreign: KV that one hands on
-    is for one reader, and several choices are several."""
+    """Whether one call to an external engine must prefill and decode it. KV that an engine hands on
+    is for one reader; a request for several choices has several."""
     cache_salt: str = ""
     """Its KV is shared with requests of the same salt only; see core.kv.keys.Namespace."""
     tenant: str = ""
-    """On whose behalf: where there is too little for all, tenants get like parts."""
+    """The tenant that it belongs to. In overload every tenant gets an equal share."""
 
     def since_us(self, now_us: Micros) -> Micros:
-        """Since when its client waits, for one that the Conductor hears of now."""
+        """Since when its client waits, if the Conductor receives it now."""
         return now_us if self.arrived_us is None else min(now_us, self.arrived_us)

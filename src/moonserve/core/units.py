@@ -24,7 +24,7 @@ BlockKey = NewType("BlockKey", bytes)
 
 MICROS_PER_SECOND = 1_000_000
 MAX_BYTES: Bytes = 1 << 62
-"""No size is larger: more than any pool has, and an integer to all that is told it."""
+"""No size is larger: it exceeds every pool, and every wire format can carry it."""
 
 LEAST_MOONCAKE_BYTES: Bytes = 16 << 20
 """Mooncake's store takes no smaller segment."""

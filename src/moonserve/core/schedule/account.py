@@ -1,8 +1,8 @@
-"""What came of requests, in sums: served within their objectives, and prefill spent for nothing.
+"""Sums over requests: how many were served within their objectives, how much prefill was wasted.
 
-Reads what a driver gives the Conductor and gets from it; decides nothing. Bounded by the requests
-that are under way. Times are the Conductor's: TTFT until it hears that prefill has ended, TBT the
-mean over an answer's gaps.
+It reads the facts that a driver gives to the Conductor and the actions that come back; it decides
+nothing. Its memory is bounded by the requests under way. Times are the Conductor's: TTFT lasts
+until PrefillEnded arrives, TBT is the mean over an answer's gaps.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Account:
         self.good_tokens: Tokens = 0
         """Of those, input and output."""
         self.wasted_us: Micros = 0
-        """Prefill, as predicted, of what was dropped or failed later, or had to be done again; of
-        a call that did not end as much as the time that it had."""
+        """Predicted prefill time of requests that were dropped or failed later, or had to be done
+        again. Of a call that did not end, the part for which it had time."""
         self.shared = 0
         """Prefill calls that a group of instances was given."""
 
@@ -58,7 +58,7 @@ class Account:
         return len(self._open)
 
     def take(self, now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> None:
-        """One step of the Conductor's: what it was told, and what it wanted."""
+        """Take in one step of the Conductor: its facts and its actions."""
         again: dict[RequestId, _Open] = {}  # their id's last request is released in this step
         for fact in facts:
             if isinstance(fact, Arrived):
@@ -97,13 +97,13 @@ class Account:
                     self._open[action.request] = again.pop(action.request)
 
     def _waste(self, life: _Open, now_us: Micros) -> None:
-        """Its last prefill was for nothing: all of it, or what was done of it."""
+        """Its last prefill was wasted: all of it, or the part that was done."""
         part = min(1.0, (now_us - life.began_us) / life.lag_us)
         self.wasted_us += life.spent_us + round(part * life.predicted_us)
         life.spent_us = life.predicted_us = 0
 
     def _served(self, life: _Open, now_us: Micros, tokens: Tokens) -> None:
-        """Its answer is whole."""
+        """Its answer is complete."""
         slo = self._slo_of(life.request)
         first_us = life.first_us
         assert first_us is not None, "prefill goes before decode"

@@ -31,7 +31,7 @@ duplicate_request_id: another process serves a request of this id."""
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Call `to` to prefill what is known of the request, reusing decision.reused_tokens.
 
-    `decode` may be told, so that it pulls what prefill publishes while more is computed.
+    The driver may notify `decode`, so that it pulls what prefill publishes while more is computed.
     """
 
     request: RequestId
@@ -40,15 +40,15 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     decision: Decision
     decode: InstanceInfo
     group: tuple[InstanceInfo, ...] = ()
-    """Those of decision.stages, in that order: call each for its part, by the same number. The last
-    is `to`, whose outcome is the call's; where any of them fails, all are broken off."""
+    """The instances of decision.stages, in that order: call each for its part, by the same number.
+    The last is `to`; its outcome is that of the call. If one of them fails, all are aborted."""
     candidates: Sequence[Candidate] = ()
     """The chosen one, then the best that it won against: for explanations, not for other
     processes."""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Call `to` to decode on from the KV that prefill put in the store."""
+    """Call `to` to decode, from the KV that prefill put in the store."""
 
     request: RequestId
     number: int
@@ -56,7 +56,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Break off call `number`: its instance is gone. The outcome is reported as CallFailed."""
+    """Abort call `number`: its instance is gone. The driver reports the outcome as CallFailed."""
 
     request: RequestId
     number: int
@@ -64,10 +64,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """Nobody can take the request. Nothing was spent on it, unless the reason is `tbt_slo_late`.
+    """No instance can take the request. No work was spent on it, except for `tbt_slo_late`.
 
-    `retry_after_us`: it may be taken by then; None where nobody is alive, and where its objective
-    could not be met by an idle cluster either.
+    `retry_after_us`: it may be accepted by then. None: no instance is alive, or an idle cluster
+    could not meet its objective either.
     """
 
     request: RequestId
@@ -76,7 +76,7 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
     """For programs."""
     retry_after_us: Micros | None = None
     decision: Decision | None = None
-    """What it would have been, where it was refused for what that predicts."""
+    """The decision that was rejected, if it was refused for what that predicts."""
     candidates: Sequence[Candidate] = ()
     """See Prefill."""
 
@@ -89,9 +89,9 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """The request's life is over, however it ended: drop its leases on the store.
+    """The life of the request has ended: drop its leases on the store.
 
-    One lease per prefill call, by the call's number.
+    There is one lease for each prefill call, by the call's number.
     """
 
     request: RequestId
@@ -101,12 +101,12 @@ class Release(msgspec.Struct, frozen=True):
 class Spread(msgspec.Struct, frozen=True):
     """Copy a hot prefix to one more segment, in the background.
 
-    The index learns of it by the target's events. Where less comes than asked for, the driver says
-    so by a fact, with the copy's number.
+    The index learns of it from the target's events. If fewer blocks come than were ordered, the
+    driver reports SpreadUpTo with the copy's number.
     """
 
     request: RequestId
-    """The one whose placement showed that it is wanted."""
+    """The request whose placement called for it."""
     number: int
     """Of the copy."""
     keys: tuple[BlockKey, ...]
@@ -117,11 +117,11 @@ class Spread(msgspec.Struct, frozen=True):
     tokens: Tokens
     """Length of the prefix, in tokens."""
     count: float
-    """Requests that asked for it lately, an older one counting less; see
-    core.schedule.hot.HALF_LIFE_US."""
+    """Requests that asked for it lately; older ones count less, see core.schedule.hot.HALF_LIFE_US.
+    """
     missed: bool
-    """The target was chosen for such requests before, and has not kept it; else it is for relief of
-    its holders."""
+    """Whether the target was chosen for such requests before and has not kept the prefix; else the
+    copy relieves its holders."""
     holder_us: Micros | None
     """Queue of its least loaded holder; None: none of the instances that prefill has it."""
     mean_us: Micros

@@ -1,10 +1,11 @@
-"""Who is refused, and with which words.
+"""Which requests are refused, and the text of the refusal.
 
-Functions from what is predicted to a Refuse, or to None. Called by the Conductor only. Sources:
-FAST'25 "Mooncake", Algorithm 1's last lines: TTFT and TBT are held against their objectives; arXiv
+Functions from predictions to a Refuse, or to None; only the Conductor calls them. Sources: FAST'25
+"Mooncake", Algorithm 1's last lines: TTFT and TBT are compared with their objectives; arXiv
 2407.00079, section 7: early rejection, by the load of decode now or when this prefill will end.
-Costs that nobody measured refuse nobody but a crowd: a cold instance takes as many prompts as are
-needed to know them, and more only where it would be in time by the costs of a slow machine.
+
+A cold instance, whose costs are not measured yet, takes as many prompts as are needed to measure
+them. It takes more only if it would be in time by the costs of a slow machine.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def refuses_ttft(tuning: Tuning, priority: int) -> bool:
 
 
 def refuses_some(tuning: Tuning) -> bool:
-    """Whether it refuses a request of any priority."""
+    """Whether a missed TTFT refuses a request of any priority."""
     return any(refuses_ttft(tuning, priority) for priority in (-1, 0, 1))
 
 
 def unwanted(
     request: Request, verdict: Verdict, tuning: Tuning, view: ClusterView
 ) -> Refuse | None:
-    """What is predicted to miss an objective that refuses."""
+    """A refusal, if the verdict is predicted to miss an objective that refuses."""
     decision = verdict.decision
     slo = verdict.slo
     if not verdict.misses_ttft or slo.ttft_us is None:
@@ -45,11 +46,11 @@ def unwanted(
     known = chosen.cost.known
     refuses = (known or chosen.prefills >= KNOWN_FROM) and refuses_ttft(tuning, request.priority)
     own_us = own_slo(request, tuning).ttft_us
-    # Held to less, it leaves room for others: where nobody is before it, to nobody.
+    # A tightened objective leaves room for other requests; without a queue there are none.
     gives_way = decision.chosen.queue_us > 0 or own_us is None or predicted_us > own_us
     if refuses and gives_way:
         why = misses("TTFT", predicted_us, slo.ttft_us) + _tightened(verdict, slo)
-        if own_us is not None and predicted_us > own_us:  # for anybody
+        if own_us is not None and predicted_us > own_us:
             why = misses("TTFT", predicted_us, own_us)
         wait_us = max(MICROS_PER_SECOND, predicted_us - slo.ttft_us)
         if not known:
@@ -62,9 +63,9 @@ def unwanted(
 def unwanted_in_decode(
     request: Request, verdict: Verdict, slo: Slo, tuning: Tuning, view: ClusterView
 ) -> Refuse | None:
-    """What is predicted to miss its own TBT objective or to break another's, where that refuses.
+    """A refusal, if it is predicted to miss its TBT objective or to break that of another request.
 
-    Not one of a single token: that takes part in no pass.
+    A request for a single token is not refused: it takes part in no pass of decode.
     """
     if verdict.breaks_us is None and (slo.tbt_us is None or verdict.tbt_us <= slo.tbt_us):
         return None
@@ -87,7 +88,7 @@ def unwanted_in_decode(
 
 
 def _tightened(verdict: Verdict, slo: Slo) -> str:
-    """Why an objective is tighter than the request's own, where it is the one it was held to."""
+    """Why the objective is tighter than the request's own, in parentheses; else nothing."""
     why = verdict.decision.tightened
     return f" ({why})" if why and slo is verdict.slo else ""
 
@@ -95,11 +96,11 @@ def _tightened(verdict: Verdict, slo: Slo) -> str:
 def yields(
     request: Request, verdict: Verdict, slo: Slo, decodes: Sequence[InstanceView], is_late: bool
 ) -> bool:
-    """Whether a waiter whose binding would miss a TBT objective is to wait for room in decode.
+    """Whether a request whose binding would miss a TBT objective should wait for room in decode.
 
-    Where nobody else decodes nothing is gained by waiting. An objective that could not be met even
-    there is given up, and so is one of its own (not the cluster's) where it `is_late`: past the
-    time by which it should have begun. Those of the members never are.
+    If no other request decodes there, waiting gains nothing. An objective that an idle instance
+    would miss too is given up. So is the request's own one (not the cluster's) if it `is_late`:
+    past the time by which it should have begun. Objectives of the members are never given up.
     """
     chosen = verdict.decision.decode
     if not verdict.misses_tbt or not any(v.decodes for v in decodes if v.info.id == chosen):
@@ -112,7 +113,7 @@ def yields(
 
 
 def too_late(waiter: Waiter, room: WaitingRoom, servers: int, now_us: Micros) -> Refuse:
-    """One that waited until its TTFT objective could not be met any more, and for what."""
+    """The refusal of a request that waited until its TTFT objective could not be met any more."""
     waited_us = now_us - waiter.arrived_us
     why = f"a prefill of {waiter.work_us / 1e6:.3g} s"
     if waited_us:
@@ -126,23 +127,23 @@ def too_late(waiter: Waiter, room: WaitingRoom, servers: int, now_us: Micros) ->
 
 
 def too_many(request: Request, room: WaitingRoom, servers: int) -> Refuse:
-    """One more would not fit where requests wait."""
+    """The refusal of a request for which the waiting room has no place."""
     why = f"{len(room)} requests for model {request.model} wait already"
     return Refuse(request.id, why, "queue_full", _backlog_us(room, servers))
 
 
 def _backlog_us(room: WaitingRoom, servers: int) -> Micros:
-    """How long those who wait will take the prefill instances, at least a second."""
+    """How long the prefill instances need for all waiting requests, at least a second."""
     return max(MICROS_PER_SECOND, room.work_us // max(1, servers))
 
 
 def fits(tokens: Tokens, *roles: Sequence[InstanceView]) -> bool:
-    """Whether some instance of each role, when idle, has KV memory for so much context."""
+    """Whether an instance of each role, when idle, has KV memory for this context."""
     return all(any(view.kv_tokens >= tokens for view in views) for views in roles)
 
 
 def nobody(request: Request, view: ClusterView, now_us: Micros) -> Refuse:
-    """No pair of instances takes it: not alive, or full, or too small."""
+    """The refusal if no pair of instances takes it: not alive, full, or too small."""
     prefills, decodes = view.prefills(request.model), view.decodes(request.model)
     if not prefills or not decodes:
         return Refuse(request.id, _lacking(request.model, view))
@@ -158,7 +159,7 @@ def nobody(request: Request, view: ClusterView, now_us: Micros) -> Refuse:
 
 
 def _lacking(model: str, view: ClusterView) -> str:
-    """Which half of a pair is not there."""
+    """Which role of a pair is missing, in words."""
     roles = [it.info.role for it in view.instances.values() if it.info.model == model]
     if "prefill" in roles and "decode" in roles:
         return f"no prefill and decode instance for model {model} have a connector in common"

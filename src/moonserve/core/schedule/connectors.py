@@ -1,8 +1,8 @@
-"""Which instances can serve a request together: by what way KV gets from one to the other.
+"""Which instances can serve a request together: those with a connector in common.
 
-For placement and the Conductor. Our own workers share a store, and any two of a model can: the
-gateway lets none of them join beside foreign engines of the same model. Of foreign engines only
-those with the same connector can, and one with none serves whole requests.
+core.schedule.decide and the Conductor call it. Our own workers share a store, so any two of a model
+can serve together; the gateway lets none of them join beside external engines of the same model.
+External engines need the same connector; an engine without one serves whole requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import Tokens
 
 NOBODY_GIVES = "no prefill instance that hands KV to it is alive"
-"""Why a decode instance does all of it, in a decision's record."""
+"""Why a decode instance does all of a request; shown in the decision's record."""
 
 
 def is_external(view: InstanceView) -> bool:
@@ -26,9 +26,9 @@ def is_external(view: InstanceView) -> bool:
 def able(
     ask: Ask, prefills: Sequence[InstanceView], decodes: Sequence[InstanceView]
 ) -> list[InstanceView]:
-    """Those of the foreign `prefills` for whom there is somebody to decode."""
+    """The external `prefills` that have a decode instance."""
     ways = {view.info.connector for view in decodes}
-    if ask.whole:  # KV is handed on to one reader, but for SGLang's, who meets each one
+    if ask.whole:  # KV is handed on to one reader, except by SGLang
         ways &= {"sglang"}
     here = {view.info.id for view in decodes}
     return [
@@ -39,25 +39,27 @@ def able(
 
 
 def _whole(view: InstanceView) -> bool:
-    """Whether it hands its prefills to nobody: one of role decode is among those who may prefill
-    where nobody else is left (ClusterView.prefills)."""
+    """Whether it hands its prefills to no other instance.
+
+    An instance of role decode may prefill if no other is left (ClusterView.prefills).
+    """
     return view.info.connector == "none" or view.info.role == "decode"
 
 
 def _meets(view: InstanceView) -> bool:
-    """Whether it serves nobody without a prefill instance that it meets."""
+    """Whether it can decode only beside a prefill instance, in the same exchange."""
     return view.info.connector == "sglang" and view.info.role == "decode"
 
 
 def mates(prefill: InstanceView, decodes: Sequence[InstanceView]) -> Sequence[InstanceView]:
-    """Those who can decode what the foreign `prefill` has prefilled."""
+    """The instances that can decode what the external `prefill` has prefilled."""
     if _whole(prefill):
         return [view for view in decodes if view is prefill]
     return speaking(prefill.info.connector, decodes)
 
 
 def speaking(way: Connector, views: Sequence[InstanceView]) -> Sequence[InstanceView]:
-    """Those who hand KV on this way."""
+    """The instances with this connector."""
     if way == "embedded":
         return views
     return [view for view in views if view.info.connector == way]
@@ -66,11 +68,12 @@ def speaking(way: Connector, views: Sequence[InstanceView]) -> Sequence[Instance
 def alone(
     ask: Ask, estimate: Estimate, decodes: Sequence[InstanceView], most: Tokens
 ) -> list[InstanceView]:
-    """Foreign instances that should do all of it by themselves; none: it is to be handed over.
+    """External instances that should do all of the request; none: prefill and decode are two calls.
 
-    Where the request wants that, any that decodes; else those of role decode that have all of the
-    prompt but for at most `most` tokens: to compute these takes less than another's prefill and a
-    transfer. (Of role both, they are candidates like any other.) SGLang's of role decode cannot.
+    If the request must be whole: any that decodes. Else: those of role decode that hold all of the
+    prompt but at most `most` tokens, since computing these takes less than a prefill elsewhere and
+    a transfer. (Instances of role both are candidates like any other.) SGLang's of role decode
+    cannot.
     """
     decodes = [view for view in decodes if view.takes_prefill and not _meets(view)]
     if ask.whole:

@@ -28,7 +28,7 @@ class LinearFit:
     descheduled.
     The prior is Gaussian around `prior` with a standard deviation of `doubt` times each
     coefficient, against samples that err by NOISE: a few samples of one kind cannot blow up a term
-    that they hardly show. A prior coefficient of zero says that the term is absent.
+    that they hardly show. A prior coefficient of zero means that the term is absent.
     """
 
     NOISE = 0.1
@@ -140,10 +140,10 @@ LAPTOP_TRANSFER = (2_000.0, 0.0005)
 _TRANSFER_SCALES = (1.0, 1e6)
 _TRANSFER_DOUBT = (10.0, 10.0)
 _FAR = 3.0
-"""A prediction off by more than this, as early ones are, does not say what a sample is worth."""
+"""A prediction further off than this factor does not weigh a sample; early ones are."""
 _SWEEPS = 60
 KNOWN_FROM = 8
-"""Measured passes from which on a fit is believed where somebody would be refused for it."""
+"""The number of measured passes from which on a fit may refuse a request."""
 _SOLVE_EVERY = 16
 """Samples between solves while only learning: a heartbeat may bring hundreds."""
 
@@ -214,7 +214,7 @@ class Cost:
 
     @property
     def known(self) -> bool:
-        """Whether it is more than a prior: told to be true, or fitted to some passes."""
+        """Whether it is more than a prior: given as true, or fitted to some passes."""
         return not self._learns or self._pass.samples >= KNOWN_FROM
 
     def lasting(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,8 +1,8 @@
-"""What happened when: the one account of a run that reports read and digests are made of.
+"""What happened when: the account of a run, for reports and digests.
 
-Made from what the Conductor was told and what it said, by the live shell and by the simulator
-alike: two drivers that did the same have the same events. Nothing here depends on block keys,
-addresses or the order of simultaneous unrelated facts beyond the Conductor's own.
+The live loop and the simulator make events from the Conductor's facts and actions: two drivers that
+did the same have the same events. Nothing here depends on block keys, addresses or the order of
+simultaneous unrelated facts beyond the Conductor's own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> 
     over = {action.request for action in actions if isinstance(action, Release)}
     for fact in sorted(facts, key=lambda f: (f.rank, f.subject)):
         if isinstance(fact, DecodeEnded) or (isinstance(fact, PrefillEnded) and fact.final):
-            over.discard(fact.request)  # a client who is gone after that changed nothing
+            over.discard(fact.request)  # a client that leaves after that changes nothing
         match fact:
             case Arrived(request):
                 made.append(Event(now_us, "arrived", request.id, str(request.length)))

@@ -1,7 +1,7 @@
-"""A decision for people: every candidate with its terms, why the winner won, what came of it.
+"""A decision for people: every candidate with its terms, why the winner won, and the outcome.
 
-Plain data and one sentence, made from a Decision: the gateway's API sends it, the CLI and reports
-of the simulator show it. Nothing here decides.
+Plain data and one sentence, made from a Decision: the gateway's API sends it, the CLI and the
+simulator's reports show it. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Row(msgspec.Struct, frozen=True):
     ttft_ms: float
     """The three before it, summed."""
     score: float
-    """What the policy went by; the lowest won."""
+    """The policy's score; the lowest won."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one of a group prefills."""
+    """The part that one instance of a group prefills."""
 
     instance: InstanceId
     start: Tokens
@@ -49,26 +49,26 @@ class Explanation(msgspec.Struct, kw_only=True):
     outcome: str
     """waiting, running, stop, length, cancelled, refused or failed."""
     why: str
-    """One sentence: why the winner won, or why nobody did."""
+    """One sentence: why the winner won, or why no instance did."""
     policy: str | None = None
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
     prompt_tokens: Tokens | None = None
     reused_tokens: Tokens | None = None
-    """As planned; `actual_cached_tokens` is what the engine says."""
+    """As planned; `actual_cached_tokens` is what the engine reports."""
     pool_tokens: Tokens | None = None
     """The longest prefix the pool had."""
     holder: SegmentId | None = None
-    """Where the part that was not the winner's own came from."""
+    """Where the part came from that the winner did not have."""
     waited_ms: float | None = None
     """At the Conductor, before the decision; part of the TTFTs."""
     predicted_ttft_ms: float | None = None
     group: list[Part] = []
-    """Who prefills together; empty: one instance. The candidates' figures are for one alone."""
+    """The instances that prefill together; empty: one. Candidates' figures are for one alone."""
     alone: str | None = None
-    """Why one instance does it, where several may."""
+    """Why one instance does it, if several may."""
     held: str | None = None
-    """Why it was held to tighter objectives than its own."""
+    """Why its objectives were tightened."""
     actual_ttft_ms: float | None = None
     predicted_tbt_ms: float | None = None
     actual_tbt_ms: float | None = None
@@ -79,9 +79,9 @@ class Explanation(msgspec.Struct, kw_only=True):
     reject_reason: str | None = None
     error: str | None = None
     spread: str | None = None
-    """What was copied to whom because of it, and why."""
+    """Which prefix was copied because of it, from where to where, and why."""
     considered: int = 0
-    """Candidates there were; `candidates` shows the best of many."""
+    """The number of candidates; `candidates` shows the best of them."""
     candidates: list[Row] = []
     """The chosen one first."""
 
@@ -93,7 +93,7 @@ def explanation(
     candidates: Sequence[Candidate],
     why: str,
 ) -> Explanation:
-    """All that a decision says; what came of it is left to be filled in."""
+    """All that a decision contains; the caller fills in the outcome."""
     if decision is None:
         return Explanation(request=request, outcome=outcome, why=why)
     return Explanation(
@@ -133,7 +133,7 @@ def _row(candidate: Candidate) -> Row:
 
 
 def why(decision: Decision, candidates: Sequence[Candidate]) -> str:
-    """Why the winner won, in one sentence; and in another, who shares its work or why nobody."""
+    """Why the winner won, and which instances share its work or why none does: two sentences."""
     best = decision.chosen
     others = candidates[1:]
     alone = " alone" if decision.stages else ""
@@ -147,7 +147,7 @@ def why(decision: Decision, candidates: Sequence[Candidate]) -> str:
 
 
 def _shared(decision: Decision) -> str:
-    """How a group prefills the prompt, or why none does where one could."""
+    """How a group prefills the prompt, or why none does if one could."""
     stages = decision.stages
     if not stages:
         return f" Not split: {decision.alone}." if decision.alone else ""
@@ -160,7 +160,7 @@ def _shared(decision: Decision) -> str:
 
 
 def why_spread(order: Spread) -> str:
-    """What is copied to whom, and why, in one sentence."""
+    """Which prefix is copied from where to where, and why, in one sentence."""
     to = order.to
     copied = f"Its first {order.tokens:,} tokens are copied from {order.source} to {to}"
     asked = f"about {order.count:,.0f} requests asked for them lately"
@@ -177,7 +177,7 @@ def why_spread(order: Spread) -> str:
 
 
 def _plan(best: Candidate, decision: Decision) -> str:
-    """What the winner computes and what it need not."""
+    """What the winner computes, and what it reuses."""
     prompt = decision.prompt_tokens
     if best.reused_tokens == 0:
         return f"computing all {prompt:,} prompt tokens"
@@ -190,7 +190,7 @@ def _plan(best: Candidate, decision: Decision) -> str:
 
 
 def _against(best: Candidate, other: Candidate, policy: str) -> str:
-    """What told the winner from the next one."""
+    """The difference between the winner and the next candidate."""
     if policy == "random":
         return "by a draw"
     name = other.instance
@@ -209,8 +209,7 @@ def _against(best: Candidate, other: Candidate, policy: str) -> str:
 
 
 def _tie(best: Candidate, other: Candidate) -> str:
-    """What told equals apart: core.schedule.policies prefers who decodes for fewest, then the
-    first."""
+    """Why the winner won with equal scores: the fewest decodes win, then the first id."""
     if other.decodes > best.decodes:
         return f"has {other.decodes} to decode, not {best.decodes}"
     return "comes after it"

@@ -1,8 +1,8 @@
 """The vocabulary between machines and drivers: what instances are and what they report.
 
 Plain frozen structs; the same ones travel as msgpack on the control plane. The first half is what
-instances say of themselves; the second is what the Conductor is told, each fact with the rank in
-which facts of one instant are taken.
+instances report of themselves. The second half are the Conductor's facts. Each has a rank: the
+order in which the Conductor takes the facts of one instant.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Connector: TypeAlias = Literal["embedded", "none", "nixl", "mooncake", "sglang"]
 """How KV gets from an instance that prefills to one that decodes. `embedded`: through our store;
 `none`: it does not, such an instance serves whole requests; the others: vLLM's or SGLang's own."""
 SELF_HELP: tuple[Connector, ...] = ("nixl", "mooncake")
-"""Those whose decode engines compute a prompt that nobody has prefilled; SGLang's do not."""
+"""Connectors whose decode engines can compute a prompt without a prefill; SGLang's cannot."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):
-    """What an engine instance says of itself when it joins; fixed for one epoch."""
+    """What an engine instance reports of itself when it joins; fixed for one epoch."""
 
     id: InstanceId
     epoch: int
@@ -54,20 +54,20 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     max_len: Tokens
     """Prompt plus output may not exceed this."""
     max_requests: int = 1_024
-    """Requests it takes on at once, waiting ones included; the Conductor promises no more."""
+    """Requests that it accepts at once, waiting ones included; the Conductor promises no more."""
     segment: SegmentId | None = None
     rack: str = ""
-    """Instances of one rack reach each other faster; empty: not said."""
+    """Instances of one rack reach each other faster; empty: unknown."""
     layers: int = 0
     """Of its model, where it can prefill as a stage of core.schedule.pipeline and hand KV on after
     each of them; 0: it cannot."""
     connector: Connector = "embedded"
     bootstrap: str = ""
-    """Where mooncake's or sglang's prefill side is asked for who it is, as URL; else empty."""
+    """URL at which mooncake's or sglang's prefill side identifies itself; else empty."""
     dp_rank: int | None = None
-    """Which data-parallel rank of the engine at `url`, said in a header; None: there is one."""
+    """The data-parallel rank of the engine at `url`, sent in a header; None: there is only one."""
     fetches: bool = True
-    """Whether its prefill can load KV that others hold, from a pool; else it reuses its own."""
+    """Whether its prefill can load KV of other instances from a pool; else it reuses its own."""
 
 
 class PassSample(msgspec.Struct, frozen=True):
@@ -106,11 +106,11 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     """Passes measured since the last heartbeat, newest last; bounded by the sender."""
     transfers: tuple[TransferSample, ...] = ()
     hits: tuple[HitSample, ...] = ()
-    """What requests were taken to find cached there, and what they found."""
+    """For each request: the prefix that was expected to be cached there, and the one found."""
     everybody: bool = False
-    """Whether `running` and `waiting` count what others than this Conductor's gateways sent."""
+    """Whether `running` and `waiting` also count requests that other gateways or clients sent."""
     kv_tokens: Tokens = 0
-    """KV in use by requests that run; where `everybody`."""
+    """KV in use by requests that run; counted if `everybody`."""
 
 
 class _OfInstance(msgspec.Struct, frozen=True):
@@ -156,16 +156,16 @@ class Beat(_OfInstance, frozen=True, tag=True):
 
 
 class Left(_OfInstance, frozen=True, tag=True):
-    """An instance said goodbye, or was given up."""
+    """An instance left, or was given up."""
 
     rank: ClassVar[int] = 2
     epoch: int
     lost: str | None = None
-    """Why what it has is broken off; None: it still finishes that."""
+    """Why its calls are aborted; None: it still finishes them."""
 
 
 class Promises(msgspec.Struct, frozen=True, array_like=True):
-    """What one gateway has promised on one instance; of another epoch, it says nothing."""
+    """What one gateway has promised on one instance; ignored if the epoch is another one."""
 
     instance: InstanceId
     epoch: int
@@ -177,12 +177,13 @@ class Promises(msgspec.Struct, frozen=True, array_like=True):
     context: Tokens
     """Of these decodes, summed."""
     running: int
-    """Who decode by now."""
+    """Decodes that run by now."""
     running_context: Tokens
+    """Of these, summed."""
 
 
 class PeerPromised(msgspec.Struct, frozen=True, tag=True):
-    """All that another gateway has promised by now, in place of what it told before."""
+    """All that another gateway has promised by now; it replaces that gateway's earlier report."""
 
     rank: ClassVar[int] = 1
     gateway: str
@@ -203,9 +204,10 @@ class Leading(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpreadUpTo(msgspec.Struct, frozen=True, tag=True):
-    """Of copy `number` only the first `blocks` of those that were lacking are to come; 0: no more.
+    """Of copy `number` only the first `blocks` of the missing ones will arrive; 0: no more.
 
-    To be told where that is less than was asked for; what came before it was told is told already.
+    The driver reports it if fewer blocks come than were ordered, after the events of those that
+    came.
     """
 
     rank: ClassVar[int] = 4
@@ -223,9 +225,10 @@ class PrefillEnded(_OfRequest, frozen=True, tag=True):
 
 
 class StageEnded(_OfRequest, frozen=True, tag=True):
-    """An instance of a group has done its part of prefill call `number`; said of all but the last.
+    """An instance of a group has done its part of prefill call `number`.
 
-    It is free for others; without this fact it is when the call ends.
+    The driver reports it of all but the last. The instance is free for other requests; without this
+    fact it becomes free when the call ends.
     """
 
     rank: ClassVar[int] = 4
@@ -245,8 +248,8 @@ class CallFailed(_OfRequest, frozen=True, tag=True):
     """A prefill or decode call ended without its result.
 
     `length` and `keys` describe what is known by now: the prompt and every token already sent, so
-    that another instance can go on from there. `retry` is False where a retry cannot help;
-    `unreachable`: nobody listens at the instance's address, it never saw the call.
+    that another instance can go on from there. `retry` is False if a retry cannot help;
+    `unreachable`: the instance's address refuses connections, so it never received the call.
     """
 
     rank: ClassVar[int] = 4
@@ -257,11 +260,11 @@ class CallFailed(_OfRequest, frozen=True, tag=True):
     keys: tuple[BlockKey, ...]
     unreachable: bool = False
     member: InstanceId | None = None
-    """Who of a group failed; None: the instance that the call went to."""
+    """The instance of a group that failed; None: the instance that the call went to."""
 
 
 class ClientGone(_OfRequest, frozen=True, tag=True):
-    """Nobody waits for this request any more."""
+    """The client of this request has disconnected."""
 
     rank: ClassVar[int] = 5
 
@@ -280,14 +283,14 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
-    """Time has passed: look for instances not heard of."""
+    """Time has passed: look for instances without a heartbeat."""
 
     rank: ClassVar[int] = 7
     subject: ClassVar[str] = ""
 
 
 ORDER = attrgetter("rank", "subject")
-"""In which facts of one instant are taken."""
+"""The order in which facts of one instant are taken."""
 Fact: TypeAlias = (
     Joined
     | Beat
