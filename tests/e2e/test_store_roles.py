@@ -163,7 +163,10 @@ def test_a_cluster_around_a_master_elsewhere() -> None:
         await until(lambda: answers(client))
         assert (await ask(url, ids))["prompt_tokens_details"]["cached_tokens"] >= 160
         code, _, said = await cli("drain", "p0", "--url", url)
-        assert (code, f"error: url: {url} is no store's master: that is at {it.url}" in said) == (
+        assert (
+            code,
+            f"error: url: {url} is no store's master: the store's master is at {it.url}" in said,
+        ) == (
             2,
             True,
         )

@@ -319,7 +319,7 @@ def test_what_cannot_be_read_is_a_clear_error() -> None:
         members[0].owners[0].server.close()
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
-        with pytest.raises(StoreError, match="6b is out of reach: segment a, where it lay, cannot"):
+        with pytest.raises(StoreError, match="6b is out of reach: segment a, which had it, cannot"):
             await Objects(members[1], 0.3).get([b"k"])
         assert loop.time() < asked_s + 2
         reading = asyncio.create_task(Objects(members[1], 5).get([b"k"]))

@@ -220,7 +220,7 @@ class MooncakePool:
 
     async def told(self) -> PrefixIndex:
         """See Pool."""
-        while self.writer._reports._untold or self.reader._reports._untold:
+        while self.writer._reports._unsent or self.reader._reports._unsent:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.001)
         return self.index

@@ -1,7 +1,7 @@
-"""What several processes have counted, as one: Prometheus's samples, summed by name and labels.
+"""Metrics of several processes as one: Prometheus's samples, summed by name and labels.
 
-Pure but for prometheus_client's types. A process that is gone keeps its share of every counter and
-histogram, so that the sums never fall; its gauges are gone with it.
+The front server and the fronts use it. The counters and histograms of a process that is gone stay
+in the sums, so that these never fall; its gauges are dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def families(collectors: Iterable[Collector]) -> list[Family]:
-    """What these count now."""
+    """Return the current samples of these collectors."""
     return [
         Family(
             metric.name,
@@ -39,7 +39,7 @@ def families(collectors: Iterable[Collector]) -> list[Family]:
 
 
 def summed(counts: Iterable[Iterable[Family]]) -> list[Family]:
-    """One count of all; order of the first that has each."""
+    """Add up several processes; metrics are in the order in which they first appear."""
     found: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, Label], float]] = {}
     for one in counts:
@@ -55,18 +55,18 @@ def summed(counts: Iterable[Iterable[Family]]) -> list[Family]:
 
 
 def lasting(counts: Iterable[Family]) -> list[Family]:
-    """What of it stays true when the process is gone."""
+    """Return the metrics that stay true when their process is gone."""
     return [family for family in counts if family.kind in ("counter", "histogram")]
 
 
 class Summed(Collector):
-    """Families as a collector, to be written out by the library."""
+    """Families as a collector, so that prometheus_client can write them."""
 
     def __init__(self, counts: Iterable[Family]) -> None:
         self._counts = list(counts)
 
     def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
+        """Called by the registry of metrics."""
         for family in self._counts:
             metric = Metric(family.name, family.text, family.kind)
             for name, labels, value in family.samples:

@@ -1,7 +1,7 @@
-"""The folder in which the processes of one gateway meet: made, held, and cleared away.
+"""The folder with the sockets of one gateway's processes: made, locked, and removed at the end.
 
-Its supervisor holds a lock on it for life. The lock goes with the process, however it dies, so a
-folder that nobody locks is one of a supervisor that was killed: the next one removes it.
+The supervisor holds a lock on it for life. The lock ends with the process, however it ends. So an
+unlocked folder is one of a supervisor that was killed, and the next supervisor removes it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NAME = re.compile(_PREFIX + "[a-z0-9_]{8}")
 
 @contextlib.contextmanager
 def meeting_folder() -> Iterator[Path]:
-    """A folder that only this user may enter, and that is gone at the end. Raises OSError."""
+    """Make a folder that only this user may enter, and remove it at the end. Raises OSError."""
     _clear()
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         if lock_file(fd, path):
             break
-        os.close(fd)  # another supervisor, which starts just now, took it for one left behind
+        os.close(fd)  # a supervisor that starts just now took it for an old one
     try:
         yield path
     finally:
@@ -44,7 +44,7 @@ def _clear() -> None:
             continue
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or not ours to open
+        except OSError:  # removed meanwhile, or not accessible
             continue
         try:
             if os.fstat(fd).st_uid == os.getuid() and lock_file(fd, path):

@@ -1,7 +1,7 @@
-"""Connections that go on in another protocol once an HTTP request has asked for it (RFC 9110, 7.8).
+"""Connections that switch to another protocol after an HTTP request for it (RFC 9110, 7.8).
 
-A server's handler answers with a Switch, `HttpClient.upgrade` asks for one: one port, one check of
-the token. What is spoken then is not known here.
+A server's handler answers with a Switch, and `HttpClient.upgrade` asks for one: so one port and one
+check of the token serve both. This module knows nothing of the other protocol.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Switched(asyncio.Protocol):
     def take_over(
         self, transport: asyncio.Transport, lost: Callable[[Exception | None], None]
     ) -> None:
-        """Speak on this connection from now on; `lost` ends what HTTP knows of it."""
+        """Use this connection from now on; call `lost` when it ends, for HTTP's own records."""
         self.transport = transport
         self._http_lost = lost
         transport.set_protocol(self)
@@ -31,7 +31,7 @@ class Switched(asyncio.Protocol):
 
 
 class Switch(msgspec.Struct):
-    """A reply after which `protocol`, called `name` in the Upgrade header, has the connection."""
+    """A reply that hands the connection to `protocol`, called `name` in the Upgrade header."""
 
     name: str
     protocol: Switched

@@ -55,14 +55,14 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8100
     """0 takes any free port."""
     token: str = ""
-    """Callers must present it; empty only when bound to loopback."""
+    """Callers must send it; it may be empty only if bound to loopback."""
     recover_s: float = 3.0
-    """How long it asks segments what they hold, before it answers; 0: the pool is new."""
+    """How long it collects the contents of segments before it answers; 0: the pool is new."""
     terms: Terms = Terms()
     registry: str = ""
     """The registry in which gateways and workers find it; "": they get its URL by settings."""
     advertise_host: str | None = None
-    """Where others reach it, if not at `host`."""
+    """Host at which others reach it, if not `host`."""
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_master(config: MasterConfig, say: Say = say) -> None:
-    """Run a master. Raises ConfigError where it cannot listen."""
+    """Run a master. Raises ConfigError if it cannot listen."""
     require_token_beyond_loopback(config.host, config.token, "members of the pool")
     stop = stop_event()
     registry = await open_registry(config.registry)
@@ -171,7 +171,7 @@ async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack)
 
 
 async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:
-    """Serve health and the lanes' metrics. Raises ConfigError where the port cannot be had."""
+    """Serve health and the lanes' metrics. Raises ConfigError if the port is taken."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(LaneMetrics(client.transfer.stats))
 

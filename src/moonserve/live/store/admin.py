@@ -1,6 +1,6 @@
-"""What a person may ask about the pool: the JSON of GET /api/segments. Read-only.
+"""The JSON of GET /api/segments: answers to questions of people about the pool. Read-only.
 
-For live.store.local. Keys travel in hex.
+live.store.local calls it. Keys are in hex.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ _MAX_LISTED = 1_000
 
 
 def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
-    """Ledgers of all segments; with `key`, where it lies; with `prefix`, what there is.
+    """Return the ledgers of all segments; with `key`, that object; with `prefix`, a list of
+    objects.
 
-    The listing goes by key, after `after`, up to `limit`. Raises BadRequest, Recovering.
+    The list is in the order of keys, starts after `after` and has at most `limit` objects. Raises
+    BadRequest, Recovering.
     """
     if "key" in query:
         key = _key(query["key"], "key")
@@ -41,7 +43,7 @@ def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def ledgers(master: Master) -> dict[str, Any]:
-    """How much lies where, and what is under way."""
+    """Return what is stored on each segment, and what is under way."""
     stats = master.stats()
     segments = [_segment_json(segment) for segment in stats.segments]
     return msgspec.structs.asdict(stats) | {"segments": segments}

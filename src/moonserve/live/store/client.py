@@ -1,7 +1,7 @@
-"""The pool as one process uses it: KVStore over the master and the transfer rooms.
+"""The pool as one process uses it: a KVStore over the master and the Transfer Engine.
 
-Used from one event loop. It owns this process's segments, if it has any. Bytes are copied in a few
-threads of its own; the loop itself copies only what is small and mapped already.
+It is used from one event loop, and owns this process's segments, if it has any. Its threads copy
+bytes; the loop itself copies only what is small and mapped.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ _DISK_BUSY_S = 0.05
 
 
 class StoreClient:
-    """A KVStore, and what else the master does. Made by `open`, ended by `close`.
+    """A KVStore, and the other calls of the master. Made by `open`, ended by `close`.
 
-    Towards KVStore, the master out of reach is a pool that has nothing: find and put answer so, and
-    a warning is logged. Whose caller is cancelled: put and release run to their end all the same
-    (bounded by call_s and transfer_s), so that no ticket is left behind; read ends when no thread
-    writes to a buffer any more; find ends at once, and a release after it ends what it leased.
+    If the master is out of reach, the pool looks empty to a KVStore's user: find and put return
+    that, and a warning is logged. If the caller is cancelled, put and release still run to
+    completion (bounded by call_s and transfer_s), so that no ticket is left behind. A cancelled
+    read ends when no thread writes to a buffer any more. A cancelled find ends at once, and a
+    release after it ends its lease.
 
-    The other calls raise MoonserveError or OSError where the master does not answer.
+    The other calls raise MoonserveError or OSError if the master does not answer.
     """
 
     def __init__(self, rpc: Rpc, settings: StoreSettings) -> None:
@@ -79,11 +80,12 @@ class StoreClient:
             raise
         self._mine = {(it.mounting.id, it.mounting.epoch): it for it in self.owners}
         self._named_s: dict[SegmentId, float] = {}
-        """When the master last named each segment, if no beat says which there are."""
+        """When the master last named each segment; used only if there are no beats, which name all.
+        """
         self._forgetting: asyncio.TimerHandle | None = None
 
     def _own_disk(self, folder: Path) -> Owner:
-        """The segment on disk: of the same node, its bytes verified. Raises ConfigError."""
+        """Make the segment on disk, on the same node, and verify its bytes. Raises ConfigError."""
         mine = self.settings
         region, journal = open_disk(folder, mine.disk_bytes)
         settings = msgspec.structs.replace(
@@ -99,13 +101,13 @@ class StoreClient:
 
     @classmethod
     async def open(cls, rpc: Rpc, settings: StoreSettings) -> StoreClient:
-        """Make the segments and mount them; without any, make sure that the master answers.
+        """Make the segments and mount them. Without segments, check that the master answers.
 
-        Raises what its refusal or absence raises.
+        Raises MoonserveError or OSError if the master refuses or is away.
         """
         making = asyncio.ensure_future(asyncio.to_thread(cls, rpc, settings))
         try:
-            client = await to_the_end(making)  # else its memory would be nobody's to give back
+            client = await to_the_end(making)  # else its memory could not be given back
             for owner in client.owners:
                 await owner.mount()
             if not client.owners:
@@ -117,19 +119,19 @@ class StoreClient:
         return client
 
     def start_beats(self) -> None:
-        """Keep the segments mounted from now on, also by a master that restarts."""
+        """Keep the segments mounted from now on, also at a master that restarts."""
         for owner in self.owners:
-            owner.start_beats(self._heard)
+            owner.start_beats(self._drop_gone)
 
-    def _heard(self) -> None:
-        """Segments that are gone need no memory mapped, and no connections."""
+    def _drop_gone(self) -> None:
+        """Unmap the memory of segments that are gone, and close their connections."""
         own = [owner.mounting.address for owner in self.owners]
         self.transfer.retain([*own, *self.link.addresses.values()])
 
     def _learn(self, addresses: Mapping[SegmentId, Address]) -> None:
-        """The master named these segments."""
+        """Keep the addresses that the master named."""
         self.link.addresses.update(addresses)
-        if self.owners:  # their beats bring all there are
+        if self.owners:  # their beats bring all addresses
             return
         loop = asyncio.get_running_loop()
         self._named_s |= dict.fromkeys(addresses, loop.time())
@@ -137,19 +139,19 @@ class StoreClient:
             self._forgetting = loop.call_later(self.settings.times.unnamed_s, self._forget_unnamed)
 
     def _forget_unnamed(self) -> None:
-        """Let go of the segments not named for long; they are met anew where they still are."""
+        """Forget segments that no reply has named for long; a later reply may name them again."""
         loop = asyncio.get_running_loop()
         old_s = loop.time() - self.settings.times.unnamed_s
         self._named_s = {name: at_s for name, at_s in self._named_s.items() if at_s > old_s}
-        known = self.link.addresses  # replaced and not changed: who reads by it goes on
+        known = self.link.addresses  # replaced, not changed, since readers may still use it
         self.link.addresses = {name: known[name] for name in self._named_s}
-        self._heard()
+        self._drop_gone()
         self._forgetting = None
         if self._named_s:
             self._forgetting = loop.call_later(self.settings.times.unnamed_s, self._forget_unnamed)
 
     async def close(self) -> None:
-        """Leave the pool: what lies in this process's memory is gone."""
+        """Leave the pool: objects in this process's memory are gone."""
         if self._forgetting is not None:
             self._forgetting.cancel()
         for owner in self.owners:
@@ -203,30 +205,31 @@ class StoreClient:
         return await to_the_end(self._put(items, lease, parent, options))
 
     async def release(self, lease: LeaseId) -> None:
-        """See KVStore.release. With the master out of reach, the lease ends by its time to live."""
+        """See KVStore.release. If the master is away, the lease ends by its time to live."""
         await to_the_end(self.link.attempt(operations.RELEASE, wire.ReleaseCall(lease)))
 
-    # What else there is, up to wire.MAX_BATCH keys a call
+    # Other calls, with up to wire.MAX_BATCH keys each
 
     async def get(self, keys: Sequence[Key], lease: LeaseId) -> list[Found | None]:
-        """What each key names, leased; `read` brings it."""
+        """Return what each key names, leased; `read` fetches it."""
         call = wire.FindCall(keys, lease, self._segment)
         reply = await self.link.call(operations.GET, call)
         self._learn(reply.addresses)
         return reply.found
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """Whether each key names an object; no lease, no use of it."""
+        """Return whether each key names an object. It gets no lease and does not count as used."""
         return await self.link.call(operations.EXISTS, wire.KeysCall(keys))
 
     async def scan(self, prefix: bytes, after: Key | None, limit: int) -> list[Found]:
-        """The first objects, in the order of keys, that start with `prefix` and come after."""
+        """Return the first objects, in the order of keys, that start with `prefix` and come after
+        `after`."""
         reply = await self.link.call(operations.SCAN, wire.ScanCall(prefix, after, limit))
         self._learn(reply.addresses)
         return reply.found
 
     async def remove(self, keys: Sequence[Key], force: bool = False) -> list[Removal]:
-        """Remove objects, pinned ones too; leased ones only with `force`."""
+        """Remove objects, also pinned ones; leased ones only with `force`."""
         removals = await self.link.call(operations.REMOVE, wire.RemoveCall(keys, force))
         for key, removal in zip(keys, removals, strict=True):
             if removal.version is not None:
@@ -235,18 +238,18 @@ class StoreClient:
         return removals
 
     async def pin(self, keys: Sequence[Key], pinned: bool = True) -> list[bool]:
-        """Keep objects from eviction, or no longer; whether each exists."""
+        """Keep objects from eviction, or allow it again; return whether each exists."""
         return await self.link.call(operations.PIN, wire.PinCall(keys, pinned))
 
     async def drain(self, segment: SegmentId) -> bool:
-        """Move all off a segment. False: there is no such segment."""
+        """Move everything off a segment. False: there is no such segment."""
         return await self.link.call(operations.DRAIN, wire.DrainCall(segment))
 
     async def evict(self, segment: SegmentId, size: Bytes) -> Bytes:
-        """Let go of `size` bytes of a segment; of how many it did, less where the rest is held.
+        """Evict `size` bytes of a segment; return how many, fewer if the rest is leased or pinned.
 
-        They are free then or, where the segment's node has a disk, on their way to it. Raises
-        BadRequest: no such size, no such segment.
+        They are free then or, if the segment's node has a disk, on their way to it. Raises
+        BadRequest: no such size or segment.
         """
         if not 0 < size <= MAX_BYTES:
             raise BadRequest(f"size must be 1 to {MAX_BYTES} bytes, not {size}", "size")
@@ -262,7 +265,7 @@ class StoreClient:
     async def fetch(
         self, found: Sequence[Found], into: Sequence[memoryview], most_s: float
     ) -> list[int]:
-        """As `read`, but the indices of all that did not arrive, and the others did."""
+        """As `read`, but return the indices of all objects that did not arrive; the others did."""
         fetched = await self._copier.read(found, into, most_s)
         if fetched.corrupt:
             bad = [(found[i].key, found[i].version, segment) for i, segment in fetched.corrupt]
@@ -276,9 +279,10 @@ class StoreClient:
         parent: Key | None,
         options: PutOptions,
     ) -> list[Outcome | None]:
-        """As `put` of up to a batch, but what became of each: Ticket if this call wrote it.
+        """As `put` of up to one batch, but return each outcome: Ticket if this call wrote the
+        object.
 
-        None: it did not get where it should have lain. Raises where the master does not answer.
+        None: its bytes could not be written. Raises if the master does not answer.
         """
         return await to_the_end(self._write(items, lease, parent, options))
 
@@ -296,7 +300,7 @@ class StoreClient:
             batch = items[start : start + wire.MAX_BATCH]
             try:
                 outcomes = await self._write(batch, lease, parent, options)
-            except FAILURES as error:  # what was started is reaped by its time to live
+            except FAILURES as error:  # started puts end by their time to live
                 log.warning("store master: put failed: %s", text(error))
                 break
             exist += sum(isinstance(it, Exists | Ticket) for it in outcomes)
@@ -329,14 +333,14 @@ class StoreClient:
     async def _start(self, call: wire.PutStartCall) -> list[Outcome]:
         try:
             reply = await self.link.call(operations.PUT_START, call)
-        except UnknownSegment:  # a master that restarted, or lost the beats
+        except UnknownSegment:  # the master has restarted, or lost the beats
             await self.owners[0].mount()
             reply = await self.link.call(operations.PUT_START, call)
         self._learn(reply.addresses)
         return reply.outcomes
 
     async def _write_and_end(self, writes: Sequence[Write], lease: LeaseId | None) -> set[int]:
-        """The ids of the tickets whose objects exist then."""
+        """Return the ids of the tickets whose objects exist then."""
         diary = self.link.diary
         sums = await self._copier.write(writes, self.settings.transfer_s)
         written: list[Write] = []
@@ -357,7 +361,7 @@ class StoreClient:
             return set()
         versions = await self.link.call(operations.PUT_END, wire.PutEndCall(ends, lease))
         for write, (id, _), version in zip(written, ends, versions, strict=True):
-            at = write.ticket.segment, write.ticket.epoch  # the name may be another's by now
+            at = write.ticket.segment, write.ticket.epoch  # another start may have the name by now
             if version != id:
                 diary.drop(id)
                 continue
@@ -368,7 +372,7 @@ class StoreClient:
 
 
 def _mooncake(settings: StoreSettings) -> MooncakeTransport | None:
-    """Raises ConfigError where it is wanted and cannot be."""
+    """Raises ConfigError if the transport is set and cannot be used."""
     if settings.transport != "mooncake":
         return None
     host = settings.advertise_host or settings.host

@@ -1,7 +1,7 @@
 """Moves objects' bytes between this process's buffers and segments, verified by checksum.
 
-For live.store.client, on its event loop. What is large or far goes to threads; what is small and
-mapped already is copied on the loop, since handing it over would take longer.
+live.store.client uses it on its event loop. Large copies, and copies through sockets, run in
+threads. Small copies of mapped memory run on the loop, since a thread would take longer.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from moonserve.live.transfer.ports import Op
 T = TypeVar("T")
 
 _ASIDE_S = 10.0
-"""A segment that did not deliver is read last for so long: by then the master has dropped it."""
+"""For this long, a segment that did not deliver is read last; by then the master has dropped it."""
 
 _INLINE_BYTES: Bytes = 1 << 20
 _SHARE_BYTES: Bytes = 4 << 20
-"""What another thread is worth."""
+"""Another thread is used for each share of this size."""
 
 
 class Write(NamedTuple):
-    """Bytes and where they may be written."""
+    """Bytes, and the extent to which they may be written."""
 
     ticket: Ticket
     memory: memoryview
 
 
 class Fetched(NamedTuple):
-    """What came of reading some objects, by their indices."""
+    """The result of reading some objects, by their indices."""
 
     missing: list[int]
-    """No replica of them arrived whole."""
+    """Objects of which no replica arrived whole."""
     corrupt: list[tuple[int, SegmentId]]
-    """Replicas whose bytes are not what was put."""
+    """Replicas whose checksum is wrong."""
 
 
 class Copier:
-    """Reads and writes by one transfer, in these threads; the link says where segments are."""
+    """Reads and writes by one Transfer, in threads; the link has the addresses of segments."""
 
     def __init__(
         self, link: Link, transfer: Transfer, threads: Executor, settings: StoreSettings
     ) -> None:
-        """`settings` say where this process stands."""
+        """settings: they have the node and rack of this process."""
         self._link = link
         self._node = settings.node or settings.segment
         self._rack = settings.rack
@@ -67,13 +67,13 @@ class Copier:
     async def read(
         self, found: Sequence[Found], into: Sequence[memoryview], most_s: float
     ) -> Fetched:
-        """Fill the buffers: from the nearest replica of each, else from the others in turn.
+        """Fill the buffers: from the nearest replica of each object, then from the others in turn.
 
-        Each turn may take its share of the time, so that one silent peer leaves some for the rest.
+        Each turn gets its share of the time, so that one silent peer leaves some for the others.
         """
         end_s = time.monotonic() + most_s
         missing, corrupt = list(range(len(found))), []
-        known = self._link.addresses  # as of now: a beat meanwhile may bring others
+        known = self._link.addresses  # a beat may replace it meanwhile
         orders = [self._near_first(it.replicas, known) for it in found]
         turns = max(map(len, orders), default=0)
         for turn in range(turns):
@@ -105,7 +105,7 @@ class Copier:
         return Fetched(missing, corrupt)
 
     async def write(self, writes: Sequence[Write], most_s: float) -> list[int | None]:
-        """Write each to its extent; its checksum, None where not all bytes got there."""
+        """Write each to its extent and return the checksums; None: not all bytes were written."""
         deadline_s = time.monotonic() + most_s
         groups: dict[SegmentId, list[int]] = {}
         for index, write in enumerate(writes):
@@ -131,8 +131,10 @@ class Copier:
     def _near_first(
         self, replicas: Sequence[Replica], known: Mapping[SegmentId, Address]
     ) -> Sequence[Replica]:
-        """The replicas that can be reached: mapped ones first, memory before disk, those of this
-        node before those of this rack before others; last those that lately did not deliver.
+        """Return the replicas that can be reached, in the order in which to read them.
+
+        Mapped memory comes first, then memory before disk; among these the same node, then the same
+        rack, then others. Replicas on segments that lately did not deliver come last.
         """
         reachable = [it for it in replicas if it.segment in known]
         if len(reachable) > 1:
@@ -156,7 +158,8 @@ class Copier:
     def _shares(
         self, address: Address, indices: Sequence[int], memories: Sequence[memoryview]
     ) -> list[Sequence[int]]:
-        """Cut up what cores copy and sum beside each other; what goes by sockets has lanes."""
+        """Divide the objects among cores for mapped memory. Through sockets, the transfer has
+        lanes."""
         size = sum(len(memories[i]) for i in indices)
         count = min(self._cores, size // _SHARE_BYTES) if self._transfer.is_near(address) else 1
         each = -(-len(indices) // max(1, count))
@@ -165,9 +168,9 @@ class Copier:
     async def _run(
         self, address: Address, slices: Sequence[Slice], copy: Callable[..., T], *args: Any
     ) -> T:
-        """Run a copying function in a thread, or here if that is sooner over."""
+        """Run a copying function in a thread, or here if that is faster."""
         size = sum(len(piece.memory) for piece in slices)
-        in_memory = bool(address.region)  # what lies on disk may have to be waited for
+        in_memory = bool(address.region)  # a disk may be slow
         if size <= _INLINE_BYTES and in_memory and self._transfer.is_near(address):
             return copy(address, slices, *args)
         loop = asyncio.get_running_loop()
@@ -183,7 +186,7 @@ class Copier:
         checksums: Sequence[int],
         deadline_s: float,
     ) -> tuple[list[int], list[tuple[int, SegmentId]]]:
-        """Copy and verify: what is good, and what is corrupt."""
+        """Copy and verify; return the good ones and the corrupt ones."""
         good, corrupt = [], []
         sums = self._sums("read", address, slices, deadline_s)
         for index, checksum, got in zip(indices, checksums, sums, strict=True):
@@ -196,13 +199,13 @@ class Copier:
     def _send(
         self, address: Address, slices: Sequence[Slice], indices: Sequence[int], deadline_s: float
     ) -> list[tuple[int, int | None]]:
-        """Copy: the checksum of each, None where the bytes did not get there."""
+        """Copy and return the checksum of each; None: not all bytes were written."""
         return list(zip(indices, self._sums("write", address, slices, deadline_s), strict=True))
 
     def _sums(
         self, op: Op, address: Address, slices: Sequence[Slice], deadline_s: float
     ) -> list[int | None]:
-        """Copy the slices; the checksum of each, None where not all bytes arrived."""
+        """Copy the slices and return the checksum of each; None: not all bytes arrived."""
         run = self._transfer.read if op == "read" else self._transfer.write
         return [
             xxhash.xxh3_64_intdigest(it.memory) if here else None
@@ -211,8 +214,9 @@ class Copier:
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, once all jobs are over, also if one breaks off or the caller is cancelled: no
-    thread is still copying then. A single job needs no task of its own.
+    """Return all results once all jobs have ended, also if one fails or the caller is cancelled.
+
+    So no thread is still copying afterwards. A single job needs no task of its own.
     """
     if len(jobs) == 1:
         return [await jobs[0]]

@@ -1,13 +1,14 @@
-"""A segment on disk: a folder that outlives its owner, with what lay there whole.
+"""A segment on disk: a folder that outlives its owner, with all objects that are whole.
 
-For live.store.client, which mounts it beside the segment in memory. In the folder are `data`, the
-segment's bytes, mapped as memory is; `journal`, what lies where, appended to and rewritten when it
-has grown; and `lock`, held while somebody owns it.
+live.store.client mounts it beside the segment in memory. The folder has `data`, the segment's
+bytes, mapped like memory; `journal`, which objects are where, appended to and rewritten when it has
+grown; and `lock`, held while a process owns the folder.
 
-A copy's bytes are on the disk before the journal tells of it (sync, then append), so that what the
-journal tells is whole even after a power failure, but for what was overwritten meanwhile. Hence
-opening it reads everything and keeps what still has its checksum. The journal itself is synced only
-when it is written anew: what it loses with the machine is lost from the pool, never wrong.
+The bytes of a copy are on the disk before the journal has the object (sync, then append). So all
+objects of the journal are whole even after a power failure, except those overwritten meanwhile.
+Therefore opening reads everything and keeps the objects whose checksum is right. The journal itself
+is synced only when it is rewritten: what it loses in a crash is lost from the pool, and never
+wrong.
 """
 
 from __future__ import annotations
@@ -45,32 +46,33 @@ _decode = msgspec.msgpack.Decoder(Change).decode
 
 
 class DiskRegion(Region):
-    """The mapped `data`. It has no name: peers on this host reach it by its owner as others do."""
+    """The mapped `data`. It has no name, so peers on this host reach it through its owner."""
 
     def __init__(self, path: Path, size: Bytes, lock_fd: int) -> None:
         """Map the file, made or resized to `size` with the header. Takes `lock_fd` over.
 
-        Raises OSError; what lay there is as it was then.
+        Raises OSError; the file is then as it was before.
         """
         self._disk_lock_fd = lock_fd
         self._data_fd = fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         before = os.fstat(fd)
         try:
             head = os.pread(fd, len(_MAGIC), 0)
-            if any(head) and head != _MAGIC:  # an older version wrote none
+            if any(head) and head != _MAGIC:  # an older version wrote zeros
                 raise OSError(errno.EEXIST, "its file data is another program's")
             disk = os.fstatvfs(fd)
             free = disk.f_bavail * disk.f_frsize
-            if size - before.st_blocks * 512 > free:  # asked for first: else it is filled up to see
+            # asked before, since allocating fills the disk first
+            if size - before.st_blocks * 512 > free:
                 raise OSError(errno.ENOSPC, f"the disk has {free} free")
             if size > before.st_size:
                 os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, size)  # else a full disk is a SIGBUS later
+                os.posix_fallocate(fd, 0, size)  # else a full disk ends the process by SIGBUS later
             mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
-            os.ftruncate(fd, size)  # a larger one last: nothing is lost where mapping fails
+            os.ftruncate(fd, size)  # after mapping, so that nothing is lost if mapping fails
         except OSError:
-            os.ftruncate(fd, before.st_size)  # what was taken of a disk that is too small
+            os.ftruncate(fd, before.st_size)  # give back what was taken of a disk that is too small
             os.close(fd)
             raise
         mapped[: len(_MAGIC)] = _MAGIC
@@ -79,7 +81,7 @@ class DiskRegion(Region):
 
     @property
     def name(self) -> str:
-        """None that others could map it by."""
+        """Empty: no other process can map it."""
         return ""
 
     def flush(self) -> None:
@@ -87,10 +89,10 @@ class DiskRegion(Region):
 
         Not by mmap.flush, which holds the interpreter's lock for as long as the disk takes.
         """
-        getattr(os, "fdatasync", os.fsync)(self._data_fd)  # macOS has the latter only
+        getattr(os, "fdatasync", os.fsync)(self._data_fd)  # macOS has no fdatasync
 
     def close(self) -> None:
-        """Unmap, and let others own the folder; a second call does nothing."""
+        """Unmap, and let other processes own the folder. A second call does nothing."""
         super().close()
         if self._disk_lock_fd >= 0:
             os.close(self._data_fd)
@@ -99,17 +101,17 @@ class DiskRegion(Region):
 
 
 class DiskJournal:
-    """The Journal of one folder; see Owner. Not to be used by two.
+    """The Journal of one folder; see Owner. Only one process may use it.
 
-    What is noted is written by a thread of its own: a busy disk holds up nobody else.
+    A thread of its own writes, so a busy disk delays nothing else.
     """
 
     def __init__(self, path: Path, region: DiskRegion) -> None:
-        """Read what the journal tells, keep what is whole, and write that anew."""
+        """Read the journal, keep the objects that are whole, and rewrite it with them."""
         self._path = path
         self._region = region
         self.held: dict[Key, Held] = {}
-        """What the journal tells; the thread's, once anything is noted."""
+        """The objects in the journal. After the first write, only the thread uses it."""
         for change in _records(path):
             self._apply(change)
         told = len(self.held)
@@ -138,13 +140,16 @@ class DiskJournal:
             del self.held[change.key]
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Note what changed, in order, soon. What cannot be noted is not kept: see _note."""
-        with contextlib.suppress(RuntimeError):  # closed: no more is noted
+        """Write changes in order, soon. If that fails, see _note."""
+        with contextlib.suppress(RuntimeError):  # closed: nothing more is written
             self._writer.submit(self._note, list(changes))
 
     def _note(self, changes: Sequence[Change]) -> None:
-        """On a full disk the journal goes, lest it brings back what went since, and is written anew
-        once there is room."""
+        """Apply and append changes.
+
+        If the disk is full, the journal is deleted, since an old one would bring removed objects
+        back. It is rewritten once there is room again.
+        """
         for change in changes:
             self._apply(change)
         try:
@@ -153,7 +158,7 @@ class DiskJournal:
             if self._written > self._limit or self._is_due():
                 self._rewrite()
         except OSError as error:
-            why = "until it can be written, no restart finds what lies there"
+            why = "until it can be written, a restart loses the objects of this segment"
             log.error("%s: %s: %s", self._path, error.strerror, why)
             self._forget()
 
@@ -178,7 +183,8 @@ class DiskJournal:
         return self._path.with_suffix(".new")
 
     def _rewrite(self) -> None:
-        """Begin the journal anew with what is held: a power failure leaves it or the old one whole.
+        """Replace the journal by one of all objects held. A power failure leaves the old or the new
+        one.
 
         May raise OSError.
         """
@@ -192,12 +198,12 @@ class DiskJournal:
         self._limit = 2 * self._written + _ROOM_TO_GROW
 
     def flush(self, held: Sequence[Held]) -> None:
-        """Return once the bytes of these are on the disk."""
+        """Return once the bytes of these objects are on the disk."""
         if held:
             self._region.flush()
 
     def close(self) -> None:
-        """All that was noted is written; note no more."""
+        """Write all that is waiting, and nothing after it."""
         self._retry_s = 0.0
         self._writer.submit(self._note, [])
         self._writer.shutdown()
@@ -211,8 +217,10 @@ class DiskJournal:
 
 
 def open_disk(folder: Path, capacity_bytes: Bytes) -> tuple[DiskRegion, DiskJournal]:
-    """Own a folder, made if need be. Reads all that it holds. Raises ConfigError, and then leaves
-    nothing that was not there."""
+    """Own a folder, made if it does not exist, and read all that it holds.
+
+    Raises ConfigError, and then leaves no new file behind.
+    """
     size = HEADER_BYTES + -(-capacity_bytes // ALIGN) * ALIGN
     files = [folder / name for name in ("data", "journal.new", "journal", "lock")]
     absent = [it for it in (*files, folder, *folder.parents) if not os.path.lexists(it)]
@@ -259,17 +267,18 @@ def _record(change: Change) -> bytes:
 
 
 def _records(path: Path) -> Iterator[Change]:
-    """What a journal tells, up to its first torn record."""
+    """Read the changes in a journal, up to its first incomplete record."""
     if not path.exists():
         return
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            log.warning("%s is not this version's: what lies beside it is forgotten", path)
+            log.warning("%s is of another version: the objects of its segment are dropped", path)
             return
         size, whole = path.stat().st_size, len(_MAGIC)
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
-            payload = file.read(min(length, size))  # a torn length may be any
+            # the length of an incomplete record may be anything
+            payload = file.read(min(length, size))
             if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != checksum:
                 break
             try:
@@ -278,4 +287,6 @@ def _records(path: Path) -> Iterator[Change]:
                 break
             whole = file.tell()
     if whole < size:
-        log.warning("%s is torn: its last %d bytes are forgotten", path, size - whole)
+        log.warning(
+            "%s ends with an incomplete record: its last %d bytes are dropped", path, size - whole
+        )

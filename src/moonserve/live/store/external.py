@@ -35,18 +35,18 @@ class ExternalPool(Pool):
         self._backend = backend
 
     def routes(self) -> dict[tuple[str, str], Handler]:
-        """Exact paths."""
+        """HTTP handlers by (method, path)."""
         return {("GET", "/api/segments"): self._refuse, ("GET", PATH): self._refuse}
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
-        """What /api/stats tells of the store."""
+        """Return the store's part of /api/stats."""
         return {"backend": self._backend}
 
     def release(self, lease: LeaseId) -> None:
         """Nothing to do: Mooncake's leases end by their time."""
 
     async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
-        """Mooncake places its replicas itself: none."""
+        """Return 0: Mooncake places its replicas itself."""
         return 0
 
     def tick(self) -> None:

@@ -1,6 +1,6 @@
-"""Leaving a pool: what would be lost with this process is moved to others first, if there are any.
+"""Leaving a pool: objects that would be lost with this process move to other members first.
 
-For processes that own a segment, once they were told to stop. Never takes longer than it is given.
+Processes that own a segment call it after a signal to stop. It never takes longer than given.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ _POLL_S = 0.05
 
 
 async def hand_on(client: StoreClient, most_s: float) -> None:
-    """Have what lies in memory moved elsewhere within `most_s`; what is not, is said.
+    """Move all objects in memory to other members within `most_s`; log how many could not.
 
-    At once over where the master is gone, as when a whole cluster stops, or nobody else is there.
+    It ends at once if the master is gone, as when a whole cluster stops, or if there is no other
+    member.
     """
     own = [it for it in client.owners if it.mounting.tier == "dram"]
     try:
         async with asyncio.timeout(most_s) as limit:
             try:
                 for owner in own:
-                    await owner.catch_up()  # or another start of it would be drained by its name
+                    # else another start of this member could be drained, by its name
+                    await owner.catch_up()
                     await client.drain(owner.mounting.id)
             except FAILURES as error:
-                log.debug("nothing is handed on: %s", text(error))
+                log.debug("no object is moved to other members: %s", text(error))
             else:
                 await _until_empty(client, own)
     except FAILURES as error:
@@ -50,7 +52,7 @@ async def _until_empty(client: StoreClient, own: Sequence[Owner]) -> None:
         if left < least:
             least, since_s = left, loop.time()
         elif loop.time() > since_s + client.settings.times.stall_s:
-            raise StoreError("nobody takes them")
+            raise StoreError("no other member takes them")
         await asyncio.sleep(_POLL_S)
 
 

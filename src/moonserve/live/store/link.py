@@ -1,7 +1,8 @@
-"""The way to the store's master, and what this process must tell one that has restarted.
+"""Calls to the store's master, and what this process reports to a master that has restarted.
 
-For live.store's client and owners, on one event loop. A master that has just started answers nil:
-it is then told what was done here lately, and asked again until the call's time is up.
+live.store's client and owners use it on one event loop. A master that has just started refuses
+calls with Recovering. The link then claims its recent writes and repeats the call until its time is
+up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Rpc = Callable[[str, bytes, float], Awaitable[bytes]]
-"""Runs one operation of MasterService somewhere, by a time of the loop's clock.
+"""Runs one operation at the master, until a time on the loop's clock.
 
 May raise MoonserveError or OSError.
 """
@@ -35,13 +36,13 @@ _AGAIN_S = 0.05
 _CLAIM_EVERY_S = 1.0
 _TIDY_EVERY_US: Micros = MICROS_PER_SECOND
 _KEPT_US: Micros = 30 * MICROS_PER_SECOND
-"""How long the diary keeps what was done: by then owners know it by their beats."""
-_PUT_TTL_US: Final = Terms().put_ttl_us  # no command gives a master another
+"""How long recent writes are kept: by then owners know them by their beats."""
+_PUT_TTL_US: Final = Terms().put_ttl_us  # no command line gives a master another one
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Link:
-    """Calls to one master, the diary of what they did, and where it said that segments are."""
+    """Calls to one master, the recent writes of this process, and the addresses of segments."""
 
     def __init__(self, rpc: Rpc, call_s: float) -> None:
         self.rpc = rpc
@@ -67,7 +68,7 @@ class Link:
             except Recovering:
                 await self._claim_at_times(deadline_s)
                 if _now_s() + _AGAIN_S > deadline_s:
-                    why = "the store's master has started, and still gathers what there is"
+                    why = "the store's master has started, and still gathers what segments hold"
                     raise Recovering(why) from None
                 await asyncio.sleep(_AGAIN_S)
         return operation.reply(answer)
@@ -82,7 +83,7 @@ class Link:
             log.log(level, "store master: %s failed: %s", operation.name, text(error))
 
     async def claim(self) -> None:
-        """Tell the master what it may not know: puts and removals of the last half minute."""
+        """Report to the master what it may not know: puts and removals of the last half minute."""
         self._claimed_s = _now_s()
         claims, removed = self.diary.claims(now_us(), _PUT_TTL_US)
         for start in range(0, max(len(claims), len(removed)), wire.MAX_BATCH):
@@ -90,7 +91,7 @@ class Link:
             await self.attempt(operations.CLAIM, wire.ClaimCall(claims[part], removed[part]))
 
     def tidy(self) -> None:
-        """Forget what is old, now and then; to be called by who adds to the diary."""
+        """Forget old writes, at most once a second; to be called after each addition."""
         if now_us() >= self._tidied_us + _TIDY_EVERY_US:
             self._tidied_us = now_us()
             self.diary.forget(self._tidied_us - _KEPT_US)
@@ -102,21 +103,21 @@ class Link:
             async with asyncio.timeout_at(deadline_s):
                 await self.claim()
         except TimeoutError:
-            log.debug("store master: no time left to claim")
+            log.debug("store master: no time left to report recent writes")
 
 
 def now_us() -> Micros:
-    """The loop's clock, which diaries and tasks go by."""
+    """The time of the loop's clock, which recent writes and copies use."""
     return seconds_to_us(_now_s())
 
 
 def text(error: BaseException) -> str:
-    """What to say of a failure."""
+    """Return the text of an error, or its class if it has none."""
     return str(error) or type(error).__name__
 
 
 async def to_the_end(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Await `work` until it is done, also when cancelled meanwhile; then let the cancel go on."""
+    """Await `work` until it is done, also if the caller is cancelled; then let the cancel go on."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -128,7 +129,7 @@ async def to_the_end(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # seen; the cancel is what counts now
+            task.exception()  # retrieved; the cancel is raised instead
         raise cancelled
     return task.result()
 

@@ -1,7 +1,7 @@
-"""The store's master in this process: its operations, what people may ask, and the events it tells.
+"""The store's master in this process: its operations, people's questions, and its events.
 
-Mounted by the gateway process or by a master of its own. The operations go over channels, which are
-guarded by the cluster token; GET /api/segments is not, and changes nothing.
+A gateway's process or a master's own process has one. Members need the cluster token for the
+operations; GET /api/segments needs none, and changes nothing.
 """
 
 from __future__ import annotations
@@ -50,19 +50,17 @@ class LocalPool(Pool):
         tell: Callable[[Sequence[BlockEvent]], None],
         events: EventLog | None = None,
     ) -> None:
-        """`tell` gets the master's events, in order, right after what caused them.
-
-        `events` answers listeners elsewhere; None: there are none.
-        """
+        """tell: called with the master's events, in order, right after what caused them. events:
+        keeps them for other processes; None: no other process may ask for them."""
         self.service = service
         self._token = token
         self._tell = tell
         self._events = events
         self._called: dict[SegmentId, asyncio.Event] = {}
-        """By mounted segment that beat: there are new copies to be made to it."""
+        """By mounted segment that has beaten: set when there are new copies to make to it."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
-        """What is served by HTTP, or asked for there."""
+        """HTTP handlers by (method, path)."""
         return {("GET", "/api/segments"): self._segments, ("GET", PATH): self._channel}
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
@@ -74,20 +72,20 @@ class LocalPool(Pool):
         self.service.master.release(lease)
 
     async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
-        """See Master.copy; of very many only the first. May raise MoonserveError or OSError."""
+        """See Pool.copy and Master.copy."""
         count = self.service.run(operations.COPY, wire.CopyCall(keys[: wire.MAX_BATCH], to, source))
         self._pass_events()
         return count
 
     def tick(self) -> None:
-        """To be called about twice a second."""
+        """Let time pass at the master; see Pool.tick."""
         self.service.reap()
         self._pass_events()
         mounted = self.service.master.addresses()
         self._called = {name: it for name, it in self._called.items() if name in mounted}
 
     async def close(self) -> None:
-        """Nothing to do: what there is, owners know."""
+        """Nothing to do: owners know what is stored."""
 
     async def _segments(self, request: HttpRequest) -> Response:
         return json_response(await self.lookup(request.query))
@@ -95,7 +93,7 @@ class LocalPool(Pool):
     async def _channel(self, request: HttpRequest) -> Switch:
         check_token(request, self._token)
         if request.headers.get("upgrade") != PROTOCOL:
-            raise BadRequest(f"{PATH} is for the store's members, by {PROTOCOL}", "upgrade")
+            raise BadRequest(f"{PATH} is for members of the store that speak {PROTOCOL}", "upgrade")
         return Switch(PROTOCOL, member_connection(self.answer))
 
     def answer(self, op: str, body: bytes) -> bytes | Coroutine[Any, Any, bytes]:
@@ -118,7 +116,8 @@ class LocalPool(Pool):
 
     async def _wait_for_copies(self, call: wire.BeatCall) -> None:
         """Hold a beat back while there is nothing to copy, for at most its `wait_s`."""
-        if not self.service.keep_alive(call):  # now: the answer may be lost with its connection
+        # first, since the answer may be lost with its connection
+        if not self.service.keep_alive(call):
             return  # the owner has to mount again, at once
         called = self._called.setdefault(call.segment, asyncio.Event())
         try:
@@ -138,13 +137,14 @@ class LocalPool(Pool):
 
 
 class EventLog:
-    """The latest events of a master, for listeners elsewhere.
+    """The latest events of a master, for listeners in other processes.
 
-    Whoever is further behind than it reaches is told all that there is.
+    A listener that is further behind than the log reaches receives the whole inventory.
     """
 
     def __init__(self, start: int, inventory: Callable[[], list[BlockEvent]], most: int) -> None:
-        """`start` is another number at each start of the master; `most` events are kept."""
+        """start: differs at each start of the master. inventory: returns all that is stored, as
+        events. most: number of events that are kept."""
         self._start = start
         self._inventory = inventory
         self._events: deque[BlockEvent] = deque(maxlen=most)
@@ -152,7 +152,7 @@ class EventLog:
         self._news = asyncio.Event()
 
     def add(self, events: Sequence[BlockEvent]) -> None:
-        """The master tells these."""
+        """Add events of the master."""
         self._events.extend(events)
         self._at += len(events)
         news, self._news = self._news, asyncio.Event()

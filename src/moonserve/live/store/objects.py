@@ -1,7 +1,7 @@
 """Whole objects of any bytes under any key, for programs and people rather than for requests.
 
-Over a StoreClient, on its event loop. Where KVStore goes on without what the pool does not give,
-this tries again until its time is up, and then says why not.
+It uses a StoreClient on its event loop. A KVStore goes on without what the pool does not give; this
+tries again until its time is up, and then raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from moonserve.live.store.link import FAILURES, text
 
 _AGAIN_S = 0.1
 _OBJECTS = PutOptions(blocks=False)
-_numbers = itertools.count(1)  # of leases: a client may have several Objects
+_numbers = itertools.count(1)  # numbers of leases: a client may have several Objects
 
 
 class Objects:
-    """Puts and gets of one client. Each takes at most `most_s` and a call to the master or two."""
+    """Puts and gets of one client. Each takes at most `most_s` and one or two calls more."""
 
     def __init__(self, client: StoreClient, most_s: float | None = None) -> None:
-        """`most_s` None: the client's transfer_s."""
+        """most_s: the longest a put or get may take; None: the client's transfer_s."""
         self._client = client
         self._most_s = most_s or client.settings.transfer_s
 
     async def put(
         self, items: Sequence[tuple[Key, memoryview]], options: PutOptions = _OBJECTS
     ) -> None:
-        """Store up to wire.MAX_BATCH objects, from any buffers; one that exists already stays as it
+        """Store up to wire.MAX_BATCH objects, from any buffers. An object that exists stays as it
         is.
 
-        Raises BadRequest at once where a key, a buffer or an option is none, naming it and its
-        limit. Raises StoreError unless all exist then: at once where the pool is full or the tenant
-        over its quota. Some may exist all the same.
+        Raises BadRequest at once if a key, a buffer or an option is invalid; it has the field and
+        its limit. Raises StoreError unless all objects exist at the end: at once if the pool is
+        full or the tenant over its quota. Some objects may exist all the same.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._most_s
@@ -64,9 +64,9 @@ class Objects:
                 await asyncio.sleep(_AGAIN_S)
 
     async def get(self, keys: Sequence[Key]) -> list[bytearray | None]:
-        """The bytes of up to wire.MAX_BATCH objects; None: there is none.
+        """Return the bytes of up to wire.MAX_BATCH objects; None: there is no such object.
 
-        Raises BadRequest at once where a key is none. Raises StoreError where there is one, and no
+        Raises BadRequest at once if a key is invalid. Raises StoreError if an object exists, and no
         replica of it can be read in time.
         """
         _check_count(len(keys))
@@ -76,7 +76,7 @@ class Objects:
         lease = LeaseId(f"{mine.segment}-{mine.epoch}-{next(_numbers)}")
         try:
             return await self._get(keys, lease)
-        finally:  # whatever was heard: an answer that was lost may have told of a lease
+        finally:  # always: a reply that was lost may have begun a lease
             await self._client.release(lease)
 
     async def _get(self, keys: Sequence[Key], lease: LeaseId) -> list[bytearray | None]:
@@ -114,7 +114,7 @@ class Objects:
 
 
 def _checked(items: Sequence[tuple[Key, memoryview]]) -> list[tuple[Key, memoryview]]:
-    """The items with their bytes as such. Raises BadRequest."""
+    """Return the items with their buffers as bytes. Raises BadRequest."""
     _check_count(len(items))
     checked = []
     for key, data in items:
@@ -164,7 +164,7 @@ def _check_options(options: PutOptions) -> None:
 
 
 def _check_outcome(key: Key, size: int, outcome: Outcome | None, options: PutOptions) -> None:
-    """Raise StoreError where trying again is in vain."""
+    """Raise StoreError if trying again cannot help."""
     match outcome:
         case Full():
             why = "all segments are full of what is leased or pinned"
@@ -184,6 +184,6 @@ def _name(key: Key) -> str:
 
 
 def _where(found: Found) -> str:
-    """Its segments, in words."""
+    """Name the object's segments in a sentence."""
     names = " and ".join(it.segment for it in found.replicas)
-    return f"segment {names}, where it lay," if len(found.replicas) == 1 else f"segments {names}"
+    return f"segment {names}, which had it," if len(found.replicas) == 1 else f"segments {names}"

@@ -1,7 +1,7 @@
-"""A segment's owner: its memory, the server peers reach it by, its beats, and copies made to it.
+"""A segment's owner: its memory, the server for peers, its beats, and the copies made to it.
 
-For live.store.client, one per segment. The catalogue of what lies here, and which copies are to be
-made, is core.store.memory's; this brings it to the master and back, and moves the bytes.
+live.store.client has one per segment. core.store.owners decides which objects are here and which
+copies are to be made. The owner exchanges this with the master, and moves the bytes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 _COPIES_AT_ONCE = 32
 _COPIES_A_BATCH = 8
 _BEATS_PER_TTL = 4
-_BUSY_S = 0.001  # between beats while there is more to hear of
-_HELD_S = 0.1  # between looks whether who holds the name still lives
-_BEATS_OF_LIFE = 2  # one of the dead may be under way
+_BUSY_S = 0.001  # between beats while the master has more changes
+_HELD_S = 0.1  # between looks whether the holder of the name is alive
+_BEATS_OF_LIFE = 2  # one beat of a dead holder may still be under way
 _NEWS = 3  # failed beats in a row
 
 
@@ -45,23 +45,23 @@ class _Job(NamedTuple):
     copies: list[Copy]
     until_us: Micros
     mounts: int
-    """The mounting that they were ordered in."""
+    """The number of the mount in which they were ordered."""
 
 
 _Pulled = Literal["here", "lost", "corrupt"]
 
 
 class Journal(Protocol):
-    """Where a segment's catalogue outlives its owner."""
+    """Keeps a segment's contents longer than its owner lives."""
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Note what changed, in order. Raises nothing: what is not noted is not kept."""
+        """Write changes, in order. Raises nothing: a change that cannot be written is lost."""
 
     def flush(self, held: Sequence[Held]) -> None:
-        """Let the bytes of objects outlive the machine; blocks. May raise OSError."""
+        """Make the bytes of objects survive a crash of the machine; blocks. May raise OSError."""
 
     def close(self) -> None:
-        """All that was noted is kept."""
+        """Finish all writes."""
 
 
 class Owner:
@@ -78,7 +78,7 @@ class Owner:
         held: Sequence[Held] = (),
         journal: Journal | None = None,
     ) -> None:
-        """Listen for peers. Takes `region` and `journal` over, also where it raises ConfigError: it
+        """Listen for peers. Takes `region` and `journal` over, also if it raises ConfigError: it
         cannot listen there."""
         self.region = region
         self.catalogue = SegmentContents(held)
@@ -102,7 +102,7 @@ class Owner:
                 raise ConfigError(why, "listen") from None
             field = "card" if error.filename in also else "host"
             raise ConfigError(f"cannot listen on {at}: {error.strerror}", field) from None
-        try:  # a disk's pages are no memory that a network card could be told of
+        try:  # a network card cannot use the pages of a disk
             mooncake = transfer.offer(region) if tier == "dram" else None
         except ConfigError:
             self.close()
@@ -124,27 +124,27 @@ class Owner:
         self._left = False
         self._times = settings.times
         self._beat_s = settings.times.beat_s
-        self._telling = asyncio.Lock()
+        self._reporting = asyncio.Lock()
         self._copying: set[asyncio.Task[None]] = set()
         self._pulling: set[asyncio.Future[list[_Pulled]]] = set()
-        """Those of them that may write to the memory now."""
+        """Copies that may be writing to the memory now."""
         self._beats: asyncio.Task[None] | None = None
         self._watchers: list[Callable[[Sequence[bytes]], None]] = []
         self._reached = True
-        """Whether the last beat did what it should; else it was said why not."""
+        """Whether the last beat succeeded; if not, the failure is logged already."""
 
     async def mount(self) -> None:
-        """Offer the segment with all that lies on it. Raises what refusal or absence raises."""
+        """Mount the segment with all its objects. Raises MoonserveError or OSError."""
         seen = self._mounts
         async with self._one_mount:
-            if self._mounts != seen:  # another has done it while this one waited
+            if self._mounts != seen:  # another call has mounted it meanwhile
                 return
             self._mounts += 1
             self.tasks.forget()
             self.catalogue.restart()
-            if self._pulling:  # what still writes would do so into extents that are others' soon
+            if self._pulling:  # they would write into extents that may soon be reused
                 await asyncio.wait(self._pulling, timeout=self._times.stop_copies_s)
-            if self._pulling:  # they end by their deadlines
+            if self._pulling:  # they end by their own deadlines
                 raise StoreError(f"segment {self.mounting.id!r} is still being copied to")
             if not await self._offer() and not await self._offer():
                 raise StoreError(f"segment {self.mounting.id!r} was refused")
@@ -152,7 +152,7 @@ class Owner:
         await self._link.claim()
 
     async def _offer(self) -> bool:
-        """All pages; False: refused, or the master lost some between."""
+        """Send all pages. False: the mount was refused, or the master has lost some pages."""
         pages = self.catalogue.pages(wire.MAX_BATCH)
         for number, page in enumerate(pages):
             if self._left:
@@ -169,10 +169,13 @@ class Owner:
         return True
 
     async def _wait_for(self, holder: Holder, call: wire.MountCall) -> wire.Mounted:
-        """Ask until who holds the name is given up. Raises ConfigError: it lives."""
+        """Mount again until the holder of the name is dropped. Raises ConfigError: the holder is
+        alive."""
         name, lives = self.mounting.id, holder.beats + _BEATS_OF_LIFE
         level = logging.INFO if self._reached else logging.DEBUG
-        log.log(level, "segment %s is held: waiting whether its holder is given up", name)
+        log.log(
+            level, "segment %s is held by another start of it: waiting whether that is alive", name
+        )
         while True:
             reply = await self._link.call(operations.MOUNT, call)
             if reply.holder is None:
@@ -181,14 +184,16 @@ class Owner:
                 holder, lives = reply.holder, reply.holder.beats + _BEATS_OF_LIFE
             if reply.holder.beats >= lives:
                 at = f"{holder.address.host}:{holder.address.port}"
-                raise ConfigError(f"{name} is held by {at}; choose another, or stop it", "name")
+                raise ConfigError(
+                    f"{name} is held by {at}; choose another name, or stop that process", "name"
+                )
             await asyncio.sleep(_HELD_S)
 
     def start_beats(self, heard: Callable[[], None], pause_s: float = 0.0) -> None:
-        """Keep the segment mounted from now on, also by a master that restarts.
+        """Keep the segment mounted from now on, also at a master that restarts.
 
-        `heard` is called after each beat, the link's addresses being those of all segments.
-        `pause_s`: before the first beat.
+        heard: called after each beat; the link then has the addresses of all segments. pause_s:
+        time before the first beat.
         """
         if self._beats is None:
             self._beats = asyncio.create_task(self._beat_forever(heard, pause_s))
@@ -206,33 +211,33 @@ class Owner:
             await asyncio.wait([beats])
 
     def wrote(self, held: Held) -> None:
-        """A put of this process has ended here, or a copy to here."""
+        """A put of this process to this segment, or a copy to it, has ended."""
         self.catalogue.add(held)
-        if self.catalogue.held.get(held.key) is held:  # else it was gone before this was known
+        if self.catalogue.held.get(held.key) is held:  # else it was removed before this was known
             self._note([held])
 
     async def leave(self) -> None:
-        """Beat no more and unmount: what lies here is out of the pool."""
+        """Stop beating and unmount: the objects of this segment leave the pool."""
         did_beat = self._beats is not None
         await self.stop_beats()
         if self._journal is not None and did_beat:
-            try:  # or what was removed a moment ago would be back at the next start
+            try:  # else objects removed a moment ago would be back at the next start
                 await self.catch_up()
             except FAILURES as error:
                 log.debug("store master: no last beat: %s", text(error))
-        self._left = True  # a put that is under way would mount it again
-        self.tasks.forget()  # what runs is waited for, and no more is begun
+        self._left = True  # else a put that is under way would mount it again
+        self.tasks.forget()  # running copies are awaited, and no more begin
         await self._link.attempt(
             operations.UNMOUNT, wire.SegmentCall(self.mounting.id, self.mounting.epoch)
         )
 
     async def idle(self) -> None:
-        """Return when no copy is being made."""
-        while self._copying:  # those that end may begin others
+        """Return once no copy is running."""
+        while self._copying:  # a copy that ends may begin others
             await asyncio.wait(self._copying)
 
     def close(self) -> None:
-        """Serve no more and let go of the memory; blocks. Nothing is copied any more."""
+        """Stop serving and free the memory; blocks. No copy may be running."""
         self.server.close()
         if self._journal is not None:
             self._journal.close()
@@ -246,39 +251,40 @@ class Owner:
         loop = asyncio.get_running_loop()
         missed = 0
         while True:
-            next_s = loop.time() + self._beat_s  # the answer may take most of it
+            next_s = loop.time() + self._beat_s  # the answer may take most of this time
             try:
-                await self._tell_results()
+                await self._report_results()
                 orders = await self._beat(self._beat_s)
                 heard()
                 if orders is None or orders.more or orders.copies:
                     next_s = loop.time() + _BUSY_S
                 self._reached, missed = True, 0
             except FAILURES as error:
-                missed += 1  # one alone is no news: a cluster that stops ends its master first
+                # one failure is not logged: when a cluster stops, its master ends first
+                missed += 1
                 level = logging.WARNING if missed == _NEWS else logging.DEBUG
                 log.log(level, "store master: beat failed: %s; still trying", text(error))
                 self._reached = False
             await asyncio.sleep(max(0.0, next_s - loop.time()))
 
     async def catch_up(self) -> None:
-        """Hear all that has changed here up to now."""
+        """Receive all changes of this segment up to now."""
         while (orders := await self._beat(0.0)) is not None:
             if orders.seen == self.catalogue.seen and not orders.more:
-                return  # else a beat meanwhile was answered first, and this answer was late
+                return  # else a beat meanwhile was answered first
 
     async def _beat(self, wait_s: float) -> Orders | None:
-        """One beat, and what it brought; None: the segment had to be mounted again."""
+        """Send one beat and apply its answer. None: the segment had to be mounted again."""
         me = self.mounting
         asked_us, mounts = now_us(), self._mounts
         call = wire.BeatCall(me.id, me.epoch, self.catalogue.seen, wait_s)
         reply = await self._link.call(operations.BEAT, call, self._times.beat_call_s)
         orders = reply.orders
         if mounts != self._mounts:
-            return orders  # it speaks of a mounting that is over
+            return orders  # it belongs to an earlier mount
         if orders is None:
             level = logging.WARNING if self._reached else logging.DEBUG
-            log.log(level, "the store master forgot segment %s: mounting again", me.id)
+            log.log(level, "the store's master does not know segment %s: mounting it again", me.id)
             await self.mount()
             return None
         self._link.addresses = reply.addresses
@@ -289,9 +295,11 @@ class Owner:
         return orders
 
     def _beats_ended(self, task: asyncio.Task[None], heard: Callable[[], None]) -> None:
-        """A bug must not cost the segment in silence: say it, and beat on."""
+        """Log a bug that ended the beats, and start them again, so that the segment is not lost."""
         if task is self._beats and not task.cancelled():
-            log.critical("the store's beats broke off", exc_info=task.exception())
+            log.critical(
+                "a bug ended the beats of a segment; they start again", exc_info=task.exception()
+            )
             self._beats = None
             self.start_beats(heard, self._beat_s)
 
@@ -324,7 +332,7 @@ class Owner:
                 task.add_done_callback(self._copying.discard)
 
     async def _copy(self, job: _Job) -> None:
-        """Make some copies and note them, to be told with the next beat."""
+        """Make some copies and note the results, which the next beat reports."""
         loop = asyncio.get_running_loop()
         end_s = time.monotonic() + (job.until_us - now_us()) / MICROS_PER_SECOND
         pulled: list[_Pulled] = ["lost"] * len(job.copies)
@@ -346,15 +354,15 @@ class Owner:
         if corrupt:
             await self._link.attempt(operations.DISCARD, wire.DiscardCall(corrupt))
         try:
-            await self._tell_results()
+            await self._report_results()
         except FAILURES as error:
-            log.debug("store master: copied failed: %s", text(error))  # told with the next beat
+            log.debug("store master: copied failed: %s", text(error))  # the next beat reports them
         self._start_copies()
 
     def _pull(self, copies: Sequence[Copy], end_s: float) -> list[_Pulled]:
-        """Bring the bytes of copies from one segment here and verify them; in a thread.
+        """Copy bytes from one segment to this one and verify them; in a thread.
 
-        It may have waited for the thread past `end_s`: the extents may be others' then.
+        If the thread was busy until `end_s`, nothing is copied: the extents may be reused by then.
         """
         address = self._link.addresses.get(copies[0].source.segment)
         if address is None or time.monotonic() >= end_s:
@@ -379,12 +387,12 @@ class Owner:
                 return ["lost"] * len(copies)
         return pulled
 
-    async def _tell_results(self) -> None:
-        """Tell which copies ended, one call at a time."""
-        async with self._telling:
-            await self._tell_some()
+    async def _report_results(self) -> None:
+        """Report which copies have ended, one call at a time."""
+        async with self._reporting:
+            await self._report_some()
 
-    async def _tell_some(self) -> None:
+    async def _report_some(self) -> None:
         results = self.tasks.results()[: wire.MAX_BATCH]
         if not results:
             return
@@ -392,7 +400,7 @@ class Owner:
         became = await self._link.call(operations.COPIED, call)
         self.tasks.reported([id for id, _ in results])
         stale = [id for (id, done), yes in zip(results, became, strict=True) if done and not yes]
-        if not stale:  # nearly always: it saves a look at all that is held
+        if not stale:  # nearly always: it avoids a look at all objects here
             return
         gone = [Gone(it.key, it.id) for it in self.catalogue.held.values() if it.id in stale]
         for it in gone:

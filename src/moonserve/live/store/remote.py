@@ -1,7 +1,7 @@
-"""The pool whose master is another process: its events for a gateway, mounting for its members.
+"""The pool whose master is another process: its events for a gateway, and mounting for members.
 
-On the event loop. While the master is away, the events told last stay true as far as
-anybody knows; what is not there any more is then missed when it is read.
+It runs on the event loop. While the master is away, the last known events stay in use; a read then
+finds out if an object is gone.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ _LIMITS = ConnectionLimits(frame_bytes=wire.MAX_REPLY_BYTES)
 
 
 class HttpRpc:
-    """The rpc of a Link: one connection to wherever a master is, made anew when it is lost."""
+    """The rpc of a Link: one connection to the master, made again when it is lost."""
 
     def __init__(self, http: HttpClient, url: str, token: str) -> None:
-        """`http` makes the connection, and ends it when it is closed. Raises ConfigError: the
-        url is none.
-        """
+        """http: makes the connection, and ends it when it is closed. Raises ConfigError: the URL is
+        invalid."""
         check_url(url, _URL)
         self._http = http
         self.url = url.rstrip("/")
@@ -73,12 +72,14 @@ class HttpRpc:
                 async with asyncio.timeout_at(deadline_s):
                     connection = await self.connect()
             except TimeoutError:
-                raise DeadlineExceeded(f"{self.url} let nobody connect in time") from None
+                raise DeadlineExceeded(f"{self.url} accepted no connection in time") from None
         return await connection.call(op, body, deadline_s)
 
     async def connect(self) -> RpcConnection:
-        """Connect unless it is. Raises MoonserveError; ConfigError where trying again is in vain:
-        the token is wrong, or no store's master is there.
+        """Connect, unless there is a connection. Raises MoonserveError.
+
+        ConfigError: trying again cannot help, since the token is wrong or no store's master is
+        there.
         """
         async with self._connecting:
             if self._connection is None or not self._connection.is_open:
@@ -96,12 +97,12 @@ class HttpRpc:
             return self._connection
 
     def move(self, url: str) -> None:
-        """The master is elsewhere now: whoever calls next connects there."""
+        """Use the master at this URL from the next call on."""
         if url.rstrip("/") != self.url:
             log.warning("the store's master is at %s now, not at %s", url, self.url)
             self.url = url.rstrip("/")
             if self._connection is not None and self._connection.is_open:
-                self._connection.break_off("it has moved")
+                self._connection.transport.abort()
 
     def _refusal(self, reply: ClientResponse) -> MoonserveError:
         try:
@@ -125,28 +126,28 @@ class RemotePool(Pool):
         token: str,
         tell: Callable[[Sequence[BlockEvent]], None],
     ) -> None:
-        """`tell` gets the master's events, in order."""
+        """tell: called with the master's events, in order."""
         self._http = http
         self._rpc = HttpRpc(http, url, token)
         self._link = Link(self._rpc, _CALL_S)
         self._tell = tell
         self._epochs: dict[tuple[SegmentId, str], BlocksCleared] = {}
-        """What clears each segment's tier of all that was told of it."""
+        """By segment and tier: the event that removes all that was reported of it."""
         self._leases: deque[LeaseId] = deque(maxlen=_MAX_LEASES)
         self._released = asyncio.Event()
         self.known = asyncio.Event()
-        """Set once the master has told all that there is."""
+        """Set once the master has reported everything it has."""
         self._tasks = [
             asyncio.create_task(self._follow()),
             asyncio.create_task(self._release_forever()),
         ]
 
     def routes(self) -> dict[tuple[str, str], Handler]:
-        """What is served by HTTP."""
+        """HTTP handlers by (method, path)."""
         return {("GET", "/api/segments"): self._segments, ("GET", PATH): self._elsewhere}
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
-        """What the master answers to GET /api/segments. Raises MoonserveError."""
+        """Return what the master answers to GET /api/segments. Raises MoonserveError."""
         url = f"{self._rpc.url}/api/segments?{urlencode(query)}"
         reply = await self._http.request("GET", url, timeout_s=_CALL_S)
         if reply.status not in (200, 400):
@@ -159,24 +160,24 @@ class RemotePool(Pool):
             raise StoreError(f"{self._rpc.url} answers, but is no store's master") from None
 
     def release(self, lease: LeaseId) -> None:
-        """End a lease soon; should that fail, it ends by its time to live."""
+        """See Pool.release."""
         self._leases.append(lease)
         self._released.set()
 
     async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
-        """See Master.copy; of very many only the first. May raise MoonserveError or OSError."""
+        """See Pool.copy and Master.copy."""
         call = wire.CopyCall(keys[: wire.MAX_BATCH], to, source)
         return await self._link.call(operations.COPY, call)
 
     def move(self, url: str) -> None:
-        """The master is elsewhere now."""
+        """Use the master at this URL from now on."""
         self._rpc.move(url)
 
     def tick(self) -> None:
         """Nothing to do: the master has its own clock."""
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop following the events."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -185,7 +186,7 @@ class RemotePool(Pool):
         return json_response(await self.lookup(request.query))
 
     async def _elsewhere(self, request: HttpRequest) -> Response:
-        raise BadRequest(f"that is at {self._rpc.url}", _URL)
+        raise BadRequest(f"the store's master is at {self._rpc.url}, not here", _URL)
 
     async def _release_forever(self) -> None:
         while True:
@@ -197,18 +198,18 @@ class RemotePool(Pool):
                 )
 
     async def _follow(self) -> None:
-        start, at, heard = 0, 0, True
+        start, at, reached = 0, 0, True
         while True:
             call = wire.EventsCall(start, at, _WAIT_S)
             try:
                 reply = await self._link.call(operations.EVENTS, call, _WAIT_S + _CALL_S)
             except FAILURES as error:
-                if heard and not isinstance(error, Recovering):
+                if reached and not isinstance(error, Recovering):
                     log.warning("store master %s: %s; still trying", self._rpc.url, text(error))
-                    heard = False
+                    reached = False
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            heard = True
+            reached = True
             if reply.anew:
                 self._pass(list(self._epochs.values()))
                 self._epochs.clear()
@@ -229,9 +230,10 @@ async def mounted(
     opens: Callable[[], Awaitable[T]],
     stop: asyncio.Event,
 ) -> T | None:
-    """What `opens` makes of the pool, once `reach` gets to who is needed; None: stopped before.
+    """Return what `opens` makes, once `reach` has reached the master; None: stopped before.
 
-    Raises ConfigError and BadRequest at once, other MoonserveErrors after two minutes.
+    reach: connects to the master. opens: mounts. Raises ConfigError and BadRequest at once, other
+    MoonserveErrors after two minutes.
     """
     deadline_s = time.monotonic() + _MOUNT_DEADLINE_S
     say_s = 0.0
@@ -252,7 +254,7 @@ async def mounted(
 
 
 async def within(stop: asyncio.Event, seconds: float) -> bool:
-    """Whether a stop was asked for, or is within this time."""
+    """Return whether a stop is asked for within this time."""
     try:
         async with asyncio.timeout(seconds):
             return await stop.wait()

@@ -1,7 +1,7 @@
-"""Tells the gateway what a worker saw of a pool that has a master of its own.
+"""Reports to the gateway what a worker saw of a pool that has a master of its own.
 
-Used by stores on their event loop. In the background and in order; bounded, so that what a gateway
-that stays away is never told is the oldest. Nothing here waits for the gateway but its own task.
+Stores use it on their event loop. Events are sent in the background and in order. The queue is
+bounded: if the gateway stays away, the oldest are dropped. Only its own task waits.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from moonserve.core.units import SegmentId
 log = logging.getLogger(__name__)
 
 POOL = SegmentId("mooncake")
-"""The one such pool there is, as the holder of all that lies in it."""
+"""Mooncake's pool, as the segment that holds all its blocks."""
 
 Tell = Callable[[Sequence[BlockEvent]], Awaitable[None]]
-"""Brings events to the gateway. May raise MoonserveError."""
+"""Sends events to the gateway. May raise MoonserveError."""
 
-_MAX_UNTOLD = 1_024
+_MAX_UNSENT = 1_024
 _MAX_AT_ONCE = 64
 _PAUSE_S = 1.0
-_GAP_S = 0.005  # who waits for blocks looks for them often; what it misses is told together
+_GAP_S = 0.005  # blocks are looked for often; those missed meanwhile are reported together
 
 
 class Reports:
-    """A queue of events and the task that tells them. Made inside a running loop; `close` it."""
+    """A queue of events and the task that sends them. Made inside a running loop; `close` it."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._untold: deque[BlockEvent] = deque(maxlen=_MAX_UNTOLD)
+        self._unsent: deque[BlockEvent] = deque(maxlen=_MAX_UNSENT)
         self._wake = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     def add(self, event: BlockEvent) -> None:
-        """To be told soon."""
-        self._untold.append(event)
+        """Report this event soon."""
+        self._unsent.append(event)
         self._wake.set()
 
     async def close(self) -> None:
-        """Tell no more."""
+        """Report nothing more."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -52,9 +52,9 @@ class Reports:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._untold:
-                count = min(_MAX_AT_ONCE, len(self._untold))
-                await self._deliver(merged([self._untold.popleft() for _ in range(count)]))
+            while self._unsent:
+                count = min(_MAX_AT_ONCE, len(self._unsent))
+                await self._deliver(merged([self._unsent.popleft() for _ in range(count)]))
                 await asyncio.sleep(_GAP_S)
 
     async def _deliver(self, events: Sequence[BlockEvent]) -> None:
@@ -64,7 +64,7 @@ class Reports:
                 await self._tell(events)
             except MoonserveError as error:
                 if not failures:
-                    log.warning("the gateway is not told of stored blocks: %s", error)
+                    log.warning("stored blocks cannot be reported to the gateway: %s", error)
                 failures += 1
                 await asyncio.sleep(_PAUSE_S)
             else:

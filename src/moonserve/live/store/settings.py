@@ -1,4 +1,4 @@
-"""What one member's share in the pool is made of; plain values, for live.store and who opens it."""
+"""Settings of one member of the pool, for live.store and the processes that open it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from moonserve.core.store.words import Card, PutOptions
 from moonserve.core.units import Bytes, SegmentId
 
 WILDCARD: Final = ("0.0.0.0", "::")
-"""Hosts that stand for all addresses of a machine."""
+"""Hosts that mean all addresses of a machine."""
 
 
 TransportName: TypeAlias = Literal["tcp", "mooncake"]
-"""How bytes travel between hosts; tcp is there beside mooncake, for who does not have that."""
+"""How bytes travel between hosts. With mooncake, tcp stays for peers that do not have it."""
 MooncakeProtocol: TypeAlias = Literal["tcp", "rdma"]
 
 
 def check_reachable(host: str) -> None:
-    """Raise ConfigError where that address leads nobody here; for who was told no other one."""
+    """Raise ConfigError if others cannot reach that host, and no other address is set."""
     if host in WILDCARD:
         raise ConfigError(
-            f"others cannot reach {host}; give the address that they can with --advertise-host",
+            f"others cannot reach {host}; set --advertise-host to an address that they can",
             "advertise_host",
         )
 
@@ -52,51 +52,51 @@ class StoreTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One member of the pool: its segments, and how it reaches others."""
+    """One member of the pool: its segments, and how others reach it."""
 
     segment: SegmentId
-    """Its segment in memory; that on disk is named after it."""
+    """Name of its segment in memory; the name of its segment on disk is derived from it."""
     epoch: int
     """Larger at every start of this member, such as its start time in microseconds."""
     capacity_bytes: Bytes
-    """Of memory; 0: a client without a segment there."""
+    """Bytes of memory; 0: a client without a segment in memory."""
     token: bytes
-    """The cluster's shared secret: who has it may read and write segments over TCP."""
+    """The cluster's shared secret. A process that has it may read and write segments over TCP."""
     disk_dir: Path | None = None
-    """Where its segment on disk lies; None: it has none."""
+    """Folder of its segment on disk; None: it has none."""
     disk_bytes: Bytes = 0
     node: str = ""
-    """What fails together with it, such as a host; empty: this member alone."""
+    """Name of what fails together with it, such as a host; empty: this member alone."""
     rack: str = ""
     options: PutOptions = PutOptions()
-    """For every put of blocks."""
+    """Options of every put of blocks."""
     host: str = "127.0.0.1"
-    """Where its segments' TCP servers listen."""
+    """Host at which its segments' TCP servers listen."""
     port: int = 0
-    """Of the segment in memory; 0 takes any."""
+    """Port of the segment in memory; 0 takes any free one."""
     advertise_host: str | None = None
-    """What peers connect to; None: `host`."""
+    """Host to which peers connect; None: `host`."""
     cards: tuple[Card, ...] = ()
-    """All addresses that peers reach it at, where there are several; they are listened on too,
-    unless `host` is a wildcard."""
+    """All its addresses, if it has several. It listens on all of them, unless `host` is a wildcard.
+    """
     shared_memory: bool = True
     transport: TransportName = "tcp"
     mooncake_protocol: MooncakeProtocol = "tcp"
     mooncake_device: str = ""
-    """For rdma; empty: all that are found."""
+    """Device for rdma; empty: all that are found."""
     threads: int = 4
     call_s: float = 5.0
-    """The longest a call to the master may take, a recovery of it included."""
+    """Longest call to the master, including a recovery of it."""
     transfer_s: float = 10.0
-    """The longest the bytes of one batch may take; below the master's put_ttl_us."""
+    """Longest transfer of one batch; below the master's put_ttl_us."""
     times: StoreTimes = StoreTimes()
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: half of a disk."""
+        """Raises ConfigError: only one of disk_dir and disk_bytes is set."""
         if bool(self.disk_dir) != bool(self.disk_bytes):
             raise ConfigError("a folder and its size go together", "disk_dir and disk_bytes")
 
     def listened(self) -> list[Card]:
-        """The cards that the listener on `host` does not serve."""
+        """Return the cards that the listener on `host` does not serve."""
         wildcard = self.host in WILDCARD
         return [] if wildcard else [it for it in self.cards if it.host != self.host]

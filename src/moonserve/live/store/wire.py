@@ -44,7 +44,7 @@ Keys: TypeAlias = Annotated[Sequence[Key], _BATCH]
 
 
 class MountCall(msgspec.Struct, frozen=True, array_like=True):
-    """Offer a segment: empty, or with one page of what lies on it, pages from 0 on."""
+    """Mount a segment: empty, or with one page of its objects; pages are numbered from 0."""
 
     mount: Mount
     held: Annotated[Sequence[Change], _BATCH] = ()
@@ -53,9 +53,9 @@ class MountCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mounted(msgspec.Struct, frozen=True, array_like=True):
-    """Whether it was taken, and the master's terms.
+    """Whether the segment was accepted, and the master's terms.
 
-    Not: another start of it is mounted, the holder, which may be gone; ask again. Or, after page 0,
+    If not, `holder` is another start that is mounted and may be dead: ask again. Or, after page 0,
     pages are missing: start again with page 0.
     """
 
@@ -65,16 +65,16 @@ class Mounted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentCall(msgspec.Struct, frozen=True, array_like=True):
-    """A goodbye."""
+    """Unmount a segment."""
 
     segment: Segment
     epoch: int
 
 
 class BeatCall(msgspec.Struct, frozen=True, array_like=True):
-    """The owner lives, and knows all changes of its segment up to `seen`.
+    """The owner is alive, and knows all changes of its segment up to `seen`.
 
-    The answer may wait for copies to be made, up to `wait_s`.
+    The master may hold the answer back for up to `wait_s`, until there are copies to make.
     """
 
     segment: Segment
@@ -84,8 +84,11 @@ class BeatCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beaten(msgspec.Struct, frozen=True, array_like=True):
-    """Whether the segment is mounted (not: mount again), where all mounted ones are, and what the
-    owner must know and do; None where it is not mounted."""
+    """Whether the segment is mounted, the addresses of all mounted segments, and the owner's
+    orders.
+
+    orders: None if the segment is not mounted; the owner has to mount it again.
+    """
 
     mounted: bool
     addresses: dict[SegmentId, Address]
@@ -153,9 +156,9 @@ class PutAbortCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FindCall(msgspec.Struct, frozen=True, array_like=True):
-    """Find and lease the leading run of keys (op find) or all there are (op get).
+    """Find and lease the leading run of keys (op find) or all that exist (op get).
 
-    What is found on disk only may be promoted to `reader`, the asker's own segment.
+    Objects that are on disk only may be promoted to `reader`, the caller's own segment.
     """
 
     keys: Keys
@@ -164,14 +167,14 @@ class FindCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FoundReply(msgspec.Struct, frozen=True, array_like=True):
-    """What was found, and the addresses of the segments it lies on."""
+    """The objects found, and the addresses of their segments."""
 
     found: list[Found]
     addresses: dict[SegmentId, Address]
 
 
 class GotReply(msgspec.Struct, frozen=True, array_like=True):
-    """What each key names, None where nothing, and the addresses of the segments it lies on."""
+    """The object of each key or None, and the addresses of their segments."""
 
     found: list[Found | None]
     addresses: dict[SegmentId, Address]
@@ -233,13 +236,13 @@ class ReleaseCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DiscardCall(msgspec.Struct, frozen=True, array_like=True):
-    """Drop replicas whose bytes were found corrupt: (key, version, segment; None: all)."""
+    """Drop replicas whose bytes are corrupt: (key, version, segment; None: all segments)."""
 
     objects: Annotated[Sequence[tuple[Key, int, Segment | None]], _BATCH]
 
 
 class EventsCall(msgspec.Struct, frozen=True, array_like=True):
-    """What came after event `after` of that start of the master; waits for it up to `wait_s`."""
+    """Ask for the events after `after` of one start of the master; waits for one up to `wait_s`."""
 
     start: int
     after: int
@@ -247,9 +250,10 @@ class EventsCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventsReply(msgspec.Struct, frozen=True, array_like=True):
-    """Events, and how far they go. `anew`: all that is known is void, and this tells all there is.
+    """Events, and the number of the last one.
 
-    So it is for whoever is new, too far behind, or knows another start of the master.
+    anew: forget all events before; these report everything. It is set for a listener that is new,
+    too far behind, or knows another start of the master.
     """
 
     start: int

@@ -58,7 +58,7 @@ class Gateways:
         self._controls: dict[GatewayEntry, GatewayClient] = {}
 
     async def master(self, store_url: str) -> str:
-        """Where the store's master is. Raises ConfigError."""
+        """Return the URL of the store's master. Raises ConfigError."""
         if store_url or self._registry is None:
             return store_url or self._only.url
         return await find_master(self._registry, _MASTER_S)
@@ -96,7 +96,7 @@ class Gateways:
     ) -> None:
         """Stay joined to all gateways for ever; `joined` is called with the URL at every join.
 
-        Raises what `load` does, and ConfigError where the only gateway refuses this worker.
+        Raises what `load` raises, and ConfigError if the only gateway refuses this worker.
         """
         if self._registry is None:
             only = GatewayEntry("", 0, self._only.url)
@@ -108,7 +108,7 @@ class Gateways:
         following = asyncio.create_task(self._follow(self._registry, info, loads, joined))
         try:
             while True:
-                # Memberships that begin meanwhile are included in a second.
+                # memberships that begin meanwhile are included in a second
                 running = {following, *self._tasks.values()}
                 await asyncio.wait(running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if following.done():
