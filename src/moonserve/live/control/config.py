@@ -35,8 +35,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     follows_master: bool = False
     """Whether `store_url` comes from the registry, which may contain another one later."""
     store: Literal["embedded", "mooncake", "none"] = "embedded"
-    """Whose pool the workers use; Mooncake's has a master of its own; none: foreign engines keep
-    their KV themselves."""
+    """The pool that workers use. Mooncake's pool has its own master. none: there is no pool, since
+    external engines keep their KV themselves."""
     eviction: str = "lru"
     """What its segments evict first: one of core.store.evict.EVICTIONS; for a master in this
     process."""

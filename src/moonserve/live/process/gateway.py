@@ -1,7 +1,7 @@
 """The gateway in one process: OpenAI API, Conductor and, by default, the store's master.
 
-`Gateway.start` lists the parts; `deciding` makes those that one process per gateway has, and is
-also called for the Conductor's own process (`fronts`). For the CLI and tests.
+`Deciding` makes the parts that only one process of each gateway has; the Conductor's own process
+(live.process.fronts) has them too. The CLI calls `run_gateway`; tests call `Gateway.start`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def load_text(ref: str) -> TextTools:
 
 
 class Deciding:
-    """The parts that one process of each gateway has: the Conductor, the pool, the admin API and,
-    before external engines, the fleet of them.
+    """The parts that only one process of each gateway has.
+
+    They are the Conductor, the pool, the admin API and, with external engines, their fleet.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Deciding:
         engines: EngineSettings | None,
         port: int | None = None,
     ) -> None:
-        """model: its name, or its text side where this process has it; engines: the external ones;
-        None: workers will join. port: the one that other gateways find; None: where the process
-        listens.
+        """model: its name, or its text side if this process has that. engines: the external ones;
+        None: workers will join. port: the one that other gateways find; None: the port at which
+        the process listens.
         """
         self.conductor, self.pool = conductor_and_pool(config, http)
         name = model if isinstance(model, str) else model.name
@@ -148,9 +149,9 @@ class Gateway(Process):
 
 
 def with_engines(config: GatewayConfig, engines: EngineSettings | None) -> GatewayConfig:
-    """The configuration as external engines need it: they have no pool of ours, and form no groups.
+    """The configuration for external engines: they use no pool of this gateway and form no groups.
 
-    Without external engines, the configuration as it is.
+    Without external engines, return the configuration unchanged.
     """
     if engines is None:
         return config
@@ -169,8 +170,10 @@ def front_of(
     text: Text | None,
     fleet: Fleet | RemoteFleet | None,
 ) -> Front:
-    """OpenAI's API over the instances that the Conductor knows: workers, which serve the model of
-    `text`, or the external engines of `fleet`."""
+    """OpenAI's API over the instances of the Conductor.
+
+    They are workers, which serve the model of `text`, or the external engines of `fleet`.
+    """
     limits = Limits(
         max_in_flight=config.max_in_flight,
         shares_ids=config.workers > 1 or bool(config.registry),
