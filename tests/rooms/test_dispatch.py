@@ -141,37 +141,6 @@ def test_each_block_of_a_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch)
     run(test)
 
 
-def test_a_failed_prefill_is_tried_elsewhere() -> None:
-    """The second prefill instance serves the request."""
-
-    async def test() -> None:
-        world = World("p0", "p1", "d0")
-        world.wire.faults = [("prefill", "reset", 0)]
-        tokens, _ = await collect(world.request())
-        assert tokens == expected(8)
-        assert world.wire.calls[:2] == [("prefill", "p0"), ("prefill", "p1")]
-        assert await world.settled() == NOTHING
-
-    run(test)
-
-
-def test_a_hung_instance_is_aborted_when_it_is_lost() -> None:
-    """An instance that restarts while its call hangs: the call is cancelled, another one serves."""
-
-    async def test() -> None:
-        world = World("p0", "d0", "d1")
-        world.wire.faults = [("decode", "hang", 4)]
-        task = asyncio.ensure_future(collect(world.request()))
-        while not world.wire.hanging:
-            await asyncio.sleep(0)
-        world.loop.tell(Joined(info("d0", "decode", epoch=2)))
-        assert (await task)[0] == expected(8)
-        assert world.wire.cancelled == 1
-        assert await world.settled() == NOTHING
-
-    run(test)
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_closing_the_stream_cancels_everywhere(role: str) -> None:
     """A client that leaves in either phase cancels the call; everything is released."""
@@ -191,20 +160,6 @@ def test_closing_the_stream_cancels_everywhere(role: str) -> None:
         assert await world.settled() == NOTHING
         assert world.wire.cancelled == 1
         assert world.released == ["r/1"]
-
-    run(test)
-
-
-def test_a_call_that_breaks_in_an_unforeseen_way_is_a_failed_call() -> None:
-    """Even a bug in a call ends in a retry, never in a request that waits for ever."""
-
-    async def test() -> None:
-        world = World("p0", "p1", "d0")
-        world.wire.faults = [("prefill", "bug", 0)]
-        tokens, _ = await collect(world.request())
-        assert tokens == expected(8)
-        assert world.wire.calls[:2] == [("prefill", "p0"), ("prefill", "p1")]
-        assert await world.settled() == NOTHING
 
     run(test)
 

@@ -104,4 +104,6 @@ async def _decode_answered(call: PrefillCall, handed: Handed) -> None:
     except Passed:
         raise
     except MoonserveError as error:
-        raise CallLost(str(error), member=decode.id, busy=CallLost.of(error).busy) from None
+        lost = CallLost.of(error)
+        lost.member = decode.id
+        raise lost from None
