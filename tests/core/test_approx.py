@@ -1,4 +1,4 @@
-"""What engines that tell nothing are taken to hold."""
+"""What engines without KV events should hold, guessed from their prompts."""
 
 import pytest
 from hypothesis import given

@@ -31,7 +31,7 @@ def test_the_pool_goes_on_where_each_holder_has_a_hole() -> None:
 
 
 def test_a_full_index_refuses_and_counts() -> None:
-    """At its bound the index takes nothing new, says how much, and goes on with what it has."""
+    """A full index takes nothing new, counts what it refused, and keeps what it has."""
     index = PrefixIndex(max_entries=4)
     index.stored(A, [0, 1, 2], None)
     index.stored(B, [0, 1, 2], None)
@@ -79,7 +79,7 @@ def test_late_facts_are_counted() -> None:
 
 
 def test_parents_that_contradict_leak_nothing() -> None:
-    """A key told with another parent, or as its own, goes without a trace once it is removed."""
+    """A key stored with another parent, or as its own parent, leaves no trace after its removal."""
     index = PrefixIndex()
     index.stored(A, [1, 2, 3], None)
     index.stored(B, [3, 2, 1], 9)

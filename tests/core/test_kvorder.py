@@ -1,4 +1,4 @@
-"""Order: what is asked for, and what is said to be lost; the law of it is in tests/law."""
+"""Order: which replays it wants, and which batches it reports as lost; see also tests/law."""
 
 from moonserve.core.kv.events import ClearedEvent, KvBatch
 from moonserve.core.kv.order import Order, Reset, Step
@@ -64,7 +64,7 @@ def test_more_may_be_lost_while_a_replay_runs() -> None:
 
 
 def test_a_connection_made_during_a_replay_is_looked_into() -> None:
-    """The engine may have restarted after its answer began: another replay says."""
+    """The engine may have restarted after its answer began: another replay shows it."""
     order = following(2)
     order.connected()
     order.connected()
@@ -78,7 +78,7 @@ def test_a_connection_made_during_a_replay_is_looked_into() -> None:
 
 def test_a_clock_set_back_costs_one_replay() -> None:
     """The next number with an earlier time is a late one of an old run, or the clock was set back:
-    the replay says which, and the new time holds from there."""
+    the replay shows which, and the new time holds from there."""
     order = following(2)
     assert order.arrived(2, at(12.0)) == []
     assert order.want == 1
@@ -91,7 +91,7 @@ def test_a_clock_set_back_costs_one_replay() -> None:
 
 
 def test_without_replays_each_doubt_is_a_reset() -> None:
-    """A gap, a new connection and a clock set back: what was told is dropped at once."""
+    """After a gap, a new connection or a clock set back, all earlier batches are dropped."""
     order = Order(replays=False)
     assert order.connected() == []
     assert times(order.arrived(5, at(105.0))) == [105.0]

@@ -1,4 +1,4 @@
-"""The ledger of a pool that only workers tell of."""
+"""The ledger of a pool whose blocks only workers report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAIN = [BlockKey(bytes([n])) for n in range(8)]
 
 
 def test_a_block_is_told_once() -> None:
-    """Only runs of what was not told before are told, each with the key before it."""
+    """Only runs of new blocks become facts, each with the key before it."""
     ledger = Reported(POOL)
     assert ledger.stored(0, CHAIN[2:4], CHAIN[1]) == [
         BlocksStored(POOL, (CHAIN[2], CHAIN[3]), CHAIN[1], "dram", 0)
@@ -29,7 +29,7 @@ def test_a_block_is_told_once() -> None:
 
 
 def test_a_missed_block_is_removed_once() -> None:
-    """Who misses a block that was told removes it; what was never told is no event."""
+    """A missed block is removed if it was reported; otherwise there is no fact."""
     ledger = Reported(POOL)
     ledger.stored(0, CHAIN[:2], None)
     assert ledger.removed(LATER_US, CHAIN[1:3]) == [BlocksRemoved(POOL, (CHAIN[1],), "dram", 0)]
@@ -37,7 +37,7 @@ def test_a_missed_block_is_removed_once() -> None:
 
 
 def test_a_miss_that_crossed_a_put_is_no_removal() -> None:
-    """Who waits for a block misses it just before it is there; told after the put, it is late."""
+    """A worker that waits for a block misses it just before its put: that miss is ignored."""
     ledger = Reported(POOL)
     ledger.stored(0, CHAIN[:1], None)
     assert ledger.removed(LATER_US - 1, CHAIN[:1]) == []

@@ -16,7 +16,7 @@ from moonserve.core.units import InstanceId, RequestId, SegmentId
 
 
 def info(name: str = "e", role: Role = "both", fetches: bool = False) -> InstanceInfo:
-    """A foreign engine's instance."""
+    """An external engine's instance."""
     return InstanceInfo(
         id=InstanceId(name),
         epoch=1,
@@ -51,7 +51,7 @@ def test_a_wrong_index_loses_its_weight_and_proves_right_again() -> None:
 
 
 def test_late_evictions_and_silence_cost_no_trust() -> None:
-    """Six claims of ten confirmed is an index that is late; nothing claimed says nothing."""
+    """With six claims of ten confirmed, the index is only late; no claim teaches nothing."""
     trust = Trust()
     for _ in range(40):
         trust.observe(HitSample(320, 192))

@@ -52,7 +52,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
                 self.store((CHAINS[19], 0, 1 + n % 7), n, "device", 0)
 
     def told(self, number: int, age: int) -> tuple[SegmentId, int, bool]:
-        """A holder, the epoch told of, and whether that is not over."""
+        """A holder, the epoch of the report, and whether that epoch is not over."""
         name = self.names[number % len(self.names)]
         return name, self.epochs[name] - age, not age
 
@@ -110,7 +110,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(piece=pieces, number=numbers, how=st.sampled_from(["store", "remove", "clear"]))
     def restart(self, piece: tuple[Sequence[Hashable], int, int], number: int, how: str) -> None:
-        """Whatever is told of a newer epoch first drops what the older one held."""
+        """The first report of a newer epoch drops what the older one held."""
         name = self.names[number % len(self.names)]
         self.epochs[name] += 1
         self.counts[name].clear()

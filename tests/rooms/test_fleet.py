@@ -1,4 +1,4 @@
-"""Foreign engines: the handshake at join, health, restarts, load, and what is said of them."""
+"""External engines: the handshake at join, health, restarts, load, alarms and logs."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Feeds:
 
 
 def hold(feeds: Feeds, info: InstanceInfo) -> None:
-    """Its engine says that it holds two blocks."""
+    """Let its engine report two blocks."""
     segment = SegmentId(info.id)
     feeds.sinks[info.id].blocks(BlocksStored(segment, KEYS, None, "device", info.epoch))
 
 
 def test_an_engine_joins_as_it_is() -> None:
-    """What the file leaves out is what the engine says: model, block size, KV, context length."""
+    """What the file leaves out comes from the engine: model, block size, KV, context length."""
 
     async def body() -> None:
         async with rig(Engine("a", model="smol", block_size=16, max_len=900)) as it:
@@ -115,7 +115,7 @@ def test_an_engine_joins_as_it_is() -> None:
 def test_a_mismatch_is_refused_by_name(
     engine: dict[str, Any], described: dict[str, Any], says: str
 ) -> None:
-    """An engine that is not as described is not used; which field, and what to do, is said."""
+    """An engine that contradicts its description is not used; the reason has field and remedy."""
 
     class Shouting(ByteText):
         def encode(self, text: str, *, add_bos: bool) -> list[int]:
@@ -135,7 +135,7 @@ def test_a_mismatch_is_refused_by_name(
 
 
 def test_a_bug_keeps_no_engine_out_for_ever() -> None:
-    """It is given up, said aloud, and asked again; its events are followed then."""
+    """The engine is given up with an alarm, and asked again; then its events are followed."""
     opened: list[str] = []
 
     async def follow(*of: Any) -> Any:
@@ -359,7 +359,7 @@ def test_load_of_others_reaches_the_view() -> None:
 
 
 def test_costs_and_trust_are_learned_from_calls() -> None:
-    """Calls that the relay tells of become passes for the fit, and claims that are judged."""
+    """Reported calls become passes for the cost fit, and claims that are judged."""
 
     async def body() -> None:
         fake = Engine("a")
@@ -404,7 +404,7 @@ def test_a_decode_engine_tells_its_steps_by_itself() -> None:
 
 
 def test_events_auto_is_on_where_somebody_listens() -> None:
-    """auto looks at the port; off, and auto without anybody there, are said aloud."""
+    """`auto` tries the port; `off`, and `auto` without a connection, are alarms."""
 
     async def body() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -432,7 +432,7 @@ def test_events_auto_is_on_where_somebody_listens() -> None:
 
 
 def test_sources_do_not_touch_each_others_engines() -> None:
-    """A name belongs to who described it; the same again changes nothing; a source's list is its
+    """A name belongs to its source; the same again changes nothing; a source's list is its
     whole truth."""
 
     async def body() -> None:
@@ -474,7 +474,7 @@ def test_one_engine_does_not_count_twice() -> None:
 
 
 def test_a_warning_of_many_is_one_alarm() -> None:
-    """What is said of every engine is said once, with the first names and how many more."""
+    """A warning of all engines is one alarm, with the first names and the number of the others."""
 
     async def body() -> None:
         fakes = [Engine(name) for name in "abcde"]
@@ -504,7 +504,7 @@ def test_a_half_that_did_not_say_its_model_yet_has_its_other_half() -> None:
 
 
 def test_a_key_is_sent_and_a_missing_one_is_named() -> None:
-    """Keys come from the environment by name; without one the engine's 401 says what to set."""
+    """Keys come from the environment by name; without one, the engine's 401 names what to set."""
 
     async def body() -> None:
         fake = Engine("a")

@@ -146,7 +146,7 @@ def test_an_engine_in_both_indexes_is_followed_once() -> None:
 
 
 def test_a_shared_block_is_told_once_whoever_tells_it() -> None:
-    """Two engines that tell of one store's block make one claim; their own blocks all pass."""
+    """Two engines that report one block of a store make one claim; all their own blocks pass."""
 
     class Heard:
         def __init__(self) -> None:

@@ -76,7 +76,7 @@ def test_sglang_is_asked_where_it_says_what_vllm_says_elsewhere() -> None:
 def test_an_sglang_of_another_kind_is_refused(
     said: dict[str, Any], described: dict[str, Any], says: str
 ) -> None:
-    """It says which half it is, of how many ranks, and where it meets; else calls would fail."""
+    """Its role, number of ranks and bootstrap address must match; otherwise calls would fail."""
     info = {"page_size": 16, "context_length": 4_096, **said}
     pages = {"/health": b"", "/v1/models": MODELS, "/metrics": b"", "/server_info": info}
     if "role" in described:

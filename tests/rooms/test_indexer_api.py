@@ -1,4 +1,4 @@
-"""Mooncake's Indexer API on a socket; what engines would publish is told to its sinks directly."""
+"""Mooncake's Indexer API on a socket; tests give the engines' events to its indexers directly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASK: dict[str, Any] = {"model": "m", "block_size": SIZE, "token_ids": TOKENS}
 
 
 class ScriptedFeed:
-    """A Feed whose events are those that a test tells."""
+    """A Feed whose events come from the test."""
 
     def __init__(self, address: EventAddress, indexer: BlockIndexer) -> None:
         self.address = address
@@ -65,7 +65,7 @@ class ScriptedFeed:
 
 
 class Rig:
-    """The API, and who asks it."""
+    """The API and a client of it."""
 
     def __init__(self, api: IndexerApi, url: str, feeds: list[ScriptedFeed]) -> None:
         self.api = api
@@ -122,7 +122,7 @@ def run(use: Callable[[Rig], Awaitable[None]]) -> None:
 
 
 def hits(tokens: int, **dp: int) -> dict[str, Any]:
-    """What an instance with so many tokens on its device is said to have."""
+    """The answer about an instance with so many tokens on its device."""
     return {"longest_matched": tokens, "GPU": tokens, "DP": dp, "CPU": tokens, "DISK": tokens}
 
 
@@ -339,7 +339,7 @@ def test_what_others_say_beyond_the_standard_is_skipped() -> None:
     ],
 )
 def test_what_is_wrong_is_named(path: str, body: Any, status: int, param: str | None) -> None:
-    """A bad request changes nothing and is told which field is at fault."""
+    """A bad request changes nothing, and its answer names the wrong field."""
 
     async def use(rig: Rig) -> None:
         await rig.good("/register", ONE)

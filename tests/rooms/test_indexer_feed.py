@@ -24,7 +24,7 @@ ANY = "tcp://127.0.0.1:0"
 
 
 async def until(url: str, client: HttpClient, tokens: int) -> None:
-    """Until the one instance is said to have so many."""
+    """Wait until the answer about the instance has so many tokens."""
     body = json.dumps({"model": "m", "block_size": SIZE, "token_ids": TOKENS}).encode()
     while True:
         reply = await client.request("POST", url + "/query", body=body, timeout_s=5)

@@ -1,4 +1,4 @@
-"""EventFeed and Publisher over real sockets: what is lost is replayed, or said to be lost."""
+"""EventFeed and Publisher over real sockets: lost batches are replayed, or reported as lost."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_gap_is_replayed() -> None:
 
 
 def test_a_gap_without_replay_is_said() -> None:
-    """Where nothing replays, all that was told is dropped, and what follows counts."""
+    """Without a replay address all earlier blocks are dropped, and later batches count."""
 
     async def run() -> None:
         async with (
@@ -219,7 +219,7 @@ def test_a_replay_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_restart_at_the_same_address_is_noticed(replay: bool) -> None:
-    """All entries of the old process go, also before the new one tells anything; the new one's
+    """All entries of the old process go, even before the new one publishes anything; the new one's
     first batches are learned."""
 
     async def run() -> None:
@@ -263,7 +263,7 @@ def test_nonsense_between_batches_is_counted() -> None:
 
 
 def test_a_batch_that_cannot_be_read_is_lost_aloud() -> None:
-    """Also its replay cannot be read: what was told before is dropped, and the feed goes on."""
+    """Its replay cannot be read either: all earlier blocks are dropped, and the feed goes on."""
 
     async def run() -> None:
         async with engine_at() as engine, following(engine) as (follower, gateway):
@@ -317,7 +317,7 @@ def test_a_silent_engine_is_waited_for() -> None:
 
 
 def test_what_lies_in_a_segment_is_published() -> None:
-    """A worker's put is one event under vLLM's own hashes once it lies there; what goes is told;
+    """A put of a worker is one event under vLLM's own hashes; a removed block is an event too;
     what others bring counts once its tokens are known here."""
     told: list[Sequence[KvEvent]] = []
     here: set[BlockKey] = set()
@@ -353,7 +353,7 @@ def test_what_lies_in_a_segment_is_published() -> None:
 
 
 def test_a_feed_that_fails_says_so() -> None:
-    """A sink that raises is a bug: what was told is forgotten, and the feed shows as broken."""
+    """A sink that raises is a bug: its blocks are forgotten, and the feed is not connected."""
 
     async def main() -> None:
         async with engine_at() as engine, following(engine) as (follower, gateway):

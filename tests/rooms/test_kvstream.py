@@ -35,7 +35,7 @@ def stream(pool: SegmentId | None = None, **bounds: int) -> KvEventStream:
 
 
 def batch(*events: KvEvent) -> KvBatch:
-    """What one step told."""
+    """The batch of one step."""
     return KvBatch(1.0, events)
 
 
@@ -128,7 +128,7 @@ def test_the_index_after_each_captured_batch() -> None:
 )
 def test_recomputed_hashes_are_those_of_the_engine(name: str, algorithm: Any) -> None:
     """vLLM's hash of every captured block comes out again, salts included; a LoRA's covers a path
-    that events do not tell."""
+    that events do not have."""
     digests, checked = {}, 0
     for frames in messages(name):
         for event in read_live(frames)[1].events:
@@ -157,7 +157,7 @@ def test_an_algorithm_is_known_by_either_form_of_a_hash() -> None:
 
 
 def test_store_events_belong_to_the_pool() -> None:
-    """What the Mooncake store's connector tells is the pool's, under the salt that the same hash
+    """Events of the Mooncake store's connector are the pool's, under the salt that the same hash
     had on the device, and outlives the device's eviction."""
     it = Indexed(stream(POOL))
     for frames in messages("kv_events_mcstore.bin"):
@@ -187,7 +187,7 @@ def test_reuse_reports_are_no_copies() -> None:
 
 
 def test_a_block_stored_twice_goes_with_its_second_removal() -> None:
-    """The index is told of the first copy and of the last: engines store a hash twice at times."""
+    """The index gets the first store and the last removal: engines store a hash twice at times."""
     it = stream()
     first = stored(A, SIZE)
     assert len(it.batch(batch(first))) == 1
@@ -214,7 +214,7 @@ def test_tiers_are_counted_apart() -> None:
 
 
 def test_events_without_tokens_are_placed_by_their_hash() -> None:
-    """A tier that knows hashes only is understood where the device has told the tokens."""
+    """Events with hashes only are placed if the device has reported the tokens."""
     it = Indexed()
     it.tell(stored(A, SIZE))
     names = stored(A, SIZE).block_hashes
@@ -224,7 +224,7 @@ def test_events_without_tokens_are_placed_by_their_hash() -> None:
 
 
 def test_a_child_waits_for_its_parent() -> None:
-    """Events of unknown parents count once the parent is told, without what went meanwhile."""
+    """Events of unknown parents count once the parent is known, but for removed blocks."""
     it = Indexed()
     names = hashes_of(A, SIZE)
     it.tell(stored(A, SIZE, 3), stored(A[: 3 * SIZE], SIZE, 1))
@@ -294,7 +294,7 @@ def test_clearing_empties_the_device_only() -> None:
 
 
 def test_a_reset_forgets_all_but_the_pool() -> None:
-    """After lost batches nothing told before counts, on any tier; the same hash is new again."""
+    """After lost batches no earlier block counts, on any tier; the same hash is new again."""
     it = Indexed(stream(POOL))
     it.tell(stored(A, SIZE), stored(A, SIZE, medium="CPU"), stored(A, SIZE, medium="cpu"))
     feed(it.index, it.stream.reset())
@@ -306,7 +306,7 @@ def test_a_reset_forgets_all_but_the_pool() -> None:
 
 
 def test_another_block_size_is_said_and_not_indexed() -> None:
-    """An engine whose blocks are not the namespace's size is useless to the index, aloud."""
+    """Blocks of another size than the namespace's are not indexed; `mismatch` has the size."""
     it = stream()
     assert it.batch(batch(stored(A, 16))) == []
     assert (it.mismatch, it.stats.mismatches) == (16, 8)
@@ -366,7 +366,7 @@ def test_pool_events_of_unknown_salt_are_left_out() -> None:
 
 
 def test_whole_hashes_do_as_well_as_numbers() -> None:
-    """Engines that tell hashes as bytes are followed the same way."""
+    """Engines that send hashes as bytes are followed in the same way."""
     it = Indexed()
     event = stored(A, SIZE)
     names = [hash.to_bytes(32, "big") for hash in event.block_hashes if isinstance(hash, int)]

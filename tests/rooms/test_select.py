@@ -34,7 +34,7 @@ TOKEN = "secret"
 
 
 class Rig:
-    """The service, and who asks it."""
+    """The service and a client of it."""
 
     def __init__(self, loop: ConductorLoop, selection: PlacementApi, url: str) -> None:
         self.loop = loop
@@ -121,7 +121,7 @@ def test_select_decides_and_reserves_nothing() -> None:
 
 
 def test_a_reservation_from_prefill_to_the_end() -> None:
-    """It is counted in the Conductor's one ledger at every stage, and told of like any request."""
+    """The Conductor's one ledger counts it at every stage; `explain` has it like any request."""
 
     async def use(rig: Rig) -> None:
         placed = await rig.good("reserve", {**ASK, "id": "abc", "ttl_s": 60})
@@ -290,7 +290,7 @@ def test_what_failed_can_be_placed_again_elsewhere() -> None:
 
 
 def test_a_lost_decode_instance_is_replaced_when_prefill_has_ended() -> None:
-    """The reply names who decodes now."""
+    """The reply names the instance that decodes now."""
 
     async def use(rig: Rig) -> None:
         placed = await rig.good("reserve", {**ASK, "id": "a"})
@@ -383,7 +383,7 @@ def test_reservations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_wrong_is_named(body: Any, status: int, param: str | None) -> None:
-    """A bad request changes nothing and is told which field is at fault."""
+    """A bad request changes nothing, and its answer names the wrong field."""
 
     async def use(rig: Rig) -> None:
         await rig.good("reserve", {**ASK, "id": "taken"})
@@ -406,7 +406,7 @@ def test_more_output_than_the_context_leaves_is_cut() -> None:
 
 
 def test_a_pattern_is_told_in_words() -> None:
-    """Who gives a wrong id reads what it may be, not the expression it is judged by."""
+    """The answer to a wrong id says what an id may be, not the regular expression."""
 
     async def use(rig: Rig) -> None:
         for field, what in (("id", "1 to 128 letters"), ("tenant", "at most 64 letters")):

@@ -27,7 +27,7 @@ QUICK = Times(poll_s=0.02, answer_s=0.5, failures=3, retry_s=0.05)
 
 
 class Engine(FakeVllm):
-    """A FakeVllm whose health and load are told as a test wants."""
+    """A FakeVllm whose health and load a test sets."""
 
     health = 200
     waiting = 0

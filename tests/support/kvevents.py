@@ -43,7 +43,7 @@ def _taken(raw: bytes) -> tuple[bytes, bytes]:
 
 
 def feed(index: PrefixIndex, facts: Sequence[BlockEvent]) -> None:
-    """Tell an index what a stream says."""
+    """Give a stream's facts to an index."""
     for fact in facts:
         if isinstance(fact, BlocksStored):
             index.stored(fact.segment, fact.keys, fact.parent, fact.tier, fact.epoch)
@@ -54,7 +54,7 @@ def feed(index: PrefixIndex, facts: Sequence[BlockEvent]) -> None:
 
 
 def hashes_of(tokens: Sequence[int], size: int) -> list[int]:
-    """The hashes of a plain chain's full blocks, as vLLM 0.32 with sha256_cbor tells them."""
+    """The hashes of a plain chain's full blocks, as vLLM 0.32 with sha256_cbor sends them."""
     made, parent = [], root_hash("sha256_cbor")
     for at in range(0, len(tokens) // size * size, size):
         parent = block_hash("sha256_cbor", parent, tokens[at : at + size])

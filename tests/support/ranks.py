@@ -58,7 +58,7 @@ class Ranks(Engine):
         return [call.body["prompt"] for call in wanted]
 
     def computed(self, prompt: Sequence[int], rank: int) -> None:
-        """Tell of the blocks that are new there."""
+        """Publish the blocks that are new there."""
         digest, before, told = root_hash("sha256"), None, self._told[rank]
         for at in range(0, len(prompt) - self.block_size + 1, self.block_size):
             run = list(prompt[at : at + self.block_size])
@@ -79,7 +79,7 @@ class Ranks(Engine):
         return rank
 
     async def _metrics(self, request: HttpRequest) -> Response:
-        """Of each rank; nobody but who asks here has requests there."""
+        """The load of each rank; all requests there are those of the test."""
         running, self.running = self.running, 0
         try:
             return await super()._metrics(request)
