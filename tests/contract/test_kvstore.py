@@ -30,7 +30,7 @@ def contents(items: list[tuple[BlockKey, memoryview]]) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """Where the tests run."""
+    """The pools of the tests."""
     made = Pools()
     yield made
     made.close()
@@ -38,7 +38,7 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No test leaves shared memory, or a warning about an unclosed thing."""
+    """No test leaves shared memory, or a warning about an unclosed resource."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         yield
@@ -62,7 +62,7 @@ def test_what_was_put_is_read(kind: str, pools: Pools) -> None:
 
 @every_pool
 def test_find_gives_the_leading_run(kind: str, pools: Pools) -> None:
-    """What lies behind the first missing key is not named."""
+    """Objects after the first missing key are not returned."""
 
     async def test(it: AnyPool) -> None:
         items = blocks(100, 100, 100)
@@ -77,10 +77,11 @@ def test_find_gives_the_leading_run(kind: str, pools: Pools) -> None:
 
 @every_pool
 def test_what_is_leased_stays_and_the_rest_makes_room(kind: str, pools: Pools) -> None:
-    """A full pool evicts what nobody holds; held objects survive, and too much is put short."""
+    """A full pool evicts unleased objects; leased ones survive, and a put that is too large is
+    short."""
 
     async def test(it: AnyPool) -> None:
-        size = it.room * 3 // 16 - 64  # five have room
+        size = it.room * 3 // 16 - 64  # five fit
         items = blocks(*[size] * 7)
         assert await it.writer.put(items[:4], None) == 4
         assert len(await it.reader.find([key(0), key(1)], LEASE)) == 2
@@ -98,7 +99,7 @@ def test_what_is_leased_stays_and_the_rest_makes_room(kind: str, pools: Pools) -
 
 @every_pool
 def test_corrupt_bytes_are_never_returned(kind: str, pools: Pools) -> None:
-    """One flipped bit: the read ends before that object, which is then gone and can be put anew."""
+    """One flipped bit: the read ends before that object, which is dropped and can be put again."""
 
     async def test(it: AnyPool) -> None:
         items = blocks(5000, 5000, 5000)
@@ -114,7 +115,7 @@ def test_corrupt_bytes_are_never_returned(kind: str, pools: Pools) -> None:
 
 @every_pool
 def test_what_is_lost_after_it_was_found_is_a_short_read(kind: str, pools: Pools) -> None:
-    """A reader whose object vanished, or was written over, gets what comes before it."""
+    """A reader whose object vanished, or was overwritten, gets the objects before it."""
 
     async def test(it: AnyPool) -> None:
         items = blocks(5000, 5000)
@@ -131,7 +132,7 @@ def test_what_is_lost_after_it_was_found_is_a_short_read(kind: str, pools: Pools
 
 @every_pool
 def test_half_written_objects_are_never_seen(kind: str, pools: Pools) -> None:
-    """Beside a put, others find all of an object or nothing; a cancelled put can be done again."""
+    """During a put, others find all of an object or nothing; a cancelled put can be repeated."""
 
     async def test(it: AnyPool) -> None:
         for number in range(5):
@@ -155,7 +156,7 @@ def test_half_written_objects_are_never_seen(kind: str, pools: Pools) -> None:
 
 @every_pool
 def test_many_at_once(kind: str, pools: Pools) -> None:
-    """Concurrent puts and reads of the same and of other objects all get what they asked for."""
+    """Concurrent puts and reads of the same and of other objects all succeed."""
 
     async def test(it: AnyPool) -> None:
         items = blocks(*[3000] * 12)
@@ -179,7 +180,7 @@ def test_many_at_once(kind: str, pools: Pools) -> None:
 
 @every_pool
 def test_a_master_out_of_reach_is_an_empty_pool(kind: str, pools: Pools) -> None:
-    """No call raises; when a new master comes, the pool works again, without what was there."""
+    """No call raises; when a new master comes, the pool works again, without the old objects."""
 
     async def test(it: AnyPool) -> None:
         items = blocks(5000)
@@ -199,8 +200,8 @@ def test_a_master_out_of_reach_is_an_empty_pool(kind: str, pools: Pools) -> None
 
 
 @every_pool
-def test_the_index_is_told(kind: str, pools: Pools) -> None:
-    """What is put is told to the Conductor as pieces of its chain, once; what is missed, too."""
+def test_the_index_receives_every_block(kind: str, pools: Pools) -> None:
+    """Puts reach the Conductor as pieces of their chain, once; so do missed blocks."""
 
     async def test(it: AnyPool) -> None:
         items = blocks(100, 100, 100, 100)

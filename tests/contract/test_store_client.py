@@ -1,6 +1,6 @@
-"""StoreClient and its master from inside: segments, beats, tickets, ledgers, what crosses the wire.
+"""StoreClient and its master from inside: segments, beats, tickets, ledgers, calls.
 
-What every KVStore must do is in test_kvstore.py.
+test_kvstore.py has what every KVStore must do.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def run(kind: str, test: Callable[[Pool], Awaitable[None]], terms: Terms = Terms
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No test leaves shared memory, or a warning about an unclosed thing."""
+    """No test leaves shared memory, or a warning about an unclosed resource."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         yield
@@ -63,7 +63,7 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_corrupt_bytes_are_never_returned(kind: str) -> None:
-    """One flipped bit: the read ends before that object, which is then gone and can be put anew."""
+    """One flipped bit: the read ends before that object, which is dropped and can be put again."""
 
     async def test(it: Pool) -> None:
         items = blocks(5000, 5000, 5000)
@@ -97,8 +97,8 @@ def test_an_extent_reused_under_a_reader_is_noticed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_put_goes_where_it_is_wanted(kind: str) -> None:
-    """`near` names the segment; one that is full or not there does not fail the put."""
+def test_a_put_goes_to_the_preferred_segment(kind: str) -> None:
+    """`near` names the segment; if it is full or absent, the put uses another."""
 
     async def test(it: Pool) -> None:
         items = blocks(3000, 3000, 3000)
@@ -113,7 +113,7 @@ def test_a_put_goes_where_it_is_wanted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_written_objects_are_never_seen(kind: str) -> None:
-    """Until the put ended, others find nothing; its caller being cancelled leaves no ticket."""
+    """Until the put has ended, others find nothing; a cancelled put leaves no ticket."""
 
     async def test(it: Pool) -> None:
         it.hold = asyncio.Event()
@@ -133,7 +133,7 @@ def test_half_written_objects_are_never_seen(kind: str) -> None:
 def test_a_cancelled_read_ends_when_no_thread_writes_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its caller may use the buffers for other things then."""
+    """Its caller may reuse the buffers then."""
 
     async def test(it: Pool) -> None:
         items = blocks(5000)
@@ -232,7 +232,7 @@ def test_a_dead_owner_is_a_short_read_within_the_deadline() -> None:
 
 
 def test_beats_keep_a_segment_and_mount_it_again() -> None:
-    """Beats renew the master's patience, and bring back a segment that it forgot."""
+    """Beats keep a segment alive, and mount it again at a master that forgot it."""
 
     async def test(it: Pool) -> None:
         it.writer.start_beats()
@@ -274,7 +274,7 @@ def test_beats_go_on_after_a_bug(
 
 
 def test_a_bug_in_every_beat_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats that break off come again at their own pace, not at once."""
+    """The beats start again at their own pace, not at once."""
 
     async def test(it: Pool) -> None:
         calls = 0
@@ -319,7 +319,7 @@ def test_a_beat_waits_shorter_than_other_calls() -> None:
 
 
 def test_closing_leaves_the_pool() -> None:
-    """After close, the segment is unmounted and its objects' removal was told."""
+    """After close, the segment is unmounted, and its removal is among the events."""
 
     async def test(it: Pool) -> None:
         other = await it.client("o")
@@ -335,7 +335,7 @@ def test_closing_leaves_the_pool() -> None:
 
 @pytest.mark.parametrize("epoch", [0, 1 << 60])
 def test_of_two_living_segments_of_one_name_the_second_is_refused(epoch: int) -> None:
-    """Whichever started later: it is told where the first is, which goes on as before."""
+    """Whichever started later: the error has the address of the first, which goes on as before."""
 
     async def test(it: Pool) -> None:
         it.writer.start_beats()
@@ -352,7 +352,7 @@ def test_of_two_living_segments_of_one_name_the_second_is_refused(epoch: int) ->
 
 
 def test_a_segment_that_was_killed_is_back_before_it_is_missed() -> None:
-    """A restart gets its name back once no beat of the dead one comes for longer than they take."""
+    """A restart gets its name back once the dead one has missed its beats."""
 
     async def test(it: Pool) -> None:
         dead = it.writer.owners[0].mounting.address
@@ -368,9 +368,8 @@ def test_a_segment_that_was_killed_is_back_before_it_is_missed() -> None:
 
 
 def test_a_listener_that_cannot_be_is_a_clear_error() -> None:
-    """A port in use, and a card that is none of this machine, name the setting and the address;
-    no memory is left behind.
-    """
+    """A port in use, or a card of another machine: the error names the setting and the address, and
+    no memory is left behind."""
 
     async def test(it: Pool) -> None:
         with pytest.raises(ConfigError, match=r"listen: .* is in use; choose"):
@@ -414,7 +413,7 @@ def test_malformed_calls_are_bad_requests(op: str, body: bytes) -> None:
 
 
 def test_a_put_under_way_does_not_bring_back_a_segment_that_left() -> None:
-    """Closing is the last that the master hears of it; the put is none."""
+    """Closing is the last call that the master receives; the put does not mount again."""
 
     async def test(it: Pool) -> None:
         other = await it.client("o")
@@ -426,8 +425,8 @@ def test_a_put_under_way_does_not_bring_back_a_segment_that_left() -> None:
     run("embedded", test)
 
 
-def test_what_is_put_on_a_namesake_is_not_ours() -> None:
-    """Who lost its name to another writes there, and does not think that it lies here."""
+def test_an_object_put_on_a_namesake_is_not_ours() -> None:
+    """A client that lost its name to another start does not count that segment as its own."""
 
     async def test(it: Pool) -> None:
         silent = await it.client("o")
@@ -443,7 +442,7 @@ def test_what_is_put_on_a_namesake_is_not_ours() -> None:
 
 
 def test_two_getters_of_one_client_lease_apart() -> None:
-    """What one lets go, the other still holds."""
+    """If one releases its lease, the other still holds its own."""
 
     async def test(it: Pool) -> None:
         await Objects(it.writer).put([(b"k", memoryview(b"x"))])
@@ -462,7 +461,7 @@ def test_two_getters_of_one_client_lease_apart() -> None:
 
 
 def test_a_cancel_while_memory_is_reserved_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes its time where there is much; who waits no longer leaves no segment behind."""
+    """Reserving much memory takes long; a cancelled open leaves no segment behind."""
     create = region.Region.create
     reserving, go = threading.Event(), threading.Event()
 

@@ -34,7 +34,7 @@ GAUGE = Family("g", "gauge", "", [("g", (), 3.0)])
 
 
 def frame(kind: int, body: bytes) -> bytes:
-    """A frame, by hand."""
+    """A frame made by hand."""
     return HEAD.pack(len(body), 0, kind) + body
 
 
@@ -42,7 +42,7 @@ GREETING = frame(HELLO, wire.PROTOCOL.encode())
 
 
 class Site:
-    """A server with two instances behind it, and fronts."""
+    """A front server with two instances behind it, and fronts."""
 
     def __init__(self, path: Path, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -53,7 +53,7 @@ class Site:
         self.fronts: list[RemoteConductor] = []
 
     async def front(self) -> RemoteConductor:
-        """One more, which knows the instances."""
+        """Connect one more front, which knows the instances."""
         front = RemoteConductor(self.path, lambda: [COUNTER, GAUGE], limits=self.limits)
         self.fronts.append(front)
         await front.start()
@@ -62,7 +62,7 @@ class Site:
 
     @property
     def requests(self) -> int:
-        """Under way at the Conductor."""
+        """Number of requests under way at the Conductor."""
         return self.loop.core.promised().requests
 
 
@@ -74,7 +74,7 @@ async def until(true: Callable[[], object]) -> None:
 
 @contextlib.asynccontextmanager
 async def site(path: Path, limits: ConnectionLimits) -> AsyncIterator[Site]:
-    """All of it, inside a deadline."""
+    """All of it, within a deadline."""
     async with asyncio.timeout(10):
         it = Site(path, limits)
         await it.server.listen(it.path)
@@ -97,20 +97,20 @@ def run(
 
 
 def opened(front: RemoteConductor, name: RequestId = R) -> asyncio.Queue[Any]:
-    """A request's inbox."""
+    """Open a request and return its inbox."""
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     front.open(Request(name, "m", len(tuple(range(9))), tuple(range(9))), (), inbox)
     return inbox
 
 
-def test_every_fact_can_be_said() -> None:
+def test_every_fact_can_be_sent() -> None:
     """The wire's union has all facts about requests; an arrival travels as Opened."""
     facts = {it for it in typing.get_args(Fact) if "request" in it.__struct_fields__}
     assert facts - {Arrived} <= set(typing.get_args(DriverFact))
 
 
 def test_a_request_arrives_whole_but_for_its_prompt() -> None:
-    """Every field that the Conductor may read is told; the prompt by its length."""
+    """Every field that the Conductor may read travels; of the prompt, only its length."""
     stopping = Stopping(9, ("x",), (7,), ignore_eos=True)
     kept = Request(R, "m", 5, stopping=stopping, slo=Slo(1, 2), priority=-1)
     kept = msgspec.structs.replace(kept, arrived_us=3, whole=True, tenant="t")
@@ -124,7 +124,7 @@ def test_a_request_arrives_whole_but_for_its_prompt() -> None:
 
 
 def test_an_id_that_another_front_serves_is_refused(tmp_path: Path) -> None:
-    """The second is refused as a duplicate, and nothing it says or does touches the first."""
+    """The second is refused as a duplicate; its messages do not touch the first."""
 
     async def use(it: Site) -> None:
         one, two = await it.front(), await it.front()
@@ -144,7 +144,7 @@ def test_an_id_that_another_front_serves_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_front_that_is_gone_has_left_all_its_requests(tmp_path: Path) -> None:
-    """What is reserved for them is free again; another front's go on."""
+    """Its reservations are free again; another front's requests go on."""
 
     async def use(it: Site) -> None:
         one, two = await it.front(), await it.front()
@@ -161,8 +161,8 @@ def test_a_front_that_is_gone_has_left_all_its_requests(tmp_path: Path) -> None:
     run(use, tmp_path)
 
 
-def test_what_cannot_be_said_ends_the_connection(tmp_path: Path) -> None:
-    """Left out, others' messages of that turn would be with it, and those wait for ever."""
+def test_a_message_that_cannot_be_encoded_ends_the_connection(tmp_path: Path) -> None:
+    """Dropping only that message would leave the requests of that turn waiting for ever."""
 
     async def use(it: Site) -> None:
         front = await it.front()
@@ -199,7 +199,7 @@ def test_a_front_that_does_not_read_is_dropped(
 def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
     tmp_path: Path,
 ) -> None:
-    """What is under way gives up, no instance is known, new ones are refused; then all is well."""
+    """Requests under way fail, no instance is known, new requests are refused; then all works."""
 
     async def use(it: Site) -> None:
         front = await it.front()
@@ -224,10 +224,10 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
     run(use, tmp_path)
 
 
-def test_who_leaves_the_conductor_has_not_lost_it(
+def test_a_front_that_leaves_has_not_lost_the_conductor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No warning at the end of a front: nothing has failed."""
+    """The end of a front logs no warning: nothing has failed."""
 
     async def use(it: Site) -> None:
         front = await it.front()
@@ -239,8 +239,8 @@ def test_who_leaves_the_conductor_has_not_lost_it(
 
 
 def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
-    """What is under way gives up; new ones are refused, though it can be connected to, until it
-    speaks again."""
+    """Requests under way fail and new ones are refused until the Conductor answers again, though
+    connections to it succeed."""
 
     async def use(it: Site) -> None:
         path, hangs, alive = str(tmp_path / "hangs"), asyncio.Event(), asyncio.Event()
@@ -277,7 +277,7 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_front_that_hangs_has_left_its_requests(tmp_path: Path) -> None:
-    """What is reserved for it is free after its deadline; another's that speak go on."""
+    """Its reservations are free after the beats are missed; the requests of other fronts go on."""
 
     async def use(it: Site) -> None:
         front = await it.front()
@@ -305,8 +305,8 @@ def test_a_front_that_hangs_has_left_its_requests(tmp_path: Path) -> None:
         GREETING + frame(NOTICES, b"\x01"),
     ],
 )
-def test_who_speaks_otherwise_is_cut_off(tmp_path: Path, said: bytes) -> None:
-    """Too large a frame, or one that is no messages, ends that connection and nothing else."""
+def test_another_protocol_is_cut_off(tmp_path: Path, said: bytes) -> None:
+    """A frame that is too large, or has no messages, ends that connection and nothing else."""
 
     async def use(it: Site) -> None:
         front = await it.front()
@@ -322,7 +322,7 @@ def test_who_speaks_otherwise_is_cut_off(tmp_path: Path, said: bytes) -> None:
 
 
 def test_counts_are_those_of_all_fronts_there_have_been(tmp_path: Path) -> None:
-    """Counters stay when a front is gone, gauges go with it; labels are summed apart."""
+    """Counters of a front that is gone stay, its gauges go; labels are summed apart."""
 
     async def use(it: Site) -> None:
         one, _ = await it.front(), await it.front()

@@ -1,4 +1,4 @@
-"""Two fronts and the Conductor's process before foreign engines, on one event loop."""
+"""Two fronts and the Conductor's process with external engines, on one event loop."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Site:
         return 200, msgspec.json.decode(reply.body)["choices"][0]["text"]
 
     async def states(self, front: int) -> dict[str, str]:
-        """Engines by name, as /health says; empty while it does not."""
+        """Engines by name, as /health reports them; empty if it is not 200."""
         url = f"http://127.0.0.1:{self.fronts[front].port}/health"
         reply = await self.http.request("GET", url, timeout_s=10)
         said = msgspec.json.decode(reply.body)
@@ -89,7 +89,7 @@ class Site:
 
 
 def run(use: Callable[[Site], Awaitable[None]], path: Path) -> None:
-    """With a site, inside a deadline."""
+    """Run a test with a site, within a deadline."""
 
     async def main() -> None:
         async with asyncio.timeout(30), AsyncExitStack() as stack:
@@ -101,7 +101,7 @@ def run(use: Callable[[Site], Awaitable[None]], path: Path) -> None:
 
 
 def test_both_fronts_hand_kv_from_prefill_to_decode(tmp_path: Path) -> None:
-    """Whichever front a client comes to: the same tokens, one ledger, sums for all."""
+    """At either front a client gets the same tokens; there is one ledger, and sums for all."""
 
     async def use(site: Site) -> None:
         wanted = "".join(spoken(PROMPT, 4))
@@ -119,7 +119,7 @@ def test_both_fronts_hand_kv_from_prefill_to_decode(tmp_path: Path) -> None:
 
 
 def test_one_id_at_all_fronts_at_once_is_several_requests(tmp_path: Path) -> None:
-    """Nobody is refused for what another client calls its request; engines get each by its own."""
+    """No request is refused because another client uses its id; engines see ids of their own."""
 
     async def use(site: Site) -> None:
         wanted = (200, "".join(spoken(PROMPT, 4)))
@@ -133,8 +133,8 @@ def test_one_id_at_all_fronts_at_once_is_several_requests(tmp_path: Path) -> Non
 
 
 def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) -> None:
-    """Those described over HTTP are asked again, those let go are not; a front says how they are,
-    and meanwhile that nobody is there: not that the model is none."""
+    """Engines described over HTTP are asked again, removed ones are not. A front reports their
+    state, and meanwhile that no Conductor is there, rather than that the model is unknown."""
 
     async def use(site: Site) -> None:
         wanted = (200, "".join(spoken(PROMPT, 4)))
@@ -172,7 +172,7 @@ def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) ->
 
 
 def test_the_loss_of_the_conductor_is_no_fault_of_an_engine(tmp_path: Path) -> None:
-    """Who waits for an engine then, and who comes after it, is told why by 503, to come again."""
+    """Requests under way and new ones get a 503 with the reason, and may return."""
 
     async def use(site: Site) -> None:
         engine = site.engines["d0"]
@@ -187,7 +187,7 @@ def test_the_loss_of_the_conductor_is_no_fault_of_an_engine(tmp_path: Path) -> N
     run(use, tmp_path)
 
 
-def test_fronts_hear_that_prefill_restarted(tmp_path: Path) -> None:
+def test_fronts_learn_that_prefill_restarted(tmp_path: Path) -> None:
     """Another start has another name for its transfers: a front asks for it again, and goes on."""
 
     async def use(site: Site) -> None:
@@ -202,7 +202,7 @@ def test_fronts_hear_that_prefill_restarted(tmp_path: Path) -> None:
 
 
 def test_calls_teach_the_fleet(tmp_path: Path) -> None:
-    """What calls of any front take is measured where costs are fitted."""
+    """The durations of all fronts' calls are used where costs are fitted."""
 
     async def use(site: Site) -> None:
         for i in range(12):

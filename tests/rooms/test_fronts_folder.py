@@ -1,4 +1,4 @@
-"""The folder where a gateway's processes meet, and what supervisors that were killed left."""
+"""The folder of a gateway's processes, and what killed supervisors left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KILLED = (
 def test_what_a_killed_supervisor_left_the_next_one_removes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing else: not what another holds, nor what only looks like it."""
+    """And nothing else: neither a locked folder, nor one with a similar name."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     users = tmp_path / "moonserve-link-mine"

@@ -1,4 +1,4 @@
-"""What a front passes on: replies of any length."""
+"""Requests that a front forwards, with replies of any length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECE = bytes(range(256)) * 256
 
 
 def test_a_reply_longer_than_a_front_may_hold_passes_and_what_breaks_off_breaks_off() -> None:
-    """Long ones as they come, short ones whole; status and type are theirs; no place is kept."""
+    """Long replies pass as they come, short ones whole; status and type are kept."""
     breaks = False
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -70,8 +70,8 @@ def test_a_reply_longer_than_a_front_may_hold_passes_and_what_breaks_off_breaks_
 
 
 def test_what_is_under_way_ends_with_the_conductor() -> None:
-    """The link says that it hangs: who waits is answered 503 at once, asked on a fresh connection
-    or a kept one; a reply that had begun breaks off; and who comes when it is back is served."""
+    """Waiting clients get a 503 at once, on new and on kept connections; a reply that had begun
+    breaks off. Clients that come after the Conductor is back are served."""
     hangs = asyncio.Event()
     hung = 0
 

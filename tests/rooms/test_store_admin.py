@@ -1,4 +1,4 @@
-"""What people may ask of the pool, and what a gateway elsewhere hears of it, by HTTP."""
+"""People's questions about the pool, and the pool's events for a gateway elsewhere, by HTTP."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def master(recovering: bool = False) -> Master:
 
 
 def put(into: Master, *numbers: int, parent: int | None = None) -> None:
-    """Blocks of a chain, as if written."""
+    """Put blocks of a chain, without bytes."""
     before = None if parent is None else key(parent)
     items = [(key(n), 10) for n in numbers]
     tickets = into.put_start(0, SegmentId("w"), items, LEASE, before)
     assert all(into.put_end(0, [(it.id, 7) for it in tickets], LEASE))  # type: ignore[union-attr]
 
 
-def test_lookup_tells_where_a_key_lies() -> None:
+def test_lookup_has_the_segments_of_a_key() -> None:
     """The ledgers without a query, one object's place with a key, objects in order by prefix."""
     pool = master()
     put(pool, 0, 1, 2)
@@ -99,12 +99,12 @@ class Site:
         self.port = self.server.port
 
     def tell(self, events: Any) -> None:
-        """The gateway hears them."""
+        """The gateway receives events."""
         told: list[BlockEvent] = list(events)
         replay(self.index, told)
 
     async def knows(self, *lengths: int) -> None:
-        """Until the index has this many leading blocks of each chain: 0.., 10.., ..."""
+        """Wait until the index has this many leading blocks of each chain: 0.., 10.., ..."""
         chains = [[key(10 * i + n) for n in range(10)] for i in range(len(lengths))]
         async with asyncio.timeout(5):
             while [self.index.match(chain).pool for chain in chains] != list(lengths):
@@ -128,8 +128,8 @@ def run(test: Callable[[Site, RemotePool], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), 20))
 
 
-def test_a_gateway_elsewhere_hears_of_every_block() -> None:
-    """What was there before it came, what came since, and what went; leases end there too."""
+def test_a_gateway_elsewhere_receives_every_block() -> None:
+    """Blocks from before it connected, later ones and removed ones; it can end leases, too."""
 
     async def test(site: Site, pool: RemotePool) -> None:
         it = site.local.service.master
@@ -158,7 +158,7 @@ def test_a_gateway_elsewhere_hears_of_every_block() -> None:
 
 
 def test_a_gateway_elsewhere_has_copies_made() -> None:
-    """The master orders them of the target's owner, and says how many will come."""
+    """The master orders copies of the target's owner, and returns how many will come."""
 
     async def test(site: Site, pool: RemotePool) -> None:
         it = site.local.service.master
@@ -175,8 +175,8 @@ def test_a_gateway_elsewhere_has_copies_made() -> None:
     run(test)
 
 
-def test_a_listener_too_far_behind_or_of_another_start_is_told_all_anew() -> None:
-    """What is gone meanwhile is forgotten; while a new master recovers, nothing is."""
+def test_a_listener_too_far_behind_or_of_another_start_receives_everything() -> None:
+    """Blocks that are gone are forgotten; while a new master recovers, nothing is forgotten."""
 
     async def test(site: Site, pool: RemotePool) -> None:
         put(site.local.service.master, 0, 1, 2)
@@ -220,7 +220,7 @@ def test_operations_need_the_token_and_a_gateway_says_where_the_master_is() -> N
     ("status", "text"), [(200, b"<html>"), (400, b"<html>"), (400, b'{"detail":"no"}')]
 )
 def test_a_url_that_is_no_master_is_a_clear_error(status: int, text: bytes) -> None:
-    """Something else that answers there, in HTML or in JSON of its own, is named as such."""
+    """The error names another server that answers there, in HTML or in JSON of its own."""
 
     async def body() -> None:
         async def page(request: HttpRequest) -> Response:
@@ -241,8 +241,8 @@ def test_a_url_that_is_no_master_is_a_clear_error(status: int, text: bytes) -> N
     asyncio.run(asyncio.wait_for(body(), 20))
 
 
-def test_a_beat_is_heard_though_its_answer_is_lost() -> None:
-    """Who beats over connections that break, each before the held answer, is not taken for dead."""
+def test_a_beat_counts_though_its_answer_is_lost() -> None:
+    """An owner whose connections break before each held answer is still alive for the master."""
     now_us = 0
 
     async def body() -> None:
@@ -266,7 +266,7 @@ def test_a_beat_is_heard_though_its_answer_is_lost() -> None:
 
 
 def test_nothing_is_kept_of_segments_that_are_not_mounted() -> None:
-    """A beat of one that is not is answered at once; one that has left is forgotten."""
+    """The beat of an unmounted segment is answered at once; a segment that left is forgotten."""
 
     async def body() -> None:
         pool = LocalPool(MasterService(master(), lambda: 0), "", lambda events: None)

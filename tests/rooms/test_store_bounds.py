@@ -1,4 +1,4 @@
-"""What a program may ask of a StoreClient: what can never be is refused before it is sent."""
+"""Limits of a StoreClient: an impossible call is refused before it is sent."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,12 +13,12 @@ from moonserve.live.store.objects import Objects
 
 
 async def nobody(op: str, body: bytes, deadline_s: float) -> bytes:
-    """A master that is never to be asked."""
+    """A master that must not be called."""
     raise AssertionError(op)
 
 
 def refused(ask: Callable[[StoreClient], Awaitable[object]]) -> BadRequest:
-    """What a client without a segment answers at once."""
+    """The error that a client without a segment raises at once."""
 
     async def body() -> BadRequest:
         settings = StoreSettings(segment=SegmentId("c"), epoch=1, capacity_bytes=0, token=b"")
@@ -34,15 +34,15 @@ def refused(ask: Callable[[StoreClient], Awaitable[object]]) -> BadRequest:
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 70])
-def test_a_size_that_is_none_is_not_evicted(size: int) -> None:
-    """It is named, with its bounds."""
+def test_an_impossible_size_is_not_evicted(size: int) -> None:
+    """The error has the size and its limits."""
     error = refused(lambda client: client.evict(SegmentId("s"), size))
     assert error.param == "size"
     assert str(error) == f"size must be 1 to {1 << 62} bytes, not {size}"
 
 
 @pytest.mark.parametrize("tenant", ["é\ud800", "t" * 257])
-def test_a_tenant_that_cannot_be_told_is_refused(tenant: str) -> None:
+def test_a_tenant_that_cannot_be_encoded_is_refused(tenant: str) -> None:
     """Neither half characters nor a name without end."""
     options = PutOptions(tenant=tenant, blocks=False)
     error = refused(lambda client: Objects(client).put([(b"k", memoryview(b"v"))], options))

@@ -1,4 +1,4 @@
-"""Frames between the store's master and its members, over real sockets."""
+"""Calls between the store's master and its members, over real sockets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UPGRADE = f"GET {PATH} HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: {P
 
 
 class Site:
-    """A master that echoes, and a member's way to it."""
+    """A master that echoes, and a member that calls it."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -48,7 +48,7 @@ class Site:
         self.server: Server | None = None
 
     def answer(self, op: str, body: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        """Whatever a test needs."""
+        """Run the operation that a test needs."""
         self.ran.append(op)
         match op:
             case "wait":
@@ -89,7 +89,7 @@ class Site:
             await self.server.stop(0)
 
     async def call(self, op: str, body: bytes = b"", most_s: float = 5.0) -> bytes:
-        """One call of the member."""
+        """Make one call as the member."""
         return await self.rpc(op, body, asyncio.get_running_loop().time() + most_s)
 
     async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -126,7 +126,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def test_many_calls_at_once_share_one_connection() -> None:
-    """Each gets its own answer, whatever the sizes; one that waits holds up no other."""
+    """Each call gets its own answer, whatever the sizes; one that waits delays no other."""
 
     async def test(it: Site) -> None:
         slow = asyncio.create_task(it.call("wait", b"slow"))
@@ -141,7 +141,7 @@ def test_many_calls_at_once_share_one_connection() -> None:
 
 
 def test_a_large_frame_arrives_whole() -> None:
-    """Of many reads of the socket, and what follows it too."""
+    """It takes many reads of the socket; the next frame arrives as well."""
 
     async def test(it: Site) -> None:
         body = bytes(range(256)) * (5 << 12)
@@ -150,8 +150,8 @@ def test_a_large_frame_arrives_whole() -> None:
     run(test)
 
 
-def test_an_answer_may_tell_of_a_very_large_pool() -> None:
-    """Calls are bounded; of all there is in a pool, a gateway is told at once."""
+def test_a_reply_may_list_a_very_large_pool() -> None:
+    """The size of calls is limited; a gateway receives all blocks of a pool in one reply."""
 
     async def test(it: Site) -> None:
         assert len(await it.call("all")) == ConnectionLimits().frame_bytes + 1
@@ -161,7 +161,7 @@ def test_an_answer_may_tell_of_a_very_large_pool() -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system's own times hold")
 def test_a_peer_whose_machine_is_gone_is_soon_noticed() -> None:
-    """After two times 5 s of silence: when the second proof of life is due."""
+    """After two times 5 s of silence, when the second probe is due."""
 
     async def test(it: Site) -> None:
         sock = (await it.rpc.connect()).transport.get_extra_info("socket")
@@ -173,7 +173,7 @@ def test_a_peer_whose_machine_is_gone_is_soon_noticed() -> None:
 
 
 def test_errors_keep_their_kinds() -> None:
-    """What can never work is a BadRequest, what failed a StoreError; the connection lives on."""
+    """What can never work is a BadRequest, other failures are StoreErrors; the connection stays."""
 
     async def test(it: Site) -> None:
         with pytest.raises(BadRequest, match="never"):
@@ -188,7 +188,7 @@ def test_errors_keep_their_kinds() -> None:
 
 @pytest.mark.parametrize("op", ["bug", "late bug"])
 def test_a_bug_of_the_master_costs_the_connection_and_no_more(op: str) -> None:
-    """Its calls fail, those that waited too, and the next one goes over another."""
+    """Its calls fail, also those that waited; the next call uses another connection."""
 
     async def test(it: Site) -> None:
         with pytest.raises(UpstreamError, match="connection lost amid a call"):
@@ -199,7 +199,7 @@ def test_a_bug_of_the_master_costs_the_connection_and_no_more(op: str) -> None:
 
 
 def test_a_lost_connection_fails_what_is_under_way() -> None:
-    """At once, not at the deadline; what the master still waited for is given up; then anew."""
+    """Calls fail at once, not at the deadline; the master stops waiting; then all works again."""
 
     async def test(it: Site) -> None:
         assert it.server is not None
@@ -221,7 +221,7 @@ def test_a_lost_connection_fails_what_is_under_way() -> None:
     run(test)
 
 
-def test_a_late_answer_is_nobodys() -> None:
+def test_a_late_reply_is_dropped() -> None:
     """Each call ends at its own deadline, also the earlier one of a later call."""
 
     async def test(it: Site) -> None:
@@ -243,7 +243,7 @@ def test_a_late_answer_is_nobodys() -> None:
 
 
 def test_closing_ends_calls_under_way() -> None:
-    """The member's client, closed: no call hangs, and none is made any more."""
+    """When the member's client is closed, no call hangs, and none can be made any more."""
 
     async def test(it: Site) -> None:
         call = asyncio.create_task(it.call("wait"))
@@ -259,7 +259,7 @@ def test_closing_ends_calls_under_way() -> None:
 
 
 def test_a_cancelled_call_leaves_nothing() -> None:
-    """Its answer is dropped, and others get theirs."""
+    """Its reply is dropped, and other calls get theirs."""
 
     async def test(it: Site) -> None:
         call = asyncio.create_task(it.call("wait"))
@@ -277,7 +277,7 @@ def test_a_cancelled_call_leaves_nothing() -> None:
 def test_a_cancel_just_after_the_switch_leaves_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reply of 101 is here, but who asked for it is not any more."""
+    """The reply of 101 has arrived, but its caller was cancelled."""
     wake = Connection._wake
 
     async def test(it: Site) -> None:
@@ -293,7 +293,7 @@ def test_a_cancel_just_after_the_switch_leaves_no_connection(
 
 
 def test_a_master_that_hangs_is_late_whatever_the_call_waits_for() -> None:
-    """A connection, its turn to send, or the answer: DeadlineExceeded, as its callers know it."""
+    """For a connection, for its turn to send, or for the reply: DeadlineExceeded in all cases."""
 
     async def test(it: Site) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -327,7 +327,7 @@ def test_a_master_that_hangs_is_late_whatever_the_call_waits_for() -> None:
     ],
 )
 def test_garbage_is_cut_off(caplog: pytest.LogCaptureFixture, frame: bytes, why: str) -> None:
-    """Who speaks otherwise loses the connection, with a line that says why; nothing is run."""
+    """The connection is dropped, a log line says why, and nothing is run."""
 
     async def test(it: Site) -> None:
         reader, writer = await it.raw()
@@ -362,7 +362,7 @@ def test_frames_in_pieces() -> None:
 
 
 def test_calls_that_wait_are_bounded() -> None:
-    """One connection cannot make the master hold more than so many; others are answered."""
+    """One connection can hold a limited number of calls at the master; other calls are answered."""
 
     async def test(it: Site) -> None:
         calls = [asyncio.create_task(it.call("wait", b"x")) for _ in range(6)]
@@ -375,8 +375,8 @@ def test_calls_that_wait_are_bounded() -> None:
     run(test, ConnectionLimits(waiting_calls=4))
 
 
-def test_who_reads_no_replies_is_not_read_from() -> None:
-    """The master holds a bounded number of replies for one that takes none."""
+def test_calls_of_a_member_that_reads_no_replies_are_not_read() -> None:
+    """The master holds a limited number of replies for a member that does not read them."""
 
     async def test(it: Site) -> None:
         reader, writer = await it.raw()
@@ -403,7 +403,7 @@ def test_who_reads_no_replies_is_not_read_from() -> None:
 
 
 async def refusal(app: App, token: str = "") -> MoonserveError:
-    """Why a member is not let in."""
+    """The error with which a member is refused."""
     server = await serve(app, "127.0.0.1", 0)
     http = HttpClient()
     try:
@@ -417,12 +417,12 @@ async def refusal(app: App, token: str = "") -> MoonserveError:
 
 
 def master() -> LocalPool:
-    """A real one."""
+    """A real master."""
     return LocalPool(MasterService(Master(Terms(), 1), lambda: 0), "secret", lambda events: None)
 
 
-def test_a_wrong_token_is_a_setting_to_mend() -> None:
-    """Trying again is in vain, and the error names the setting."""
+def test_a_wrong_token_is_a_config_error() -> None:
+    """Trying again cannot help, and the error names the setting."""
 
     async def body() -> None:
         for token in ("", "guess"):
@@ -434,8 +434,8 @@ def test_a_wrong_token_is_a_setting_to_mend() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 503])
-def test_a_url_without_a_master_is_a_setting_to_mend(status: int) -> None:
-    """Another server there is named with store_url; one that is ill may get well."""
+def test_a_url_without_a_master_is_a_config_error(status: int) -> None:
+    """Another server at that URL is an error of store_url; a 503 may pass."""
 
     async def body() -> None:
         async def page(request: HttpRequest) -> Response:
@@ -451,7 +451,7 @@ def test_a_url_without_a_master_is_a_setting_to_mend(status: int) -> None:
 
 
 def test_a_gateway_without_the_master_says_where_it_is() -> None:
-    """Its reply names the master's address, and the setting."""
+    """Its reply has the master's address and the setting."""
 
     async def body() -> None:
         http = HttpClient()
@@ -467,8 +467,8 @@ def test_a_gateway_without_the_master_says_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("speaks_first", [True, False])
-def test_a_port_that_speaks_no_http_is_a_setting_to_mend(speaks_first: bool) -> None:
-    """Such as a segment's own port, which greets whoever connects."""
+def test_a_port_that_speaks_no_http_is_a_config_error(speaks_first: bool) -> None:
+    """Such as a segment's own port, which sends a greeting first."""
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not speaks_first:
@@ -489,8 +489,9 @@ def test_a_port_that_speaks_no_http_is_a_setting_to_mend(speaks_first: bool) -> 
     asyncio.run(body())
 
 
-def test_an_operation_that_is_none_is_refused() -> None:
-    """By a real master: a BadRequest that lists what there is; so is one that is malformed."""
+def test_an_unknown_operation_is_refused() -> None:
+    """A real master answers BadRequest: an unknown one with a list, a malformed one with the
+    reason."""
 
     async def body() -> None:
         server = await serve(App(master().routes()), "127.0.0.1", 0)

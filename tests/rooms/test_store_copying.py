@@ -20,7 +20,7 @@ NAMES = (SegmentId("mute"), SegmentId("well"))
 
 
 class Peers:
-    """A transfer whose first peer is silent; `asked` says whose turn it was."""
+    """A transfer whose first peer is silent; `asked` has the order of the reads."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -38,7 +38,7 @@ class Peers:
 def test_a_segment_that_did_not_deliver_is_read_last_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that only the first of several reads waits for it; after that while it is tried again."""
+    """Only the first of several reads waits for it; after a while it is tried again."""
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(copying, "time", SimpleNamespace(monotonic=lambda: now.s))
     peers = Peers()

@@ -1,4 +1,4 @@
-"""A segment on disk: what is whole comes back, what is torn does not; the tiers work together."""
+"""A segment on disk: whole objects come back, incomplete ones do not; the tiers work together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def held(number: int, memory: memoryview, id: int | None = None) -> Held:
 
 
 def write(folder: Path, *numbers: int) -> list[Held]:
-    """Own the folder, write these objects, and let it go."""
+    """Own the folder, write these objects, and release it."""
     region, journal = open_disk(folder, CAPACITY)
     made = []
     for number in numbers:
@@ -55,7 +55,7 @@ def write(folder: Path, *numbers: int) -> list[Held]:
 
 
 def kept(folder: Path, capacity: int = CAPACITY) -> list[Held]:
-    """What an owner finds when it starts."""
+    """The objects that an owner finds when it starts."""
     region, journal = open_disk(folder, capacity)
     found = sorted(journal.held.values(), key=lambda it: it.key)
     journal.close()
@@ -64,7 +64,7 @@ def kept(folder: Path, capacity: int = CAPACITY) -> list[Held]:
 
 
 def test_what_is_whole_is_kept(tmp_path: Path) -> None:
-    """All that was noted comes back as it was, also after the second start, but what went."""
+    """All objects come back as they were, also after the second start, except removed ones."""
     made = write(tmp_path, 1, 2, 3)
     assert kept(tmp_path) == made
     region, journal = open_disk(tmp_path, CAPACITY)
@@ -87,8 +87,8 @@ def test_what_was_written_over_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 60])
-def test_a_torn_journal_ends_before_the_tear(tmp_path: Path, cut: int) -> None:
-    """A record half written, or changed, and all after it were never noted."""
+def test_an_incomplete_journal_ends_before_its_incomplete_record(tmp_path: Path, cut: int) -> None:
+    """A record that is half written or changed, and all after it, do not count."""
     made = write(tmp_path, 1, 2, 3)
     path = tmp_path / "journal"
     whole = path.read_bytes()
@@ -103,7 +103,7 @@ def test_a_torn_journal_ends_before_the_tear(tmp_path: Path, cut: int) -> None:
 def test_the_journal_does_not_grow_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is rewritten once it is far larger than what it tells."""
+    """It is rewritten once it is far larger than its objects need."""
     monkeypatch.setattr(disk, "_ROOM_TO_GROW", 1000)
     (made,) = write(tmp_path, 1)
     region, journal = open_disk(tmp_path, CAPACITY)
@@ -116,7 +116,7 @@ def test_the_journal_does_not_grow_for_ever(
 
 
 def test_a_long_record_ends_no_journal(tmp_path: Path) -> None:
-    """An object whose tenant has a long name is kept, and so is what was noted after it."""
+    """An object whose tenant has a long name is kept, and so is a later record."""
     made = write(tmp_path, 1, 2, 3)
     long = msgspec.structs.replace(made[1], id=9, options=PutOptions(tenant="t" * 5000))
     region, journal = open_disk(tmp_path, CAPACITY)
@@ -148,7 +148,7 @@ def _again(it: Held, id: int) -> Held:
 
 
 def test_a_folder_has_one_owner_and_errors_name_the_setting(tmp_path: Path) -> None:
-    """A second owner is refused; so is a folder that cannot be, and more than the disk has."""
+    """A second owner is refused; so is an impossible folder, and more bytes than the disk has."""
     region, journal = open_disk(tmp_path, CAPACITY)
     with pytest.raises(ConfigError, match=r"disk_dir: .* belongs to a process that runs"):
         open_disk(tmp_path, CAPACITY)
@@ -170,8 +170,8 @@ def test_a_folder_has_one_owner_and_errors_name_the_setting(tmp_path: Path) -> N
 def test_what_is_refused_leaves_nothing_and_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No folder and no file where there was none; what lies in a folder stays, also where a smaller
-    one cannot be mapped, or its journal not written."""
+    """No new folder and no new file stays; old contents stay, also if a smaller file cannot be
+    mapped, or the journal not written."""
     made = write(tmp_path / "old", 1, 30)
     with pytest.raises(ConfigError, match="disk_bytes"):
         open_disk(tmp_path / "old", 1 << 55)
@@ -193,7 +193,8 @@ def test_what_is_refused_leaves_nothing_and_takes_nothing(
 def test_a_member_that_cannot_own_its_disk_leaves_nothing_of_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the second segment's server cannot listen, the first one's ends, and both let go."""
+    """If the second segment's server cannot listen, the first one's ends, and both free their
+    memory."""
     made: list[TransferServer] = []
 
     class Scarce(TransferServer):
@@ -223,7 +224,7 @@ def test_a_member_that_cannot_own_its_disk_leaves_nothing_of_its_memory(
 def test_a_member_whose_memory_mooncake_does_not_take_leaves_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error is its own, and region and listener are gone."""
+    """The error is Mooncake's, and region and listener are gone."""
     refused: list[Region] = []
 
     def refuse(transfer: Transfer, region: Region) -> None:
@@ -246,10 +247,10 @@ def _full(*args: object, **more: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_busy_disk_holds_up_nobody_who_notes(
+def test_a_busy_disk_delays_no_write_of_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal is written, and written anew when it has grown, by a thread of its own."""
+    """A thread writes and rewrites the journal."""
     made = write(tmp_path, 1, 2)
     region, journal = open_disk(tmp_path, CAPACITY)
     monkeypatch.setattr(journal, "_limit", 0)
@@ -276,7 +277,7 @@ def test_a_busy_disk_holds_up_nobody_who_notes(
 def test_a_full_disk_brings_back_nothing_that_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_again: bool
 ) -> None:
-    """What cannot be noted ends the journal; once there is room again, it tells all there is."""
+    """A failed write deletes the journal; once there is room again, it has all objects."""
     made = write(tmp_path, 1, 2, 3)
     region, journal = open_disk(tmp_path, CAPACITY)
     with monkeypatch.context() as patch:
@@ -295,9 +296,8 @@ def test_a_full_disk_brings_back_nothing_that_went(
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_memory_spills_to_disk_and_comes_back(kind: str, tmp_path: Path) -> None:
-    """More than memory holds is read whole: from disk, and from memory once it was read; what lay
-    on disk survives its owner.
-    """
+    """More than memory holds is read whole, from disk and then from memory; the disk survives its
+    owner."""
 
     async def test() -> None:
         pool = Pool(kind, Terms(segment_ttl_us=40_000, high=0.5, low=0.3))
@@ -361,7 +361,7 @@ def test_evicting_a_segment_with_a_disk_loses_nothing(tmp_path: Path) -> None:
 
 
 async def settle(pool: Pool) -> None:
-    """Until no copy is to be made."""
+    """Wait until no copy is to be made."""
     pool.service.reap()
     async with asyncio.timeout(5):
         while pool.service.master.stats().pending_copies:
@@ -369,7 +369,7 @@ async def settle(pool: Pool) -> None:
 
 
 def test_what_was_removed_before_its_put_was_answered_does_not_come_back(tmp_path: Path) -> None:
-    """The owner hears first that it is gone: then its journal must not tell of it either."""
+    """The owner learns first of the removal: then its journal must not have the object either."""
 
     async def body() -> None:
         pool = Pool("shm")

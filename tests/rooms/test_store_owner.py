@@ -60,7 +60,7 @@ def run(
 
 
 def places(pool: Pool, name: bytes) -> list[str]:
-    """The segments an object lies on."""
+    """The segments on which an object is stored."""
     found = pool.service.master.locate(name)
     return [] if found is None else [it.segment for it in found.replicas]
 
@@ -73,7 +73,7 @@ async def until(true: Callable[[], object]) -> None:
 
 
 async def drop(pool: Pool, name: str, members: list[StoreClient]) -> None:
-    """Let the master miss a segment: its owner is gone, the others' beats are heard."""
+    """Let the master drop a segment: its owner is gone, the others beat."""
     (gone,) = [it for it in members if it.settings.segment == name]
     for owner in gone.owners:
         await owner.stop_beats()
@@ -116,7 +116,7 @@ def test_a_second_replica_is_made_and_serves_alone() -> None:
     ("rack", "node", "nearest"), [("y", "", "b"), ("x", "", "a"), ("x", "n", "b")]
 )
 def test_the_nearest_replica_is_read(rack: str, node: str, nearest: str) -> None:
-    """The node's own before the rack's own before others."""
+    """A replica on the same node before one in the same rack before others."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         near = {
@@ -139,7 +139,7 @@ def test_the_nearest_replica_is_read(rack: str, node: str, nearest: str) -> None
 
 
 def test_what_a_lost_segment_leaves_is_copied_again() -> None:
-    """Repair: an owner is missed, and its objects have as many replicas as wanted soon after."""
+    """Repair: the segment is dropped, and soon its objects have as many replicas as wanted."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         items = [(bytes([n]), memoryview(os.urandom(3000))) for n in range(20)]
@@ -171,7 +171,7 @@ def test_a_corrupt_source_is_never_copied() -> None:
 
 
 def test_one_corrupt_replica_is_dropped_and_mended() -> None:
-    """A reader gets the bytes from the other replica, and the bad one is made anew."""
+    """A reader gets the bytes from the other replica; the bad one is replaced."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         data = os.urandom(5000)
@@ -190,7 +190,7 @@ def test_one_corrupt_replica_is_dropped_and_mended() -> None:
 
 
 def test_a_drained_segment_is_empty_and_nothing_is_lost() -> None:
-    """drain: what lay there lies elsewhere, and the owner may go."""
+    """drain: its objects move to other segments, and the owner may leave."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         items = blocks(*[4000] * 50)
@@ -208,8 +208,11 @@ def test_a_drained_segment_is_empty_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.parametrize("ends", ["one", "all", "master"])
-def test_who_leaves_hands_on_what_lies_with_it(ends: str, caplog: pytest.LogCaptureFixture) -> None:
-    """To those who stay; where all leave or the master is gone, nobody waits for long."""
+def test_a_member_that_leaves_moves_its_objects(
+    ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They move to members that stay; if all leave or the master is gone, it does not wait for
+    long."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         items = [(bytes([n]), memoryview(os.urandom(3000))) for n in range(20)]
@@ -219,7 +222,7 @@ def test_who_leaves_hands_on_what_lies_with_it(ends: str, caplog: pytest.LogCapt
         async with asyncio.timeout(5):
             await asyncio.gather(*(hand_on(member, 60) for member in leaving))
         held = {name for key, _ in items for name in places(pool, key)}
-        if ends != "all":  # there, some may have been copied before the others left too
+        if ends != "all":  # some may have been copied before the others left too
             assert held <= ({"b", "c"} if ends == "one" else {"a"})
         assert all(places(pool, key) for key, _ in items)
         said = [it.getMessage() for it in caplog.records if it.name.endswith("leaving")]
@@ -230,8 +233,8 @@ def test_who_leaves_hands_on_what_lies_with_it(ends: str, caplog: pytest.LogCapt
         run(test, times=StoreTimes(stall_s=0.1))
 
 
-def test_who_leaves_says_that_time_ran_out(caplog: pytest.LogCaptureFixture) -> None:
-    """In seconds and with what is left, where nobody takes anything in time."""
+def test_a_member_that_leaves_logs_that_time_ran_out(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the seconds and the number of objects left, if no member takes them in time."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         await Objects(members[0]).put([(b"k", memoryview(os.urandom(3000)))])
@@ -245,7 +248,7 @@ def test_who_leaves_says_that_time_ran_out(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_master_that_restarts_knows_all_that_was_put() -> None:
-    """Owners' catalogues, and claims of what a put had just ended, bring every object back."""
+    """Owners' contents, and claims of puts that had just ended, bring every object back."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         old = blocks(*[3000] * 30)
@@ -272,10 +275,10 @@ def test_a_master_that_restarts_knows_all_that_was_put() -> None:
 
 
 @pytest.mark.parametrize(("failures", "said"), [(2, 0), (3, 1), (6, 1)])
-def test_one_failed_beat_is_no_news(
+def test_one_failed_beat_is_not_logged(
     failures: int, said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A master that stays away is warned of, once; a lost connection, or one that stops, is not."""
+    """If the master stays away, one warning is logged; one lost connection logs none."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         left, answered = failures, 0
@@ -298,7 +301,7 @@ def test_one_failed_beat_is_no_news(
 
 
 def test_a_master_that_recovers_too_long_is_a_clear_error() -> None:
-    """Within its time a call fails and says why; for blocks the pool has nothing then."""
+    """Within its time a call fails and says why; for blocks the pool looks empty."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         pool.service = MasterService(Master(TERMS, 10**15, 10**15), lambda: pool.now_us)
@@ -312,7 +315,7 @@ def test_a_master_that_recovers_too_long_is_a_clear_error() -> None:
 
 
 def test_what_cannot_be_read_is_a_clear_error() -> None:
-    """A single replica on a dead owner: out of reach first, lost once the master misses it."""
+    """A single replica on a dead owner: out of reach first, lost once the master drops it."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         await Objects(members[0]).put([(b"k", memoryview(bytes(100)))])
@@ -333,8 +336,8 @@ def test_what_cannot_be_read_is_a_clear_error() -> None:
 
 
 @pytest.mark.parametrize("end", ["left", "lost"])
-def test_a_get_that_hears_nothing_leaves_no_lease(end: str) -> None:
-    """The master leased the objects, and its answer is not waited for, or lost on the way."""
+def test_a_get_without_a_reply_leaves_no_lease(end: str) -> None:
+    """The master leased the objects, but its reply was lost or its caller was cancelled."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         a = members[0]
@@ -363,8 +366,8 @@ def test_a_get_that_hears_nothing_leaves_no_lease(end: str) -> None:
     run(test)
 
 
-def test_who_leaves_drains_no_other_start_of_its_segment() -> None:
-    """One that was taken for dead is told to stop: its successor keeps what it has."""
+def test_a_member_that_leaves_drains_no_other_start_of_its_segment() -> None:
+    """A member that was taken for dead stops: its successor keeps its objects."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         old, *_ = members
@@ -381,7 +384,7 @@ def test_who_leaves_drains_no_other_start_of_its_segment() -> None:
 
 
 def test_no_room_and_no_quota_are_clear_errors() -> None:
-    """Full of pinned objects, and over a tenant's quota: said at once, with numbers."""
+    """Full of pinned objects, and over a tenant's quota: refused at once, with numbers."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         objects = Objects(members[0])
@@ -421,7 +424,7 @@ def test_no_room_and_no_quota_are_clear_errors() -> None:
 def test_what_can_never_be_put_is_refused_at_once(
     items: Any, options: dict[str, Any], field: str, says: str
 ) -> None:
-    """By an error that names the field and its limit, though the call might take long."""
+    """The error names the field and its limit, though the call may take long."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         asked_s = time.monotonic()
@@ -437,8 +440,8 @@ def test_what_can_never_be_put_is_refused_at_once(
     run(test)
 
 
-def test_any_buffer_is_put_and_a_segment_that_left_is_no_wrong_wish() -> None:
-    """Items of four bytes are four bytes each; preferring who died since puts elsewhere."""
+def test_any_buffer_is_put_and_a_preferred_segment_may_have_left() -> None:
+    """Buffers of any item size; if the preferred segment is dead, another gets it."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         numbers = memoryview(bytes(range(32))).cast("I")
@@ -451,8 +454,8 @@ def test_any_buffer_is_put_and_a_segment_that_left_is_no_wrong_wish() -> None:
     run(test)
 
 
-def test_what_is_larger_than_any_segment_is_said_to_be() -> None:
-    """With both sizes; and where no segment takes objects, that."""
+def test_an_object_larger_than_any_segment_is_a_clear_error() -> None:
+    """The error has both sizes; if no segment takes objects, it says that."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         large = memoryview(bytes(ROOM + 1))
@@ -466,7 +469,7 @@ def test_what_is_larger_than_any_segment_is_said_to_be() -> None:
     run(test)
 
 
-def test_a_client_without_a_segment_says_at_once_that_no_master_answers() -> None:
+def test_opening_a_client_without_a_segment_fails_without_a_master() -> None:
     """Opening it fails, not its first use."""
 
     async def body() -> None:
@@ -479,7 +482,7 @@ def test_a_client_without_a_segment_says_at_once_that_no_master_answers() -> Non
 
 
 def test_objects_are_listed_by_prefix_and_removed() -> None:
-    """scan gives keys in order, page by page; remove says what became of each."""
+    """scan returns keys in order, page by page; remove returns the result for each."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         a = members[0]
@@ -498,8 +501,8 @@ def test_objects_are_listed_by_prefix_and_removed() -> None:
     run(test)
 
 
-def test_a_client_without_a_segment_lets_go_of_what_is_no_longer_named() -> None:
-    """Else it would keep the memory of dead owners mapped; what is there still is met again."""
+def test_a_client_without_a_segment_forgets_segments_no_longer_named() -> None:
+    """Else it would keep the memory of dead owners mapped; a live segment is named again."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         reader = await pool.client("reader", room=0, times=StoreTimes(unnamed_s=0.05))
@@ -515,7 +518,7 @@ def test_a_client_without_a_segment_lets_go_of_what_is_no_longer_named() -> None
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_segments_that_leave_under_a_copy_are_no_error(op: str) -> None:
-    """A beat that no longer names a segment, while bytes move to or from two, raises nothing."""
+    """A beat that omits two segments, while bytes move to or from them, raises nothing."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         a, b, c = members
@@ -553,7 +556,7 @@ def test_segments_that_leave_under_a_copy_are_no_error(op: str) -> None:
 
 
 async def a_copy(members: list[StoreClient], number: int = 0) -> Copy:
-    """Of an object on a to a place on b that is number's."""
+    """An order to copy an object from a to b, to a place of its own for each number."""
     a, b, _ = members
     await Objects(a).put([(b"k", memoryview(b"k" * 5000))])
     (found,) = await b.get([b"k"], LeaseId("x"))
@@ -565,7 +568,7 @@ async def a_copy(members: list[StoreClient], number: int = 0) -> Copy:
 
 
 def test_a_copy_that_starts_too_late_writes_nothing() -> None:
-    """Its extent may be another's once its time went while it waited for a thread."""
+    """While it waited for a thread its time ended, and its extent may have been reused."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         (owner,) = members[1].owners
@@ -581,7 +584,7 @@ def test_a_copy_that_starts_too_late_writes_nothing() -> None:
 
 
 def test_no_segment_is_mounted_while_copies_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new master may give their extents to others; the next beat mounts it once they end."""
+    """A new master may reuse their extents; the next beat mounts it once the copies end."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         (owner,) = members[1].owners
@@ -606,8 +609,8 @@ def test_no_segment_is_mounted_while_copies_write_to_it(monkeypatch: pytest.Monk
     run(test, times=StoreTimes(stop_copies_s=0.02))
 
 
-def test_no_copy_is_begun_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More copies are ordered than run at once: those that wait are left; nothing breaks off."""
+def test_a_member_that_leaves_begins_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More copies are ordered than run at once: the waiting ones are dropped, without an error."""
 
     async def test(pool: Pool, members: list[StoreClient]) -> None:
         errors: list[object] = []

@@ -1,4 +1,4 @@
-"""A worker's membership and its whole process, against a gateway that only listens."""
+"""A worker that joins a gateway, and its whole process, against a gateway that only records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ INFO = InstanceInfo(
 
 
 class Gateway:
-    """Writes down who joined, beat and left; runs a real master."""
+    """Records joins, beats and leaves; runs a real master."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, Any]] = []
@@ -79,7 +79,7 @@ class Gateway:
         return Response(self.answer if self.joined else 404, b"because")
 
     async def hears(self, what: str) -> Any:
-        """Wait for the next word of this kind; all before it are dropped."""
+        """Wait for the next message of this kind; all before it are dropped."""
         for _ in range(500):
             for i, (word, body) in enumerate(self.said):
                 if word == what:
@@ -98,7 +98,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def test_joins_beats_and_joins_again() -> None:
-    """A 404 or a gateway that was away makes the worker join again; leaving says goodbye."""
+    """After a 404 or an absence of the gateway the worker joins again; at the end it leaves."""
 
     async def main() -> None:
         gateway, http = Gateway(), HttpClient()
@@ -116,7 +116,7 @@ def test_joins_beats_and_joins_again() -> None:
         beat = await gateway.hears("beat")
         assert (beat["id"], beat["epoch"], beat["load"]["running"]) == ("p0", 7, 3)
         await gateway.stop()
-        gateway = Gateway()  # knows nobody: answers the next beat with 404
+        gateway = Gateway()  # knows no instance: answers the next beat with 404
         await gateway.start(port)
         assert (await gateway.hears("join"))["id"] == "p0"
         await gateway.hears("beat")
@@ -130,7 +130,7 @@ def test_joins_beats_and_joins_again() -> None:
 
 
 def test_samples_survive_a_failed_beat() -> None:
-    """What the gateway did not get is told with the next beat it takes, once, newest last."""
+    """Samples of a failed beat come with the next one that succeeds, once, newest last."""
 
     class EverySecond(Gateway):
         async def _note(self, request: HttpRequest) -> Response:
@@ -173,7 +173,7 @@ def test_unsent_samples_are_bounded() -> None:
 
 
 def test_a_refusal_is_final_and_says_why() -> None:
-    """A wrong token or an incompatible worker ends with the gateway's reason, at once."""
+    """A wrong token or an incompatible worker ends at once, with the gateway's reason."""
 
     async def main() -> None:
         gateway, http = Gateway(), HttpClient()
@@ -194,7 +194,7 @@ def test_a_refusal_is_final_and_says_why() -> None:
 
 
 def test_a_broken_worker_ends_its_membership() -> None:
-    """What the load function raises ends the process instead of beating on."""
+    """An error of the load function ends the process."""
 
     async def main() -> None:
         gateway, http = Gateway(), HttpClient()
@@ -262,8 +262,8 @@ def test_the_whole_process() -> None:
 
 
 def test_a_hung_engine_ends_the_process() -> None:
-    """A thread that hangs in a pass cannot keep the process; its memory is unlinked before. Its
-    supervisor is told each second that its loop is well."""
+    """A thread that hangs in a pass cannot keep the process; its memory is unlinked before. The
+    process reports to its supervisor each second that its loop works."""
 
     async def main() -> None:
         gateway, http = Gateway(), HttpClient()
