@@ -17,7 +17,7 @@ from moonserve.live.external.member import Member
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from tests.support import inproc
-from tests.support.relay_site import SHORT, Site
+from tests.support.external_site import SHORT, Site
 
 pytestmark = pytest.mark.model  # for its tokenizer and chat template
 

@@ -20,8 +20,8 @@ from moonserve.core.schedule.facts import Connector, Joined, Role
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.live.drive.calls import Caller
 from tests.support.cluster import info
+from tests.support.external_site import SHORT, Site
 from tests.support.fake_vllm import FakeVllm, spoken
-from tests.support.relay_site import SHORT, Site
 from tests.support.scripted import NOTHING, World, expected
 
 _PROMPT = "the quick brown fox jumps over the lazy dog, and then once more. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import msgspec
 
@@ -111,7 +111,7 @@ class ScriptedWire:
 
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
-    ) -> AsyncIterator[Decoded]:
+    ) -> AsyncGenerator[Decoded, None]:
         """The whole completion, first token included, two tokens a piece."""
         self.calls.append(("decode", to.id))
         asked = msgspec.json.decode(body)

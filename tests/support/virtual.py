@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from moonserve.core.errors import Overloaded
@@ -205,7 +205,7 @@ class LocalWire:
 
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
-    ) -> AsyncIterator[Decoded]:
+    ) -> AsyncGenerator[Decoded, None]:
         job = self._job(to, request, body)
         async for piece in self._runners[to.id].generate(job):
             yield Decoded((piece.token,), piece.finish.reason if piece.finish else None)

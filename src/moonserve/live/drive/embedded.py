@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -113,7 +113,7 @@ class TokenCalls:
         """What prefill gave for its decode."""
         self._repeated = 0
         """Tokens of the running decode that prefill gave already."""
-        self._decoding: AsyncIterator[Decoded] | None = None
+        self._decoding: AsyncGenerator[Decoded, None] | None = None
         self._decoder: InstanceId | None = None
         self._ahead: asyncio.Task[None] | None = None
         """Has the decode instance pull KV while prefill computes."""
@@ -164,9 +164,8 @@ class TokenCalls:
         """See Calls."""
         self._stop_ahead()
         decoding, self._decoding = self._decoding, None
-        close = getattr(decoding, "aclose", None)
-        if close is not None:
-            await close()
+        if decoding is not None:
+            await decoding.aclose()
 
     async def drain(self) -> None:
         """See Calls."""

@@ -27,8 +27,8 @@ class Inbox:
         task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[Any] = task
-        self.awaiting = False
-        """Whether its task waits for an engine, and nothing else."""
+        self._awaiting = False
+        """Whether the task waits for an instance, and for nothing else."""
         self.number = 0
         """Of the call that is out; 0 when none is."""
         self.lost: str | None = None
@@ -69,29 +69,24 @@ class Inbox:
         if isinstance(item, (GiveUp, Refuse)) and self.number:
             self._break(item.why)
 
-    async def engine(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await an engine. Raises CallLost where the call is to be ended."""
+    async def until_lost(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call to an instance. Raises CallLost if the Conductor ends the call."""
         if self.lost is not None:
             call.close()
             raise CallLost(self.lost)
-        self.awaiting = True
+        self._awaiting = True
         try:
             return await call
         except asyncio.CancelledError:
-            if self.is_ours():
-                raise CallLost(str(self.lost)) from None
+            # Our own cancel ended the call only; any other ends the request.
+            if self.lost is not None and not self._task.uncancel():
+                raise CallLost(self.lost) from None
             raise
         finally:
-            self.awaiting = False
-
-    def is_ours(self) -> bool:
-        """Whether the cancel just caught ended a call, and no more than that; else who is served,
-        or we, have to go. For who sets `awaiting` by itself.
-        """
-        return self.lost is not None and not self._task.uncancel()
+            self._awaiting = False
 
     def _break(self, why: str) -> None:
         if self.lost is None:
             self.lost = why
-            if self.awaiting:
+            if self._awaiting:
                 self._task.cancel()

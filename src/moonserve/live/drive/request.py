@@ -247,7 +247,7 @@ class RequestDriver(Generic[PieceT]):
         self._called = action.to.id
         self._prefilling = isinstance(action, Prefill)
         try:
-            piece = await self.inbox.engine(self._call(action))
+            piece = await self.inbox.until_lost(self._call(action))
         except Passed as passed:
             self._end(f"engine answered {passed.answer.status}")
             self._lives = True  # what is left of it ends as when a client leaves
@@ -274,7 +274,7 @@ class RequestDriver(Generic[PieceT]):
     async def _read(self) -> PieceT | None:
         """The next piece of the call that is out."""
         try:
-            piece = await self.inbox.engine(self._calls.next())
+            piece = await self.inbox.until_lost(self._calls.next())
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
             await self._fail(error, retry=self._calls.resumes)
             return None

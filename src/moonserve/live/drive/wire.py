@@ -6,7 +6,7 @@ and ends its connection when it is cancelled, which is how the instance learns t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -121,7 +121,7 @@ class WireClient:
 
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
-    ) -> AsyncIterator[Decoded]:
+    ) -> AsyncGenerator[Decoded, None]:
         """Stream a decode. Raises as `prefill` does; closing the iterator aborts it there."""
         async with self._http.stream(
             "POST",

@@ -18,8 +18,8 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId
 from moonserve.live.drive.calls import CallLimits
 from moonserve.live.http.client import sse_events
+from tests.support.external_site import Site
 from tests.support.fake_vllm import FakeVllm, spoken
-from tests.support.relay_site import Site
 
 LIMITS = CallLimits(first_byte_s=1.0, handover_s=0.4, token_s=0.4, slow_token_s=0.05)
 _REQUESTS, _TOKENS = 60, 6

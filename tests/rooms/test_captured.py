@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from moonserve.core.units import InstanceId
+from tests.support.external_site import Site, run
 from tests.support.fake_vllm import Call
-from tests.support.relay_site import Site, run
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
 

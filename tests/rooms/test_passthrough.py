@@ -27,8 +27,8 @@ from moonserve.live.external.events import POOL
 from moonserve.live.external.pages import Page, RankPage
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError
+from tests.support.external_site import SHORT, Site, run
 from tests.support.fake_vllm import spoken
-from tests.support.relay_site import SHORT, Site, run
 from tests.support.serving import ByteText
 
 Pool = tuple[str, Role, Connector]
@@ -618,7 +618,7 @@ def test_the_time_to_a_first_token_is_noted_where_it_is_known() -> None:
         def count() -> int:
             return sum(ttft._counts)
 
-        ttft = site.relay.metrics.ttft
+        ttft = site.front.metrics.ttft
         last = site.engines[list(site.engines)[-1]]
         paired = len(site.engines) > 1
         await streamed(site, ASK)
@@ -721,7 +721,7 @@ def test_prompts_are_read_as_well_as_may_be() -> None:
         await site.post({"prompt": ["one", "two"], "max_tokens": 1})
         how = site.backend.reader.read
         assert how == {"ids": 1, "text": 1, "tokens": 1, "engine": 1, "unread": 1}
-        assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.relay.metrics.text()
+        assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.front.metrics.text()
 
     run(use, *ONE)
 

@@ -38,17 +38,17 @@ def test_an_abort_ends_the_wait_for_its_call_only() -> None:
     async def use(inbox: Inbox) -> None:
         inbox.out(2)
         soon(inbox.put_nowait, Abort(R, 1, "an older one"))
-        await inbox.engine(asyncio.sleep(0.01))
+        await inbox.until_lost(asyncio.sleep(0.01))
         soon(inbox.put_nowait, Abort(R, 2, "gone"))
         with pytest.raises(CallLost, match="gone"):
-            await inbox.engine(asyncio.sleep(4))
+            await inbox.until_lost(asyncio.sleep(4))
         task = asyncio.current_task()
         assert task is not None
         assert not task.cancelling()
         with pytest.raises(CallLost, match="gone"):
-            await inbox.engine(asyncio.sleep(4))  # lost is lost, until another call goes out
+            await inbox.until_lost(asyncio.sleep(4))  # lost is lost, until another call goes out
         inbox.out(3)
-        await inbox.engine(asyncio.sleep(0))
+        await inbox.until_lost(asyncio.sleep(0))
 
     run(use)
 
@@ -63,9 +63,9 @@ def test_an_abort_that_comes_with_its_call_ends_it() -> None:
         assert await inbox.get() is decode
         inbox.out(7)
         with pytest.raises(CallLost, match="gone"):
-            await inbox.engine(asyncio.sleep(4))
+            await inbox.until_lost(asyncio.sleep(4))
         inbox.out(8)
-        await inbox.engine(asyncio.sleep(0))
+        await inbox.until_lost(asyncio.sleep(0))
 
     run(use)
 
@@ -78,7 +78,7 @@ def test_an_abort_between_waits_is_not_forgotten() -> None:
         inbox.put_nowait(Abort(R, 1, "gone"))
         await asyncio.sleep(0)  # no wait for an engine: nothing is cancelled here
         with pytest.raises(CallLost):
-            await inbox.engine(asyncio.sleep(4))
+            await inbox.until_lost(asyncio.sleep(4))
 
     run(use)
 
@@ -95,7 +95,7 @@ def test_a_client_that_leaves_is_no_lost_call() -> None:
                 soon(inbox.put_nowait, Abort(R, 1, "gone"))
             soon(task.cancel)
             with pytest.raises(asyncio.CancelledError):
-                await inbox.engine(asyncio.sleep(4))
+                await inbox.until_lost(asyncio.sleep(4))
             while task.cancelling():
                 task.uncancel()
 
@@ -111,7 +111,7 @@ def test_a_refusal_ends_the_wait_and_is_read_then() -> None:
             inbox.out(1)
             soon(inbox.put_nowait, last)
             with pytest.raises(CallLost, match=last.why):
-                await inbox.engine(asyncio.sleep(4))
+                await inbox.until_lost(asyncio.sleep(4))
             inbox.out(0)
         soon(inbox.put_nowait, GiveUp(R, "later"))
         got = [await inbox.get() for _ in range(4)]

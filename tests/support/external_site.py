@@ -1,4 +1,4 @@
-"""A gateway before fake vLLM engines on one event loop: real Conductor, real relay, real sockets.
+"""A gateway before fake vLLM engines on one event loop: real Conductor, API and sockets.
 
 Stands in for the fleet: its engines are named, joined and told of by the test.
 """
@@ -38,7 +38,7 @@ SHORT = CallLimits(first_byte_s=5.0, handover_s=5.0, token_s=5.0, slow_token_s=0
 
 
 class NotedCall:
-    """One call as the relay told of it."""
+    """One call as the driver reported it."""
 
     def __init__(
         self, instance: InstanceId, part: Part, prompt: Tokens, predicted: Tokens, streams: bool
@@ -61,7 +61,7 @@ class NotedCall:
 
 
 class FakeFleet:
-    """Engines and Observer of the relay."""
+    """The Engines and the Observer of the gateway."""
 
     def __init__(self) -> None:
         self.members: dict[InstanceId, Member] = {}
@@ -118,14 +118,14 @@ class Site:
         self.backend = EngineText(
             self.conductor, self.fleet, self.fleet, self.http, call_limits=limits
         )
-        self.relay = Front(self.backend)
+        self.front = Front(self.backend)
         self.engines: dict[str, FakeVllm] = {}
         self._server: Server | None = None
 
     async def start(self) -> None:
         """Listen."""
         self._server = await serve(
-            App(self.relay.routes(), self.relay.prefixes(), name="relay"), "127.0.0.1", 0
+            App(self.front.routes(), self.front.prefixes(), name="gateway"), "127.0.0.1", 0
         )
 
     async def stop(self) -> None:
@@ -227,7 +227,7 @@ class Site:
 
     def _idle(self) -> bool:
         nothing = self.conductor.core.promised() == NOTHING
-        return nothing and not self.busy and not self.relay.metrics.in_flight
+        return nothing and not self.busy and not self.front.metrics.in_flight
 
     @property
     def calls(self) -> list[str]:
