@@ -87,8 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ""
     host: Annotated[
-        str,
-        _flag("up gateway worker serve segment", "ADDRESS", "address to listen on"),
+        str, _flag("up gateway worker serve segment", "ADDRESS", "address to listen on")
     ] = "127.0.0.1"
     port: Annotated[
         int,
@@ -113,9 +112,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = "auto"
     block_size: Annotated[
-        Tokens,
-        msgspec.Meta(ge=1, le=1024),
-        _flag("up worker", "TOKENS", "tokens in one KV block"),
+        Tokens, msgspec.Meta(ge=1, le=1024), _flag("up worker", "TOKENS", "tokens in one KV block")
     ] = 32
     registry: Annotated[
         str,

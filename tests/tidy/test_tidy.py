@@ -268,6 +268,21 @@ def unused(files: list[File]) -> Iterator[str]:
                 yield f"{file.path}:{node.lineno}: only tests use {node.name}; move it to them"
 
 
+def declared_too_often(files: list[File]) -> Iterator[str]:
+    """A setting is declared in the list of all settings and by the structs of its roles; no part
+    below them declares it again, except for names that also mean something else there."""
+    declared: dict[str, list[str]] = {}
+    for file in files:
+        if file.path.startswith(("src/moonserve/config.py", "src/moonserve/live/")):
+            for made in ast.walk(file.tree):
+                for node in made.body if isinstance(made, ast.ClassDef) else ():
+                    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                        declared.setdefault(node.target.id, []).append(file.path)
+    for name in sorted({it for it in FIELDS if "_" in it} - {"block_size", "max_seqs"}):
+        if len(places := declared.get(name, [])) > 4:
+            yield f"{name} is declared in {', '.join(places)}: pass the struct that has it"
+
+
 def unreached(files: list[File]) -> Iterator[str]:
     """Nor is a module, but for the command line's, which are loaded by name."""
     product = [file for file in files if file.path.startswith(("src/", "bench/"))]
@@ -389,6 +404,14 @@ def test_nothing_is_there_for_tests_only() -> None:
     assert not list(unused([*lone, File(LIVE, "from a import f\nf()")]))
     assert len(list(unreached([*lone, File(LIVE, "import moonserve.core.y")]))) == 2
     assert len(list(unreached([*lone, File(LIVE, "from moonserve.core.kv.x import f")]))) == 1
+
+
+def test_no_setting_is_declared_again_and_again() -> None:
+    """A new setting is one field in config.Settings and one in the struct of its role."""
+    assert not list(declared_too_often([file for file in house() if file.path.endswith(".py")]))
+    often = [File(f"src/moonserve/live/{n}.py", "class C:\n    decode_kv: str") for n in "abcde"]
+    assert len(list(declared_too_often(often))) == 1
+    assert not list(declared_too_often(often[:4]))
 
 
 def test_no_files_import_each_other() -> None:
