@@ -1,9 +1,10 @@
 """How full a decode instance will be when a prefill ends.
 
-One ledger per instance says who decodes there and who was promised to, by when; a predictor says
-who of them is still there at a later moment; the forecast joins the two. Pure; called by admission
-and kept by the Conductor's views. Source: arXiv 2407.00079 "Mooncake", section 7.4: load is to be
-predicted for the moment when prefill ends, since a check of load now makes both pools swing.
+One ledger per instance, Residencies, holds the decodes that run there and those that are promised,
+with their times. A predictor gives the chance that each is still there at a later moment. The
+forecast joins the two. InstanceView keeps the ledger; core.schedule.decode_forecast asks for the
+forecast. Source: arXiv 2407.00079 "Mooncake", section 7.4: load must be predicted for the moment
+when prefill ends, since a check of the load now makes both pools swing.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from moonserve.core.schedule.residency import Chance, Predictor, Residency
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 
 _POINTS = 16
-"""Moments that a forecast looks at; more hand-overs than that are taken in groups."""
+"""Moments that a forecast looks at; if there are more hand-overs, they are taken in groups."""
 _SOONEST_US: Micros = MICROS_PER_SECOND
 _KEPT = 64
-"""Hand-overs by which the rate of those to come is measured."""
+"""Hand-overs by which the rate of future ones is measured."""
 _DUE = attrgetter("due_us")
 _LATEST_US: Micros = 600 * MICROS_PER_SECOND
 
 
 class Residencies:
-    """Who decodes on one instance now, and who was promised to.
+    """The decodes that run on one instance now, and those that are promised there.
 
-    Decodes of one instance share its passes: a token each. So one count of passes, from predicted
-    pass times, says how many tokens each has by now.
+    Decodes of one instance share its passes, one token each. So one count of passes, from predicted
+    pass times, gives the tokens that each has by now.
     """
 
     def __init__(self) -> None:
         self.active: dict[RequestId, Residency] = {}
         self.promised: dict[RequestId, Residency] = {}
         self.context: Tokens = 0
-        """Of the active, summed."""
+        """Contexts of the active decodes, summed."""
         self.external: ExternalLoad = NO_LOAD
-        """Who decodes there beside them."""
+        """Decodes there that this Conductor did not send."""
         self._begun: deque[tuple[Micros, Micros, Tokens]] = deque(maxlen=_KEPT)
-        """(when, lag, context) of the latest that came."""
+        """(when, lag, context) of the latest decodes that began."""
         self._passes = 0.0
         self._counted_us: Micros = 0
 
     def passes(self, now_us: Micros, step: Sequence[float]) -> float:
-        """How many passes there have been; `step`: Cost.step_us."""
+        """The passes so far; `step`: Cost.step_us."""
         if self.active:
             now_us = max(now_us, self._counted_us)
             self._passes += (now_us - self._counted_us) / self.step_us(step)
@@ -54,7 +55,7 @@ class Residencies:
         return self._passes
 
     def step_us(self, step: Sequence[float], joining: Tokens | None = None) -> float:
-        """A pass with those who decode now, and with one more of context `joining`."""
+        """A pass with the decodes that run now, and with one more of context `joining`."""
         more = 0 if joining is None else 1
         base, per_seq, per_context = step
         count = len(self.active) + self.external.running + more
@@ -62,14 +63,14 @@ class Residencies:
         return max(1.0, base + per_seq * count + per_context * context)
 
     def promise(self, request: RequestId, residency: Residency) -> None:
-        """One will come; promised again, it is counted once."""
+        """A decode will come; promised again, it is counted once."""
         if request not in self.active:
             before = self.promised.get(request)
             residency.lag_us = before.lag_us if before is not None else residency.lag_us
             self.promised[request] = residency
 
     def begin(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> None:
-        """The promised one is here."""
+        """The promised decode begins."""
         passes = self.passes(now_us, step)
         residency = self.promised.pop(request)
         self._begun.append((now_us, residency.lag_us, residency.context))
@@ -79,10 +80,10 @@ class Residencies:
         self.context += residency.context
 
     def unseen_us(self, lag_us: Micros, now_us: Micros, step: Sequence[float]) -> float:
-        """Part of a pass, `lag_us` from now, of those who are yet to arrive: the short overtake.
+        """The part of a pass, `lag_us` from now, of requests that have not arrived yet.
 
-        By the rate at which requests came lately, each with its lag: one with a longer lag than
-        this is promised already, or comes later.
+        Short requests overtake long ones. The rate of recent hand-overs, each with its lag,
+        predicts them. A request with a longer lag than this is promised already, or comes later.
         """
         if len(self._begun) < _KEPT // 4 or now_us <= self._begun[0][0]:
             return 0.0
@@ -95,7 +96,7 @@ class Residencies:
         return sum(ahead) / (now_us - self._begun[0][0])
 
     def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Residency | None:
-        """It is gone, or will not come; gives the residency if it had begun."""
+        """The decode is over, or will not come; returns the residency if it had begun."""
         self.passes(now_us, step)
         self.promised.pop(request, None)
         residency = self.active.pop(request, None)
@@ -114,13 +115,14 @@ def forecast(
     wait_us: Micros = 0,
     seqs: int | None = None,
 ) -> tuple[Micros, Micros]:
-    """Pass times when `joining` comes: the mean; and so many standard `deviations` above, by then.
+    """Pass times when `joining` begins: the mean, and the one that is `deviations` above the mean.
 
-    The latter once it has waited for `wait_us`: who is handed over meanwhile is behind it. Where
-    more than `seqs` are there, who take part in a pass, with the wait until a place is free.
-    Hand-overs are gone through in order, since what is there by then sets how fast all go on: those
-    who decode now and are still there, and those who came meanwhile and are. How many those are is
-    a sum of independent chances. Nobody else is taken to come: see Residencies.unseen_us. step:
+    The second is for the time when it has waited `wait_us`; decodes that are handed over meanwhile
+    are behind it. If more than `seqs` decodes are there, it includes the wait for a place.
+
+    Hand-overs are taken in order, since the decodes that are there by then set the pace of all:
+    those that run now and are still there, and those that began meanwhile. Their number is a sum of
+    independent chances. Other requests are not counted: see Residencies.unseen_us. step:
     Cost.step_us of the instance.
     """
     passes = residencies.passes(now_us, step)
@@ -157,12 +159,13 @@ def forecast(
 
 
 def place_us(joining: Residency, pass_us: float, seqs: int) -> float:
-    """Until one more place of `seqs`, all taken, is free: outputs end like the expected one."""
+    """How long until one of `seqs` places, all taken, is free: outputs end like the expected
+    one."""
     return max(1.0, joining.expected) * pass_us / seqs
 
 
 class _Here:
-    """Who decodes, or will by some time: their chances to be there, and what passes take then."""
+    """Decodes that run or will run: their chances to be there at a time, and the pass time then."""
 
     def __init__(
         self, predictor: Predictor, joining: Residency, step: Sequence[float], deviations: float
@@ -172,11 +175,12 @@ class _Here:
         self._step = step
         self._deviations = deviations
         self._rows: list[tuple[Chance | None, float, Micros, float, float]] = []
-        """(chances, None of the one that joins; tokens and time that it has by now, below 0 if it
-        comes later; the chance that it was there until now; its part of a pass)."""
+        """For each decode: its chances (None for the one that joins); the tokens and the time that
+        it has by now, below 0 if it begins later; the chance that it was there until now; its part
+        of a pass."""
 
     def add(self, residency: Residency, tokens: float, us: Micros, *, began: bool) -> None:
-        """One more; `began`: it decodes already."""
+        """Add a decode; `began`: it runs already."""
         _, per_seq, per_context = self._step
         lasts = None
         chance = 1.0
@@ -187,7 +191,7 @@ class _Here:
         self._rows.append((lasts, tokens, us, chance, per_seq + per_context * residency.context))
 
     def pass_us(self, ahead: float, more_us: Micros) -> tuple[float, float, float]:
-        """A pass, so many tokens from now: mean, so far above, how many take part."""
+        """A pass `ahead` tokens from now: the mean, the high value, how many take part."""
         mean = self._step[0]
         variance = count = 0.0
         for lasts, tokens, us, before, weight in self._rows:
@@ -210,9 +214,9 @@ def room_in_us(
     now_us: Micros,
     seqs: int | None = None,
 ) -> Micros:
-    """How long until one more may join within the goal, if nobody else comes: by doubling.
+    """How long until one more decode may join within the goal, if no other request comes.
 
-    At least a second, at most ten minutes.
+    By doubling; at least a second, at most ten minutes.
     """
     wait_us = _SOONEST_US
     last_us = max(

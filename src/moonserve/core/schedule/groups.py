@@ -1,9 +1,8 @@
-"""Which group of instances prefills a long prompt, if any; what its members are promised for it.
+"""Which group of instances prefills a long prompt, if any, and what is promised to its members.
 
-Chunked pipeline parallelism costs the cluster more than one instance's prefill: a group is for
-prompts that one alone would be late with, and is as small as will do. Called by
-core.schedule.policies and by the Conductor. How a group shares the work stands in
-core.schedule.pipeline.
+Chunked pipeline parallelism costs the cluster more than one instance's prefill. So a group is for
+prompts for which one instance alone would be late, and it is as small as possible.
+core.schedule.decide and the Conductor call it; core.schedule.pipeline shares the work out.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def groups(
 ) -> Iterator[Group]:
     """A group of 2, of 3, and so on, in which `first` is the first stage; see `partners`.
 
-    Of those too small to be done `within_us`, and of large ones, only some: planning one takes
-    long. now_us: None: as if all were idle.
+    Of groups too small to be done `within_us`, and of large ones, only some are planned: planning
+    takes long. now_us: None: as if all instances were idle.
     """
     members = _members(first, others, work, now_us)
     least_us = _least_us(members, work)
@@ -59,20 +58,20 @@ def groups(
 def _members(
     first: InstanceView, others: Sequence[InstanceView], work: Work, now_us: Micros | None
 ) -> list[InstanceView]:
-    """Who may be of one group, each with a block of its own at least; in that order."""
+    """The instances that may form a group, in order, each with at least one block of its own."""
     most = min(work.most, max(1, (work.length - work.start) // work.block_size))
     return [first, *partners(first, others, work, now_us)][:most]
 
 
 def _planned(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group | None:
-    """These share it as is best."""
+    """The best way in which these instances share the prompt."""
     return (layers if work.form == "layers" else chain)(members, work, now_us)
 
 
 def _smallest(
     members: Sequence[InstanceView], work: Work, group: Group, within_us: Micros, now_us: Micros
 ) -> Group:
-    """By halving: a group that is in time, like this one, of those that `groups` left out."""
+    """By halving: the smallest group in time among those that `groups` left out, or this one."""
     low, high = len(group.stages) // 2, len(group.stages)
     while high > _SMALL and high - low > 1:
         size = (low + high) // 2
@@ -86,17 +85,17 @@ def _smallest(
 
 
 def _least_us(members: Sequence[InstanceView], work: Work) -> Micros:
-    """What they spend together at least, however they share it."""
+    """The least time that they spend together, however they share it."""
     return min(pass_us(view.cost, work.start, work.length) for view in members)
 
 
 def partners(
     first: InstanceView, others: Sequence[InstanceView], work: Work, now_us: Micros | None
 ) -> list[InstanceView]:
-    """Who may be a stage beside `first`: the soonest and nearest first.
+    """The instances that may be a stage beside `first`: the soonest and nearest first.
 
-    An instance in another rack is as good as one in this that is free later by what the way of all
-    the KV takes longer.
+    An instance in another rack ranks like one in this rack that is free later, by as much as the
+    transfer of all the KV takes longer.
     """
     if not first.info.layers:
         return []
@@ -127,10 +126,10 @@ def split(
 ) -> tuple[Group | None, str | None]:
     """The smallest group that has the first token `within_us` from now, or why there is none.
 
-    alone: the TTFT that `first` is predicted to have by itself, and what of it is its engine's
-    time. Only a prompt that is too long for one instance, were that idle, is shared: behind queues
-    a group costs all who wait more than it saves. Where none is quick enough, the quickest of idle
-    instances does it of those that save this request more time than they cost.
+    alone: the predicted TTFT of `first` by itself, and the engine's time in it. Only a prompt that
+    is too long for one idle instance is shared: behind queues a group costs the waiting requests
+    more than it saves. If no group is quick enough, the quickest group of idle instances does it
+    that saves this request more time than it costs.
     """
     alone_us, spent_us = alone
     if within_us is None:
@@ -163,9 +162,9 @@ def split(
 def work_us(
     prefills: Sequence[InstanceView], length: Tokens, pool: int, slo: Slo, tuning: Tuning
 ) -> Micros:
-    """What a prefill takes with nobody before it: one instance, or a group where one is too slow.
+    """What a prefill takes on idle instances: on one, or on a group if one is too slow.
 
-    pool: leading blocks of the prompt that somebody holds.
+    pool: leading blocks of the prompt that the pool holds.
     """
     first = prefills[0]
     size = prefills[0].info.namespace.block_size
@@ -181,7 +180,7 @@ def work_us(
 def promise(
     views: Views, request: RequestId, shares: Sequence[Stage], now_us: Micros
 ) -> list[InstanceInfo]:
-    """Each is promised what it computes; gives who they are."""
+    """Promise each instance the part that it computes; returns the instances."""
     for share in shares:
         tokens = share.end - share.start
         view = views[share.instance]
@@ -190,7 +189,7 @@ def promise(
 
 
 def release(views: Views, request: RequestId, who: Iterable[InstanceId], now_us: Micros) -> None:
-    """Those promises are over, kept or not, where they had not been."""
+    """End these promises, kept or not; those that ended before are no error."""
     for instance in who:
         if instance in views:
             views[instance].end_prefill(request, now_us)

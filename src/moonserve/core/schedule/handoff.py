@@ -1,14 +1,15 @@
-"""One request's life: prefill, hand over, decode, retry, cancel. Facts in, the next step out.
+"""One request's life: prefill, hand-over, decode, retry, cancel. A fact comes in, the next step
+out.
 
     PREFILL --PrefillEnded--> DECODE --DecodeEnded--> ENDED
        ^  \\                     |
        |   `--final token--> ENDED
        `------CallFailed------- (either phase, while attempts last; on from the tokens known)
 
-Where no instance is left for a retry, the life waits in PREFILL, with no call out, for one to join.
-Every call to an instance is numbered; an outcome that carries an older number is of no effect, so
-a late reply of an aborted call cannot move the life. All ends go through ENDED, once; the Conductor
-releases everything there. Called by the Conductor only.
+If no instance is left for a retry, the life waits in PREFILL, with no call out, for one to join.
+Every call to an instance is numbered. An outcome with an older number has no effect, so that a late
+reply of an aborted call cannot move the life. Every life reaches ENDED once; the Conductor releases
+all its promises there. Only the Conductor calls it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from moonserve.core.schedule.facts import (
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 
 MAX_ATTEMPTS = 3
-"""Of prefill, and as many more for calls that nobody was there to see: a restart must not use up
-what is meant for faults."""
+"""Prefill calls of one request, and as many more for calls that no instance received: a restart
+must not use up the attempts that are meant for faults."""
 
 
 class Phase(enum.Enum):
-    """Where a life stands."""
+    """The phase of a life."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -52,7 +53,7 @@ class StartDecode(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The life is over; `failure` says why where the client is owed an error."""
+    """The life is over; `failure` is the error that the client gets, if any."""
 
     failure: str | None = None
 
@@ -77,19 +78,19 @@ class Handoff:
         """As it arrived: its client is recognised by them if it is refused and returns."""
         self.phase = Phase.PREFILL
         self.number = 0
-        """Of the call that is out; outcomes of earlier ones are stale."""
+        """The number of the call that is out; outcomes of earlier calls are stale."""
         self.attempts = 0
         self.unseen = 0
-        """Calls that their instances never saw."""
+        """Calls that their instances never received."""
         self.decision: Decision | None = None
         self.shares: tuple[Stage, ...] = ()
-        """Of the prefill call that is out; its promises are not over yet."""
+        """The parts of the prefill call that is out, as long as they are promised."""
         self.leases: list[int] = []
         """Numbers of the prefill calls so far; each has a lease of its own on the store."""
         self.at: list[InstanceId] = []
-        """Where the call that is out, or is next, runs: one, or those of a group not done."""
+        """The instance of the call that is out, or is next; of a group, those that are not done."""
         self.failed: list[InstanceId] = []
-        """Instances that failed this request, to be avoided while there are others."""
+        """Instances that failed this request; it avoids them while there are others."""
 
     def placed(self, decision: Decision) -> int:
         """A prefill call goes out; returns its number."""
@@ -108,7 +109,7 @@ class Handoff:
         self.phase = Phase.PREFILL
         self.decision = None
         self.at = []
-        self.number += 1  # whatever the last call still says is stale
+        self.number += 1  # what the last call still reports is stale
 
     def decoding(self, instance: InstanceId) -> int:
         """A decode call goes out to `instance`; returns its number."""
@@ -121,7 +122,7 @@ class Handoff:
         return self.number
 
     def staged(self, fact: StageEnded) -> bool:
-        """Whether an instance of the group that is at it has done its part."""
+        """Whether this fact ends the part of an instance of the group that prefills now."""
         if fact.number != self.number or fact.instance not in self.at[:-1]:
             return False
         self.at.remove(fact.instance)
@@ -138,7 +139,7 @@ class Handoff:
         return self.attempts - min(self.unseen, MAX_ATTEMPTS) >= MAX_ATTEMPTS
 
     def absent(self, fact: LifeFact) -> InstanceId | None:
-        """The instance that this fact, about the call now out, says nobody listens at."""
+        """The instance that refuses connections, if this fact reports that of the call now out."""
         if isinstance(fact, CallFailed) and fact.unreachable and fact.number == self.number:
             return self._who(fact)
         return None

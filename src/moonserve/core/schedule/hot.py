@@ -1,14 +1,14 @@
-"""Hot prefixes: what many ask for is copied to who has time for them, before they are sent there.
+"""Hot prefixes: a prefix that many requests share is copied to less loaded instances.
 
-For the Conductor, which tells of every placement and of every block event, and passes the copies
-that are wanted here on to its driver. Nothing here moves bytes, and nothing drops a copy: when
-nobody asks for it any more, eviction takes it. A copy costs a transfer, so it is made only
+The Conductor reports every placement and every block event, and passes the copies that are ordered
+here to its driver. Nothing here moves bytes, and nothing drops a copy: when no request uses it any
+more, eviction removes it. A copy costs a transfer, so it is made only
 
-- of what is asked for often: so many times within a half-life, and so many for each holder;
-- where it lacks much: a tenth of what prompts are long. So nothing ever follows a short universal
-  head, such as block 0 of the conversation trace: instances have it from whatever they served;
-- where loading is sooner done than what it saves in the uses to be expected;
-- while its holders have more to do than others, and to one that has less than the mean.
+- of a prefix that is used often: ON times within a half-life, and EACH times for each holder;
+- if the target lacks much of it: a tenth of a mean prompt. So a short universal head, such as block
+  0 of the conversation trace, is never copied: instances have it from whatever they served;
+- if the load takes less time than it saves in the expected uses;
+- while its holders have more to do than other instances, and to one that has less than the mean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import BlockKey, Bytes, InstanceId, Micros, SegmentId, Tokens
 
 HALF_LIFE_US: Micros = 30_000_000
-"""In which an access comes to count half."""
+"""After this time an access counts half."""
 ON, OFF = 8.0, 4.0
 """Accesses that make a prefix hot, and below which it is so no longer."""
 EACH = 2.0
@@ -43,20 +43,21 @@ RATIO = 1.25
 WORTH = 0.1
 """The share of the mean prompt that a copy must bring at least."""
 SKIPPED = ("even", "held", "short", "slow", "lately", "busy")
-"""Why a hot prefix is not copied: its holders have no more to do than others; it has holders
-enough, or whoever has time is one; they lack little of it; a transfer takes longer than it saves;
-they were sent it within a half-life; too much is being copied, or to or from the same segments."""
+"""Why a hot prefix is not copied. even: its holders have no more to do than other instances. held:
+it has enough holders, or every less loaded instance is one. short: the instances lack little of it.
+slow: a transfer takes longer than it saves. lately: they were sent it within a half-life. busy: too
+much is being copied, or to or from the same segments."""
 _MEAN_OF = 64
-"""Prompts that the mean length is taken over, about."""
+"""About the number of prompts in the mean length."""
 _LOOK_US: Micros = 20_000
 """Between two looks at holders and targets: they take longer than a placement."""
 _PATIENCE_US: Micros = 20_000_000
-"""A copy of which nothing was heard for so long is given up."""
+"""A copy without any event for this long is given up."""
 _MOST_BLOCKS = 65_536
 
 
 class _Run:
-    """Blocks of chains that were asked for alike."""
+    """A run of blocks in the tree; requests used all of them equally often."""
 
     __slots__ = ("after", "at_us", "count", "hot", "keys")
 
@@ -73,7 +74,7 @@ class _Run:
 
 
 class Heat:
-    """How often each prefix is asked for: a radix tree of chains, bounded, that decays."""
+    """How often each prefix is used: a radix tree of chains that is bounded and decays."""
 
     def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:
         self.blocks = 0
@@ -81,9 +82,9 @@ class Heat:
         self._heads: dict[BlockKey, _Run] = {}
 
     def touch(self, keys: Sequence[BlockKey], stop: int, now_us: Micros) -> tuple[int, float]:
-        """The first `stop` blocks of a chain are asked for once more.
+        """Count one more use of the first `stop` blocks of a chain.
 
-        How many of them are hot, and how often the last of these was asked for.
+        Returns how many of them are hot, and how often the last of these was used.
         """
         at = 0
         after = self._heads
@@ -111,7 +112,7 @@ class Heat:
         return found
 
     def _forget(self, now_us: Micros) -> None:
-        """Drop what was asked for least, until half of the room is free."""
+        """Drop the least used blocks, until half of the room is free."""
         least = 1.0
         while self.blocks > self._most_blocks // 2:
             self.blocks = 0
@@ -119,7 +120,7 @@ class Heat:
             while trees:
                 tree = trees.pop()
                 for first, run in list(tree.items()):
-                    if _decayed(run, now_us) <= least:  # nor was what follows asked for more
+                    if _decayed(run, now_us) <= least:  # nor was what follows used more
                         del tree[first]
                     else:
                         self.blocks += len(run.keys)
@@ -142,7 +143,7 @@ class _Flight(msgspec.Struct):
 
 
 class _Row(NamedTuple):
-    """An instance that prefills, and how many of the blocks it has."""
+    """A prefill instance, and how many of the blocks it has."""
 
     load_us: Micros
     has: int
@@ -160,10 +161,10 @@ class Hot:
     ) -> None:
         self.most_bytes = tuning.spread_bytes
         self.leads = True
-        """Whether copies are ours to begin, where there are several gateways."""
+        """Whether this Conductor, of several, may begin copies."""
         self.bytes_under_way: Bytes = 0
         self.done = Counter[str]()
-        """started, done and failed copies, and bytes that came."""
+        """Numbers of copies, by `started`, `done` and `failed`, and the `bytes` that came."""
         self.skipped = Counter[str]()
         """Looks at a hot prefix that ended without a copy, by one of SKIPPED."""
         self._fetches = policy_of(tuning.policy).fetch != "never"
@@ -175,7 +176,7 @@ class Hot:
         self._prompts = 0
         self._flights: dict[int, _Flight] = {}
         self._sent: dict[tuple[SegmentId, BlockKey], Micros] = {}
-        """When a prefix, by its last key, was sent to a segment: not again within a half-life."""
+        """When a prefix, by its first missing key, was sent to a segment: once in a half-life."""
         self._missed: dict[tuple[InstanceId, BlockKey], Micros] = {}
         """When an instance was last chosen that lacked hot blocks, from this key on."""
         self._count = 0
@@ -186,7 +187,7 @@ class Hot:
         return len(self._flights)
 
     def heard(self, fact: BlockEvent | SpreadUpTo | Leading) -> None:
-        """What segments hold has changed, less will come of a copy, or copies are (not) ours."""
+        """Take in a block event, the shortened end of a copy, or whether this Conductor leads."""
         match fact:
             case Leading(leads):
                 self.leads = leads
@@ -215,7 +216,7 @@ class Hot:
             self._over(flight, "done")
 
     def _cut(self, number: int, blocks: int) -> None:
-        """Of a copy only the first `blocks` are to come, or have."""
+        """Only the first `blocks` of a copy come, or have come."""
         flight = self._flights.get(number)
         if flight is None:
             return
@@ -232,7 +233,7 @@ class Hot:
         self.done[how] += 1
 
     def expire(self, now_us: Micros) -> None:
-        """Give up copies of which nothing is heard; forget what was sent long ago."""
+        """Give up copies without events; forget what was sent long ago."""
         for number, flight in list(self._flights.items()):
             if flight.until_us <= now_us:
                 self._cut(number, 0)
@@ -243,10 +244,10 @@ class Hot:
     def placed(
         self, request: Request, keys: Sequence[BlockKey], decision: Decision, now_us: Micros
     ) -> list[Spread]:
-        """A request was placed: the copy that is wanted now of the prefix it shares, if any."""
+        """A request was placed: order a copy of the prefix that it shares, if one is wanted now."""
         views = self._view.prefills(request.model)
         if not self.most_bytes or not views or views[0].info.connector != "embedded":
-            return []  # what foreign engines hold cannot be copied from here
+            return []  # blocks of external engines cannot be copied from here
         self._prompts = min(self._prompts + 1, _MEAN_OF)
         self._mean_tokens += (decision.prompt_tokens - self._mean_tokens) / self._prompts
         size = views[0].info.namespace.block_size
@@ -269,8 +270,10 @@ class Hot:
     def _missed_again(
         self, decision: Decision, keys: Sequence[BlockKey], size: Tokens, now_us: Micros
     ) -> InstanceId | None:
-        """The chosen instance, if it lacks hot blocks as it did at an earlier placement: what it
-        computes or loads of them is not kept there."""
+        """The chosen instance, if it lacks the same hot blocks as at an earlier placement.
+
+        Then it does not keep what it computes or loads of them.
+        """
         chosen = decision.chosen
         has = chosen.local_tokens // size
         if has >= len(keys):
@@ -298,7 +301,7 @@ class Hot:
             segment = view.info.segment
             if segment is not None:
                 has = own.get(segment, 0)
-                if view.info.id != missed:  # else what is promised there is what it will lose
+                if view.info.id != missed:  # what is promised there it would lose again
                     has = max(has, coming.get(segment, 0))
                 rows.append(_Row(view.queue_us(now_us), has, view, segment))
         holding = [row.load_us for row in rows if row.has == len(keys)]
@@ -352,7 +355,7 @@ class Hot:
         )
 
     def _is_slow(self, row: _Row, stop: int, request: Request, uses: float) -> bool:
-        """Whether a transfer takes longer than what it saves in so many uses."""
+        """Whether a transfer takes longer than it saves in this many uses."""
         info = row.view.info
         cost = row.view.cost
         length = request.length

@@ -1,6 +1,7 @@
-"""Which instances there are: who joins, who left, who was not heard of for too long.
+"""Which instances are members of the cluster: joins, heartbeats, and instances that fell silent.
 
-For the Conductor, which ends the calls to whom it loses. Reads no clock; ticks tell the time.
+Only the Conductor calls it, and aborts the calls to instances that are lost. It reads no clock: the
+time comes with ticks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from moonserve.core.units import InstanceId, Micros
 
 
 class Membership:
-    """Keeps the view's instances; an epoch that is over says nothing any more."""
+    """Adds instances to the view; facts of an earlier epoch of an instance are ignored."""
 
     def __init__(
         self, view: ClusterView, tuning: Tuning, cost_of: Callable[[InstanceInfo], Cost]
@@ -26,7 +27,7 @@ class Membership:
         self._liveness = Liveness(tuning.dead_after_us, tuning.pause_us)
 
     def joins(self, info: InstanceInfo, now_us: Micros) -> bool:
-        """Whether this is a start not seen before; if not, it is taken as a sign of life."""
+        """Whether this is a new start of an instance; if not, it counts as a heartbeat."""
         old = self._view.instances.get(info.id)
         if old is None or old.info.epoch < info.epoch:
             return True
@@ -35,11 +36,11 @@ class Membership:
         return False
 
     def add(self, info: InstanceInfo, now_us: Micros) -> None:
-        """It is there from now on, in place of an earlier start."""
+        """Add the instance, in place of an earlier start."""
         self._view.add(InstanceView(info, now_us, self._cost_of(info)))
 
     def heard(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
-        """A heartbeat, or what another gateway has promised."""
+        """Take in a heartbeat, or what another gateway has promised."""
         if isinstance(beat, PeerPromised):
             self._view.take_promises(beat.gateway, beat.promises, now_us)
         elif self.of_now(beat):
@@ -47,11 +48,11 @@ class Membership:
             self._view.heard(view, beat.load, now_us)
 
     def of_now(self, fact: Beat | Left) -> bool:
-        """Whether it is of the start that is known; of others it says nothing."""
+        """Whether the fact is of the current start of its instance."""
         view = self._view.instances.get(fact.instance)
         return view is not None and view.info.epoch == fact.epoch
 
     def silent(self, now_us: Micros) -> list[InstanceId]:
-        """At a tick: those not heard of for too long, unless it is we who slept."""
+        """At a tick: instances without a heartbeat for too long, unless this process slept."""
         views = self._view.instances.items()
         return self._liveness.silent(now_us, ((id, view.heard_us) for id, view in views))

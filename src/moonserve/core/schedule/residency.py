@@ -1,7 +1,8 @@
-"""How long outputs will be: who of those that decode still does so later on.
+"""How long outputs will be: the chance that a decode still runs at a later moment.
 
-core.schedule.forecast asks; the Conductor tells what ended. Nothing here knows an instance.
-Source: arXiv 2407.00079 "Mooncake", section 7.4 (one decode time for all); the rest is ours.
+core.schedule.forecast asks; core.schedule.decode_forecast reports outputs that ended. Nothing here
+knows an instance. Source: arXiv 2407.00079 "Mooncake", section 7.4 (one decode time for all); the
+rest is ours.
 """
 
 from __future__ import annotations
@@ -18,45 +19,45 @@ from moonserve.core.units import Micros, RequestId, Tokens
 PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
 _Class: TypeAlias = tuple[str, str, int, int]
 Chance: TypeAlias = Callable[[float, Micros], float]
-"""Of one output: the probability that it has more tokens, and takes longer, than these."""
+"""The probability that one output has more tokens, and takes longer, than these."""
 
 _PER_OCTAVE = 4
 _BINS = 20 * _PER_OCTAVE
 _EDGES: Sequence[float] = tuple(2 ** (at / _PER_OCTAVE) for at in range(_BINS + 1))
 _WIDTHS: Sequence[float] = tuple(high - low for low, high in pairwise(_EDGES))
 _PRIOR_TOKENS = 256.0
-"""Median-like scale of outputs before any was seen."""
+"""Scale of outputs before any was seen, like a median."""
 _PRIOR: Sequence[float] = tuple((1 + edge / _PRIOR_TOKENS) ** -2 for edge in _EDGES)
 _PRIOR_WEIGHT = 8.0
-"""How many outputs the prior is worth, and how many of its class the mean over all classes is."""
+"""The prior weighs as much as this many outputs; so does the mean over all classes in a class."""
 _HALVED_AT = 4_096
-"""Outputs that a histogram counts before older ones count half."""
+"""The number of outputs in a histogram at which all earlier ones are halved."""
 _STALE = 64
-"""Outputs, or a sixteenth of those seen, after which what is made of a histogram is made anew."""
+"""A histogram's table is made anew after this many outputs, or a sixteenth of those seen."""
 _MOST_CLASSES = 256
 
 
 class Lengths:
-    """Output lengths seen, as the share that exceeds a length; `wider` stands in while few are.
+    """Output lengths seen, as the share that exceeds a length; `wider` is used while there are few.
 
-    A histogram of quarter octaves: bounded, and what is old fades. Before anything was seen, a tail
-    with the power -2: who has lasted long is expected to last as long again.
+    A histogram of quarter octaves: bounded, and old outputs fade. Before any output was seen, a
+    tail with the power -2: an output that has lasted long is expected to last as long again.
     """
 
     def __init__(self, wider: Lengths | None = None) -> None:
         self._wider = wider
         self._counts = [0.0] * _BINS
         self._cuts: dict[Tokens, int] = {}
-        """Lengths at which some were cut off that are not in `_counts` yet."""
+        """Lengths at which outputs were cut off, not yet in `_counts`, with their numbers."""
         self._total = 0.0
         self._seen = 0
         self._shares: list[float] = []
         self._means: list[float] = []
         self._asked = (-1, 0.0)
-        """The latest bound of a mean, and that mean."""
+        """The bound of the latest mean, and that mean."""
         self._until = (-1, -1)
-        """Outputs seen, its own and the wider's, up to which `_shares` and `_means` will do: they
-        are asked for far more often."""
+        """Outputs seen, its own and the wider's, up to which `_shares` and `_means` are used: they
+        are read far more often than outputs end."""
 
     def add(self, tokens: Tokens) -> None:
         """One output ended at this length."""
@@ -64,10 +65,10 @@ class Lengths:
         self._added()
 
     def add_cut(self, tokens: Tokens) -> None:
-        """One was cut off at this length: it would have gone on as those do that came so far.
+        """One output was cut off at this length: it would have gone on like others of this length.
 
-        Its weight goes to the lengths beyond, by what is known of them: Efron's way to the estimate
-        of Kaplan and Meier (1958), as far as that can be done without keeping the sample.
+        Its weight goes to the lengths beyond, as far as these are known: Efron's way to the
+        estimate of Kaplan and Meier (1958), as far as that can be done without keeping the sample.
         """
         self._table()  # with those before it, where that is due
         self._cuts[tokens] = self._cuts.get(tokens, 0) + 1
@@ -108,7 +109,7 @@ class Lengths:
         return self._asked[1]
 
     def _table(self) -> list[float]:
-        """Shares at the edges; where little has come since they were made, those will do."""
+        """Shares at the edges; made anew only after enough new outputs."""
         wider = self._wider
         seen = 0 if wider is None else wider._seen
         own, others = self._until
@@ -129,7 +130,7 @@ class Lengths:
 
 
 def _bin(tokens: Tokens) -> int:
-    """The quarter octave that it lies in."""
+    """The quarter octave of this length."""
     return min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
 
 
@@ -145,15 +146,15 @@ def _beyond(shares: Sequence[float], tokens: float) -> float:
 
 
 def _will_do(seen: int) -> int:
-    """Up to how many outputs what is made of so many will do."""
+    """The number of outputs up to which a table made of this many is used."""
     return seen + min(seen // 16, _STALE)
 
 
 class Residency:
     """One decode on one instance, promised or under way.
 
-    context: tokens it will have there. due_us: when its prefill should end; once it has, when it
-    did. length: what its output will be drawn from, or its very length. most: its max_tokens.
+    context: tokens that it will have there. due_us: when its prefill should end, or when it ended.
+    length: the distribution of its output's length, or that length. most: its max_tokens.
     """
 
     __slots__ = ("began_tokens", "context", "due_us", "expected", "lag_us", "length", "most")
@@ -171,15 +172,15 @@ class Residency:
         self.length = length
         self.most = most
         self.expected = expected
-        """Its output's mean, as predicted when it came."""
+        """Its output's mean length, as predicted when it was promised."""
         self.lag_us: Micros = 0
-        """From its admission to its hand-over, as predicted."""
+        """Predicted time from its admission to its hand-over."""
         self.began_tokens = 0.0
         """The instance's count of passes when it began."""
 
 
 class Predictor(Protocol):
-    """Who still decodes later on."""
+    """Predicts how long decodes last."""
 
     def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
         """A decode to come, which takes over from prefill at `due_us`. Changes nothing."""
@@ -190,15 +191,14 @@ class Predictor(Protocol):
         ...
 
     def lasts(self, residency: Residency, tokens: float) -> Chance:
-        """The chances of a decode that has so many tokens by now; they hold until another ends.
+        """The chances of a decode that has this many tokens by now; valid until an output ends.
 
-        Of one that has some, they are to be taken as a share of that for now: see
-        core.schedule.forecast.
+        If it has tokens already, divide by its chance for now: see core.schedule.forecast.
         """
         ...
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
-        """An output ended at this length, after this time of decode; None: it needed none."""
+        """An output ended at this length, after this time in decode; None: without decode."""
         ...
 
     def left(self, request: Request, tokens: Tokens) -> None:
@@ -209,21 +209,21 @@ class Predictor(Protocol):
 def predictor_of(
     name: PredictorName, length_of: Callable[[RequestId], Tokens] | None = None
 ) -> Predictor:
-    """A predictor by its name. Raises ConfigError where the oracle has nothing to know from."""
+    """A predictor by its name. Raises ConfigError if the oracle has no lengths."""
     if name == "uniform":
         return Uniform()
     if name == "survival":
         return Survival()
     if length_of is None:
-        raise ConfigError("oracle knows lengths beforehand: in simulation only", "predictor")
+        raise ConfigError("oracle works in simulation only; use survival or uniform", "predictor")
     return Oracle(length_of)
 
 
 class Uniform:
-    """Everybody decodes for the time that decodes took in the mean: the paper's t_d, literally.
+    """Every decode takes the mean time of past decodes: the paper's t_d, literally.
 
-    Nobody is taken to last before anything was seen. It is low by design: those that end sooner
-    than t_d are gone by themselves, and those that last longer are left out as well.
+    Before any decode was seen, none is expected to last. The predicted load is low by design:
+    decodes that end sooner than t_d are gone, and decodes that last longer are left out as well.
     """
 
     def __init__(self) -> None:
@@ -256,9 +256,10 @@ class Uniform:
 
 
 class Survival:
-    """Lengths learned online by model, tenant, max_tokens and prompt length, conditional on age.
+    """Lengths learned online by model, tenant, max_tokens and prompt length, given the age.
 
-    One that a client left, or its max_tokens ended, would have been longer: see Lengths.add_cut.
+    An output that its client left, or that max_tokens ended, would have been longer: see
+    Lengths.add_cut.
     """
 
     def __init__(self) -> None:
@@ -300,7 +301,7 @@ class Survival:
         self._all[request.model].add_cut(tokens)
 
     def _of(self, request: Request) -> Lengths:
-        """Of its class; the least lately made classes are forgotten."""
+        """The lengths of its class; the least recently used classes are forgotten."""
         key = _class_of(request)
         found = self._classes.pop(key, None)
         if found is None:
@@ -345,7 +346,7 @@ class Oracle:
         return lambda tokens, us: 1.0 if tokens < length else 0.0
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
-        """See Predictor: nothing is left to be learned."""
+        """See Predictor: the oracle learns nothing."""
 
     def left(self, request: Request, tokens: Tokens) -> None:
         """See Predictor."""

@@ -1,8 +1,8 @@
-"""What each tenant asked for and was given lately: who gives way where there is not enough for all.
+"""What each tenant asked for and received lately: which tenant gives way in overload.
 
-Kept by core.schedule.admission for policies that bind on arrival; where requests wait at the
-Conductor tenants take turns instead, see core.schedule.waiting. Nothing here refuses anybody.
-Bounded: a tenant that asks for nothing is forgotten, and so is the least of too many.
+core.schedule.objectives uses it for policies that bind on arrival. Where requests wait at the
+Conductor, tenants take turns instead; see core.schedule.waiting. Nothing here refuses a request.
+Bounded: a tenant that asks for nothing is forgotten, and so is the smallest of too many.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 
 _HALVED_US: Micros = 30 * MICROS_PER_SECOND
 _ACTIVE_US: Micros = 10 * MICROS_PER_SECOND
-"""Who asked for nothing for so long has no part now, though what it was given still counts."""
+"""A tenant that asked for nothing this long has no share; what it received still counts."""
 _STEPS = 8
 """In how many steps what was counted fades to its half."""
 _MOST = 256
@@ -21,17 +21,17 @@ _MORE = 1 + 1e-9
 
 
 class Tenants:
-    """Prompt tokens by tenant, the older the less."""
+    """Prompt tokens by tenant; older ones count less."""
 
     def __init__(self) -> None:
         self._asked: dict[str, float] = {}
         self._given: dict[str, float] = {}
         self._last_us: dict[str, Micros] = {}
-        """When each asked last."""
+        """When each tenant asked last."""
         self._faded_us: Micros = 0
 
     def asked(self, tenant: str, tokens: Tokens, now_us: Micros) -> None:
-        """A request of so many tokens came."""
+        """A request with a prompt of this many tokens arrived."""
         steps = (now_us - self._faded_us) * _STEPS // _HALVED_US
         if steps > 0:
             self._faded_us = now_us
@@ -48,16 +48,16 @@ class Tenants:
         self._last_us[tenant] = now_us
 
     def given(self, tenant: str, tokens: Tokens) -> None:
-        """It is served."""
+        """A request of this tenant is served."""
         if tenant in self._asked:
             self._given[tenant] = self._given.get(tenant, 0.0) + tokens
 
     def share(self, tenant: str, now_us: Micros) -> float:
-        """Of what there is, how much this tenant's next request may see in use.
+        """The share of the capacity that may be in use when this tenant's next request is admitted.
 
-        All, where it was given no more than a like part of what those who ask now were; else as
-        much as its part of what they asked for, and at most _LEFT: what is above is for the others,
-        a request of theirs at least.
+        1.0 if the tenant received no more than an equal share of what active tenants received. Else
+        its part of what they asked for, and at most _LEFT: the rest is left for the other tenants,
+        at least one request of theirs.
         """
         active = [one for one, us in self._last_us.items() if us > now_us - _ACTIVE_US]
         if tenant not in active or len(active) == 1:

@@ -12,9 +12,10 @@ from moonserve.core.schedule.residency import PredictorName
 from moonserve.core.units import Bytes, Micros, Tokens
 
 Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
-"""What refuses a request: nothing; on arrival a TTFT predicted to be missed; that, and decode too
-full now; that, and decode predicted to be too full when its prefill will have ended. In all but the
-first, one that decode turns out to have no room for when prefill has ended is dropped then."""
+"""What refuses a request. none: nothing. ttft: a TTFT predicted to be missed. early: that, or
+decode too full now. predictive: that, or decode predicted to be too full when the prefill will
+have ended. In all but `none`, a request for which decode has no room after its prefill is dropped
+then."""
 
 
 class Tuning(msgspec.Struct, frozen=True):
@@ -22,59 +23,59 @@ class Tuning(msgspec.Struct, frozen=True):
 
     policy: str = "kvcache_centric"
     kvcache_balancing_threshold: float = 1.0
-    """Fetch when the pool's prefix exceeds this many times the instance's own (Algorithm 1)."""
+    """Fetch if the pool's prefix is longer than this many times the instance's own (Algorithm
+    1)."""
     slo: Slo = Slo()
-    """Objectives of requests that bring none of their own."""
+    """Objectives of requests without objectives of their own."""
     admission: Admission = "predictive"
     admission_low: Admission | None = None
     admission_high: Admission | None = None
     """The same for requests of a priority below, and above, 0; None: as for the others."""
     predictor: PredictorName = "survival"
-    """predictive: how long others decode; see core.predict."""
+    """predictive: how the lengths of outputs are predicted; see core.schedule.residency."""
     deviations: float = 0.0
-    """predictive: one is admitted that has room so many standard deviations above the mean load."""
+    """predictive: how many standard deviations above the mean load must have room."""
     overtaken: float = 0.75
-    """predictive: room is kept for so much of what requests that are yet to come, and are quicker
-    through prefill, could take. 1 serves the most requests; less, longer ones and more tokens."""
+    """predictive: how much room is kept for later requests with a quicker prefill, as a share of
+    what they could take. 1 serves the most requests; less serves longer ones and more tokens."""
     held_share: float = 0.05
-    """predictive: one may wait for room in decode, its prefill done, for this share of what its
-    TTFT objective leaves: so decode is not idle where what was forecast does not come."""
+    """predictive: after its prefill a request may wait for room in decode, for this share of what
+    its TTFT objective leaves. So decode is not idle if a forecast load does not come."""
     due_share: float = 0.5
-    """The same for one that comes at the time that its refusal told it."""
+    """The same for a refused client that returns at its Retry-After time."""
     join_passes: float = 1.0
-    """predictive: where prefill streams the first token, the second is later by so many passes than
-    those after it: one that joins waits for the pass under way. TBT is predicted with that, by the
-    part that it has in TBT as measured, in the mean over outputs. 0 where decode streams it."""
+    """predictive: if prefill streams the first token, the second is later by this many passes than
+    those after it, since a request that joins waits for the pass under way. The predicted TBT
+    includes it, by its part in measured TBTs, in the mean over outputs. 0 if decode streams it."""
     low_share: float = 0.8
-    """Requests of a priority below 0 are held to this share of the objectives, and so go first;
-    those of a tenant that has more than its part, to this or more: see core.schedule.tenants. An
-    instance with nothing to do takes them for their whole objectives."""
+    """Requests of a priority below 0 are held to this share of the objectives, so that they are
+    refused first. Those of a tenant above its share are held to this or more; see
+    core.schedule.tenants. An idle instance accepts both for their whole objectives."""
     alone_tokens: Tokens = 256
-    """A foreign decode instance that has all but so many tokens of a prompt gets it without a
-    prefill elsewhere; 0: never."""
+    """If an external decode instance lacks at most this many tokens of a prompt, it gets the
+    request without a prefill elsewhere; 0: never."""
     cross_rack: float = 2.0
     """How many times longer a transfer between racks takes than one within."""
     max_waiting: int = 10_000
-    """Requests that wait at the Conductor; one more is refused."""
+    """How many requests may wait at the Conductor; one more is refused."""
     tbt_share: float = 0.55
-    """Late binding fills decode up to this share of the TBT objective: one that joins waits for the
-    pass under way before its own, and where prefill has streamed the first token, clients see it.
-    Nearly 1 will do where decode streams it; and for one that has waited long, whose TTFT would be
-    missed else."""
+    """Late binding fills decode up to this share of the TBT objective. A request that joins waits
+    for the pass under way before its own; if prefill has streamed the first token, clients notice
+    that. If decode streams it, nearly 1 will do. A request that has waited long may fill more."""
     spread_bytes: Bytes = 8 << 30
-    """Of hot prefixes, so much is copied to other segments at a time, in the background; 0: none;
-    see core.hot."""
+    """Bytes of hot prefixes that are copied to other segments at a time, in the background; 0:
+    none; see core.schedule.hot."""
     cpp: int = 1
-    """The most instances that may prefill one prompt together, where one alone is predicted to miss
-    its TTFT objective; see core.groups."""
+    """The most instances that may prefill one prompt together, if one alone is predicted to miss
+    the TTFT objective; see core.schedule.groups."""
     cpp_form: Form = "chain"
-    """How they share it; the other form is for simulation."""
+    """How they share it; the form `layers` is for simulation."""
     bind_ahead_us: Micros = 0
     """Late binding: an instance gets its next request when this much of its work is left."""
     dead_after_us: Micros = 5_000_000
-    """An instance not heard of for this long is taken for dead."""
+    """An instance without a heartbeat for this long is taken for dead."""
     pause_us: Micros = 2_000_000
-    """A tick that comes later than this says that we slept, not that everybody else died."""
+    """If a tick comes later than this, this process slept; no instance is taken for dead then."""
     patience_us: Micros = 30_000_000
     """How long a request that lost its instances waits for one to join: a restart's time."""
 

@@ -32,9 +32,9 @@ _USUAL: Tokens = 1_024
 
 
 class Kind:
-    """What the time for a prefill depends on, beside the work: instances of one kind are alike.
+    """What the time for a prefill depends on, beside the work.
 
-    Compared by identity: ClusterView lets alike instances share one.
+    Compared by identity: ClusterView lets instances that are alike share one.
     """
 
     __slots__ = ("block_bytes", "chunk_tokens", "cost", "fetches", "rack")
@@ -156,7 +156,7 @@ class InstanceView:
         assert self.residencies.context == sum(it.context for it in active.values())
 
     def heard(self, load: InstanceLoad, now_us: Micros) -> None:
-        """Take in a heartbeat: load, and measured samples for the cost fit."""
+        """Take in a heartbeat: the load, and measured samples for the cost fit."""
         self.heard_us = now_us
         self.load = load
         self.cost.observe(load.passes, load.transfers)
@@ -182,7 +182,7 @@ class InstanceView:
         self._join_external()
 
     def _join_external(self) -> None:
-        """What an engine counts has in it what other gateways sent there."""
+        """Combine both sources: an engine's count includes what other gateways sent there."""
         self.external = self._counted.or_more(self._peers.promised)
         self.residencies.external = self._counted.or_more(self._peers.now)
         self.external_until_us = max(self._counted_until_us, self._peers.until_us)
@@ -190,7 +190,7 @@ class InstanceView:
         self._count_decodes()
 
     def promises(self, now_us: Micros) -> Promises | None:
-        """What we have promised here, for other gateways; None: nothing."""
+        """What this Conductor has promised here, for other gateways; None: nothing."""
         if not self.prefills and not self.decodes:
             return None
         return Promises(
@@ -212,9 +212,9 @@ class InstanceView:
         now_us: Micros,
         cached: Tokens = 0,
     ) -> None:
-        """Reserve `work_us` of this instance's prefill time, behind what it was promised before.
+        """Reserve `work_us` of this instance's prefill time, behind earlier promises.
 
-        tokens: those to compute; cached: those of the prompt before them.
+        tokens: prompt tokens to compute; cached: prompt tokens before them.
         """
         assert request not in self._queue
         if self._queue:
@@ -243,7 +243,7 @@ class InstanceView:
             self.behind_us = self.idle_us = 0
 
     def _promise(self, work_us: Micros, tokens: Tokens, prompt: Tokens) -> None:
-        """Count more of it, or less."""
+        """Add to the sums over promised prefills, or subtract."""
         self.promised_us += work_us
         self.promised_tokens += tokens
         self.prompt_tokens += prompt
@@ -275,7 +275,7 @@ class InstanceView:
         tbt_goal_us: Micros | None = None,
         residency: Residency | None = None,
     ) -> None:
-        """A request of this context will decode here; promised again, it is counted once.
+        """Reserve a decode of this context; promised again, it is counted once.
 
         tbt_goal_us: its own objective for the time between tokens; residency: when it begins and
         how long it is expected to last.
@@ -289,11 +289,14 @@ class InstanceView:
             self._strictest_us = min(self._tbt_goals.values())
 
     def begin_decode(self, request: RequestId, now_us: Micros) -> None:
-        """Its prefill is over: what was promised begins."""
+        """The prefill is over: the promised decode begins."""
         self.residencies.begin(request, now_us, self.cost.step_us)
 
     def end_decode(self, request: RequestId, now_us: Micros) -> Residency | None:
-        """The promise is over, kept or not; unknown requests are no error. Gives what had begun."""
+        """The promise is over, kept or not; unknown requests are no error.
+
+        Returns the residency if the decode had begun.
+        """
         residency = self.residencies.end(request, now_us, self.cost.step_us)
         self.context -= self._decoding.pop(request, 0)
         if self._tbt_goals.pop(request, None) == self._strictest_us:
@@ -310,7 +313,7 @@ class InstanceView:
         self.room_tokens = self.kv_tokens - self.joined_context if has_slot else -1
 
     def has_slot(self, context: Tokens) -> bool:
-        """Whether one more decode of this context finds a place in the batch, and its KV room."""
+        """Whether the batch has a place and the memory has room for one more decode."""
         return context <= self.room_tokens
 
     @property
@@ -326,18 +329,18 @@ class InstanceView:
         return self.cost.decode_step_us(self.joined_seqs, self.joined_context + joining)
 
     def tbt_now_us(self, joining: Tokens) -> Micros:
-        """The same with those alone who decode here by now, without those in prefill."""
+        """The same with only the decodes that run here by now, without those still in prefill."""
         return round(self.residencies.step_us(self.cost.step_us, joining))
 
     def strictest_us(self) -> Micros | None:
-        """The tightest TBT objective of those who decode here; None when nobody has one."""
+        """The tightest TBT objective of the decodes here; None if none has one."""
         return self._strictest_us
 
 
 def preferred(
     views: Sequence[InstanceView], avoid: Collection[InstanceId]
 ) -> Sequence[InstanceView]:
-    """Those not to be avoided, or all where that leaves none."""
+    """The views that are not to be avoided, or all if that leaves none."""
     if not avoid:
         return views
     return [view for view in views if view.info.id not in avoid] or views
@@ -358,14 +361,14 @@ class ClusterView:
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceView] = {}
         self.version = 0
-        """Another one whenever an instance was added or removed."""
+        """Changes whenever an instance was added or removed."""
         self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
         self.racks: dict[SegmentId, str] = {}
-        """Where each segment lies, as far as its instance said."""
+        """The rack of each segment whose instance reported one."""
         self._peers: dict[str, dict[InstanceId, Promises]] = {}
         """What other gateways have promised, by gateway."""
         self.doubts: dict[SegmentId, float] = {}
-        """What counts of the claims of each segment that is not trusted."""
+        """The share of a segment's claims that counts, for each one that is not trusted."""
 
     def check(self) -> None:
         """Recompute every counter of every instance; for tests."""
@@ -374,7 +377,7 @@ class ClusterView:
             view.check()
 
     def heard(self, view: InstanceView, load: InstanceLoad, now_us: Micros) -> None:
-        """An instance's heartbeat."""
+        """Take in an instance's heartbeat."""
         view.heard(load, now_us)
         if view.info.segment is not None:
             self.doubts.pop(view.info.segment, None)
@@ -382,7 +385,7 @@ class ClusterView:
                 self.doubts[view.info.segment] = view.trust.share
 
     def take_promises(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
-        """All that another gateway has promised by now; empty: nothing, or it is gone."""
+        """Take in all that another gateway has promised by now; empty: nothing, or it is gone."""
         before = self._peers.pop(gateway, {})
         rows = {it.instance: it for it in promises}
         if rows:
@@ -399,7 +402,7 @@ class ClusterView:
             view.take_peer_load(peer_load(rows, now_us))
 
     def promises(self, now_us: Micros) -> tuple[Promises, ...]:
-        """What we have promised anywhere, for other gateways."""
+        """What this Conductor has promised anywhere, for other gateways."""
         found = [view.promises(now_us) for view in self.instances.values()]
         return tuple(it for it in found if it is not None)
 
@@ -420,13 +423,14 @@ class ClusterView:
         self._changed()
 
     def prefills(self, model: str) -> list[InstanceView]:
-        """Instances that may prefill for `model`, in id order; not to be changed.
+        """Instances that may prefill for `model`, in id order; the list must not be changed.
 
-        Of foreign ones, those whose KV somebody takes; else those who decode by themselves."""
+        External: those with a compatible decode instance; if none, those that can serve alone.
+        """
         return self._role(model, "prefill")
 
     def decodes(self, model: str) -> list[InstanceView]:
-        """Instances that may decode for `model`, in id order; not to be changed."""
+        """Instances that may decode for `model`, in id order; the list must not be changed."""
         return self._role(model, "decode")
 
     def promised(self, requests: int) -> Promised:
@@ -455,7 +459,7 @@ class ClusterView:
                 ways = {"embedded"} | {view.info.connector for view in self.decodes(model)}
                 found = [view for view in found if view.info.connector in ways]
                 found = found or [v for v in self.decodes(model) if v.info.connector in SELF_HELP]
-            if found:  # names of models that nobody serves come from clients: not kept
+            if found:  # clients may ask for any model name: unknown ones are not kept
                 self._by_role[model, role] = found
         return found
 
@@ -466,7 +470,7 @@ def serves(info: InstanceInfo, model: str, role: str) -> bool:
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """The ledger in numbers; all zero when nothing is under way."""
+    """The ledger in numbers: all zero if no request is under way."""
 
     requests: int
     prefills: int
