@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
@@ -86,7 +86,7 @@ class _ReadyServing:
     def models(self) -> list[ModelCard]:
         return [ModelCard("m", 4_096, True)]
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         if request.stopping.max_tokens == 1:
             yield Output(tuple(TOKEN), "length", 0)
             return
@@ -111,7 +111,7 @@ class _UpstreamServing(_ReadyServing):
         self._client = HttpClient()
         self._decode = msgspec.json.Decoder(_Piece).decode
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         count = min(request.stopping.max_tokens, TOKENS)
         async with self._client.stream(
             "POST", self._url, body=b"%d" % count, timeout_s=10, idle_timeout_s=10

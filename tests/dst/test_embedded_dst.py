@@ -110,7 +110,7 @@ class FaultyWorld(World):
         except (EngineFailed, NobodyAlive):
             return self._judged("failed", got, expected(count, prompt))
         finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
+            await outputs.aclose()
         assert finish == "length"
         assert got == expected(count, prompt)
         return "whole"

@@ -102,7 +102,7 @@ def rejoin(site: Site, engines: list[FakeVllm]) -> None:
             site.rejoin(engine.name)
 
 
-@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "sglang"])
 @pytest.mark.parametrize("seed", range(3))
 def test_faults(connector: Any, seed: int) -> None:
     """Two pairs and one engine that does all, under any faults."""

@@ -57,7 +57,7 @@ def test_the_last_piece_decides_the_outcome() -> None:
         world = World("p0", "d0")
         for name, last in (("whole", True), ("left", False)):
             outputs = world.request(name)
-            async with aclosing(outputs):  # type: ignore[type-var]
+            async with aclosing(outputs):
                 async for piece in outputs:
                     if (piece.finish_reason is not None) or not last:
                         break
@@ -156,7 +156,7 @@ def test_closing_the_stream_cancels_everywhere(role: str) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         assert await world.settled() == NOTHING
         assert world.wire.cancelled == 1
         assert world.released == ["r/1"]

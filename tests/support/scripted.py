@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -151,7 +151,7 @@ class World:
         joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
         self.loop.core.step(0, joins)
 
-    def request(self, name: str = "r", count: int = 8) -> AsyncIterator[Output]:
+    def request(self, name: str = "r", count: int = 8) -> AsyncGenerator[Output, None]:
         """Ask for `count` tokens."""
         stopping = Stopping(max_tokens=count)
         return self.cluster.generate(
@@ -165,7 +165,7 @@ class World:
         return self.loop.core.promised()
 
 
-async def collect(outputs: AsyncIterator[Output]) -> tuple[list[int], list[Output]]:
+async def collect(outputs: AsyncGenerator[Output, None]) -> tuple[list[int], list[Output]]:
     """All tokens, and the pieces they came in."""
     pieces = [piece async for piece in outputs]
     return [token for piece in pieces for token in piece.token_ids], pieces

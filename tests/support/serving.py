@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
 from moonserve.core.errors import BadRequest, MoonserveError
 from moonserve.core.request import Request
@@ -68,7 +68,7 @@ class FakeServing:
         """As set."""
         return self.cards
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Play the script."""
         self.requests.append(request)
         self.open += 1

@@ -6,7 +6,7 @@ that runs over every implementation.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -234,7 +234,7 @@ class Serving(Protocol):
     def models(self) -> list[ModelCard]:
         """The models that instances have joined with."""
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Serve one request. Closing the iterator early cancels it everywhere and frees all.
 
         Raises Overloaded, NobodyAlive, EngineFailed, DeadlineExceeded, ModelNotFound; the first

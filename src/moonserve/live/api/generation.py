@@ -7,7 +7,7 @@ Used by `own_text`; decides nothing about requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from moonserve.core.errors import EngineFailed
 from moonserve.core.request import Request
@@ -26,7 +26,7 @@ class Generation:
     def __init__(
         self,
         request: Request,
-        source: AsyncIterator[Output],
+        source: AsyncGenerator[Output, None],
         text: TokenText,
         metrics: RequestMetrics,
         arrived_s: float,
@@ -94,9 +94,7 @@ class Generation:
 
     async def close(self) -> None:
         """End the source, so that the cluster stops working for this request."""
-        close = getattr(self._source, "aclose", None)
-        if close is not None:
-            await close()
+        await self._source.aclose()
 
 
 class TextExchange(Exchange):

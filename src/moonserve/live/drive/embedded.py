@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -52,7 +52,7 @@ class EmbeddedServing:
             roles.setdefault(info.model, []).append(info.role)
         return [ModelCard(name, sizes[name], _both(roles[name])) for name in sorted(sizes)]
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """See ports.Serving."""
         namespace = self._namespace(request.model)
         calls = TokenCalls(request, namespace, self._conductor, self._wire)
