@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc"),
 ]
 STREAMS = 16
-"""At once; that all of them come to one front is as likely as one in 32,768."""
+"""Requests at once. All of them come to one front in one of 32,768 runs."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def up() -> Iterator[Up]:
 
 
 def parts(up: Up, part: str) -> list[int]:
-    """Pids of the gateway's processes of this part."""
+    """The pids of the gateway's processes of one kind."""
     gateway = up.children().get("gateway")
     found = children_of(gateway) if gateway is not None else []
     return [pid for pid in found if f"--part\0{part}\0" in _command(pid)]
@@ -112,7 +112,7 @@ def streams(up: Up, kill: Any) -> list[list[bytes] | None]:
 
 
 def test_a_killed_front_loses_its_own_streams_only_and_is_back(up: Up) -> None:
-    """Those of the other go on to their end; what was reserved is free; both serve again."""
+    """Streams of the other front go on to their end; reservations are freed; both serve again."""
     assert complete(up, [5] * 40, 4)
     victim, other = parts(up, "front")
     ended = streams(up, lambda: os.kill(victim, signal.SIGKILL))
@@ -125,7 +125,7 @@ def test_a_killed_front_loses_its_own_streams_only_and_is_back(up: Up) -> None:
 
 
 def test_a_killed_conductor_is_started_again_and_found(up: Up) -> None:
-    """Fronts answer 503 meanwhile; workers join the new one, and all is served as before."""
+    """Fronts answer 503 meanwhile; workers join the new Conductor, and requests are served."""
     wanted = complete(up, [5] * 40, 8)
     fronts = parts(up, "front")
     [victim] = parts(up, "conductor")
@@ -139,7 +139,7 @@ def test_a_killed_conductor_is_started_again_and_found(up: Up) -> None:
 
 
 def test_a_conductor_that_hangs_is_given_up_and_found_again(up: Up) -> None:
-    """Stopped, it answers nobody: fronts say 503 by a deadline; when it goes on all is served."""
+    """While the Conductor hangs, fronts answer 503 by a deadline; later requests are served."""
     wanted = complete(up, [5] * 40, 8)
     [hung] = parts(up, "conductor")
     os.kill(hung, signal.SIGSTOP)

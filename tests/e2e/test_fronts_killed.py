@@ -1,4 +1,4 @@
-"""A `--workers 2` whose supervisor is killed: real processes."""
+"""`gateway --workers 2` whose supervisor is killed, with real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 
 
 class Gateway:
-    """One that knows no engines yet, and so needs no model."""
+    """A gateway without engines, which needs no model."""
 
     def __init__(
         self, folder: Path, workers: int = 2, stdin: socket.socket | None = None, **env: str
@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Gateway]]:
 
 
 def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Poll until it holds."""
+    """Poll until the condition holds."""
     end = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < end, "waited in vain"
@@ -72,7 +72,7 @@ def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_gateway_tells_its_supervisor_that_it_goes_round(tmp_path: Path, workers: int) -> None:
-    """Once it listens; also one that supervises processes of its own."""
+    """Wait until a gateway listens, also one that supervises its own processes."""
     supervisors, stdin = socket.socketpair()
     gateway = Gateway(tmp_path, workers, stdin=stdin, MOONSERVE_LIFELINE="stdin")
     stdin.close()
@@ -88,7 +88,7 @@ def test_a_gateway_tells_its_supervisor_that_it_goes_round(tmp_path: Path, worke
 def test_who_is_read_by_nobody_any_more_still_stops_in_order(
     start: Callable[[], Gateway], tmp_path: Path
 ) -> None:
-    """As when its own supervisor was killed, and took the reader of its lines along."""
+    """As if its own supervisor was killed, and with it the reader of its lines."""
     gateway = start()
     assert gateway.process.stdout is not None
     gateway.process.stdout.close()

@@ -31,7 +31,7 @@ def run(test: Callable[[Site], Awaitable[None]], **config: Any) -> None:
 
 
 def test_a_drain_outlasts_the_silence_that_means_death() -> None:
-    """Workers beat and use the store until the last request has ended: none is taken for dead."""
+    """Workers beat and use the store until the last request has ended: none counts as dead."""
 
     async def test(it: Site) -> None:
         await it.add("p0", "prefill")

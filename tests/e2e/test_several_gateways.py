@@ -34,7 +34,7 @@ class Fleet:
         self._stack = stack
         self.workers: dict[str, Process] = {}
         self.gateways: dict[str, Process] = {}
-        """By URL."""
+        """The gateways by URL."""
         self.store = self.master()
 
     def master(self) -> Process:
@@ -66,7 +66,7 @@ class Fleet:
         return self.workers[name]
 
     def pids_told(self) -> str:
-        """What all have printed, for a failure's message."""
+        """The lines of all processes, for the message of a failure."""
         return "\n".join(
             "".join(p.lines) for p in (*self.gateways.values(), *self.workers.values())
         )
@@ -89,7 +89,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 def until(true: Callable[[], object], of: Process | None = None, within_s: float = 40.0) -> None:
-    """Poll until it holds."""
+    """Poll until the condition holds."""
     end = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < end, "waited in vain" + ("".join(of.lines) if of else "")
@@ -97,7 +97,7 @@ def until(true: Callable[[], object], of: Process | None = None, within_s: float
 
 
 def tell(url: str, method: str, path: str, body: Any = None) -> Any:
-    """The JSON of a call by who runs the cluster."""
+    """The JSON of a call with the cluster's token."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     asked = urllib.request.Request(url + path, data, headers, method=method)
@@ -127,7 +127,7 @@ def ask(url: str, prompt: str, model: str = DEFAULT_MODEL) -> Any:
 
 
 def same_id(url: str) -> bool:
-    """Whether a request id given by a client is made this gateway's own, and known by that."""
+    """Whether a gateway makes a client's request id its own, and knows the request by it."""
     body = json.dumps({"model": DEFAULT_MODEL, "prompt": "x", "max_tokens": 1}).encode()
     request = urllib.request.Request(url + "/v1/completions", body, {"x-request-id": "mine"})
     with urllib.request.urlopen(request, timeout=60) as reply:
@@ -141,7 +141,7 @@ def names(url: str) -> list[str]:
 
 
 def leaders(urls: list[str]) -> list[str]:
-    """Who leads."""
+    """The gateways that lead."""
     return [url for url in urls if (get(url, "/api/gateways") or {}).get("leads")]
 
 

@@ -55,7 +55,7 @@ def ask(up: Up, max_tokens: int = 8, on_first: Callable[[], object] = lambda: No
 
 
 def test_serves_then_drains_on_ctrl_c(up: Up) -> None:
-    """Ready, a chat is streamed, Ctrl-C ends all with 0, and neither process nor memory is left."""
+    """A chat is streamed; Ctrl-C ends all with code 0; no process and no memory is left."""
     assert ask(up)
     pids = up.children()
     assert set(pids) == {"gateway", "p0", "d0"}
@@ -70,7 +70,7 @@ def test_serves_then_drains_on_ctrl_c(up: Up) -> None:
 
 
 def test_workers_want_the_token(up: Up) -> None:
-    """A token from the environment is the cluster's: who does not know it gets no worker's work."""
+    """The environment's token is the cluster's: a worker refuses a caller without it."""
     for worker in up.get("/api/instances"):
         body = {"prompt": [1, 2, 3], "max_tokens": 1}
         with pytest.raises(HTTPError, match="401"):
@@ -108,7 +108,7 @@ def test_second_ctrl_c_does_not_wait(up: Up) -> None:
 
 
 def test_who_listens_may_go_before_the_end() -> None:
-    """As in `moonserve up 2>&1 | head`: it goes on, and Ctrl-C ends all."""
+    """Without a reader, as in `moonserve up 2>&1 | head`, it goes on, and Ctrl-C ends all."""
     with subprocess.Popen(
         [*PROGRAM, "up", "--port", "0", *FLAGS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
@@ -147,7 +147,7 @@ def test_a_stream_outlives_its_workers(up: Up, victims: list[str]) -> None:
 
 @pytest.mark.parametrize("victim", ["p0", "d0", "gateway"])
 def test_killed_child_is_restarted_and_serves_again(up: Up, victim: str) -> None:
-    """A process that dies is said, started again, and the cluster serves as before."""
+    """A process that dies is reported and started again, and the cluster serves as before."""
     before = ask(up)
     first = up.children()[victim]
     os.kill(first, signal.SIGKILL)

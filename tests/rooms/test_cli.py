@@ -105,7 +105,7 @@ def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: s
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_worker_everywhere_must_say_where(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wildcard is no address to be reached at: the error names the flag that gives one."""
+    """A wildcard address cannot be reached: the error names the flag that gives another."""
     monkeypatch.setenv("MOONSERVE_TOKEN", "secret")
     result = run(*WORKER, "--host", host)
     assert result.exit_code == 2
@@ -125,7 +125,7 @@ def test_a_worker_everywhere_must_say_where(host: str, monkeypatch: pytest.Monke
     ids=" ".join,
 )
 def test_a_token_that_no_header_can_carry_is_refused(argv: list[str], token: str) -> None:
-    """In one line that names it, and does not show it."""
+    """One line names the token but does not show it."""
     result = CliRunner().invoke(cli, argv, env={"MOONSERVE_TOKEN": token})
     assert result.exit_code == 2
     assert result.stderr == (
@@ -152,7 +152,7 @@ def test_a_workers_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policy, objectives and what refuses; none of them by default."""
+    """Policy, SLOs and admission reach the gateway; without flags it has the defaults."""
     given: list[GatewayConfig] = []
 
     async def note(config: GatewayConfig, engines: object) -> None:
@@ -178,7 +178,7 @@ def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_the_gateway_gets_the_public_address(host: str, joined: str) -> None:
-    """`up --host` exposes no worker, and tells workers an address that can be connected to."""
+    """`up --host` exposes no worker, and gives workers an address that they can connect to."""
     settings = Settings(host=host)
     gateway, *workers = cluster(settings, 8000, child_env(settings))
     assert "--host" not in gateway.argv
@@ -189,7 +189,7 @@ def test_only_the_gateway_gets_the_public_address(host: str, joined: str) -> Non
 
 
 def test_up_refuses_a_port_in_use() -> None:
-    """A taken port is said before anything is fetched or started."""
+    """A taken port is reported before anything is fetched or started."""
     import socket
 
     with socket.socket() as taken:
@@ -214,7 +214,7 @@ def test_a_cluster_keeps_secrets_out_of_argv_and_shares_the_cores(
 
 
 def test_children_read_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a child reads from its environment is what the parent was told, by whatever way."""
+    """A child reads the settings of its parent from its environment, whatever their source."""
     monkeypatch.setenv("MOONSERVE_CONFIG", "/only/the/parent/reads/this.yaml")
     settings = Settings(
         model="m",
@@ -330,7 +330,7 @@ def test_ask_json_is_one_object(url: str) -> None:
 
 
 def test_explain_shows_what_the_gateway_says(url: str) -> None:
-    """As a text, or with --json as it is; ids of any kind."""
+    """A decision is shown as text, or with --json unchanged; ids may have any characters."""
     result = run("explain", "a/b", "--url", url)
     assert result.exit_code == 0
     assert result.stdout == "request a/b: refused\nToo late.\n"
@@ -376,7 +376,7 @@ def test_ask_shows_an_error_inside_the_stream(url: str, monkeypatch: pytest.Monk
 
 
 def test_ask_tells_how_to_start_a_gateway() -> None:
-    """Nothing listening is a clear error with its remedy."""
+    """If nothing listens, the error says so and gives the remedy."""
     result = run("ask", "Hi", "--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "start one with: moonserve up" in result.stderr
@@ -398,21 +398,21 @@ def test_doctor_prints_json() -> None:
     ],
 )
 def test_ask_names_what_it_cannot_send(argv: tuple[str, ...], field: str) -> None:
-    """Bytes that are no text and numbers that are none are one error line each."""
+    """Bytes that are no text, and numbers that are none, give one error line each."""
     result = run(*argv)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {field}:")
 
 
 def test_ask_refuses_stdin_that_is_not_text() -> None:
-    """The same from a pipe."""
+    """The same holds for input from a pipe."""
     result = CliRunner().invoke(cli, ["ask", "-"], input=b"\xff\xfe bad", prog_name="moonserve")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: prompt:")
 
 
 def test_up_names_a_host_it_cannot_listen_on() -> None:
-    """An address that is not ours is the host's fault, not the port's."""
+    """An address of another machine is an error of --host, not of --port."""
     result = run("up", "--host", "203.0.113.1", "--port", "0")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: host:")
@@ -449,7 +449,7 @@ def test_a_full_disk_is_one_line_and_exit_code_1(argv: list[str], tmp_path: Path
 def test_what_is_no_moonserve_is_said_in_one_line(
     url: str, monkeypatch: pytest.MonkeyPatch, status: int, says: str
 ) -> None:
-    """Some page in HTML, found or not, is neither printed nor a traceback."""
+    """A page in HTML gives one error line; it is neither printed nor a traceback."""
     monkeypatch.setattr(
         Gateway, "do_GET", lambda self: self._send(status, b"<html>\n<p>", "text/html")
     )

@@ -26,7 +26,7 @@ R = RequestId("r")
 
 
 class Sleeper(Conductor):
-    """Does nothing but ask to be woken `naps` times, and notes its steps."""
+    """A Conductor that asks for a timer `naps` times, and notes its steps."""
 
     def __init__(self, naps: list[Micros]) -> None:
         super().__init__()
@@ -34,17 +34,17 @@ class Sleeper(Conductor):
         self.steps: list[tuple[Micros, list[Fact]]] = []
 
     def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
-        """Note it."""
+        """Note the step."""
         self.steps.append((now_us, list(facts)))
         return []
 
     def wake_us(self, now_us: Micros) -> Micros | None:
-        """So much later than now; then never."""
+        """The next time, a fixed pause from now; None after the last one."""
         return now_us + self.naps.pop(0) if self.naps else None
 
 
 def run(test: Callable[[], Any]) -> None:
-    """Inside a deadline."""
+    """Run with a deadline."""
 
     async def main() -> None:
         async with asyncio.timeout(10):
@@ -54,12 +54,12 @@ def run(test: Callable[[], Any]) -> None:
 
 
 def fact(name: str = "x") -> Fact:
-    """Any."""
+    """Some fact about a request."""
     return PrefillEnded(RequestId(name), 1, final=True)
 
 
 def test_the_loop_steps_when_the_conductor_asked_for_it() -> None:
-    """With no facts, not before the time, and again as often as it asks."""
+    """The timer steps without facts, not before its time, and as often as it is asked for."""
 
     async def test() -> None:
         core = Sleeper([20_000, 10_000])
@@ -76,7 +76,7 @@ def test_the_loop_steps_when_the_conductor_asked_for_it() -> None:
 
 
 def test_there_is_one_timer_and_stop_cancels_it() -> None:
-    """A later wish replaces the earlier one; after `stop` nothing fires."""
+    """A later time replaces the earlier one; after `stop` no timer fires."""
 
     async def test() -> None:
         core = Sleeper([30_000, 60 * MICROS_PER_SECOND])
@@ -107,7 +107,7 @@ def loop_of(**tuning: Any) -> tuple[ConductorLoop, list[LeaseId]]:
 
 
 async def inbox_of(loop: ConductorLoop, slo: Slo, name: RequestId = R) -> list[Action]:
-    """What the Conductor wants of a request of nine tokens, after some turns of the loop."""
+    """The actions for a request of nine tokens, after some turns of the loop."""
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     loop.open(Request(name, "m", len(tuple(range(9))), tuple(range(9)), slo=slo), (), inbox)
     assert loop.records[name].outcome == "waiting"
@@ -116,7 +116,7 @@ async def inbox_of(loop: ConductorLoop, slo: Slo, name: RequestId = R) -> list[A
 
 
 def test_a_refused_request_has_a_record() -> None:
-    """Reason, words, and the decision that was refused; no attempt was made."""
+    """A refusal records its reason and the refused decision, and no attempt."""
 
     async def test() -> None:
         loop, released = loop_of(policy="kvcache_centric")
@@ -134,7 +134,7 @@ def test_a_refused_request_has_a_record() -> None:
 
 
 def test_a_served_request_has_a_record_with_both_times() -> None:
-    """The decision at once, the truth as it comes."""
+    """A record has the decision at once, and measured values as they come."""
 
     async def test() -> None:
         loop, _ = loop_of(policy="late_binding")
@@ -153,7 +153,7 @@ def test_a_served_request_has_a_record_with_both_times() -> None:
 
 
 def test_records_are_bounded(monkeypatch: Any) -> None:
-    """The oldest go first; a request whose record is gone is served all the same."""
+    """The oldest records go first; a request without its record is still served."""
 
     async def test() -> None:
         monkeypatch.setattr(module, "_KEPT_RECORDS", 1)
@@ -170,7 +170,7 @@ def test_records_are_bounded(monkeypatch: Any) -> None:
 
 
 def test_a_bug_in_the_conductor_leaves_nobody_waiting() -> None:
-    """Every open request is given up."""
+    """If a step fails, every open request gets GiveUp."""
 
     async def test() -> None:
         class Broken(Conductor):
@@ -186,7 +186,7 @@ def test_a_bug_in_the_conductor_leaves_nobody_waiting() -> None:
 
 
 def test_copies_are_asked_for_and_told_of() -> None:
-    """The store is asked in the background; what it will not make the Conductor hears at once."""
+    """The store copies in the background; the Conductor learns at once what will not come."""
 
     async def test() -> None:
         asked: list[tuple[int, str, str | None]] = []

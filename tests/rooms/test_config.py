@@ -109,7 +109,7 @@ def test_sizes_are_human(text: str, size: int) -> None:
     ],
 )
 def test_a_wrong_file_is_named_by_field_and_remedy(file: Path, yaml: str, message: str) -> None:
-    """Every error starts with its field, and says where the value came from or what is known."""
+    """Every error starts with its field, and names the value's source or the known names."""
     file.write_text(yaml)
     with pytest.raises(ConfigError, match=message):
         load(file, {}, {})
@@ -122,14 +122,14 @@ def test_absent_file_is_an_error() -> None:
 
 
 def test_environment_typos_are_errors_but_strangers_are_not() -> None:
-    """A name close to a setting is a typo; a Kubernetes service's variables are not ours."""
+    """A name close to a setting is a typo; variables of a Kubernetes service are ignored."""
     with pytest.raises(ConfigError, match=r"MOONSERVE_PREFIL: .*did you mean MOONSERVE_PREFILL"):
         load(None, {"MOONSERVE_PREFIL": "2"}, {})
     load(None, {"MOONSERVE_SERVICE_HOST": "10.0.0.1", "MOONSERVE_TOKEN": "x"}, {})
 
 
 def test_variables_that_nobody_reads_are_named() -> None:
-    """One that is no setting is told with what resembles it; secrets and places are known."""
+    """An unknown variable gives a warning with the nearest name; secrets and folders do not."""
     env = dict.fromkeys(
         (
             "MOONSERVE_WORKER_COUNT",
@@ -189,6 +189,6 @@ def test_log_lines_are_single_and_levels_are_per_module(
 
 
 def test_a_level_for_no_module_is_refused() -> None:
-    """A misspelt module name would be silence; it is an error instead."""
+    """A misspelt module name is an error: otherwise its level would have no effect."""
     with pytest.raises(ConfigError, match=r"logging\.modules: there is no module 'core\.conductr'"):
         apply_logging(Logging("INFO", {"core.conductr": "DEBUG"}))

@@ -1,4 +1,4 @@
-"""A whole gateway before foreign engines, on sockets, with fakes for engines."""
+"""A whole gateway with external engines, on sockets, with fake engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.registry import MemoryRegistry, Shared
 
 
 class Client:
-    """Speaks to one gateway."""
+    """A client of one gateway."""
 
     def __init__(self, gateway: Gateway, http: HttpClient) -> None:
         self.gateway = gateway
@@ -34,20 +34,20 @@ class Client:
     async def call(
         self, method: str, path: str, body: Any = None, token: str = "t0ken"
     ) -> ClientResponse:
-        """One call, whatever its answer."""
+        """Make one call and return any answer."""
         data = b"" if body is None else msgspec.json.encode(body)
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
         url = self._url + path
         return await self._http.request(method, url, headers=headers, body=data, timeout_s=10)
 
     async def get(self, path: str) -> Any:
-        """What a page says."""
+        """The JSON of a page."""
         reply = await self.call("GET", path)
         assert reply.status == 200, reply
         return msgspec.json.decode(reply.body)
 
     async def until(self, true: Callable[[], Awaitable[Any]]) -> None:
-        """Poll until it holds."""
+        """Poll until the condition holds."""
         async with asyncio.timeout(10):
             while not await true():
                 await asyncio.sleep(0.02)
@@ -62,14 +62,14 @@ class Client:
         await self.until(there)
 
     async def complete(self, prompt: str) -> ClientResponse:
-        """A completion."""
+        """Send a completion."""
         body = {"model": "m", "prompt": prompt, "max_tokens": 3}
         return await self.call("POST", "/v1/completions", body)
 
 
 @contextlib.asynccontextmanager
 async def site(*engines: Engine, specs: bool = True, registry: str = "") -> AsyncIterator[Client]:
-    """A gateway before these engines; `specs` False: it is told of none."""
+    """A gateway with these engines; specs False: none is described at the start."""
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
@@ -84,7 +84,7 @@ async def site(*engines: Engine, specs: bool = True, registry: str = "") -> Asyn
 
 
 def test_a_gateway_without_model_files_serves_with_engines() -> None:
-    """No tokenizer, events off: requests are served, and that the index is a guess is said."""
+    """Without tokenizer and events, requests are served, and alarms report that KV is guessed."""
 
     async def body() -> None:
         async with site(Engine("a"), Engine("b")) as it:
@@ -124,7 +124,7 @@ def test_what_clients_do_wrong_costs_no_engine_its_standing() -> None:
 
 
 def test_engines_are_described_and_let_go_over_http() -> None:
-    """POST adds or changes, DELETE lets go; both may be repeated, and need the token."""
+    """POST adds or changes an engine, DELETE removes it; both need the token, and may repeat."""
 
     async def body() -> None:
         fake = Engine("a")
@@ -213,7 +213,7 @@ def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.Monkey
 
 
 def test_a_registry_that_is_away_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """503, and nothing is used that other gateways would not know."""
+    """The API answers 503, and no engine is used that other gateways do not know."""
 
     class Away(MemoryRegistry):
         async def put(self, key: str, value: bytes) -> None:
@@ -281,7 +281,7 @@ def test_a_wrong_description_over_http_names_its_field() -> None:
 
 
 def test_a_refused_engine_is_shown_with_the_reason() -> None:
-    """It is in the list and in /health, with what does not fit, and serves nobody."""
+    """It stands in the list and in /health with the reason, and serves no request."""
 
     async def body() -> None:
         first, second = Engine("a", block_size=16), Engine("b", block_size=32)

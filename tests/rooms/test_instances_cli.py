@@ -1,4 +1,4 @@
-"""How engines are named in a cluster file and by flags, and what is said of mistakes."""
+"""How a file and flags describe external engines, and which errors mistakes give."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(text: str, tmp_path: Path) -> list[InstanceSpec] | None:
 
 
 def test_a_file_names_engines(tmp_path: Path) -> None:
-    """Ranks have ports and ids of their own; YAML's off is events: off."""
+    """Each rank has its own port and id; YAML's off means events: off."""
     found = read(FILE, tmp_path)
     assert found is not None
     prefill, decode = found
@@ -130,12 +130,12 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, sa
 
 
 def flags(**given: Any) -> list[InstanceSpec]:
-    """named_by_flags with what is not given empty."""
+    """named_by_flags, with the flags that are not given empty."""
     return named_by_flags(Named(**given))
 
 
 def test_flags_name_addresses_only() -> None:
-    """P/D hands on by NIXL unless told otherwise; * stands for each engine's own host."""
+    """Prefill and decode use NIXL by default; * stands for each engine's own host."""
     found = flags(
         prefill_url=("http://a:1",),
         decode_url=("http://b:2", "http://c:3"),
@@ -177,7 +177,7 @@ def test_flags_name_addresses_only() -> None:
     ],
 )
 def test_a_wrong_flag_is_named(given: dict[str, Any], says: str) -> None:
-    """The flag at fault, and what to write instead."""
+    """The error names the flag and the remedy."""
     with pytest.raises(ConfigError) as caught:
         flags(**given)
     assert str(caught.value).startswith(says), caught.value
@@ -205,7 +205,7 @@ def test_the_model_that_is_asked_for_is_what_engines_must_serve(tmp_path: Path) 
 
 
 def test_what_only_workers_of_ours_have_is_refused_beside_engines(tmp_path: Path) -> None:
-    """A store for workers and foreign engines contradict each other; so does a name twice."""
+    """A store for workers excludes external engines; two engines cannot share a name."""
     with pytest.raises(ConfigError, match=r"^store: is for workers, but"):
         read("store: mooncake\n" + FILE, tmp_path)
     file = tmp_path / "cluster.yaml"
@@ -218,7 +218,7 @@ def test_what_only_workers_of_ours_have_is_refused_beside_engines(tmp_path: Path
 def test_register_names_by_address_and_says_what_it_replaces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two addresses are two engines; one of a name replaces the other; no address is twice."""
+    """Two addresses are two engines; the later of a name replaces the earlier."""
     shared = Shared()
 
     async def open_one(_: str) -> MemoryRegistry:

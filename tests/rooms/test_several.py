@@ -56,20 +56,20 @@ class Site:
     async def gateway(
         self, name: str, known: Callable[[], Awaitable[object]] | None = None
     ) -> Gate:
-        """One more, registered."""
+        """Start one more gateway and register it."""
         gate = Gate(self, known)
         await gate.start(name)
         self._stack.push_async_callback(gate.close)
         return gate
 
     async def close(self) -> None:
-        """End all."""
+        """End all gateways."""
         await self._stack.aclose()
         await self.http.close()
 
 
 class Gate:
-    """A gateway, as far as several of them need it."""
+    """The parts of a gateway that several gateways need."""
 
     def __init__(self, site: Site, known: Callable[[], Awaitable[object]] | None) -> None:
         self.loop = ConductorLoop(Conductor(), lambda lease: None)
@@ -86,11 +86,11 @@ class Gate:
         await self.several.start(GatewayEntry(name, 1, self.url))
 
     def knows(self, name: str) -> bool:
-        """Whether it has that instance."""
+        """Whether this gateway knows that instance."""
         return name in self.loop.core.view.instances
 
     def queue_us(self) -> int:
-        """Of p0."""
+        """The promises for p0."""
         return self.loop.core.view.instances[P0].queue_us(self.loop.now_us())
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ def run(test: Callable[[Site], Awaitable[None]]) -> None:
 
 
 async def until(true: Callable[[], object]) -> None:
-    """Poll until it holds."""
+    """Poll until the condition holds."""
     while not true():
         await asyncio.sleep(0.01)
 
@@ -123,7 +123,7 @@ async def until(true: Callable[[], object]) -> None:
 def test_what_one_promises_counts_for_the_other_until_it_ends_or_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The ledgers meet in the views within moments; a gateway that dies has promised nothing."""
+    """Promises reach the views of other gateways at once; those of a dead gateway end."""
     monkeypatch.setattr(peers, "_SILENT_S", 0.5)
 
     async def test(site: Site) -> None:
@@ -146,7 +146,7 @@ def test_what_one_promises_counts_for_the_other_until_it_ends_or_is_silent(
 
 
 def test_a_gateway_that_left_has_promised_nothing_and_an_older_start_is_not_heard() -> None:
-    """Its entry is gone: so are its promises; what a start before it says late has no effect."""
+    """Promises end with the gateway's entry; a late message of an older start has no effect."""
 
     async def test(site: Site) -> None:
         one = await site.gateway("g1")
@@ -180,7 +180,7 @@ def test_a_gateway_that_left_has_promised_nothing_and_an_older_start_is_not_hear
 
 
 def test_one_leads_and_when_it_leaves_the_other_does() -> None:
-    """The single duties are with one gateway at a time; hot prefixes are copied there alone."""
+    """One gateway at a time leads; only the leader copies hot prefixes."""
 
     async def test(site: Site) -> None:
         one, other = await site.gateway("g1"), await site.gateway("g2")
@@ -192,7 +192,7 @@ def test_one_leads_and_when_it_leaves_the_other_does() -> None:
 
 
 def test_a_newcomer_takes_over_what_nobody_else_would_tell_it() -> None:
-    """Blocks of a foreign pool: the same chains, in pieces, and told again they are one copy."""
+    """The blocks of Mooncake's pool are taken over whole, and reported twice they count once."""
 
     async def test(site: Site) -> None:
         one = await site.gateway("g1")
@@ -216,7 +216,7 @@ def test_a_newcomer_takes_over_what_nobody_else_would_tell_it() -> None:
 def test_a_registry_that_is_away_at_the_start_keeps_nobody_from_serving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It cannot say who has an index: there is none, and that is said."""
+    """If the registry does not answer, the gateway has no index and reports it."""
 
     async def away(self: MemoryRegistry, prefix: str) -> dict[str, bytes]:
         raise RegistryError("etcd is away")
@@ -236,7 +236,7 @@ def test_a_registry_that_is_away_at_the_start_keeps_nobody_from_serving(
 def test_a_bug_in_a_task_of_the_registry_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is in the log, and the task goes on: gateways that come later are found."""
+    """A failed task is logged and goes on: gateways that come later are found."""
     monkeypatch.setattr(tasks, "_AGAIN_S", 0.01)
 
     async def test(site: Site) -> None:
@@ -260,7 +260,7 @@ def test_a_bug_in_a_task_of_the_registry_does_not_end_it(
 
 @pytest.mark.parametrize("body", [b"", b"\x05\x00\x00\x00oops!", b"\xff\xff\xff\x7f", b"\x05\x00"])
 def test_a_peer_that_tells_nonsense_keeps_nobody_from_serving(body: bytes) -> None:
-    """It is named, the next one is asked, and without one the index is said to be incomplete."""
+    """A faulty peer is named and the next one asked; without one the index is incomplete."""
 
     async def test(site: Site) -> None:
         async def index(request: HttpRequest) -> Response:
@@ -284,7 +284,7 @@ def test_a_peer_that_tells_nonsense_keeps_nobody_from_serving(body: bytes) -> No
 def test_an_index_that_does_not_come_is_waited_for_only_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the deadline the gateway serves with what it has, and says so."""
+    """After the deadline the gateway serves with the index that it has, and reports it."""
     monkeypatch.setattr(peers, "_BOOT_S", 0.05)
 
     async def test(site: Site) -> None:
@@ -333,7 +333,7 @@ def test_entries_that_cannot_be_used_are_named_and_the_others_are_used(
 
 
 def test_that_the_registry_is_away_is_an_alarm_of_a_gateway_with_workers() -> None:
-    """As of one before engines: /health says it and stays 200, /metrics counts it."""
+    """An alarm of the registry is in /health, which stays 200, and counts in /metrics."""
 
     class Away(MemoryRegistry):
         def alarms(self) -> list[str]:
@@ -371,7 +371,7 @@ def test_that_the_registry_is_away_is_an_alarm_of_a_gateway_with_workers() -> No
 
 
 class Listener:
-    """A gateway that writes down who joined, beat and left."""
+    """A gateway that notes which workers join, beat and leave."""
 
     def __init__(self, answer: int = 200) -> None:
         self.said: list[tuple[str, Any]] = []
@@ -394,7 +394,7 @@ class Listener:
         return Response(self.answer, b"because")
 
     def heard(self, what: str) -> list[Any]:
-        """What was said of that."""
+        """The bodies of these calls."""
         return [body for it, body in self.said if it == what]
 
 
@@ -416,12 +416,12 @@ async def worker(
 
 
 def sample(number: int) -> PassSample:
-    """A pass that can be told from others."""
+    """A pass sample that differs from others."""
     return PassSample(number, 0, 0, 0, 0, 1)
 
 
 def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass() -> None:
-    """One that comes later too; one that goes is not called any more; goodbye is said to all."""
+    """A worker beats at every gateway that is there now, and leaves all of them at the end."""
 
     async def test(site: Site) -> None:
         count = 0
@@ -471,7 +471,7 @@ def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass() -> No
 
 
 def test_what_a_worker_saw_of_a_foreign_pool_all_gateways_are_told() -> None:
-    """One that cannot be told is an error, so that it is told again; without any it is one too."""
+    """A report that misses a gateway is an error, so that it is repeated; so is one to none."""
 
     async def test(site: Site) -> None:
         gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", MemoryRegistry(site.shared))
@@ -496,7 +496,7 @@ def test_what_a_worker_saw_of_a_foreign_pool_all_gateways_are_told() -> None:
 
 
 def test_a_worker_that_cannot_serve_any_more_says_so_whoever_listens() -> None:
-    """What `load` raises ends the membership at all gateways."""
+    """An error of `load` ends the membership at all gateways."""
 
     async def test(site: Site) -> None:
         class Broken(Exception):
@@ -519,7 +519,7 @@ def test_a_worker_that_cannot_serve_any_more_says_so_whoever_listens() -> None:
 
 
 def test_refusals_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that refused a worker may be another one later, at the same address."""
+    """A worker tries an address again where a gateway had refused it."""
     monkeypatch.setattr(worker_gateways, "_REFUSED_S", 0.05)
 
     async def test(site: Site) -> None:
@@ -543,7 +543,7 @@ def test_refusals_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Added, described anew, and let go as their entries are; what cannot be used is left out."""
+    """The fleet follows the entries: added, changed, removed; unusable entries are left out."""
 
     async def test() -> None:
         engine = Engine()
@@ -583,7 +583,7 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
 def test_a_wait_for_the_stores_master_is_told_before_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Who starts a gateway first reads what it waits for, then that it was in vain."""
+    """A gateway that waits for the master logs that, and then that it gave up."""
     caplog.set_level("INFO", "moonserve")
     with pytest.raises(ConfigError, match="start `moonserve store serve`"):
         asyncio.run(find_master(MemoryRegistry(), 0.05))

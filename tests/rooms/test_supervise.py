@@ -28,7 +28,7 @@ def child(name: str, code: str, **kwargs: object) -> Child:
 
 
 async def until(true: Callable[[], bool], deadline_s: float = 10) -> None:
-    """Poll until it holds; a deadline fails the test."""
+    """Poll until the condition holds; a deadline fails the test."""
     async with asyncio.timeout(deadline_s):
         while not true():
             await asyncio.sleep(0.01)
@@ -68,7 +68,7 @@ def test_stop_goes_rank_by_rank() -> None:
 
 
 def test_stubborn_child_is_killed_after_its_grace() -> None:
-    """What outlives its grace gets SIGKILL, and that is said."""
+    """A child that outlives its grace gets SIGKILL, and the supervisor reports it."""
     told: list[tuple[str, str]] = []
 
     async def scene() -> None:
@@ -83,7 +83,7 @@ def test_stubborn_child_is_killed_after_its_grace() -> None:
 
 
 def test_kill_cuts_a_stop_short() -> None:
-    """A kill ends a stop that is still being patient."""
+    """A kill ends a stop that still waits for a child."""
     told: list[tuple[str, str]] = []
 
     async def scene() -> None:
@@ -101,7 +101,7 @@ def test_kill_cuts_a_stop_short() -> None:
 
 
 def test_dead_child_is_started_again() -> None:
-    """A death nobody asked for is said loudly and followed by a restart."""
+    """The supervisor reports an unexpected death and starts the child again."""
     told: list[tuple[str, str]] = []
 
     async def scene() -> None:
@@ -122,7 +122,7 @@ def test_dead_child_is_started_again() -> None:
 def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A loop that stands still is a death; one that goes round lives; who never beat is let be."""
+    """A child whose loop stands still is killed; one that beats or never beat is not."""
     monkeypatch.setattr(supervise, "_BEAT_S", 0.05)
     program = (
         "import asyncio, time\nfrom moonserve.live.process import supervise\n"
@@ -157,7 +157,7 @@ def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
 
 
 def test_gives_up_and_stops_the_others() -> None:
-    """A child that keeps dying ends everything with an error that names it and its exit code."""
+    """A child that dies too often ends all children with an error that names it and its code."""
     told: list[tuple[str, str]] = []
     pids: list[int] = []
 
@@ -179,7 +179,7 @@ def test_gives_up_and_stops_the_others() -> None:
 
 
 def test_no_restart_where_none_can_help() -> None:
-    """A child that says by its exit code that a setting is wrong is not started again."""
+    """A child whose exit code means a wrong setting is not started again."""
     told: list[str] = []
 
     async def scene() -> None:
@@ -226,7 +226,7 @@ def test_very_long_lines_are_passed_on_in_pieces() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at /proc")
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
-    """SIGKILL of the supervisor, which it cannot answer, still ends its children."""
+    """SIGKILL of the supervisor also ends its children."""
     pid_file = tmp_path / "pid"
     grandchild = (
         "import os, time\nfrom moonserve.live.process.supervise import die_with_parent\n"
