@@ -81,7 +81,7 @@ class Run:
             if not node.alive:
                 continue
             # This call renews the claims' times, which loses nothing.
-            claims, _ = node.diary.claims(self.world.now, TERMS.put_ttl_us)
+            claims, _ = node.recent.claims(self.world.now, TERMS.put_ttl_us)
             if any(it.held.version == version and not it.writing for it in claims):
                 return True
             for segment in node.segments:

@@ -276,9 +276,9 @@ def test_nothing_is_kept_of_segments_that_are_not_mounted() -> None:
                 answer = pool.answer("beat", msgspec.msgpack.encode(call))
                 assert not isinstance(answer, bytes)
                 await answer
-        assert list(pool._called) == ["w"]
+        assert list(pool._new_copies) == ["w"]
         pool.service.master.unmount(SegmentId("w"), 1)
         pool.tick()
-        assert pool._called == {}
+        assert pool._new_copies == {}
 
     asyncio.run(body())

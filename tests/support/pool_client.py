@@ -92,7 +92,7 @@ class Client:
         options = PutOptions(replicas=replicas, tenant=tenant, blocks=blocks)
         items = [(key, self._size(key)) for key in keys]
         lease = self._lease() if rng.random() < 0.5 else None
-        sent_us, diary = self.world.now, self.node.diary
+        sent_us, recent = self.world.now, self.node.recent
         owner = self.node.main.name if rng.random() < 0.9 else None
 
         def then(outcomes: Any) -> None:
@@ -103,7 +103,7 @@ class Client:
             before = parent
             for (key, size), outcome in zip(items, outcomes, strict=True):
                 if isinstance(outcome, Ticket):
-                    diary.writing(sent_us, outcome, key, size, before, options)
+                    recent.writing(sent_us, outcome, key, size, before, options)
                     content = KEYS.index(key) + 1 if blocks else outcome.id * 64 + 1
                     self.oracle.on[outcome.id] = outcome.segment
                     self.oracle.content[outcome.id] = (key, content, size, replicas)
@@ -111,7 +111,7 @@ class Client:
                 else:
                     assert isinstance(outcome, (Exists, Full, OverQuota, TooLarge))
                 before = key if blocks else None
-            self._write(writes, 0, sent_us, lambda: self._end(diary, writes, lease))
+            self._write(writes, 0, sent_us, lambda: self._end(recent, writes, lease))
 
         args = (owner, items, lease, parent, options)
         self.world.call(self.node, "put_start", args, then)
@@ -137,7 +137,7 @@ class Client:
         there = target.node.alive and target.node.epoch == ticket.epoch
         if late or not there or not world.reaches(node.name, target.node.name):
             for failed, *_ in writes:
-                node.diary.drop(failed.id)
+                node.recent.drop(failed.id)
             world.call(node, "put_abort", ([failed.id for failed, *_ in writes],), _ignore)
             del writes[:]
             then()
@@ -148,38 +148,38 @@ class Client:
         if end < lines(size):
             node.at(world.piece_us(), lambda: self._write(writes, end, sent_us, then))
         else:
-            node.diary.ended(world.now, ticket.id, checksum(bytes_))
+            node.recent.ended(world.now, ticket.id, checksum(bytes_))
             node.at(world.piece_us(), lambda: self._write(rest, 0, sent_us, then))
 
     def _end(
-        self, diary: RecentWrites, writes: Sequence[tuple[Ticket, int, int]], lease: LeaseId | None
+        self, recent: RecentWrites, writes: Sequence[tuple[Ticket, int, int]], lease: LeaseId | None
     ) -> None:
         ends = [(ticket.id, checksum(tags(content, size))) for ticket, content, size in writes]
         if ends:
-            self._try_end(diary, ends, lease, tries=0)
+            self._try_end(recent, ends, lease, tries=0)
         else:
             self._release(lease)
 
     def _try_end(
-        self, diary: RecentWrites, ends: list[tuple[int, int]], lease: LeaseId | None, tries: int
+        self, recent: RecentWrites, ends: list[tuple[int, int]], lease: LeaseId | None, tries: int
     ) -> None:
         def then(versions: Any) -> None:
             if versions is LOST or versions is AGAIN:
                 if tries < 4:
                     delay_us = self.world.rng.randint(1_000, 60_000)
-                    self.node.at(delay_us, lambda: self._try_end(diary, ends, lease, tries + 1))
+                    self.node.at(delay_us, lambda: self._try_end(recent, ends, lease, tries + 1))
                 else:
                     self._release(lease)
                 return
             for (ticket, _), version in zip(ends, versions, strict=True):
-                held = diary.held(ticket)
+                held = recent.held(ticket)
                 if version == ticket:
                     if held is not None and self.oracle.on[ticket] == self.node.main.name:
                         self.node.main.catalogue.add(held)
-                    diary.acknowledged(self.world.now, ticket)
+                    recent.acknowledged(self.world.now, ticket)
                     self.oracle.acked[ticket] = (self.node, self.node.epoch)
                 elif version is not None or tries == 0:
-                    diary.drop(ticket)
+                    recent.drop(ticket)
             self._release(lease)
 
         self.world.call(self.node, "put_end", (ends, lease), then)
@@ -248,7 +248,7 @@ class Client:
         rng = self.world.rng
         keys = rng.sample([*KEYS, *NAMES], 2)
         self.oracle.removed.update(keys)
-        diary = self.node.diary
+        recent = self.node.recent
 
         def then(removals: Any) -> None:
             if not isinstance(removals, list):
@@ -256,7 +256,7 @@ class Client:
             for key, removal in zip(keys, removals, strict=True):
                 assert isinstance(removal, Removal)
                 if removal.version is not None:
-                    diary.removed(self.world.now, key, removal.version)
+                    recent.removed(self.world.now, key, removal.version)
 
         self.world.call(self.node, "remove", (keys, rng.random() < 0.2), then)
 

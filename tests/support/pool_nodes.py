@@ -109,7 +109,7 @@ class Segment:
 
 
 class Node:
-    """A process with its segments and its client's diary."""
+    """A process with its segments and the recent writes of its client."""
 
     def __init__(self, world: World, name: str, capacity: int, disk: int) -> None:
         self.world = world
@@ -129,7 +129,7 @@ class Node:
         """Come up, with nothing but what is on disk."""
         self.alive = True
         self.epoch += 1
-        self.diary = RecentWrites()
+        self.recent = RecentWrites()
         for segment in self.segments:
             segment.start()
             self.world.owner.mount(segment, self.epoch, 0)
@@ -151,7 +151,7 @@ class Owner:
         self.world = world
 
     def mount(self, segment: Segment, epoch: int, page: int) -> None:
-        """Mount page by page, then tell the diary, then beat."""
+        """Mount page by page, then claim the recent writes, then beat."""
         node = segment.node
         if not node.alive or node.epoch != epoch:
             return
@@ -175,14 +175,14 @@ class Owner:
         self.world.call(node, "mount", (segment.mount, pages[page], page, last), then)
 
     def claim(self, segment: Segment) -> None:
-        """Tell the diary until there is an answer."""
+        """Claim the recent writes until there is an answer."""
         node = segment.node
 
         def then(answer: Any) -> None:
             if answer is LOST:
                 node.at(BEAT_US, lambda: self.claim(segment))
 
-        self.world.call(node, "claim", node.diary.claims(self.world.now, TERMS.put_ttl_us), then)
+        self.world.call(node, "claim", node.recent.claims(self.world.now, TERMS.put_ttl_us), then)
 
     def beat(self, segment: Segment) -> None:
         """Beat once, and again later."""
@@ -195,7 +195,7 @@ class Owner:
                 return
             wait_us = BEAT_US
             if isinstance(orders, Orders):
-                node.diary.forget(world.now - TERMS.segment_ttl_us - TERMS.put_ttl_us)
+                node.recent.forget(world.now - TERMS.segment_ttl_us - TERMS.put_ttl_us)
                 segment.catalogue.apply(orders)
                 segment.tasks.take(sent_us, orders.copies)
                 self.work(segment)

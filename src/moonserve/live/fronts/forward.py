@@ -80,21 +80,21 @@ class Forward:
                 )
                 async with contextlib.AsyncExitStack() as stack:
                     await stack.enter_async_context(stream)
-                    told, kind = _forwarded(stream.headers)
+                    kept, kind = _forwarded(stream.headers)
                     if int(stream.headers.get("content-length", _WHOLE_BYTES)) < _WHOLE_BYTES:
-                        return Response(stream.status, await stream.read(), told, kind)
+                        return Response(stream.status, await stream.read(), kept, kind)
                     chunks = _Chunks(stream, stack.pop_all())
-                    return StreamingResponse(chunks, stream.status, told, kind)
+                    return StreamingResponse(chunks, stream.status, kept, kind)
         except UpstreamError as error:
             raise NobodyAlive(f"the Conductor's process does not answer: {error}") from None
-        told, kind = _forwarded(reply.headers)
-        return Response(reply.status, reply.body, told, kind)
+        kept, kind = _forwarded(reply.headers)
+        return Response(reply.status, reply.body, kept, kind)
 
 
 def _forwarded(headers: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """The headers that are forwarded, and the content type."""
-    told = {k: v for k, v in headers.items() if k not in _ITS}
-    return told, headers.get("content-type", "application/octet-stream")
+    kept = {k: v for k, v in headers.items() if k not in _ITS}
+    return kept, headers.get("content-type", "application/octet-stream")
 
 
 class _Chunks:

@@ -29,8 +29,8 @@ def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
         if not key:
             raise BadRequest("key must be 1 to 256 bytes in hex", "key")
         found = master.locate(key)
-        told = {"replicas": []} if found is None else _json(found)
-        return {"key": key.hex(), "exists": found is not None} | told
+        shown = {"replicas": []} if found is None else _json(found)
+        return {"key": key.hex(), "exists": found is not None} | shown
     limit = _limit(query)
     if "prefix" in query:
         after = _key(query["after"], "after") if query.get("after") else None

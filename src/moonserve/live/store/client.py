@@ -233,7 +233,7 @@ class StoreClient:
         removals = await self.link.call(operations.REMOVE, wire.RemoveCall(keys, force))
         for key, removal in zip(keys, removals, strict=True):
             if removal.version is not None:
-                self.link.diary.removed(now_us(), key, removal.version)
+                self.link.recent.removed(now_us(), key, removal.version)
         self.link.tidy()
         return removals
 
@@ -321,7 +321,7 @@ class StoreClient:
         writes = []
         for (key, memory), outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Ticket):
-                self.link.diary.writing(asked_us, outcome, key, len(memory), parent, options)
+                self.link.recent.writing(asked_us, outcome, key, len(memory), parent, options)
                 writes.append(Write(outcome, memory))
             parent = key if options.blocks else None
         if not writes:
@@ -341,7 +341,7 @@ class StoreClient:
 
     async def _write_and_end(self, writes: Sequence[Write], lease: LeaseId | None) -> set[int]:
         """Return the ids of the tickets whose objects exist then."""
-        diary = self.link.diary
+        recent = self.link.recent
         sums = await self._copier.write(writes, self.settings.transfer_s)
         written: list[Write] = []
         ends: list[tuple[int, int]] = []
@@ -349,10 +349,10 @@ class StoreClient:
         for write, checksum in zip(writes, sums, strict=True):
             id = write.ticket.id
             if checksum is None:
-                diary.drop(id)
+                recent.drop(id)
                 failed.append(id)
             else:
-                diary.ended(now_us(), id, checksum)
+                recent.ended(now_us(), id, checksum)
                 written.append(write)
                 ends.append((id, checksum))
         if failed:
@@ -363,10 +363,10 @@ class StoreClient:
         for write, (id, _), version in zip(written, ends, versions, strict=True):
             at = write.ticket.segment, write.ticket.epoch  # another start may have the name by now
             if version != id:
-                diary.drop(id)
+                recent.drop(id)
                 continue
-            diary.acknowledged(now_us(), id)
-            if (mine := self._mine.get(at)) and (held := diary.held(id)):
+            recent.acknowledged(now_us(), id)
+            if (mine := self._mine.get(at)) and (held := recent.held(id)):
                 mine.wrote(held)
         return {id for (id, _), it in zip(ends, versions, strict=True) if it is not None}
 

@@ -114,11 +114,11 @@ class DiskJournal:
         """The objects in the journal. After the first write, only the thread uses it."""
         for change in _records(path):
             self._apply(change)
-        told = len(self.held)
+        recorded = len(self.held)
         self.held = {key: it for key, it in self.held.items() if self._is_whole(it)}
-        if told:
-            level = logging.INFO if told == len(self.held) else logging.WARNING
-            log.log(level, "%s: %d of %d objects are whole", path.parent, len(self.held), told)
+        if recorded:
+            level = logging.INFO if recorded == len(self.held) else logging.WARNING
+            log.log(level, "%s: %d of %d objects are whole", path.parent, len(self.held), recorded)
         self._file: BinaryIO | None = None
         self._written = self._limit = 0
         self._retry_s = 0.0

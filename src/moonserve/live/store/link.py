@@ -47,7 +47,7 @@ class Link:
     def __init__(self, rpc: Rpc, call_s: float) -> None:
         self.rpc = rpc
         self.call_s = call_s
-        self.diary = RecentWrites()
+        self.recent = RecentWrites()
         self.addresses: dict[SegmentId, Address] = {}
         self._claimed_s = float("-inf")
         self._tidied_us = 0
@@ -85,7 +85,7 @@ class Link:
     async def claim(self) -> None:
         """Report to the master what it may not know: puts and removals of the last half minute."""
         self._claimed_s = _now_s()
-        claims, removed = self.diary.claims(now_us(), _PUT_TTL_US)
+        claims, removed = self.recent.claims(now_us(), _PUT_TTL_US)
         for start in range(0, max(len(claims), len(removed)), wire.MAX_BATCH):
             part = slice(start, start + wire.MAX_BATCH)
             await self.attempt(operations.CLAIM, wire.ClaimCall(claims[part], removed[part]))
@@ -94,7 +94,7 @@ class Link:
         """Forget old writes, at most once a second; to be called after each addition."""
         if now_us() >= self._tidied_us + _TIDY_EVERY_US:
             self._tidied_us = now_us()
-            self.diary.forget(self._tidied_us - _KEPT_US)
+            self.recent.forget(self._tidied_us - _KEPT_US)
 
     async def _claim_at_times(self, deadline_s: float) -> None:
         if _now_s() < self._claimed_s + _CLAIM_EVERY_S:

@@ -47,16 +47,18 @@ class LocalPool(Pool):
         self,
         service: MasterService,
         token: str,
-        tell: Callable[[Sequence[BlockEvent]], None],
+        on_events: Callable[[Sequence[BlockEvent]], None],
         events: EventLog | None = None,
     ) -> None:
-        """tell: called with the master's events, in order, right after what caused them. events:
-        keeps them for other processes; None: no other process may ask for them."""
+        """
+        on_events: called with the master's events, in order, right after what caused them. events:
+        keeps them for other processes; None: no other process may ask for them.
+        """
         self.service = service
         self._token = token
-        self._tell = tell
+        self._on_events = on_events
         self._events = events
-        self._called: dict[SegmentId, asyncio.Event] = {}
+        self._new_copies: dict[SegmentId, asyncio.Event] = {}
         """By mounted segment that has beaten: set when there are new copies to make to it."""
 
     def routes(self) -> dict[tuple[str, str], Handler]:
@@ -82,7 +84,7 @@ class LocalPool(Pool):
         self.service.reap()
         self._pass_events()
         mounted = self.service.master.addresses()
-        self._called = {name: it for name, it in self._called.items() if name in mounted}
+        self._new_copies = {name: it for name, it in self._new_copies.items() if name in mounted}
 
     async def close(self) -> None:
         """Nothing to do: owners know what is stored."""
@@ -119,21 +121,21 @@ class LocalPool(Pool):
         # first, since the answer may be lost with its connection
         if not self.service.keep_alive(call):
             return  # the owner has to mount again, at once
-        called = self._called.setdefault(call.segment, asyncio.Event())
+        wanted = self._new_copies.setdefault(call.segment, asyncio.Event())
         try:
             async with asyncio.timeout(call.wait_s):
-                await called.wait()
+                await wanted.wait()
         except TimeoutError:
             pass
-        called.clear()
+        wanted.clear()
 
     def _pass_events(self) -> None:
         for segment in self.service.master.drain_new_targets():
-            if segment in self._called:
-                self._called[segment].set()
+            if segment in self._new_copies:
+                self._new_copies[segment].set()
         events = self.service.master.drain_events()
         if events:
-            self._tell(events)
+            self._on_events(events)
 
 
 class EventLog:
@@ -173,8 +175,8 @@ class EventLog:
             except TimeoutError:
                 return wire.EventsReply(self._start, self._at, False, [])
             return await self.answer(call)
-        told = [self._events[i] for i in range(len(self._events) - behind, len(self._events))]
-        return wire.EventsReply(self._start, self._at, False, told)
+        missed = [self._events[i] for i in range(len(self._events) - behind, len(self._events))]
+        return wire.EventsReply(self._start, self._at, False, missed)
 
     async def handle(self, body: bytes) -> bytes:
         """Run the operation `events`. Raises BadRequest: a malformed body; Recovering."""

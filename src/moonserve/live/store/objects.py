@@ -87,13 +87,13 @@ class Objects:
         left, why = list(dict.fromkeys(keys)), ""
         while left:
             try:
-                told = await self._client.get(left, lease)
+                replies = await self._client.get(left, lease)
             except (ConfigError, BadRequest):
                 raise
             except FAILURES as error:
                 why = text(error)
             else:
-                there = [it for it in told if it is not None]
+                there = [it for it in replies if it is not None]
                 buffers = [bytearray(it.size) for it in there]
                 into = [memoryview(it) for it in buffers]
                 lost = await self._client.fetch(there, into, max(_AGAIN_S, end_s - loop.time()))

@@ -124,13 +124,13 @@ class RemotePool(Pool):
         http: HttpClient,
         url: str,
         token: str,
-        tell: Callable[[Sequence[BlockEvent]], None],
+        on_events: Callable[[Sequence[BlockEvent]], None],
     ) -> None:
-        """tell: called with the master's events, in order."""
+        """on_events: called with the master's events, in order."""
         self._http = http
         self._rpc = HttpRpc(http, url, token)
         self._link = Link(self._rpc, _CALL_S)
-        self._tell = tell
+        self._on_events = on_events
         self._epochs: dict[tuple[SegmentId, str], BlocksCleared] = {}
         """By segment and tier: the event that removes all that was reported of it."""
         self._leases: deque[LeaseId] = deque(maxlen=_MAX_LEASES)
@@ -222,7 +222,7 @@ class RemotePool(Pool):
             cleared = BlocksCleared(event.segment, event.tier, event.epoch)
             self._epochs[event.segment, event.tier] = cleared
         if events:
-            self._tell(events)
+            self._on_events(events)
 
 
 async def mounted(
