@@ -11,7 +11,7 @@ from moonserve.core.units import Micros, RequestId, Tokens
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is chosen. temperature 0 means greedy (argmax, lowest id on a tie).
+    """How the next token is chosen. Temperature 0 means greedy (argmax, lowest id on a tie).
 
     The random number for the token at sequence position `i` is a function of (seed, i) alone, so
     that prefill, decode and a resumed decode draw what one process would have drawn.
@@ -22,7 +22,7 @@ class Sampling(msgspec.Struct, frozen=True):
     top_k: int = 0
     """0 or below: no limit."""
     seed: int = 0
-    """The gateway draws one where the client gave none."""
+    """If the client gives none, the gateway draws one."""
 
 
 class Stopping(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Slo(msgspec.Struct, frozen=True):
     """Time between tokens."""
 
     def over(self, other: Slo) -> Slo:
-        """These objectives, and the other's where these have none."""
+        """These objectives, and for each missing one the other's."""
         if self.ttft_us is None and self.tbt_us is None:
             return other
         return Slo(

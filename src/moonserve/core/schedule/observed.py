@@ -1,18 +1,18 @@
-"""What passes of a foreign engine last, from nothing but its calls: what went in, when what came.
+"""How long the passes of an external engine last, learned from nothing but its calls.
 
-Such an engine reports no passes. Watch keeps the calls that are out to one instance and makes
-PassSamples of them, for the fit in core.schedule.cost, so that its waiting is not learned as its
-computing:
+An external engine reports no passes. Watch keeps the calls that are out to one instance and makes
+PassSamples of them for the fit in core.schedule.cost. The time that requests wait is not learned as
+computing time:
 
-- Prefill: from the moment the engine had none of ours to do until it has none again, or has done
-  six, it prefilled all the time; so long the prompts of that span took together. One span is one
-  sample, of all its passes. A request that waits behind others only stretches a span that counts
-  them too. A reply that does not stream ends with its decoding, so that nobody knows when it
-  prefilled; unless it is of one token, it must have the span to itself.
-- Decode: as long as nobody comes or goes and nobody prefills, all who decode get a token a pass.
+- Prefill: a span begins when the engine gets the first of our prompts, and ends when it has none
+  left or has done six. It prefilled all that time, so the prompts of a span took that long
+  together. One span is one sample, of all its passes. A request that waits behind others only
+  stretches a span that counts them too. A reply that does not stream ends with its decoding, so
+  the end of its prefill is unknown; unless it has one token only, it must have the span to itself.
+- Decode: as long as no call begins or ends and none prefills, every decode gets one token a pass.
 
-A span in which a call failed, or others than us had requests waiting there, is not learned from.
-Fed by live/fleet on the gateway's clock; no call is kept beyond its end.
+A span in which a call failed, or in which requests of others waited, is not learned from. The
+external fleet's monitor feeds it, on the gateway's clock; no call is kept beyond its end.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Part: TypeAlias = Literal["prefill", "decode", "whole"]
 """Of a request: its prefill alone (one token), the decode after a remote prefill, or both."""
 
 _SPAN_CALLS = 6
-"""Prompts after which a span ends though more wait: under load it would never."""
+"""Prompts after which a span ends though more wait: under load it would never end."""
 _LOOKED = 4
-"""So many calls' tokens are counted for a spell, however many decode: a call must cost little."""
+"""The most calls whose tokens are counted for a spell of decoding: a call must cost little."""
 _LEAST_STEPS = 8
-"""Tokens per request that a span of decoding must have: its ends are not on passes' ends."""
+"""The least tokens per request in a spell of decoding: its ends are not the ends of passes."""
 _APART_US: Micros = 5_000
 _MOST_KEPT = 256
 
 
 _Moment: TypeAlias = tuple[Micros, int, int]
-"""A time, and by then: sum over time of those who decode, and of their contexts."""
+"""A time, and the sums over time up to then: of the number of decodes, and of their contexts."""
 
 
 class Call:
-    """One call that is out. `count`: tokens that came, raised by who receives them."""
+    """One call that is out. `count`: tokens that came; the receiver raises it."""
 
     __slots__ = (
         "_context",
@@ -58,8 +58,8 @@ class Call:
     )
 
     def __init__(self, part: Part, prompt: Tokens, predicted: Tokens, streams: bool = True) -> None:
-        """prompt: its length; predicted: the part of it that is taken to be cached there; streams:
-        whether its tokens come one by one."""
+        """prompt: its length; predicted: the part of it that is expected to be cached there;
+        streams: whether its tokens come one by one."""
         self.part = part
         self.prompt = prompt
         self.predicted = predicted
@@ -67,12 +67,12 @@ class Call:
         self.count: Tokens = 0
         self.cached: Tokens | None = None
         self.heard = False
-        """Whether its answer, or its end, was told: an answer told then says nothing."""
+        """Whether its answer or its end was reported: a later answer is ignored."""
         self._span: _Span | None = None
         self._from: Tokens = 0
-        """`count` when the spell of decoding began, of those by whom it is counted."""
+        """`count` when the spell of decoding began, for the calls whose tokens are counted."""
         self._context: Tokens = 0
-        """What counts as its context so far."""
+        """Its context, as counted so far."""
 
 
 class _Span:
@@ -85,16 +85,16 @@ class _Span:
         """It ends with the last answer."""
         self.calls: list[Call] = []
         self.unknown = 0
-        """Calls of which nobody has said yet how much was cached."""
+        """Calls whose cached tokens are not reported yet."""
         self.passes = 0
-        """Those that ended a prompt, or several: these are answered at nearly the same time."""
+        """Passes that ended one prompt or several; several are answered at nearly the same time."""
         self.after = 0
         """Passes of decoding in it: a reply that does not stream comes with its last token."""
         self.open = True
         self.spoiled = False
 
     def apart_us(self) -> Micros:
-        """Answers to prompts of one pass come nearer to each other than this."""
+        """Answers to prompts of one pass come within this time."""
         mean_us = (self.end[0] - self.start[0]) // max(1, self.passes)
         return max(_APART_US, mean_us // 16)
 
@@ -107,23 +107,23 @@ class Watch:
         self._prefilling: dict[Call, None] = {}
         self._decoding: dict[Call, None] = {}
         self._context: Tokens = 0
-        """Of those, summed, as of when they were last looked at."""
+        """The sum of their contexts, as of the last look."""
         self._looked: tuple[Call, ...] = ()
         self._hidden: dict[Call, None] = {}
-        """Calls that may decode by now, and do not show it: they do not stream."""
+        """Calls that may decode by now without showing it: they do not stream."""
         self._blind = 0
-        """Calls that may prefill or decode by now, and do not show which: they do not stream."""
+        """Calls that may prefill or decode by now without showing which: they do not stream."""
         self._span: _Span | None = None
         self._steady_us: Micros = 0
         self._steady = False
-        """Whether those who decode are the same since then, all seen, and nobody prefilled."""
+        """Whether since then the decodes are the same, all of them visible, with no prefill."""
         self._crowd = (0, 0)
-        """Requests of others that decode there, and the sum of their contexts."""
+        """External decodes there, and the sum of their contexts."""
         self._queue = 0
-        """Requests of others that wait there."""
+        """External requests that wait there."""
         self._moment: _Moment = (0, 0, 0)
         self.said = self.unsaid = 0
-        """Calls of which the engine said how much was cached, and of which it did not."""
+        """Calls for which the engine reported the cached tokens, and for which it did not."""
         self._passes: list[PassSample] = []
         self._hits: list[HitSample] = []
 
@@ -142,8 +142,8 @@ class Watch:
             self._steady = False
 
     def answered(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
-        """Its first token came, or all `count` of them at once. cached: as the engine says; None:
-        it has not said yet."""
+        """Its first token came, or all `count` of them at once. cached: as the engine reports it;
+        None: not reported yet."""
         if call.heard:
             return
         call.heard = True
@@ -158,22 +158,22 @@ class Watch:
         self._changed(call)
 
     def ended(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
-        """It is over, however; again: of no effect."""
+        """The call is over, for any reason; a second report has no effect."""
         call.heard = True
         self._settle(now_us)
-        if call in self._prefilling:  # without an answer: what it took of the span nobody knows
+        if call in self._prefilling:  # without an answer its part of the span is unknown
             del self._prefilling[call]
             self._blind -= _is_blind(call)
             self._span = None
         self._leave(call)
         self._changed(call)
         self._known(call, cached)
-        if call._span is not None:  # it is not going to be said: taken to be as predicted
+        if call._span is not None:  # it will not be reported: the prediction stands
             self.unsaid += 1
             self._counted(call, call.predicted)
 
     def others(self, now_us: Micros, waiting: int, running: int, context: Tokens) -> None:
-        """Requests that others than us have there: so many wait, so many run, with such context."""
+        """External requests there: how many wait, how many run, and the context of these."""
         self._settle(now_us)
         self._crowd = (running, context)
         self._queue = waiting
@@ -182,7 +182,7 @@ class Watch:
             self._span.spoiled = True
 
     def take(self, now_us: Micros) -> tuple[tuple[PassSample, ...], tuple[HitSample, ...]]:
-        """What was measured since it was last asked; at most 256 of each, the latest."""
+        """Return and forget what was measured since the last call; the latest 256 of each."""
         self._settle(now_us)
         for call in self._decoding:
             self._context += call.prompt + call.count - call._context
@@ -197,7 +197,7 @@ class Watch:
     # Prefill.
 
     def _prefilled(self, now_us: Micros, call: Call) -> None:
-        """Its part of the span is done; the span, where nobody else waits or it is long enough."""
+        """Its part of the span is done. The span ends if no other call waits, or if it is long."""
         del self._prefilling[call]
         span = self._span
         if span is not None:
@@ -242,7 +242,7 @@ class Watch:
         self._hits.append(HitSample(call.predicted, min(cached, call.prompt)))
 
     def _counted(self, call: Call, cached: Tokens) -> None:
-        """So much of its prompt was cached, said or not; the last of a span completes it."""
+        """This part of its prompt was cached; the last call of a span completes the span."""
         call.cached = cached
         span = call._span
         call._span = None
@@ -265,7 +265,7 @@ class Watch:
         took_us, area, context_area = (b - a for a, b in zip(span.start, span.end, strict=True))
         after = span.after
         if after and len(span.calls) > 1:
-            return  # whose decodes shared how many passes nobody knows
+            return  # how their decodes shared passes is unknown
         seqs = area / max(1, took_us)
         context = context_area / max(1, took_us)
         beside = round(seqs * (prefills + after))
@@ -286,7 +286,7 @@ class Watch:
     # Decode.
 
     def _changed(self, call: Call) -> None:
-        """A call goes on, or is over: a new spell of decoding may begin."""
+        """A call goes on or is over: a new spell of decoding may begin."""
         self._hidden.pop(call, None)
         self._steady = not (self._prefilling or self._hidden)
         self._look()
@@ -303,7 +303,7 @@ class Watch:
             self._context -= call._context
 
     def _settle(self, now_us: Micros) -> None:
-        """The spell of steady decoding up to now, if there was one, is over; another begins."""
+        """End the spell of steady decoding up to now, if there was one; another begins."""
         others, context = self._crowd
         seqs = len(self._decoding) + others
         context = self._context + context

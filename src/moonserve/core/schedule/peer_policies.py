@@ -1,10 +1,9 @@
 """Placement rules that other routers publish, as scores: baselines to compare with.
 
-Each is a function like those of core.schedule.policies, which is its only caller; it says where
-its rule was read and what is approximated here. For all of them: they see prefixes and load
-exactly and at once, where in life their views lag, and that favours them; none fetches a prefix
-from elsewhere; they compare only the instances that have room. Whoever quotes a figure of theirs
-quotes this.
+Each is a function like those of core.schedule.policies, which alone uses them. Its docstring names
+where the rule was read and what is approximated here. For all of them: they see prefixes and load
+exactly and at once, while real routers' views lag, and that favours them; none fetches a prefix
+from elsewhere; they compare only the instances that have room. Quote this beside their figures.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def llmd_scorers(options: Options, state: PolicyState) -> Sequence[float]:
     llm-d's sample for prefill and decode apart (deploy/config/pd-epp-config.yaml @0bb9fa8), with
     the scorers of the Gateway API Inference Extension (multi/prefix/plugin.go @00913f9: at most
     256 blocks of 64 characters; scorer/queue.go and picker/max_score_picker.go @02308be: any of
-    equals). Queues count who waits: one request that runs looks like none.
+    equals). Queues count waiting requests only: one that runs does not count.
 
     Approximated: what an instance holds stands for the plugin's own record of what it sent there;
     256 blocks are 4,096 tokens; one prompt runs at a time, the others wait.
@@ -134,7 +133,7 @@ def preble_e2(options: Options, state: PolicyState) -> Sequence[float]:
 
 
 def _requests(view: InstanceView) -> int:
-    """Requests that an instance has; what it will decode includes what it prefills for itself."""
+    """Requests of an instance; its decodes include those that it prefills itself."""
     return max(view.prefills, view.decodes)
 
 

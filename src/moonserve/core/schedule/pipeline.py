@@ -1,11 +1,11 @@
 """Chunked pipeline parallelism: how a given group of instances shares the prefill of one prompt.
 
-In two forms. `chain`, the seeds' form, live and simulated: instance k computes the k-th part
-of the prompt, layer by layer, from the KV of the parts before it, which is handed on layer by
-layer; so all work at once, each a layer behind the one before. `layers`, the papers' form (arXiv
-2407.00079, section 5.1), simulated only: instance k has the k-th share of the layers, and chunks
-of the prompt stream through. Both are one recurrence of times: see `finish`. Called by
-core.schedule.groups, which chooses the group; functions from views to a plan, they change nothing.
+There are two forms. `chain`, live and simulated: instance k computes the k-th part of the prompt,
+layer by layer, from the KV of the parts before it, which is handed on layer by layer. So all work
+at once, each a layer behind the one before. `layers`, the papers' form (arXiv 2407.00079, section
+5.1), simulated only: instance k has the k-th share of the layers, and chunks of the prompt stream
+through. Both are one recurrence of times: see `finish`. core.schedule.groups chooses the group and
+calls these functions. They make a plan from views and change nothing.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from moonserve.core.units import Micros, Tokens
 Form: TypeAlias = Literal["chain", "layers"]
 
 HIDDEN = 0.05
-"""A token's hidden state over its KV, in bytes: 16,384 over 327,680 of LLaMA3-70B."""
+"""Bytes of a token's hidden state over bytes of its KV: 16,384 over 327,680 for LLaMA3-70B."""
 MOST_CHUNKS = 64
 _ROUNDS, _NEAR = 2, 1e-3
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A plan: who computes what, and the time to the first token from the moment of the plan."""
+    """A plan: the part of each instance, and the time to the first token from the plan on."""
 
     stages: tuple[Stage, ...]
     ttft_us: Micros
     spent_us: Micros
-    """What its instances spend together."""
+    """The time that its instances spend together."""
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A prompt to be split, of which [0, start) is there, and how."""
+    """A prompt to be split, of which [0, start) is cached, and how."""
 
     start: Tokens
     length: Tokens
     block_size: Tokens
     load_us: Micros
-    """Until the first instance has what it reuses."""
+    """The time until the first instance has what it reuses."""
     most: int
-    """Instances of a group."""
+    """The most instances of a group."""
     form: Form
     cross_rack: float
     """How many times longer a transfer between racks takes."""
@@ -62,17 +62,17 @@ class Step(NamedTuple):
     work_us: float
     """Time of its pass, if it never has to wait."""
     link_us: float = 0.0
-    """For one piece to come from the stage before."""
+    """The time for one piece to come from the stage before."""
     base_us: float = 0.0
-    """What a transfer takes beside its bytes."""
+    """The time of a transfer beside its bytes."""
 
 
 def finish(steps: Sequence[Step], pieces: int) -> list[tuple[float, float]]:
     """When each stage has its first piece done, and its last.
 
     Piece i of stage k begins when piece i - 1 there and piece i of the stage before, moved here,
-    are done; links move one piece after the other. As all pieces of a stage take as long, the two
-    ends say it all: in between, times are convex in i, and nothing there decides anything.
+    are done; links move one piece after the other. All pieces of a stage take equally long, so the
+    first and the last are enough: in between, times are convex in i and decide nothing.
     """
     ends: list[tuple[float, float]] = []
     for step in steps:
@@ -98,9 +98,9 @@ def pass_us(cost: Cost, start: Tokens, end: Tokens) -> Micros:
 
 
 def shared_us(cost: Cost, start: Tokens, length: Tokens, chunks: int, stages: int) -> Micros:
-    """The form `layers`: what one of the stages takes, for its share of the layers of all chunks.
+    """The form `layers`: the time of one stage, for its share of the layers of all chunks.
 
-    Chunks are cut so that each takes as long: later ones, which attend to more, are shorter.
+    Chunks are cut so that all take equally long: later ones, which attend to more, are shorter.
     """
     whole_us = pass_us(cost, start, length)
     total_us = 0
@@ -126,19 +126,19 @@ def way(source: InstanceView, target: InstanceView, cross_rack: float) -> float:
 
 
 def _link(source: InstanceView, target: InstanceView, work: Work, tokens: float) -> float:
-    """Time for the KV of so many tokens from one instance to the other, without the base."""
+    """Time for the KV of `tokens` tokens from one instance to the other, without the base."""
     per_token_us = target.cost.load_us[1] * target.kind.block_bytes / work.block_size
     return way(source, target, work.cross_rack) * per_token_us * tokens
 
 
-# The seeds' form.
+# The form `chain`.
 
 
 def chain(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group | None:
-    """The parts that let all end as soon as can be; None where one would be left without a block.
+    """The parts with which all end soonest; None if a stage would be left without a block.
 
-    For a given end, each stage takes as much as it can be through with in time for those after it
-    (who are a layer behind each); halving finds the soonest end that covers the prompt.
+    For a given end, each stage takes as much as it can finish in time for the stages after it, each
+    a layer behind. Halving finds the soonest end that covers the prompt.
     """
     layers = members[0].info.layers
     ready_us = [float(free_us(view, now_us)) for view in members]
@@ -171,7 +171,7 @@ def chain(members: Sequence[InstanceView], work: Work, now_us: Micros | None) ->
 def _cuts(
     members: Sequence[InstanceView], work: Work, ready_us: Sequence[float], by_us: Sequence[float]
 ) -> list[Tokens] | None:
-    """Starts and the end of parts such that stage k is done by `by_us[k]`; None: it cannot be."""
+    """Starts and the end of parts such that stage k is done by `by_us[k]`; None: impossible."""
     layers = members[0].info.layers
     size = work.block_size
     cuts = [work.start]
@@ -186,7 +186,7 @@ def _cuts(
             came, all_came = max(came, arrived), max(came, all_arrived)
         most_us = min(by_us[at] - came, layers * (by_us[at] - all_came))
         end = min(_reach(view.cost, start, most_us), work.length)
-        if left:  # what is there must also reach the next one in time
+        if left:  # its KV must also reach the next stage in time
             way_us = _link(view, members[at + 1], work, 1.0)
             end = min(end, int((by_us[at] - came) / way_us)) if way_us else end
             end = min(end // size, (work.length - 1) // size - left + 1) * size
@@ -223,7 +223,7 @@ def _step(
 
 
 def _reach(cost: Cost, start: Tokens, most_us: float) -> Tokens:
-    """The end of the longest part from `start` on that one pass computes in that time."""
+    """The end of the longest part from `start` on that one pass computes within `most_us`."""
     base, per_new, per_square, per_past = cost.pass_us[:4]
     room = most_us - base - per_past * start + (per_new + per_square * start) * start
     if room <= (per_new + per_square * start) * start:
@@ -233,11 +233,11 @@ def _reach(cost: Cost, start: Tokens, most_us: float) -> Tokens:
     return int((sqrt(per_new * per_new + 4 * per_square * room) - per_new) / (2 * per_square))
 
 
-# The papers' form.
+# The form `layers`, of the papers.
 
 
 def layers(members: Sequence[InstanceView], work: Work, now_us: Micros | None) -> Group:
-    """The number of chunks, a power of two, with which all end the soonest."""
+    """The plan with the number of chunks, a power of two, with which all end soonest."""
     count = len(members)
     size = work.block_size
     cuts = [work.start, *[work.length] * count]

@@ -1,24 +1,26 @@
-"""Who waits at the Conductor, and who goes next: the order of late binding.
+"""Which requests wait at the Conductor, and which goes next: the order of late binding.
 
-Requests wait here rather than in the queue of one instance, so that a long prompt delays nobody
-who could have gone elsewhere, and the order may still be chosen. The seconds that a request takes
-from those behind it count beside its own TTFT, and more so as load grows:
+Requests wait here rather than in the queue of one instance. So a long prompt does not delay
+requests that could have gone elsewhere, and the order can still be chosen. The seconds that a
+request takes from those behind it count beside its own TTFT, and more so as load grows:
 
-- Everybody has a time by which its prefill must begin: its TTFT objective, less its own work
-  (PATIENCE_US stands in where it has no objective). While all can begin in time, the shortest
-  goes first, unless that could make one before it late: so the fewest seconds are waited by all.
-- Of those that cannot all begin in time the largest are deferred, as few as possible: the rule of
-  Moore and Hodgson ("An n job, one machine sequencing algorithm", 1968), with the time of several
-  servers taken as one fluid.
-- While more than PATIENCE_US of work waits for each instance, and more comes than they can do, so
-  are all above the size that would bring the load of the last WINDOW_US back to what they can do.
-- Deferred requests go when nobody else waits, and else get SHARE of the prefill time, first come
-  first served. That bounds their wait: one that has W seconds of deferred work before it, its own
-  included, begins by the time that W / SHARE seconds of prefill were given to others.
-- Tenants take turns by the prefill time they were given (start-time fair queueing, Goyal, Vin and
-  Cheng, 1996); all of the above is the order within the tenant whose turn it is.
+- Every request has a time by which its prefill must begin: its TTFT objective, less its own work
+  (without an objective, PATIENCE_US). While all can begin in time, the shortest goes first, unless
+  that could make an earlier one late. So all wait the fewest seconds together.
+- If they cannot all begin in time, the largest are deferred, as few as possible: the rule of Moore
+  and Hodgson ("An n job, one machine sequencing algorithm", 1968), with the time of several servers
+  taken as one fluid.
+- While more than PATIENCE_US of work waits for each instance, and more comes than they can do, all
+  requests above a size are deferred: the size that would bring the load of the last WINDOW_US back
+  to what they can do.
+- Deferred requests go when no other request waits, and else get SHARE of the prefill time, first
+  come first served. That bounds their wait: a request with W seconds of deferred work before it,
+  its own included, begins by the time that W / SHARE seconds of prefill were given to others.
+- Tenants take turns by the prefill time that they received (start-time fair queueing, Goyal, Vin
+and
+  Cheng, 1996); the rules above are the order within the tenant whose turn it is.
 
-Pure; called by the Conductor.
+Only the Conductor calls it.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ PATIENCE_US: Micros = 30 * MICROS_PER_SECOND
 WINDOW_US: Micros = 120 * MICROS_PER_SECOND
 SHARE = 0.02
 _MARGIN = 1 / 15
-"""Of PATIENCE_US or the objective: predictions err, and prompts are no fluid."""
+"""The margin, as a share of PATIENCE_US or of the objective: predictions err."""
 _MOST_TENANTS = 256
-"""Of which it is kept what they were given."""
+"""The most tenants whose received time is kept."""
 
 
 class Waiter(msgspec.Struct, frozen=True):
@@ -53,7 +55,7 @@ class Waiter(msgspec.Struct, frozen=True):
     due_us: Micros | None
     """Its prefill must begin by then to meet its TTFT objective; None: it has none."""
     resumed: bool = False
-    """It was bound before and its instance failed: it goes before all others of its priority."""
+    """Whether its instance failed after it was bound: then it goes first within its priority."""
     tbt_us: Micros | None = None
     """Its TBT objective."""
     tenant: str = ""
@@ -62,7 +64,8 @@ class Waiter(msgspec.Struct, frozen=True):
     def of(
         cls, request: Request, slo: Slo, came_us: Micros, work_us: Micros, resumed: bool
     ) -> Waiter:
-        """One that came then; resumed, its client may have tokens already: no TTFT to meet."""
+        """A request that arrived at `came_us`. A resumed one has no TTFT objective: its client may
+        have tokens already."""
         due_us = None if slo.ttft_us is None or resumed else came_us + slo.ttft_us - work_us
         return cls(
             request.id,
@@ -77,57 +80,59 @@ class Waiter(msgspec.Struct, frozen=True):
 
     @property
     def begin_us(self) -> Micros:
-        """By when it should begin."""
+        """The time by which it should begin."""
         if self.due_us is not None:
             return self.due_us
         return max(self.arrived_us, self.arrived_us + PATIENCE_US - self.work_us)
 
     def safe_us(self, margins: float) -> Micros:
-        """By when it should begin if predictions err by so many margins."""
+        """The time by which it should begin if predictions err by this many margins."""
         allowed_us = self.begin_us + self.work_us - self.arrived_us
         return self.begin_us - round(margins * _MARGIN * max(0, allowed_us))
 
     def turn(self, now_us: Micros) -> tuple[Micros, bool, Micros]:
-        """First come first served; of one instant those that can be in time, the shortest first."""
+        """First come first served. Of one instant: those that can be in time, the shortest
+        first."""
         return (self.arrived_us, self.begin_us < now_us, self.work_us)
 
     @property
     def order(self) -> tuple[int, bool, Micros, Micros, RequestId]:
-        """Priority first, then the resumed, then who must begin first."""
+        """By priority, then resumed ones first, then the earliest begin."""
         return (-self.priority, not self.resumed, self.begin_us, self.arrived_us, self.request)
 
 
 class WaitingRoom:
     """The requests of one model that wait for a prefill instance.
 
-    It stays when nobody waits: what came lately tells how much is too much.
+    It is kept when no request waits: recent arrivals show how much is too much.
     """
 
     def __init__(self) -> None:
         self._timely: list[Waiter] = []
         """By `order`."""
         self._late: list[Waiter] = []
-        """Past the time by which they should have begun, by arrival."""
+        """Requests past the time by which they should have begun, by arrival."""
         self._arrivals = _Arrivals()
         self._owed_us = 0.0
-        """Prefill time that the deferred have a right to."""
+        """Prefill time that deferred requests may claim."""
         self._repays = False
-        """Whether the one that `next` named last is a deferred one."""
+        """Whether the request that `next` returned last is a deferred one."""
         self.work_us: Micros = 0
         """Prefill time of all that wait."""
         self._of: Counter[str] = Counter()
-        """How many wait, by tenant."""
+        """The number of waiting requests, by tenant."""
         self._given_us: dict[str, Micros] = {}
         self._turn_us: Micros = 0
-        """Virtual time of the turns; and when each tenant's next begins, where that is later."""
+        """Virtual time of the turns; `_given_us` holds when a tenant's next turn begins, if
+        later."""
         self.crowded: set[RequestId] = set()
-        """Those who could have gone, when that was last tried, but for want of room in decode."""
+        """Requests that at the last try could not go only for lack of room in decode."""
 
     def __len__(self) -> int:
         return len(self._timely) + len(self._late)
 
     def add(self, waiter: Waiter) -> None:
-        """Let one in."""
+        """Add a request."""
         insort(self._timely, waiter, key=lambda w: w.order)
         self.work_us += waiter.work_us
         self._of[waiter.tenant] += 1
@@ -135,14 +140,14 @@ class WaitingRoom:
             self._arrivals.add(waiter)
 
     def everybody(self) -> list[Waiter]:
-        """All that wait, those past their time first."""
+        """All waiting requests, those past their time first."""
         return [*self._late, *self._timely]
 
     def crowd(self, waiter: Waiter, is_late: bool) -> None:
-        """Decode has no room for this one, nor for anybody whose TBT objective is no looser.
+        """Decode has no room for this one, nor for any whose TBT objective is not looser.
 
-        A shorter one might fit, but would take the room that this one waits for. Nobody passes one
-        that should have begun by now.
+        A shorter one might fit, but would take the room that this one waits for. No request passes
+        one that should have begun by now.
         """
         goal_us = None if is_late else waiter.tbt_us
         for other in self.everybody():
@@ -150,19 +155,19 @@ class WaitingRoom:
                 self.crowded.add(other.request)
 
     def remove(self, request: RequestId) -> Waiter | None:
-        """Take one out; None if it does not wait here."""
+        """Remove a request; None if it does not wait here."""
         for waiters in (self._timely, self._late):
             for at, waiter in enumerate(waiters):
                 if waiter.request == request:
                     self.work_us -= waiter.work_us
                     self._of[waiter.tenant] -= 1
-                    self._of += Counter()  # those of whom nobody waits are forgotten
+                    self._of += Counter()  # tenants without a waiting request are forgotten
                     return waiters.pop(at)
         return None
 
     def gives_way(self, request: Request) -> RequestId:
-        """Who is one too many when this one comes: of the lowest priority, the last of the tenant
-        that has most here."""
+        """The request that is one too many when this one arrives: of the lowest priority, the last
+        of the tenant with the most waiting requests."""
         waiting = [w for w in self.everybody() if not w.resumed]
         ranks = [(-w.priority, self._of[w.tenant], w.arrived_us, w.request) for w in waiting]
         last = max(ranks, default=None)
@@ -171,19 +176,19 @@ class WaitingRoom:
         return last[-1]
 
     def hopeless(self, now_us: Micros) -> list[Waiter]:
-        """Those that can no longer meet their objective, in order of arrival."""
+        """The requests that can no longer meet their objective, in order of arrival."""
         self._part(now_us)
         return [w for w in self._late if w.due_us is not None]
 
     def first_due_us(self, now_us: Micros) -> Micros | None:
-        """When the next one becomes hopeless; those that are by now do not count."""
+        """When the next request becomes hopeless; those that are hopeless now do not count."""
         due = (w.due_us for w in self._timely if w.due_us is not None and w.due_us >= now_us)
         return min(due, default=None)
 
     def wakes_us(
         self, now_us: Micros, free_us: Sequence[Micros], ahead_us: Micros, refuses: bool
     ) -> list[Micros]:
-        """When it should be looked at again: somebody is hopeless, an instance is about free."""
+        """When to look again: a request becomes hopeless, or an instance is about to be free."""
         if not len(self):
             return []
         due_us = self.first_due_us(now_us) if refuses else None
@@ -193,7 +198,7 @@ class WaitingRoom:
     def next(
         self, now_us: Micros, free_us: Sequence[Micros], held: Collection[RequestId] = ()
     ) -> Waiter | None:
-        """Who goes next; it is not taken out. None: only those `held` back wait.
+        """The request that goes next; it is not removed. None: only those `held` back wait.
 
         free_us: when each instance will be free.
         """
@@ -214,7 +219,7 @@ class WaitingRoom:
         held: Collection[RequestId],
         others: Collection[RequestId] = (),
     ) -> Waiter | None:
-        """The order within those who are in neither collection."""
+        """The next of the requests that are in neither collection."""
         held = {*held, *others} if others else held
         if held and len(held) == len(self):
             return None
@@ -233,16 +238,16 @@ class WaitingRoom:
         return behind if self._repays else shortest
 
     def went(self, waiter: Waiter) -> None:
-        """The one that `next` named goes: the deferred get their share, or use it up."""
+        """The request that `next` returned goes: the deferred get their share, or use it up."""
         self.remove(waiter.request)
         before_us = self._turn_us
         waiting = dict.fromkeys([waiter.tenant, *self._of])
-        # The least of those who wait: one who goes out of turn takes nothing from the others.
+        # The least of the waiting tenants: a tenant out of turn takes nothing from the others.
         self._turn_us = min(self._given_us.get(tenant, before_us) for tenant in waiting)
         given_us = self._given_us.get(waiter.tenant, before_us) + waiter.work_us
         self._given_us[waiter.tenant] = given_us
         turns = [(t, us) for t, us in self._given_us.items() if us > self._turn_us]
-        if len(turns) > _MOST_TENANTS:  # whose turn comes first loses least
+        if len(turns) > _MOST_TENANTS:  # the tenant whose turn comes first loses least
             turns.remove(min(turns, key=lambda turn: turn[1]))
         self._given_us = dict(turns)
         if self._repays:
@@ -253,7 +258,7 @@ class WaitingRoom:
             self._owed_us = 0.0
 
     def _part(self, now_us: Micros) -> None:
-        """Those who should have begun by now are late, but for the resumed."""
+        """Move requests that should have begun by now to the late ones, except resumed ones."""
         late = [w for w in self._timely if w.begin_us < now_us and not w.resumed]
         if late:
             self._timely = [w for w in self._timely if w.begin_us >= now_us or w.resumed]
@@ -263,7 +268,7 @@ class WaitingRoom:
     def _defer(
         self, now_us: Micros, free_us: Sequence[Micros]
     ) -> tuple[list[Waiter], list[Waiter]]:
-        """Those that can all begin in time, in order, and those that give way."""
+        """The requests that can all begin in time, in order, and those that are deferred."""
         behind = self.work_us > PATIENCE_US * len(free_us)
         limit_us = self._arrivals.limit_us(len(free_us)) if behind else None
         by_size: list[tuple[int, Micros, int, RequestId]] = []
@@ -296,7 +301,7 @@ class WaitingRoom:
 def _shortest(
     waiters: Sequence[Waiter], now_us: Micros, free_us: Sequence[Micros]
 ) -> Waiter | None:
-    """The shortest of the first priority that takes no more time than those before can spare."""
+    """The shortest of the highest priority that takes no more time than earlier ones can spare."""
     best: Waiter | None = None
     spare_us: Micros | None = None
     ahead_us = 0
@@ -326,7 +331,7 @@ class _Arrivals:
         self._sum_us: Micros = 0
 
     def add(self, waiter: Waiter) -> None:
-        """One more; what is older than the window is forgotten."""
+        """Add a request; those older than the window are forgotten."""
         at_us = max(waiter.arrived_us, self._recent[-1][0] if self._recent else 0)
         self._recent.append((at_us, waiter.work_us))
         insort(self._sizes, waiter.work_us)
@@ -337,7 +342,7 @@ class _Arrivals:
             del self._sizes[bisect_left(self._sizes, work_us)]
 
     def limit_us(self, servers: int) -> Micros | None:
-        """From which size on prompts are too much; None while the instances can do all."""
+        """The work from which on prompts are too much; None while the instances can do all."""
         if not self._recent:
             return None
         span_us = max(WINDOW_US // 2, self._recent[-1][0] - self._recent[0][0])
