@@ -1,2 +1,1 @@
-"""The OpenAI API: requests are checked and parsed, replies are written. Starts no call by
-itself."""
+"""The OpenAI API: it checks requests and writes replies. `live/drive` makes the calls."""

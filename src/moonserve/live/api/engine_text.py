@@ -1,7 +1,7 @@
-"""Text made by engines: the part of the API for external engines, which speak OpenAI's API.
+"""The API's backend for external engines, which make the text themselves.
 
-`EngineText` is a `front.Backend`: bodies pass through, and the engine checks what a field means;
-its 4xx reaches the client as it is. Holds no state of a request beyond its end.
+`EngineText` is a `front.Backend`. Bodies pass through, and the engine checks what a field means;
+its 4xx answer reaches the client unchanged. No state of a request is kept after its end.
 """
 
 from __future__ import annotations

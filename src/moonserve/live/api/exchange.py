@@ -1,7 +1,7 @@
-"""One generation on its way to its client, whatever makes its text.
+"""One generation on its way to its client, for every backend.
 
-`Front` asks `begin` for a whole reply, or hands the exchange to the HTTP server as a stream. The
-exchanges of `own_text` and `engine_text` are the two kinds. Nothing here knows an instance.
+`Front` calls `begin`, and gives the HTTP server the exchange as a stream of events, or a whole
+reply. `own_text` and `engine_text` have one kind of exchange each. Nothing here knows an instance.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 class Exchange(ABC):
     """An async iterator of server-sent events, once `begin` has returned a StreamingResponse.
 
-    A failure after the first piece becomes an error event, the last one. `aclose` must be called
-    on every path. A class and not an async generator: closing a generator that never started would
-    not end the generation.
+    A failure after the first piece becomes an error event, which is the last. Call `aclose` on
+    every path. It is a class because closing an async generator that never started would not end
+    the generation.
     """
 
     def __init__(self, request: RequestId, on_close: Callable[[], None]) -> None:
@@ -36,15 +36,15 @@ class Exchange(ABC):
 
     @abstractmethod
     async def begin(self) -> Response | StreamingResponse:
-        """The reply, once its first piece is here. Raises what the client is owed."""
+        """The reply, once its first piece is here. Raises the error that the client gets."""
 
     @abstractmethod
     async def _more(self) -> bytes | None:
-        """The next events, b"" where there are none yet; None: the stream has ended."""
+        """The next events; b"" if none are complete yet; None: the stream has ended."""
 
     @abstractmethod
     async def _close(self) -> None:
-        """End what is under way for this client."""
+        """End the work for this client."""
 
     def __aiter__(self) -> Exchange:
         return self

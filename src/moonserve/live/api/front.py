@@ -45,20 +45,19 @@ class ModelList(msgspec.Struct):
 
 
 class Backend(Protocol):
-    """What serves the models: `own_text.OwnText` by instances of ours, `engine_text.EngineText` by
-    external engines.
-    """
+    """What serves the models: `own_text.OwnText` by our own workers, `engine_text.EngineText` by
+    external engines."""
 
     lack: str
-    """What is missing where no model is alive."""
+    """What is missing if no model is alive."""
     limits: Limits
     metrics: RequestMetrics
 
     def cards(self) -> Sequence[ModelCard]:
-        """All models."""
+        """One card per model."""
 
     def card(self, name: str) -> ModelCard:
-        """That model. Raises ModelNotFound, NobodyAlive."""
+        """The card of that model. Raises ModelNotFound, NobodyAlive."""
 
     async def exchange(
         self,
@@ -87,7 +86,7 @@ class Front:
         self._health = health or Health()
 
     def routes(self) -> dict[tuple[str, str], Handler]:
-        """Exact paths."""
+        """The handlers of exact paths."""
         counted = self._limiter.counted
         return {
             ("POST", CHAT): counted(CHAT, self._chat),
@@ -98,19 +97,19 @@ class Front:
         }
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
-        """Path prefixes; a model's name may have slashes."""
+        """The handlers of path prefixes, because a model's name may have slashes."""
         return {("GET", _MODELS + "/"): self._limiter.counted(_MODELS, self._one_model)}
 
     def drain(self) -> None:
-        """From now on new generations are answered 503, and so is /ready; all else goes on.
+        """From now on answer new generations, and /ready, with 503; everything else goes on.
 
-        Who shuts down calls this, then `idle`, and only then stops the server: as long as a
-        generation runs, its instances must get through with their beats and store operations.
+        To shut down, call `drain`, then `idle`, and only then stop the server. Until then the
+        workers' heartbeats and store calls must reach this process.
         """
         self._limiter.draining = True
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is under way, streams included; False after `timeout_s`."""
+        """Wait until no generation is under way, streams included. False: `timeout_s` is over."""
         return await self._limiter.idle(timeout_s)
 
     async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
@@ -141,7 +140,7 @@ class Front:
             streams = isinstance(reply, StreamingResponse)
             return reply
         finally:
-            if not streams:  # else the server closes it
+            if not streams:  # a stream is closed by the HTTP server
                 await exchange.aclose()
 
     async def _list_models(self, request: HttpRequest) -> Response:

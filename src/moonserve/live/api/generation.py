@@ -1,7 +1,7 @@
-"""One generation on instances of ours: token ids to text, text to OpenAI's reply or chunks.
+"""One generation on our own workers: from token ids to text, and to OpenAI's reply or chunks.
 
-`Generation` follows one request whatever the form of its reply; `TextExchange` sends the reply.
-Used by `own_text`; decides nothing about requests.
+`Generation` makes the text, whatever the form of the reply; `TextExchange` sends it. `own_text`
+creates both.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Generation:
         self._cached = 0
 
     async def next_text(self) -> str:
-        """The text of the next piece, "" where none is certain yet. Not called after the last.
+        """The text of the next piece, "" if none is certain yet. Do not call it after the last
+        piece.
 
-        Sets finish_reason with the last piece. Raises what Serving raises.
+        Sets finish_reason with the last piece. Raises the errors of ports.Serving.
         """
         assert self.finish_reason is None
         try:
@@ -61,7 +62,8 @@ class Generation:
         return text
 
     def _spoken(self, output: Output) -> tuple[int, ...]:
-        """The ids whose text the client gets: all but the stop token that ended it, as in vLLM."""
+        """The ids whose text the client gets: all except the stop token that ended the generation,
+        as in vLLM."""
         ids = output.token_ids
         stop_ids = self.request.stopping.stop_token_ids
         stopped = output.finish_reason == "stop" and ids and ids[-1] in stop_ids
@@ -89,7 +91,7 @@ class Generation:
         return fresh
 
     def usage(self) -> Usage:
-        """As counted so far."""
+        """The tokens counted so far."""
         return Usage.of(self.request.length, self._generated, self._cached)
 
     async def close(self) -> None:
@@ -98,7 +100,8 @@ class Generation:
 
 
 class TextExchange(Exchange):
-    """The reply as one JSON object, or as events: chunks, the usage if wanted, `[DONE]`."""
+    """The reply as one JSON object, or as events: chunks, the usage if the client wants it,
+    `[DONE]`."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class TextExchange(Exchange):
         """See Exchange."""
         if not self._streams:
             return Response(body=await self._whole())
-        # The first piece comes before the status line: what fails until then has its own.
+        # A failure before the first piece has its own status: the status line is not sent yet.
         first = await self._generation.next_text()
         self._first = self._writer.begin() + self._piece(first)
         return StreamingResponse(self)

@@ -1,6 +1,6 @@
-"""The gateway's door: who may come in, how many are inside, and what becomes of them in counts.
+"""How many generations a gateway takes on at once, and the counts of its answers.
 
-For what serves OpenAI's API: `app` for the embedded engine, live/relay for foreign ones.
+`Front` calls it for every backend.
 """
 
 from __future__ import annotations
@@ -30,36 +30,37 @@ _CLIENT_GONE = 499
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one gateway takes on; the body limit is the App's."""
+    """The limits of one gateway. The HTTP server has the limit of a body's size."""
 
     max_in_flight: int = 1_024
-    """Generations at once; more are answered 429, but for an eighth more of tenants that have less
-    than a like part of them."""
+    """Generations at once; more are answered 429. Tenants below their equal share may use up to 1/8
+    more."""
     max_messages: int = 4_096
     offload_bytes: Bytes = 16 << 10
-    """Longer prompts are tokenised in a thread of their own, so that other streams go on."""
+    """Longer prompts are tokenized in a thread of their own, so that other streams go on."""
     max_tokenising_bytes: Bytes = 16 << 20
-    """Text that may wait for that thread, at about 1 MB/s; more is answered 429."""
+    """Text that may wait for that thread, which does about 1 MB/s; more is answered 429."""
     shares_ids: bool = False
-    """Whether other processes, before the same Conductor or engines, may be given the same ids."""
+    """Whether other processes with the same Conductor or engines may get requests with the same
+    ids."""
 
 
 class Limiter:
-    """Counts requests in and out, and keeps out those over the limits."""
+    """Counts requests in and out, and refuses those over the limits."""
 
     def __init__(self, limits: Limits, metrics: RequestMetrics) -> None:
         self.metrics = metrics
         self.draining = False
         self._limits = limits
         self._in_flight: Counter[str] = Counter()
-        """By tenant."""
+        """Generations under way, by tenant."""
         self._left = asyncio.Event()
 
     def readiness(self, alive: Sequence[str], hindrance: str, lack: str) -> Response:
-        """What /ready answers: `alive`, models that can be served; `hindrance`: why others should
-        serve, empty where they need not; `lack`: what is missing where no model is alive.
+        """The answer of /ready. alive: models that can be served; hindrance: why clients should use
+        another gateway, empty if they need not; lack: what is missing if no model is alive.
 
-        Answered, not raised: who polls until we are ready is no warning in the log.
+        It is returned and not raised, because a client that polls /ready is no warning in the log.
         """
         if self.draining:
             return error_response(NobodyAlive(SHUTTING_DOWN))
@@ -70,7 +71,7 @@ class Limiter:
         return json_response({"status": "ready", "models": alive})
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is under way, streams included; False after `timeout_s`."""
+        """Wait until no generation is under way, streams included. False: `timeout_s` is over."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.metrics.in_flight:
@@ -83,7 +84,7 @@ class Limiter:
     def counted(
         self, route: str, handler: Callable[[HttpRequest], Awaitable[Response | StreamingResponse]]
     ) -> Handler:
-        """The handler, its answers counted by route and status."""
+        """The handler, with its answers counted by route and status."""
         requests = self.metrics.requests
 
         async def counted(request: HttpRequest) -> Response | StreamingResponse:
@@ -106,7 +107,7 @@ class Limiter:
         return counted
 
     def enter(self, tenant: str) -> None:
-        """One more generation; `leave` follows. Raises NobodyAlive, Overloaded."""
+        """Count one more generation; `leave` must follow. Raises NobodyAlive, Overloaded."""
         if self.draining:
             raise NobodyAlive(SHUTTING_DOWN)
         most, all_now = self._limits.max_in_flight, self.metrics.in_flight
@@ -122,17 +123,17 @@ class Limiter:
         self._in_flight[tenant] += 1
 
     def named(self, http: HttpRequest, taken: bool) -> RequestId:
-        """The id that a request goes by; `taken`: another one under way has the id it came with.
+        """The id of a request. taken: another request under way has the id that the client sent.
 
-        Two under one id would share leases and ledgers behind the gateway. The reply says the new
-        one, since decisions are found by it.
+        Two requests with one id would share leases and ledgers. The reply has the new id, by which
+        decisions are found.
         """
         if taken or self._limits.shares_ids:
             http.id = f"{http.id}-{secrets.token_hex(4)}"
         return RequestId(http.id)
 
     def leave(self, http: HttpRequest, tenant: str) -> None:
-        """It is over, however."""
+        """Count the end of a generation, however it ended."""
         self.metrics.in_flight -= 1
         self._in_flight[tenant] -= 1
         if not self._in_flight[tenant]:

@@ -1,7 +1,8 @@
-"""Text made here: the part of the API for instances of ours, which know token ids only.
+"""The API's backend for our own workers: the gateway makes the text, and workers know token ids
+only.
 
-`OwnText` is a `front.Backend`: it parses a client's request, tokenizes its prompt, and turns the
-tokens of ports.Serving into text. Holds no state of a request beyond its end.
+`OwnText` is a `front.Backend`. It parses a client's request, tokenizes its prompt, and turns the
+tokens of ports.Serving into text. No state of a request is kept after its end.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
 
 
 class OwnText:
-    """See the module. `tools` gives the text tools of a model that `serving.models()` names."""
+    """See the module. tools: returns the text tools of a model that `serving.models()` names."""
 
     lack = "no model has both a prefill and a decode instance"
 
@@ -98,7 +99,7 @@ class OwnText:
     async def _request(
         self, http: HttpRequest, fields: _Fields, tenant: str, limiter: Limiter
     ) -> Request:
-        """The request as the cluster sees it; BadRequest or ModelNotFound where it cannot be."""
+        """The request for the cluster. Raises BadRequest, ModelNotFound, Overloaded."""
         slo, priority = headers.slo(http.headers), headers.priority(http.headers)
         card = self.card(fields.model)
         prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)

@@ -1,7 +1,7 @@
-"""Calls to foreign engines: where to, with which headers, within which time, and how they fail.
+"""Calls to external engines: the address, the headers, the time limits, and how a call fails.
 
-For `external` and the connectors. Every call has a deadline; to cancel one cuts its connection,
-by which the engine learns to stop.
+`external` and the connectors make their calls here. Every call has a time limit. To cancel a call
+cuts its connection, and so the engine stops working for it.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from moonserve.live.openai.request import PATHS
 from moonserve.live.ports import Conducting
 
 _RETRIED = (401, 403, 408, 425, 429)
-"""Of the 4xx, those that say nothing against the request; the first two are about our key."""
+"""Statuses 4xx after which another engine is called. 401 and 403 are about the gateway's key, not
+about the client's request."""
 _BUSY = (429, 503)
 _WHOLE_S = 600.0
 _MOST_GUESSED = 4_096
 
 
 class CallLimits(msgspec.Struct, frozen=True):
-    """How long engines may take; seconds."""
+    """How long engines may take, in seconds."""
 
     first_byte_s: float = 300.0
-    """For a prefill, or the first token of one that does all of it."""
+    """For a prefill, or for the first token of a call that does prefill and decode."""
     handover_s: float = 60.0
-    """For decode's first token once prefill has ended, the transfer included."""
+    """For decode's first token after prefill has ended, the KV transfer included."""
     token_s: float = 60.0
     """For each piece of a stream after the first."""
     slow_token_s: float = 1.0
-    """For each token of a reply that is not streamed, beyond the first."""
+    """For each token after the first, in a reply that is not streamed."""
     again_s: float = 0.25
-    """Pause before an engine that has just failed is called once more."""
+    """Pause before the gateway calls the engine that has just failed once more."""
 
     def whole_s(self, first_s: float, max_tokens: Tokens | None) -> float:
-        """For a reply that is not streamed, of which nothing shows before its end."""
+        """For a reply that is not streamed: the gateway sees nothing of it before its end."""
         if max_tokens is None:
             return max(first_s, _WHOLE_S)
         return first_s + min(_WHOLE_S, self.slow_token_s * max_tokens)
 
 
 class Guesses:
-    """What each instance is taken to hold, where none tells; see core.approx."""
+    """What each instance probably holds, where its engine sends no KV events: see core.kv.guess."""
 
     def __init__(self) -> None:
         self._by_instance: dict[InstanceId, Guess] = {}
@@ -68,9 +69,10 @@ class Guesses:
         predicted: Tokens,
         cached: Tokens | None,
     ) -> list[BlocksStored | BlocksRemoved]:
-        """An instance has this chain now: what the index is to be told.
+        """Note that an instance now has this chain; the facts for the prefix index.
 
-        cached: what it reused of it, where `predicted` tokens were expected; None: not said.
+        predicted: tokens that the Conductor expected it to reuse; cached: tokens that it did reuse,
+        None if the engine does not report them.
         """
         if to.segment is None:
             return []
@@ -86,7 +88,7 @@ class Guesses:
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """What all lives share."""
+    """What the calls of all requests share."""
 
     conductor: Conducting
     engines: Engines
@@ -97,7 +99,7 @@ class Caller(msgspec.Struct, frozen=True):
     metrics: RequestMetrics
     limits: CallLimits
     new_id: Callable[[], str] = lambda: uuid4().hex
-    """Of a transfer: never the same twice."""
+    """Makes the id of a KV transfer; an id is never used twice."""
 
     def stream(
         self,
@@ -107,7 +109,8 @@ class Caller(msgspec.Struct, frozen=True):
         body: bytes,
         first_s: float,
     ) -> ClientStream:
-        """A call whose reply is read as it comes; nothing is sent before it is entered."""
+        """A call whose reply is read as it comes. The gateway sends nothing before the stream is
+        entered."""
         url, headers = self._target(to, asked, request)
         return self.http.stream(
             "POST",
@@ -116,7 +119,7 @@ class Caller(msgspec.Struct, frozen=True):
             body=body,
             timeout_s=first_s,
             idle_timeout_s=first_s,
-            again=body is asked.raw,  # KV is handed over once
+            again=body is asked.raw,  # an engine hands KV over once
         )
 
     async def whole(
@@ -127,7 +130,8 @@ class Caller(msgspec.Struct, frozen=True):
         body: bytes,
         limit_s: float,
     ) -> Answer:
-        """A call and its whole reply. Raises CallLost, Passed, UpstreamError, DeadlineExceeded."""
+        """Make a call and return its whole reply. Raises CallLost, Passed, UpstreamError,
+        DeadlineExceeded."""
         url, headers = self._target(to, asked, request)
         again = body is asked.raw
         reply = await self.http.request(
@@ -138,7 +142,7 @@ class Caller(msgspec.Struct, frozen=True):
         return answer
 
     async def rest(self, to: InstanceInfo, stream: ClientStream) -> Answer:
-        """The whole of a reply that has begun; leaves the stream. Raises as `whole`."""
+        """Read the rest of a reply that has begun, and leave the stream. Raises as `whole` does."""
         try:
             answer = _read(stream.status, stream.headers, await stream.read())
         finally:
@@ -149,8 +153,11 @@ class Caller(msgspec.Struct, frozen=True):
     def reused(
         self, prompt: PromptInfo, to: InstanceInfo, predicted: Tokens, cached: Tokens | None
     ) -> None:
-        """The instance has the prompt now; where none tells, the index hears of it from here. What
-        it did not find of a shared store is not there any more."""
+        """Note that the instance now has the prompt.
+
+        Where its engine sends no KV events, the index gets them from here. Blocks that it did not
+        find in a shared store are reported as missing.
+        """
         keys, size = prompt.keys, to.namespace.block_size
         if not keys:
             return
@@ -179,7 +186,7 @@ def _read(status: int, headers: Mapping[str, str], body: bytes) -> Answer:
 
 
 def _judge(to: InstanceInfo, answer: Answer) -> None:
-    """Raises CallLost or Passed where it is no success."""
+    """Raises CallLost or Passed if the answer is an error."""
     status = answer.status
     if status == 200:
         return

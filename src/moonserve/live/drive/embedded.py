@@ -1,6 +1,6 @@
-"""Requests on instances of ours: their calls, whose pieces are token ids.
+"""Requests on our own workers: their calls, whose pieces are token ids.
 
-`EmbeddedServing` implements ports.Serving, for `live/api`; `TokenCalls` makes the calls of one
+`EmbeddedServing` implements ports.Serving for `live/api`. `TokenCalls` makes the calls of one
 request for `request.RequestDriver`. KV goes through the store: see connectors/embedded. No text is
 made here.
 """
@@ -33,12 +33,13 @@ _DRAIN_S = 0.5
 
 
 class EmbeddedServing:
-    """Serves requests on the instances of ours that have joined."""
+    """Serves requests on the workers that have joined."""
 
     def __init__(
         self, conductor: Conducting, wire: WireClient, configured: Mapping[str, Tokens]
     ) -> None:
-        """`configured`: models served here by name and context length, joined yet or not."""
+        """configured: the models of this gateway by name and context length, whether or not workers
+        have joined for them."""
         self._conductor = conductor
         self._wire = wire
         self._configured = dict(configured)
@@ -72,12 +73,12 @@ class EmbeddedServing:
 
 
 def _both(roles: Collection[str]) -> bool:
-    """Whether these instances together prefill and decode."""
+    """Whether these roles together can prefill and decode."""
     return "both" in roles or ("prefill" in roles and "decode" in roles)
 
 
 class _TokenReply:
-    """The tokens of one request, and why they ended."""
+    """How far the tokens of one request have come."""
 
     failed = False
 
@@ -93,7 +94,8 @@ class _TokenReply:
 
 
 class TokenCalls:
-    """See the module. A lost call is resumed elsewhere from the tokens that are known."""
+    """Makes the calls of one request. A lost call goes on elsewhere from the tokens that are
+    known."""
 
     resumes = True
     again_s = 0.0
@@ -110,20 +112,20 @@ class TokenCalls:
         self._block_size = namespace.block_size
         self._chain = KeyChain(namespace.salted(request.cache_salt), namespace.block_size)
         self._params: dict[str, Any] = {}
-        """What prefill gave for its decode."""
+        """The parameters that prefill returned for its decode."""
         self._repeated = 0
-        """Tokens of the running decode that prefill gave already."""
+        """Tokens that the running decode will repeat, because prefill returned them already."""
         self._decoding: AsyncGenerator[Decoded, None] | None = None
         self._decoder: InstanceId | None = None
         self._ahead: asyncio.Task[None] | None = None
-        """Has the decode instance pull KV while prefill computes."""
+        """The call that has the decode instance pull KV while prefill computes."""
 
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
-        """See Calls: the prompt and every token generated since."""
+        """See Calls. Includes every token that was generated so far."""
         return len(self._known), self._chain.of(self._known)
 
     async def prefill(self, action: Prefill, life: Life) -> Output:
-        """See Calls: the next token."""
+        """See Calls. Returns the next token."""
         lease = lease_of(self._request.id, action.number)
         self._pull_ahead(action, lease)
         if action.group:
@@ -137,9 +139,8 @@ class TokenCalls:
         return self._prefilled(given, action, life)
 
     async def decode(self, action: Decode, life: Life) -> Output | None:
-        """See Calls. Decode's prompt is what prefill saw, so its reply begins with the token that
-        prefill gave.
-        """
+        """See Calls. Decode gets the prompt that prefill had, so its reply begins with the token
+        that prefill returned."""
         prompt = self._known[: len(self._known) - self._repeated]
         params = embedded.decode_params(self._params)
         body = completion_body(self._request, prompt, self._left() + self._repeated, True, params)
@@ -158,7 +159,7 @@ class TokenCalls:
         raise CallLost(f"instance {self._decoder} ended its stream without a finish_reason")
 
     def ended(self) -> None:
-        """See Calls: nothing is left to do."""
+        """See Calls. There is nothing to do."""
 
     async def stop(self) -> None:
         """See Calls."""
@@ -176,7 +177,7 @@ class TokenCalls:
                         pass
 
     def _prefilled(self, given: Prefilled, action: Prefill, life: Life) -> Output:
-        """Account for what prefill gave."""
+        """Account for the token that prefill returned."""
         cached = given.cached_tokens if self.reply.cached is None else None
         self._add(given.token_ids)
         self._params = given.kv_transfer_params
@@ -193,7 +194,7 @@ class TokenCalls:
         return Output(given.token_ids, self.reply.finish, cached)
 
     def _decoded(self, piece: Decoded) -> Output | None:
-        """Account for a piece of decode's reply; None: it has no news."""
+        """Account for a piece of decode's reply. None: it has no token that the client lacks."""
         skip = min(self._repeated, len(piece.token_ids))
         self._repeated -= skip
         fresh = piece.token_ids[skip:]
@@ -210,7 +211,8 @@ class TokenCalls:
         return self._request.stopping.max_tokens - self.reply.tokens
 
     async def _in_parts(self, action: Prefill, lease: LeaseId, life: Life) -> Prefilled:
-        """The reply of the last of a group; the first knows what was reused."""
+        """Call all members of a group. The last member's reply has the token; the first one's tells
+        what was reused."""
         calls: dict[InstanceId, Coroutine[Any, Any, Prefilled]] = {}
         for stage, to, params in embedded.group_params(lease, action.decision, action.group):
             body = completion_body(self._request, self._known[: stage.end], 1, False, params)
@@ -224,9 +226,10 @@ class TokenCalls:
         return msgspec.structs.replace(replies[-1], cached_tokens=replies[0].cached_tokens)
 
     def _keep_fetched(self, action: Prefill) -> None:
-        """Have what prefill loaded from others copied to its own segment, if the policy wants it.
+        """Copy the blocks that prefill loaded from others to its own segment, if the policy asks
+        for it.
 
-        Only now, since the copy would have made the load longer.
+        The copy begins after prefill has ended, because it would have made the load slower.
         """
         decision = action.decision
         if not decision.copies:
@@ -239,7 +242,8 @@ class TokenCalls:
             self._conductor.keep(reused, loader.segment, decision.holder)
 
     def _pull_ahead(self, action: Prefill, lease: LeaseId) -> None:
-        """Send the decode instance a hint, for what prefill publishes in more than one piece."""
+        """Tell the decode instance which KV to pull while prefill still computes. Only useful if
+        prefill publishes it in more than one piece."""
         self._stop_ahead()
         to = action.decode
         prefills = action.group or (action.to,)
@@ -252,7 +256,7 @@ class TokenCalls:
         self._ahead.add_done_callback(self._ahead_ended)
 
     def _ahead_ended(self, task: asyncio.Task[None]) -> None:
-        """Decode loads what the hint has not brought, so that its failure has no effect."""
+        """Ignore the failure of a prefetch: decode itself loads the blocks that are missing."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             known = isinstance(error, MoonserveError)

@@ -1,6 +1,7 @@
-"""What the relay needs to know of foreign engines; live/fleet answers it.
+"""What the driver needs to know of external engines.
 
-The seam between the two: who is called at which address, and whether a model's tokens are known.
+`Engines` is implemented by external.fleet.Fleet, and by fronts.engines for gateways of several
+processes. `Models` lists the models of the instances that have joined.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from moonserve.live.ports import Conducting, ModelCard
 from moonserve.live.text.tools import TextTools
 
 _FRESH_S = 0.2
-"""How old the list of instances may be: who fails to be there is found by calling."""
+"""How old the list of instances may be. An instance that left meanwhile is noticed when it is
+called."""
 
 
 class Engines(Protocol):
-    """The fleet."""
+    """The external engines of a gateway."""
 
     def member(self, instance: InstanceId) -> Member:
         """The engine of an instance that has joined. Raises NobodyAlive where it is gone."""
 
     def follows_events(self, model: str) -> bool:
-        """Whether the model's instances tell KV events: keys are then those of its tokens."""
+        """Whether the model's instances send KV events. If they do, block keys are those of its
+        tokens."""
 
     def follows_events_of(self, instance: InstanceId) -> bool:
-        """Whether this instance does."""
+        """Whether this instance sends KV events."""
 
     def text(self, model: str) -> TextTools | None:
-        """The model's tokenizer and template as the engines have them; None: not known here."""
+        """The model's tokenizer and chat template, as the engines have them. None: this gateway
+        does not have them."""
 
 
 class Models:
@@ -45,8 +49,10 @@ class Models:
         self._until_s = 0.0
 
     def of(self, model: str) -> Sequence[InstanceInfo]:
-        """Those of this model, one at least. Raises ModelNotFound; NobodyAlive where none of any
-        model has joined: which there will be is not known."""
+        """The instances of this model, at least one.
+
+        Raises ModelNotFound, or NobodyAlive if no instance of any model has joined.
+        """
         found = self._look().get(model) or self._look(0.0).get(model)
         if found is None:
             if not self._by_model:
@@ -57,11 +63,11 @@ class Models:
         return found
 
     def cards(self) -> list[ModelCard]:
-        """One per model, in order of name."""
+        """One card per model, in order of name."""
         return [_card(name, infos) for name, infos in sorted(self._look(0.0).items())]
 
     def card(self, model: str) -> ModelCard:
-        """Of that model. Raises as `of`."""
+        """The card of that model. Raises as `of` does."""
         return _card(model, self.of(model))
 
     def _look(self, fresh_s: float = _FRESH_S) -> dict[str, list[InstanceInfo]]:
@@ -78,7 +84,7 @@ def _card(model: str, infos: Sequence[InstanceInfo]) -> ModelCard:
 
 
 def _serve(infos: Sequence[InstanceInfo]) -> bool:
-    """Whether these together prefill and decode."""
+    """Whether these instances together can prefill and decode."""
     prefills = [info.connector for info in infos if info.role == "prefill"]
     return any(
         info.role == "both" or (info.role == "decode" and info.connector in prefills)

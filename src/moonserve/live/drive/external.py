@@ -1,8 +1,8 @@
 """Requests through external engines: their calls, whose pieces are the bytes of a reply.
 
-`EngineCalls` makes the calls of one request for `request.RequestDriver`; `live/api` makes it. The
-client's body goes to engines, and their reply to the client, as they are: no token is made here,
-and no text is read but for usage.
+`EngineCalls` makes the calls of one request for `request.RequestDriver`; `live/api` creates it. The
+client's body goes to the engines unchanged, and so does their reply to the client, except for the
+fields of KV transfer and the usage. No token and no text is made here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ _CONNECTORS: Mapping[Connector, HandoverConnector] = {
     "mooncake": Mooncake(),
     "sglang": Sglang(),
 }
-"""How KV gets from a prefill engine to a decode engine, where one call does not do both."""
+"""The connectors that hand KV from a prefill engine to a decode engine. Without one, a single call
+does both."""
 _DRAIN_S = 0.5
 
 
 class EngineCalls:
-    """See the module. A lost call is made again only while the client has got nothing."""
+    """Makes the calls of one request. A lost call is made again only while the client has received
+    nothing."""
 
     resumes = False
 
@@ -68,20 +70,22 @@ class EngineCalls:
         self._loop = asyncio.get_running_loop()
         self._handed: Handed | None = None
         self._cached: Tokens | None = None
-        """Prompt tokens that another engine's prefill reused; None: there was none, or it did not
-        report them."""
+        """Prompt tokens that another engine's prefill reused. None: no other engine prefilled it,
+        or it did not report them."""
         self._prefilled_s: float | None = None
-        """When another engine had prefilled it, where decode's first token is not seen."""
+        """When another engine had prefilled the prompt, for replies that do not show decode's first
+        token."""
         self._stream: ClientStream | None = None
         self._note: OutgoingCall | None = None
         self._at: tuple[InstanceInfo, Tokens] | None = None
-        """The instance that makes the client's reply, and how much it was expected to reuse."""
+        """The instance that makes the client's reply, and the prompt tokens that it was expected to
+        reuse."""
         self._timer: asyncio.TimerHandle | None = None
         self._last_s = arrived_s
         """When the last piece came."""
 
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
-        """See Calls: the prompt."""
+        """See Calls. It is the prompt."""
         return self._prompt.length, self._prompt.keys
 
     async def prefill(self, action: Prefill, life: Life) -> Piece | None:
@@ -96,16 +100,17 @@ class EngineCalls:
         self._cached = handed.cached
         self._caller.reused(self._prompt, to, decision.reused_tokens, handed.cached)
         life.prefill_ended()
-        if not self._asked.stream:  # decode's is not seen
+        if not self._asked.stream:  # such a reply does not show decode's first token
             self._prefilled_s = self._loop.time()
             life.first_token(handed.cached)
         return None
 
     async def _make_whole(self, action: Prefill, life: Life) -> Piece | None:
-        """One engine prefills and decodes."""
+        """Have one engine prefill and decode."""
         to, decision, asked = action.to, action.decision, self._asked
         self._at = (to, decision.reused_tokens)
-        if not asked.stream:  # its first token is not seen: taken to come as predicted
+        # the first token is not visible, so it is assumed to come as predicted
+        if not asked.stream:
             wait_s = (decision.predicted_ttft_us - decision.waited_us) / MICROS_PER_SECOND
             self._timer = self._loop.call_later(wait_s, life.prefill_ended)
         self._note = self._caller.observer.began(
@@ -118,7 +123,7 @@ class EngineCalls:
         return await self._run(to, asked.raw, self._caller.limits.first_byte_s, life)
 
     async def decode(self, action: Decode, life: Life) -> Piece | None:
-        """See Calls: what was handed over is used once."""
+        """See Calls. What prefill left is used once."""
         handed, self._handed = self._handed, None
         assert handed is not None, "a decode follows a prefill"
         to, length = action.to, self._prompt.length
@@ -141,7 +146,7 @@ class EngineCalls:
     async def _met(
         self, handed: Handed, to: InstanceInfo, first_s: float, life: Life
     ) -> Piece | None:
-        """The reply of a decode that was called beside its prefill."""
+        """The reply of a decode that was called together with its prefill."""
         assert handed.stream is not None
         stream = await handed.stream
         handed.stream = None
@@ -151,14 +156,15 @@ class EngineCalls:
         return self._whole(await self._caller.rest(to, stream), life)
 
     async def _run(self, to: InstanceInfo, body: bytes, first_s: float, life: Life) -> Piece | None:
-        """Call an engine for the client's reply."""
+        """Call the engine that makes the client's reply."""
         caller, asked = self._caller, self._asked
         if asked.stream:
             stream = caller.stream(to, asked, self._request, body, first_s)
             until_s = self._loop.time() + first_s
             await stream.__aenter__()
             if stream.status != 200:
-                return self._whole(await caller.rest(to, stream), life)  # raises
+                # raises, since the status is no success
+                return self._whole(await caller.rest(to, stream), life)
             return await self._begun(stream, to, until_s - self._loop.time(), life)
         limit_s = caller.limits.whole_s(first_s, asked.max_tokens)
         whole = caller.whole(to, asked, self._request, body, limit_s)
@@ -189,7 +195,7 @@ class EngineCalls:
         return first
 
     def _whole(self, answer: Answer, life: Life) -> Answer:
-        """A reply that came at once, with its usage put right."""
+        """Account for a reply that came at once, and correct its usage."""
         self.reply = Passing(self._cached)
         answer.body = self.reply.answered(answer.body)
         tokens = self.reply.counted.completion
@@ -199,8 +205,11 @@ class EngineCalls:
         return answer
 
     def _answered(self, life: Life, seen: bool) -> None:
-        """Something is here for the client; seen: its first token, or else only the prefill
-        engine's reply said when that came."""
+        """Account for the first bytes for the client.
+
+        seen: whether they show when the first token came. If not, the end of another engine's
+        prefill is taken for it.
+        """
         now_s = self._loop.time()
         first_s = now_s if seen else self._prefilled_s
         if first_s is not None:
@@ -214,7 +223,7 @@ class EngineCalls:
         life.prefill_ended()
 
     async def next(self) -> bytes | None:
-        """See Calls: what has come of the stream, in whole events."""
+        """See Calls. Returns what has come of the stream, in whole events."""
         assert self._stream is not None, "a stream has begun"
         reply, out = self.reply, b""
         while not out:
@@ -236,7 +245,7 @@ class EngineCalls:
             self._note.count = self.reply.events // self._asked.choices
 
     def ended(self) -> None:
-        """See Calls: the engine has counted the tokens."""
+        """See Calls. Takes the engine's count of tokens."""
         reply, metrics = self.reply, self._caller.metrics
         prompt, cached, tokens = reply.counted.prompt, reply.cached, reply.tokens
         self._caller.reader.learn(self._asked.model, self._prompt, prompt)
@@ -270,7 +279,7 @@ class EngineCalls:
             self._timer = None
 
     async def drain(self) -> None:
-        """See Calls; an engine that goes on without end is left after a moment."""
+        """See Calls. Stops after a moment if the engine goes on sending."""
         stream = self._stream
         if stream is None:
             return

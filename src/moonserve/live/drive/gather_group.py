@@ -1,7 +1,6 @@
-"""Calls to the members of a group: begun at once, all of them broken off when one fails.
+"""Calls to the members of a group: all begin at once, and all are cancelled when one fails.
 
-Called by `embedded` for a prefill whose parts several instances compute: see
-core.schedule.pipeline.
+`embedded` calls it for a prefill whose parts several instances compute: see core.schedule.pipeline.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from moonserve.live.http.connection import UpstreamError
 log = logging.getLogger(__name__)
 
 _ALSO_S = 0.1
-"""How long the others may take to fail too: an instance that is lost takes them along, and its own
-call may be the last to fail."""
+"""How long to wait for further failures after the first. A lost instance makes the others fail, and
+its own call may fail last."""
 
 
 async def gather_group(
     calls: Mapping[InstanceId, Coroutine[Any, Any, Prefilled]], ended: Callable[[InstanceId], None]
 ) -> list[Prefilled]:
-    """All replies, in the order of calls; `ended` is called as each comes.
+    """Await all calls; their replies, in the order of `calls`. `ended` is called as each reply
+    comes.
 
-    Raises CallLost that names the member to blame; the next try is without that one, and so may
-    succeed whatever it refused.
+    Raises CallLost, which names the member to blame. The next attempt does not use that member, so
+    it may succeed whatever the member refused.
     """
     tasks = {
         asyncio.create_task(call, name=f"part on {member}"): member
@@ -55,9 +55,8 @@ async def gather_group(
 
 
 def _blame(tasks: Mapping[asyncio.Task[Prefilled], InstanceId]) -> CallLost:
-    """The failure of the member that others failed because of: one that is gone, or else the
-    first, since the others get its KV.
-    """
+    """The failure to report. A member that cannot be reached is to blame; otherwise the first
+    failed member, because the later ones need its KV."""
     failed = [
         (member, error)
         for task, member in tasks.items()

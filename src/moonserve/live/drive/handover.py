@@ -1,7 +1,8 @@
-"""The first half of a request in two halves: prefill, and what its decode is to be told.
+"""The first half of a request that two engines serve: the prefill, and what it leaves for its
+decode.
 
-One function per way that KV goes; a way is a connector's, its words are in live/instances. What a
-prefill gave is used once, and not after its time: see Handed.
+The modules in `connectors` implement `HandoverConnector`, one per way in which engines hand KV on.
+`external` uses what a prefill left once, and only in time: see Handed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moonserve.live.openai.reply import ReadReply, read_reply
 
 
 class Handed:
-    """What one prefill left for one decode: take it once, or `drop` it."""
+    """What one prefill left for one decode: `taken` once, or dropped."""
 
     def __init__(
         self,
@@ -36,16 +37,18 @@ class Handed:
         until_us: Micros,
         cached: Tokens | None = None,
     ) -> None:
-        """params: JSON for the decode; None: there is nothing to fetch, it computes all itself;
-        cached: of the prompt, as prefill says it."""
+        """params: JSON for the decode, None if there is no KV to fetch and decode computes
+        everything; cached: prompt tokens that prefill reused, as the engine reports them."""
         self.prefill = prefill
         self.cached = cached
         self.renewed = False
-        """nixl: whether the KV is held while decode's engine has the request."""
+        """NIXL: whether decode's engine renews the lease on the KV while the request waits there.
+        """
         self.engine_id = ""
-        """mooncake: whose transfer it is."""
+        """Mooncake: the engine that has the KV."""
         self.at: InstanceId | None = None
-        """sglang: where the decode is that was called already, and below its stream."""
+        """SGLang: the instance of the decode call that is out already. `stream` is that call,
+        `note` the observer's note of it."""
         self.stream: asyncio.Task[ClientStream] | None = None
         self.note: OutgoingCall | None = None
         self._params = params
@@ -54,10 +57,10 @@ class Handed:
     def taken(
         self, caller: Caller, asked: ExternalRequest, to: InstanceInfo
     ) -> tuple[bytes, float]:
-        """The body for its decode, and how long that may take to answer. Raises CallLost.
+        """The body of the decode call, and the seconds that it may take to answer. Raises CallLost.
 
-        KV of a prefill instance that is another start by now, or whose time is over, is not its
-        KV any more.
+        If the prefill instance has restarted, or the time is over, its KV may belong to another
+        request.
         """
         prefill, limits = self.prefill, caller.limits
         left_us = self._until_us - caller.conductor.now_us()
@@ -65,11 +68,11 @@ class Handed:
         if now is None or now.epoch != prefill.epoch:
             raise CallLost(f"{prefill.id} restarted before decode had its KV", member=prefill.id)
         if left_us <= 0:
-            raise CallLost(f"decode comes too late for the KV of {prefill.id}", member=prefill.id)
-        if self.at not in (None, to.id):
             raise CallLost(
-                f"{self.at} waits for the KV of {prefill.id}, not {to.id}", member=self.at
+                f"the KV of {prefill.id} is held no longer; decode came too late", member=prefill.id
             )
+        if self.at not in (None, to.id):
+            raise CallLost(f"the decode call went to {self.at}, not to {to.id}", member=self.at)
         if self._params is None:
             return asked.raw, limits.first_byte_s
         body = asked.with_fields({"kv_transfer_params": self._params})
@@ -78,9 +81,9 @@ class Handed:
         return body, min(limits.handover_s, left_us / MICROS_PER_SECOND)
 
     async def blamed(self, caller: Caller) -> InstanceId | None:
-        """Decode failed: whose fault it was, if not its own.
+        """The instance to blame for a failed decode. None: the decode instance itself.
 
-        mooncake: prefill may have restarted, which its bootstrap server knows first.
+        Mooncake: prefill may have restarted; its bootstrap server knows that first.
         """
         if not self.engine_id:
             return None
@@ -93,7 +96,7 @@ class Handed:
         return None if same else self.prefill.id
 
     def drop(self) -> None:
-        """Nobody takes it any more."""
+        """Give up what was not taken."""
         if self.note is not None:
             self.note.ended()
         calling, self.stream = self.stream, None
@@ -117,14 +120,15 @@ class PrefillCall(msgspec.Struct, frozen=True):
         return self.caller.engines.member(self.action.to.id)
 
     def noted(self) -> OutgoingCall:
-        """The observer's note of the prefill call, which goes out now."""
+        """Report to the observer that the prefill call goes out now."""
         decision = self.action.decision
         return self.caller.observer.began(
             self.action.to.id, "prefill", decision.prompt_tokens, decision.reused_tokens
         )
 
     async def reply(self, params: bytes) -> ReadReply:
-        """Prefill with these kv_transfer_params (JSON). Raises as Caller.whole."""
+        """Prefill with these kv_transfer_params (JSON) and return the parsed reply. Raises as
+        Caller.whole does."""
         to, caller = self.action.to, self.caller
         note = self.noted()
         try:
@@ -140,12 +144,14 @@ class PrefillCall(msgspec.Struct, frozen=True):
 
 
 class HandoverConnector(Protocol):
-    """One way in which engines hand KV to each other. Its retry rule is in what it returns: how
-    long the KV may be used, and whom to blame.
+    """One way in which engines hand KV to each other.
+
+    It knows its wire. What it returns has its retry rule: how long the KV may be used, and which
+    instance is to blame.
     """
 
     async def prefill(self, call: PrefillCall) -> Handed:
-        """Call the prefill engine. Raises as Caller.whole."""
+        """Call the prefill engine. Raises as Caller.whole does."""
 
 
 def _parsed(to: InstanceInfo, answer: Answer) -> ReadReply:
@@ -156,7 +162,7 @@ def _parsed(to: InstanceInfo, answer: Answer) -> ReadReply:
 
 
 def _joined(caller: Caller, instance: InstanceId) -> InstanceInfo | None:
-    """As it is now; None: it is gone."""
+    """The instance as it is now. None: it is gone."""
     try:
         return caller.engines.member(instance).infos.get(instance)
     except NobodyAlive:

@@ -1,8 +1,8 @@
-"""The Conductor's word for one request, heard also while an engine is awaited.
+"""The Conductor's actions for one request, received also while the request waits for an instance.
 
-Actions are read in turn, but one that ends the call which is out ends the wait for it at once: by a
-cancel of the request's own task, that is caught where it waits and goes no further. So a request
-needs no second task, and a client that leaves is told from a call that was ended.
+The driver reads actions in turn. An action that ends the current call also ends the wait for it at
+once: the inbox cancels the request's own task, and catches that where it waits. So a request needs
+no second task, and a client's disconnect is told from a call that was ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Actions for the request of the task that made it; read by that task alone. A ports.Inbox."""
+    """Actions for the request of the task that made the inbox. Only that task reads it. Implements
+    ports.Inbox."""
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
@@ -30,14 +31,15 @@ class Inbox:
         self._awaiting = False
         """Whether the task waits for an instance, and for nothing else."""
         self.number = 0
-        """Of the call that is out; 0 when none is."""
+        """Number of the call that is out; 0 if none is."""
         self.lost: str | None = None
-        """Why that call is to be ended."""
+        """Why that call has to end; None: it has not."""
         self._early: dict[int, str] = {}
-        """Why calls are to be ended that are not out yet: both may come at once."""
+        """Why calls have to end that are not out yet: an Abort may come in the same step as its
+        call."""
 
     def out(self, number: int) -> None:
-        """A call of this number goes out; 0: it is over."""
+        """Note that a call of this number goes out; 0: the call is over."""
         self.number, self.lost = number, self._early.pop(number, None)
 
     async def get(self) -> Action:
@@ -56,7 +58,7 @@ class Inbox:
         return self._actions[0]
 
     def put_nowait(self, item: Action, /) -> None:
-        """As any queue; an Abort says nothing but what it ends."""
+        """Take an action. An Abort is not queued: it only ends its call."""
         if isinstance(item, Abort):
             if item.number == self.number:
                 self._break(item.why)

@@ -1,11 +1,12 @@
-"""A watch over KV that waits on a prefill engine while its decode says nothing.
+"""A watch over KV that waits at a prefill engine while decode's reply shows nothing.
 
-A reply that does not stream shows nothing before its end. If the decode engine kept the call in its
-queue beyond the time for which the KV is held, it fetched what was somebody else's by then: a vLLM
-whose NIXL connector does not renew leases answers 200 with wrong text. So from half of that time
-on the engine's counts are read, until they say that the call has begun; where they say at the end
-that it may be waiting still, it is broken off, and prefilled again. By Life, for calls that are out
-for so long only.
+A reply that does not stream shows nothing before its end. If the decode engine keeps the call in
+its queue longer than the KV is held, it reads blocks that were already reused for another request:
+a vLLM whose NIXL connector does not renew leases then answers 200 with wrong text.
+
+So after half of that time the gateway reads the engine's counts, until they show that the call has
+begun. If they show at the end that it may still wait, the gateway cancels the call, and prefills
+again. `external` uses it for replies that do not stream.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ _LOOK_S = 1.0
 
 
 class Queue:
-    """Whether a call that was sent before the first look may wait still. Queues are first come,
-    first served; what others sent after it may keep one from ever being empty."""
+    """Whether a call that was sent before the first look may still wait. Queues are first come,
+    first served. Requests that come later may keep a queue from ever being empty."""
 
     def __init__(self) -> None:
         self._ahead: int | None = None
-        """Who waited at the first look, it among them or not."""
+        """How many requests waited at the first look; the call may be one of them."""
         self._entered = 0
 
     def holds(self, seen: RankPage) -> bool:
-        """By the next look at the engine's counts."""
+        """Whether the call may still wait, by the next look at the engine's counts."""
         entered = seen.running + seen.finished
         if self._ahead is None:
             self._ahead, self._entered = seen.waiting, entered
@@ -41,12 +42,13 @@ class Queue:
 
 
 class Watch:
-    """See the module; entered while the call is out."""
+    """Watches one call. Enter it when the call goes out."""
 
     def __init__(
         self, member: Member, to: InstanceInfo, request: RequestId, inbox: Inbox, left_s: float
     ) -> None:
-        """The call of `request` that is out in `inbox` goes to `to`; its KV is held so long."""
+        """`inbox` is that of `request`, whose call goes to `to`; its KV is held for `left_s`
+        seconds."""
         self._member, self._to, self._request, self._inbox = member, to, request, inbox
         self._number = inbox.number
         self._loop = asyncio.get_running_loop()
@@ -55,10 +57,10 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
-        """It is made as the call goes out."""
+        """The watch began when it was made."""
 
     def __exit__(self, *_: object) -> None:
-        """It is over."""
+        """End the watch."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
@@ -74,7 +76,7 @@ class Watch:
                 async with asyncio.timeout(max(_LOOK_S, left_s)):
                     seen = (await self._member.load()).rank(self._to.dp_rank or 0)
             except (MoonserveError, TimeoutError):
-                pass  # as it was at the last look
+                pass  # without counts, the last look stays valid
             else:
                 waits = seen is not None and queue.holds(seen)
                 if not waits:
@@ -84,5 +86,5 @@ class Watch:
                 break
             await asyncio.sleep(min(_LOOK_S, left_s))
         if waits:
-            why = f"{self._to.id} kept it waiting for as long as the KV for it was held"
+            why = f"{self._to.id} kept the call waiting until its KV was held no longer"
             self._inbox.put_nowait(Abort(self._request, self._number, why))

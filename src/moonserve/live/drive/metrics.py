@@ -33,12 +33,12 @@ class Buckets:
         self._sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
 
     def family(self, name: str, text: str) -> HistogramMetricFamily:
-        """As Prometheus reads it: cumulative buckets."""
+        """The histogram as Prometheus reads it, with cumulative buckets."""
         total = 0
         buckets = []
         for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
@@ -52,9 +52,9 @@ class RequestMetrics(Collector):
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
-        """By (route, status)."""
+        """Requests by (route, status)."""
         self.rejected: Counter[str] = Counter()
-        """Answered 429, by reason."""
+        """Requests answered 429, by reason."""
         self.ttft = Buckets(_TTFT_BOUNDS_S)
         self.tbt = Buckets(_TBT_BOUNDS_S)
         self.prompt_tokens = 0
@@ -66,7 +66,7 @@ class RequestMetrics(Collector):
         self.registry.register(self)
 
     def text(self) -> bytes:
-        """All of the registry in Prometheus's text format."""
+        """All metrics of the registry in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:

@@ -1,7 +1,7 @@
-"""A reply as it passes from an engine to the client: what is seen of it on the way.
+"""A reply on its way from an engine to the client: what the gateway reads of it.
 
-Bytes in, bytes out: whole events go on at once, and nothing is decoded; what is looked for are the
-few byte strings that tell usage and the end. One object per call whose reply the client may get.
+Whole events go on at once and are not decoded. The gateway looks for the few byte strings that
+report usage and the end. `external` has one object per call that makes a client's reply.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ _DONE = b"data: [DONE]"
 _FINISH = b'"finish_reason":'
 _REASON = re.compile(rb'\s*"(\w+)"')
 _END_BYTES = 32
-"""The last event stands in the last of a stream."""
+"""The stream's last event is within this many bytes at its end."""
 _MOST_HELD = 4 << 20
-"""An event longer than this goes on in pieces."""
+"""A longer event is sent on in pieces."""
 
 
 class Passing:
-    """Counts what passes. `cached`: prompt tokens that prefill reused, where it was another's."""
+    """Counts what passes. cached: prompt tokens that another engine's prefill reused."""
 
     def __init__(self, cached: Tokens | None = None) -> None:
         self.counted = usage.SeenUsage()
-        """The last usage that was seen."""
+        """The last usage that the reply had."""
         self.events = 0
         self.finish: str | None = None
-        """Why the last choice to end did."""
+        """The last finish_reason of the reply; None: no choice has ended."""
         self.done = False
         """Whether the whole reply, or a stream's last event, has passed."""
         self.failed = False
-        """Whether the engine has said, as an event, that it failed."""
+        """Whether the engine has sent an error event."""
         self._prefilled = cached
         self._rest = b""
         """The beginning of an event whose end has not come."""
 
     @property
     def cached(self) -> Tokens | None:
-        """Prompt tokens reused, by who computed the prompt; None: not said (yet)."""
+        """Prompt tokens that the prefill engine reused; None: not reported (yet)."""
         cached, prompt = self._prefilled, self.counted.prompt
         if cached is None:
             return self.counted.cached
@@ -48,14 +48,15 @@ class Passing:
 
     @property
     def tokens(self) -> Tokens:
-        """Tokens generated: as the engine counts, or else about one an event."""
+        """Tokens generated: the engine's count, or about one per event."""
         return self.counted.completion or max(1, self.events - 1)
 
     def whole(self, chunk: bytes) -> bytes:
-        """What ends with an event's end; the beginning of the next is kept until its end comes."""
+        """The whole events of a chunk. The beginning of the next event is kept until its end
+        comes."""
         if self._rest:
             chunk, self._rest = self._rest + chunk, b""
-        if b"\r" in chunk:  # never in JSON: an engine that ends lines so
+        if b"\r" in chunk:  # JSON has no carriage return: this engine ends lines with CRLF
             chunk = chunk.replace(b"\r\n", b"\n")
         if chunk.endswith(b"\n\n"):
             return chunk
@@ -66,7 +67,7 @@ class Passing:
         return chunk[:end]
 
     def passed(self, events: bytes) -> bytes:
-        """Whole events as the client gets them."""
+        """Account for whole events; the bytes that the client gets."""
         self.events += events.count(b"\n") // 2
         if events.rfind(usage.MARK) >= 0:
             events = self.put_right(events)
@@ -76,13 +77,13 @@ class Passing:
         return events
 
     def put_right(self, data: bytes) -> bytes:
-        """Note the usage in it, and have it say what was cached."""
+        """Note the usage in these bytes, and write the number of cached tokens into it."""
         self.counted = usage.read(data)
         cached = self.cached
         return data if cached is None else usage.patched(data, cached)
 
     def answered(self, body: bytes) -> bytes:
-        """A whole reply as the client gets it."""
+        """Account for a whole reply; the bytes that the client gets."""
         self.finish = _finish(body) or "done"
         self.done = True
         return self.put_right(body)

@@ -1,9 +1,12 @@
-"""How long a prompt is and which prefix it has, before any engine sees it.
+"""How long a prompt is and which prefix it has, before any engine has it.
 
-Where the model's engines tell KV events, keys are those of its tokens: made here, or by an engine's
-/tokenize where our renderer cannot (tools, images). Where they tell none, keys are over the
-prompt's text, and no token is made at all: core.kv.guess. What cannot be read is no reason to
-refuse: it is placed without knowledge of its prefix, and counted.
+`api.engine_text` calls it. If the model's engines send KV events, block keys are those of the
+prompt's tokens: the gateway tokenizes it, or asks an engine's /tokenize where it cannot (tools,
+images). If they send none, keys are over the prompt's text and nothing is tokenized: see
+core.kv.guess.
+
+A prompt that cannot be read is not refused: it is placed without knowledge of its prefix, and
+counted.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from moonserve.live.openai.prompts import Prompts
 from moonserve.live.text.tools import TextTools
 
 How: TypeAlias = Literal["ids", "tokens", "engine", "text", "unread"]
-"""By the client's own token ids; made here; made by an engine; not made, keys over text; neither:
-no prefix is known."""
+"""How the prompt was read. ids: token ids of the client; tokens: tokenized here; engine: tokenized
+by an engine; text: not tokenized, keys over the text; unread: no prefix is known."""
 _TOKENIZE_S = 2.0
 _MAX_MESSAGES = 4_096
 _MAX_KEYS = 65_536
@@ -42,7 +45,7 @@ class PromptInfo(msgspec.Struct, frozen=True):
     keys: tuple[BlockKey, ...]
     how: How
     text_bytes: Bytes = 0
-    """Of its text, where its length is an estimate."""
+    """Size of its text, if its length is an estimate."""
 
 
 class PromptReader:
@@ -55,14 +58,14 @@ class PromptReader:
         self._roots: dict[str, tuple[Namespace, bytes]] = {}
         self._ratios: dict[str, Ratio] = {}
         self._turn = 0
-        """Which of a model's engines makes tokens: the next one after each that did not."""
+        """Which of a model's engines tokenizes: the next one after each that failed."""
         self.read = Counter[How]()
-        """How prompts were read."""
+        """How many prompts were read in which way."""
 
     async def read_prompt(
         self, asked: ExternalRequest, infos: Sequence[InstanceInfo]
     ) -> PromptInfo:
-        """What is known of this prompt; infos: instances of its model. Raises BadRequest."""
+        """Read this prompt; infos: instances of its model. Raises BadRequest."""
         model, namespace = asked.model, infos[0].namespace
         exact = self._engines.follows_events(model)
         found = self._given(asked, namespace)
@@ -74,12 +77,12 @@ class PromptReader:
         return found
 
     def learn(self, model: str, info: PromptInfo, prompt: Tokens | None) -> None:
-        """An engine has counted the prompt's tokens."""
+        """Learn from the number of tokens that an engine has counted."""
         if prompt and info.text_bytes:
             self._ratios[model].learn(info.text_bytes, prompt)
 
     def _given(self, asked: ExternalRequest, namespace: Namespace) -> PromptInfo | None:
-        """By token ids, where the client gave some; says of `asked` how many prompts there are."""
+        """Read token ids that the client sent. Sets on `asked` how many prompts there are."""
         raw = asked.prompt
         if asked.form == "chat" or raw[:1] == b'"':
             return None
@@ -92,13 +95,13 @@ class PromptReader:
         try:
             keys = chain_keys(self._root(asked, namespace), prompts[0], namespace.block_size)
         except (TypeError, OverflowError):
-            return None  # the engine says what is wrong with it
+            return None  # the engine reports what is wrong with it
         return PromptInfo(max(1, len(prompts[0])), tuple(keys), "ids")
 
     async def _tokens(
         self, asked: ExternalRequest, infos: Sequence[InstanceInfo]
     ) -> PromptInfo | None:
-        """By tokens made here or by an engine; None where neither can."""
+        """Read the prompt by its tokens, made here or by an engine. None: neither is possible."""
         how: How = "tokens"
         tools, namespace = self._engines.text(asked.model), infos[0].namespace
         ids = None
@@ -114,7 +117,7 @@ class PromptReader:
     async def _own(
         self, asked: ExternalRequest, tools: TextTools, max_len: Tokens
     ) -> list[int] | None:
-        """The ids as our renderer and tokenizer make them; None where they cannot."""
+        """The ids as this gateway's template and tokenizer make them. None: they cannot."""
         try:
             if asked.form == "chat":
                 fields = openai.parse_chat(
@@ -129,7 +132,7 @@ class PromptReader:
             return None
 
     async def _theirs(self, asked: ExternalRequest, info: InstanceInfo) -> list[int] | None:
-        """The ids as an engine's /tokenize makes them; None where it does not, or not soon."""
+        """The ids as an engine's /tokenize makes them. None: it fails or takes too long."""
         fields = {"model": msgspec.json.encode(asked.model)}
         for name in ("messages", "tools", "prompt"):
             if raw := getattr(asked, name):
@@ -151,9 +154,9 @@ class PromptReader:
     def _text(
         self, asked: ExternalRequest, infos: Sequence[InstanceInfo], keyed: bool
     ) -> PromptInfo:
-        """By the prompt's text: its length estimated, its keys over pieces of it if `keyed`.
+        """Read the prompt's text: estimate its length and, if `keyed`, make keys over pieces of it.
 
-        Whether it is too long the engine says: images are much text and few tokens.
+        The engine decides whether it is too long: images are much text and few tokens.
         """
         namespace = infos[0].namespace
         ratio = self._ratios.setdefault(asked.model, Ratio(namespace.block_size))
@@ -179,8 +182,9 @@ class _Tokenized(msgspec.Struct):
 
 
 def _canonical(asked: ExternalRequest) -> bytes:
-    """The prompt's text, so that equal prompts are equal bytes and a longer one begins with the
-    shorter: tools, which templates put first, then the messages without the list's end."""
+    """The prompt's text in a normal form: equal prompts give equal bytes, and a longer conversation
+    begins with the bytes of a shorter one. So tools come first, as in templates, then the messages
+    without the end of the list."""
     if asked.form == "completion":
         prompt = decode_json(asked.prompt, object)
         return prompt.encode("utf-8", "replace") if isinstance(prompt, str) else asked.prompt

@@ -1,10 +1,12 @@
 """One request's life at the gateway, from its arrival at the Conductor to its end.
 
-`RequestDriver` is the one road of all requests: it makes the calls that the Conductor wants, one
-after the other, reports what became of each, and hands on the reply piece by piece. How a call is
-made, and what its pieces are, is a `Calls` object's: `embedded.TokenCalls` for instances of ours,
-`external.EngineCalls` for external engines. All of it runs in the task that serves the client:
-what ends a call from outside cancels that task's wait, and nothing else (see `inbox`).
+`RequestDriver` serves every request. It makes the calls that the Conductor asks for, one after the
+other, reports the outcome of each, and returns the reply piece by piece. A `Calls` object knows how
+calls are made and what a piece is: `embedded.TokenCalls` for our own workers,
+`external.EngineCalls` for external engines.
+
+The driver runs in the task that serves the client and starts no other. An action of the Conductor
+that ends a call cancels that task's wait, and nothing else: see `inbox`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Reply(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether its last piece said that the engine failed."""
+        """Whether its last piece is an engine's error event."""
 
     @property
     def tokens(self) -> Tokens:
@@ -73,24 +75,26 @@ class Life(Protocol):
         """The Conductor's actions for this request."""
 
     def stage_ended(self, member: InstanceId) -> None:
-        """An instance of a group has done its part of the prefill."""
+        """Report that an instance of a group has done its part of the prefill."""
 
     def prefill_ended(self, final: bool = False) -> None:
-        """Prefill gave its token; a second report of the same call has no effect."""
+        """Report that prefill returned its token. A second report for the same call has no
+        effect."""
 
     def first_token(self, cached: Tokens | None) -> None:
-        """The request's first token is known to be there."""
+        """Report that the request's first token has come."""
 
 
 class Calls(Protocol[PieceT_co]):
-    """The calls of one request on one wire: made one at a time, each as the driver asks for it.
+    """The calls of one request. The driver asks for one at a time.
 
-    Every method that waits may be cancelled; then `stop` is called. Failures are MoonserveErrors.
+    Every method that waits may be cancelled; the driver then calls `stop`. Failures are
+    MoonserveErrors.
     """
 
     resumes: bool
-    """Retry rule. True: a lost call goes on elsewhere by the tokens that are known. False: it is
-    made again only while the client has got nothing."""
+    """The retry rule. True: a lost call goes on elsewhere from the tokens that are known. False: it
+    is made again only while the client has received nothing."""
     again_s: float
     """Pause before the instance that has just failed is called once more."""
 
@@ -99,32 +103,33 @@ class Calls(Protocol[PieceT_co]):
         """How far the reply has come."""
 
     async def prefill(self, action: Prefill, life: Life) -> PieceT_co | None:
-        """Prefill; where the decision is joint, make the whole call and return its first piece.
+        """Prefill. If the decision is joint, one call does prefill and decode; return its first
+        piece.
 
-        None: prefill gave nothing for the client.
+        None: prefill returned nothing for the client.
         """
 
     async def decode(self, action: Decode, life: Life) -> PieceT_co | None:
-        """Decode from what prefill left; the first piece."""
+        """Decode from what prefill left; return the first piece."""
 
     async def next(self) -> PieceT_co | None:
         """The next piece of the call that has begun; None: the reply has ended."""
 
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
-        """Length and keys of what another instance would have to go on from."""
+        """Length and block keys of all tokens from which another instance has to go on."""
 
     def ended(self) -> None:
-        """The reply is whole: account for it."""
+        """Account for the reply, which is whole."""
 
     async def stop(self) -> None:
-        """End whatever is out."""
+        """End every call that is out."""
 
     async def drain(self) -> None:
-        """Read what follows a reply that has ended, so that its connection can be used again."""
+        """Read the end of a connection whose reply is whole, so that it can be used again."""
 
 
 class RequestDriver(Generic[PieceT]):
-    """See the module. Call `next` until it returns None, and `aclose` on every path."""
+    """Drives one request. Call `next` until it returns None, and `aclose` on every path."""
 
     def __init__(
         self,
@@ -133,7 +138,7 @@ class RequestDriver(Generic[PieceT]):
         conductor: Conducting,
         calls: Calls[PieceT],
     ) -> None:
-        """keys: of the prompt's full blocks. Nothing happens before the first `next`."""
+        """keys: of the prompt's full blocks. Nothing is sent before the first `next`."""
         self._request = request
         self._keys = keys
         self._conductor = conductor
@@ -143,9 +148,9 @@ class RequestDriver(Generic[PieceT]):
         self._lives = False
         """Whether the Conductor still counts the request."""
         self._prefilling = False
-        """Whether the end of the prefill that is out has yet to be reported."""
+        """Whether the end of the current prefill has yet to be reported."""
         self._reading = False
-        """Whether a call is out whose pieces are the client's."""
+        """Whether the current call's pieces go to the client."""
         self._called: InstanceId | None = None
         """The instance that was called last."""
         self._failed: InstanceId | None = None
@@ -153,7 +158,8 @@ class RequestDriver(Generic[PieceT]):
         self._lost: CallLost | None = None
         """How that call failed."""
         self._held: PieceT | None = None
-        """What prefill gave: the Conductor may refuse the request yet, before it decodes."""
+        """The piece that prefill returned. The Conductor may still refuse the request before it
+        decodes."""
         self._over = False
         self._pieces = 0
         self._outcome = "cancelled"
@@ -163,9 +169,10 @@ class RequestDriver(Generic[PieceT]):
         """When the first and the last piece came."""
 
     async def next(self) -> PieceT | None:
-        """The next piece of the reply; None: there is no more. Raises what the client is owed:
+        """The next piece of the reply; None: there is no more.
 
-        BadRequest, Overloaded, NobodyAlive, EngineFailed, and Passed before the first piece.
+        Raises BadRequest, Overloaded, NobodyAlive, EngineFailed; before the first piece also
+        Passed.
         """
         if not self._opened:
             self._open()
@@ -179,7 +186,7 @@ class RequestDriver(Generic[PieceT]):
         return None
 
     async def aclose(self) -> None:
-        """End whatever is out; the Conductor frees what it reserved."""
+        """End every call that is out. The Conductor then frees what it reserved."""
         if self._opened:
             self._opened = False
             if self._lives:
@@ -221,7 +228,7 @@ class RequestDriver(Generic[PieceT]):
         self._conductor.open(request, self._keys, self.inbox)
 
     async def _act(self) -> PieceT | None:
-        """Do what the Conductor wants next; the piece that came of it."""
+        """Do the Conductor's next action; return the piece that came of it."""
         if self._held is not None:
             held, self._held = self._held, None
             if not isinstance(await self.inbox.peek(), Refuse):
@@ -242,7 +249,7 @@ class RequestDriver(Generic[PieceT]):
                 return None
 
     async def _make(self, action: Prefill | Decode) -> PieceT | None:
-        """Make one call, until its first piece is here."""
+        """Make one call and wait for its first piece."""
         self.inbox.out(action.number)
         self._called = action.to.id
         self._prefilling = isinstance(action, Prefill)
@@ -250,7 +257,7 @@ class RequestDriver(Generic[PieceT]):
             piece = await self.inbox.until_lost(self._call(action))
         except Passed as passed:
             self._end(f"engine answered {passed.answer.status}")
-            self._lives = True  # what is left of it ends as when a client leaves
+            self._lives = True  # the Conductor learns of its end by ClientGone
             raise
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
             await self._fail(error, retry=True)
@@ -268,7 +275,8 @@ class RequestDriver(Generic[PieceT]):
         if isinstance(action, Decode):
             return await self._calls.decode(action, self)
         if action.to.id == self._failed and self._calls.again_s:
-            await asyncio.sleep(self._calls.again_s)  # no other is left: its trouble may pass
+            # no other instance is left, and its trouble may pass
+            await asyncio.sleep(self._calls.again_s)
         return await self._calls.prefill(action, self)
 
     async def _read(self) -> PieceT | None:
@@ -281,7 +289,7 @@ class RequestDriver(Generic[PieceT]):
         return self._took(piece)
 
     def _took(self, piece: PieceT | None) -> PieceT | None:
-        """Account for a piece of the call whose pieces are the client's."""
+        """Account for a piece that goes to the client."""
         self._reading = True
         reply = self._calls.reply
         if reply.failed:
@@ -301,7 +309,8 @@ class RequestDriver(Generic[PieceT]):
         return piece
 
     async def _fail(self, error: Exception, retry: bool) -> None:
-        """The call that was out has failed; the Conductor says what follows, if anything does."""
+        """Report a failed call. The Conductor answers with its next action, if a retry is
+        possible."""
         assert self._called is not None, "a call was out"
         await self._calls.stop()
         if isinstance(error, MoonserveError):
@@ -319,7 +328,7 @@ class RequestDriver(Generic[PieceT]):
         self.inbox.out(0)
 
     def _break_off(self, lost: CallLost) -> None:
-        """The client has a part of the reply, which nobody can complete."""
+        """End the reply, because the client has a part of it that no instance can complete."""
         self._report(lost, retry=False)
         self._end("failed")
 
@@ -340,7 +349,8 @@ class RequestDriver(Generic[PieceT]):
         )
 
     def _end(self, outcome: str | None) -> None:
-        """Nothing more comes; noted before the client has the last piece, since it may leave."""
+        """Note the end. It comes before the client gets the last piece, because the client may
+        leave then."""
         self._over = True
         self._lives = False
         self._outcome = outcome or self._outcome
@@ -354,6 +364,6 @@ def error_for(refusal: Refuse) -> MoonserveError:
         return BadRequest(why, "x-request-id", reason)
     if reason == "nobody_alive":
         return NobodyAlive(why)
-    if reason == "kv_memory":  # no waiting helps
+    if reason == "kv_memory":  # waiting does not help
         return BadRequest(why, "prompt", "context_length_exceeded")
     return Overloaded(why, reason, None if wait_us is None else wait_us / MICROS_PER_SECOND)

@@ -1,7 +1,7 @@
 """The client side of vLLM's HTTP wire: /v1/completions with token ids.
 
-Called by `embedded`; knows requests and replies, not why they are sent. Every call has a deadline
-and ends its connection when it is cancelled, which is how the instance learns to stop.
+`embedded` calls our own workers by it. Every call has a time limit. To cancel a call ends its
+connection, and so the worker stops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moonserve.live.openai.reply import ReadReply, read_reply
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """A finished prefill: the token it gave, and what decode needs."""
+    """The result of a prefill: its token, and the parameters for decode."""
 
     token_ids: tuple[int, ...]
     finish_reason: str | None
@@ -31,7 +31,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """Some tokens of a running decode; the last piece has a finish_reason."""
+    """Some tokens of a running decode. The last piece has a finish_reason."""
 
     token_ids: tuple[int, ...]
     finish_reason: str | None
@@ -47,7 +47,7 @@ def completion_body(
     stream: bool,
     kv_transfer_params: dict[str, Any],
 ) -> bytes:
-    """One /v1/completions body; `tokens` is the prompt and whatever was generated before."""
+    """The body of one /v1/completions call. tokens: the prompt and all tokens generated before."""
     body: dict[str, Any] = {
         "model": request.model,
         "prompt": tokens,
@@ -71,12 +71,12 @@ def completion_body(
 
 
 class WireClient:
-    """Calls instances; shares one pool of keep-alive connections."""
+    """Calls workers over one pool of keep-alive connections."""
 
     def __init__(
         self, http: HttpClient, token: str, prefill_timeout_s: float, token_timeout_s: float
     ) -> None:
-        """`token`: the cluster's shared secret, which instances ask for; may be empty."""
+        """token: the cluster's shared secret, which workers check; may be empty."""
         self._http = http
         self._token = token
         self._prefill_timeout_s = prefill_timeout_s
@@ -104,10 +104,10 @@ class WireClient:
     async def prefetch(
         self, to: InstanceInfo, request: Request, lease: LeaseId, keys: Sequence[BlockKey]
     ) -> None:
-        """Have blocks pulled that a decode call under `lease` will want; returns when it has come
-        there, or if the instance does not do this. Cancel it if the call will not come.
+        """Have a worker pull the blocks that a decode call under `lease` will need.
 
-        Raises as `prefill` does.
+        Returns when that call has come there, or if the worker does not prefetch. Cancel it if the
+        call will not come. Raises as `prefill` does.
         """
         headers = self._headers(request) | {"content-type": "application/msgpack"}
         reply = await self._http.request(
@@ -122,7 +122,7 @@ class WireClient:
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
     ) -> AsyncGenerator[Decoded, None]:
-        """Stream a decode. Raises as `prefill` does; closing the iterator aborts it there."""
+        """Stream a decode. Raises as `prefill` does. Closing the generator aborts the call."""
         async with self._http.stream(
             "POST",
             to.url + "/v1/completions",

@@ -1,6 +1,6 @@
-"""What the gateway needs to turn text into token ids and back, per model.
+"""What a process needs to turn text into token ids and back, per model.
 
-`TextTools` is the seam (tests use a fake), `ModelText` the real one over live/text.
+`TextTools` is the interface, which tests fake; `ModelText` implements it with the files of a model.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from moonserve.live.text.tokenizer import Tokenizer
 
 
 class TokenText(Protocol):
-    """Ids to text as they come, whole characters only; one object per generation."""
+    """Token ids to text as they come, in whole characters. One object per generation."""
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that is now certain."""
+        """Take more ids; the text that is now certain."""
 
     def flush(self) -> str:
-        """The end: what was held back."""
+        """The text that was held back, at the end."""
 
 
 class TextTools(Protocol):
-    """One model's text side. May be called from several threads."""
+    """The text tools of one model. Several threads may call them."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to below this."""
+        """Ids are from 0 to this, exclusive."""
 
     @property
     def longest_token_bytes(self) -> int:
-        """The most UTF-8 bytes of a text that one token stands for, special tokens included."""
+        """The most UTF-8 bytes of text that one token stands for, special tokens included."""
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        """Text to ids; BadRequest where it cannot be."""
+        """Text to ids. Raises BadRequest if it cannot be encoded."""
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Messages to prompt text, BOS included; BadRequest where the template refuses."""
+        """Messages to the prompt's text, BOS included. Raises BadRequest if the template refuses
+        them."""
 
     def detokenizer(self) -> TokenText:
-        """A fresh one, for ids that continue a prompt."""
+        """A new TokenText, for ids that continue a prompt."""
 
 
 class ModelText:
-    """TextTools of a real model's files."""
+    """The text tools of a real model."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer

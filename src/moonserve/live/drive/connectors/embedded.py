@@ -1,7 +1,7 @@
-"""The embedded connector: KV goes through the store, under a lease that both share.
+"""The embedded connector: KV goes through the store, under a lease that prefill and decode share.
 
-The same kv_transfer_params shape as vLLM's connectors, so that our workers also serve behind other
-routers: prefill's reply parameters are handed to decode verbatim.
+The parameters have the form of vLLM's connectors, so that our workers also serve behind other
+routers: decode gets prefill's reply parameters unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from moonserve.core.units import LeaseId
 
 
 def prefill_params(lease: LeaseId, decision: Decision) -> dict[str, Any]:
-    """What prefill is told: publish for a remote decode, reuse no more than was decided."""
+    """The parameters of a prefill: publish KV for a remote decode, and reuse no more than was
+    decided."""
     return {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -27,7 +28,8 @@ def prefill_params(lease: LeaseId, decision: Decision) -> dict[str, Any]:
 def group_params(
     lease: LeaseId, decision: Decision, group: Sequence[InstanceInfo]
 ) -> Iterator[tuple[Stage, InstanceInfo, dict[str, Any]]]:
-    """What each of a group is told: where its part begins, and who has what is before it."""
+    """The parameters for each member of a group: where its part begins, and which instance has the
+    KV before it."""
     source = None
     for stage, to in zip(decision.stages, group, strict=True):
         followed = stage is not decision.stages[-1]
@@ -37,5 +39,5 @@ def group_params(
 
 
 def decode_params(prefill_reply: dict[str, Any]) -> dict[str, Any]:
-    """What decode is told: prefill's own words."""
+    """The parameters of a decode: those that prefill returned."""
     return prefill_reply

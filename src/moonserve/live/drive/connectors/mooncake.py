@@ -1,9 +1,9 @@
-"""vLLM's Mooncake connector: both sides are told a transfer id, decode also whose it is.
+"""vLLM's Mooncake connector: both engines get a transfer id, and decode also gets prefill's engine
+id.
 
-Prefill first, then decode. The engine id comes from prefill's bootstrap server (live/fleet asks)
-and is another after a restart: decode then answers 500. Decode with a transfer id that prefill
-does not know waits for minutes: callers bring a deadline of their own, and an id that no other
-attempt has.
+Prefill is called first, then decode. Prefill's bootstrap server reports the engine id, which
+changes at a restart: decode then answers 500. If prefill does not know the transfer id, decode
+waits for minutes. So callers set a time limit of their own, and use a new id for each attempt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moonserve.core.units import Micros
 from moonserve.live.drive.handover import Handed, PrefillCall
 
 HELD_US: Micros = 300_000_000
-"""How long prefill's KV may wait for decode: vLLM gives it up after 480 s."""
+"""How long prefill's KV may wait for decode. vLLM frees it after 480 s."""
 
 
 def prefill_params(transfer_id: str) -> bytes:
@@ -26,7 +26,7 @@ def prefill_params(transfer_id: str) -> bytes:
 
 
 def decode_params(bootstrap: str, engine_id: str, transfer_id: str) -> bytes:
-    """kv_transfer_params of its decode: where prefill's bootstrap is, and which engine it was."""
+    """kv_transfer_params of its decode, as JSON: prefill's bootstrap address and engine id."""
     return msgspec.json.encode(
         {
             "do_remote_decode": False,

@@ -1,8 +1,8 @@
-"""vLLM's NIXL connector: prefill names what it holds, decode pulls it.
+"""vLLM's NIXL connector: prefill reports where its KV is, and decode pulls it.
 
-One after the other. Prefill's reply parameters go to decode as they came, once, and soon: used
-again, or after the lease, they name blocks that hold something else by then, and vLLM answers 200
-with wrong text.
+Prefill is called first, then decode. Decode gets prefill's reply parameters unchanged, once and
+soon. If they are used twice, or after the lease, their blocks may hold other KV by then, and vLLM
+answers 200 with wrong text.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ PREFILL = (
 )
 """kv_transfer_params of a prefill, as JSON."""
 LEASE_US: Micros = 25_000_000
-"""How long prefill's parameters may be used: vLLM holds the blocks for 30 s, of which decode needs
-some to come to them."""
+"""How long prefill's parameters may be used. vLLM holds the blocks for 30 s, and decode needs some
+of that to pull them."""
 _RENEWED = b'"remote_blocks_expiry_time"'
 
 
 def renewed(params: bytes) -> bool:
-    """Whether decode's engine holds the blocks by itself from when it has the request, however long
-    that waits there: vLLM does so since before its parameters had this field."""
+    """Whether decode's engine renews the lease as soon as it has the request, however long that
+    waits in its queue. Every vLLM whose parameters have this field does so."""
     return _RENEWED in params
 
 
@@ -34,7 +34,8 @@ class Nixl:
         """See HandoverConnector."""
         reply = await call.reply(PREFILL)
         said = bytes(reply.kv_transfer_params)
-        params = None if said == b"null" else said  # its first token may have been its last
+        # None if prefill's first token was also the last
+        params = None if said == b"null" else said
         until_us = call.caller.conductor.now_us() + LEASE_US
         handed = Handed(call.action.to, params, until_us, reply.cached_tokens())
         handed.renewed = renewed(said)

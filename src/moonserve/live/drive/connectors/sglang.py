@@ -1,9 +1,9 @@
-"""SGLang's disaggregation: both sides get one request with a room to meet in, at the same time.
+"""SGLang's disaggregation: prefill and decode get the same request at once, with a room to meet in.
 
-As its public documentation, its source and its load balancer have it; not run against a real SGLang
-here. Prefill waits in the room for decode to say where the KV goes, so neither can be called alone.
-Of several data-parallel ranks the room's number says which one prefills (SGLang's rule
-`follow_bootstrap_room`); a call that was sent to another rank fails.
+Written from SGLang's public documentation, its source and its load balancer; not run against a real
+SGLang here. Prefill waits in the room until decode sends where the KV goes, so neither can be
+called alone. With several data-parallel ranks, the room's number selects the rank that prefills
+(SGLang's rule `follow_bootstrap_room`); a call that was sent to another rank fails.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from moonserve.live.openai import usage
 _ROOMS = 1 << 63
 """Room numbers are below this."""
 HELD_US: Micros = 300_000_000
-"""How long decode may wait for the Conductor to name it, once it was called."""
+"""How long after the calls the Conductor may name the decode instance."""
 
 
 def room(drawn: int, rank: int | None, ranks: int) -> int:
-    """The number of a room for a prefill on that rank. drawn: at random, of 63 bits at most."""
+    """The number of a room for a prefill on that rank. drawn: a random number of at most 63
+    bits."""
     number = drawn % (_ROOMS // ranks)
     return number * ranks + (rank or 0)
 
 
 def fields(bootstrap: str, rooms: Sequence[int]) -> dict[str, bytes]:
-    """What both bodies get, as JSON by name. bootstrap: URL of prefill's bootstrap server; rooms:
-    one for each sequence that is generated."""
+    """The fields that both bodies get: JSON by name. bootstrap: URL of prefill's bootstrap server;
+    rooms: one for each generated sequence."""
     parts = urlsplit(bootstrap)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     said: dict[str, Sequence[object]] = {
@@ -49,17 +50,15 @@ def fields(bootstrap: str, rooms: Sequence[int]) -> dict[str, bytes]:
 
 
 def decode_fields(rank: int | None) -> dict[str, bytes]:
-    """What decode's body gets beyond that: the rank that prefills, where there are several."""
+    """The fields that only decode's body gets: the rank that prefills, if there are several."""
     return {} if rank is None else {"disagg_prefill_dp_rank": msgspec.json.encode(rank)}
 
 
 class Sglang:
-    """A handover.HandoverConnector, which calls decode too: neither half goes on without the
-    other.
-    """
+    """A handover.HandoverConnector that also calls decode, because neither half can go on alone."""
 
     async def prefill(self, call: PrefillCall) -> Handed:
-        """See HandoverConnector. Prefill's reply says that both halves have met."""
+        """See HandoverConnector. Prefill's reply shows that both halves have met."""
         caller, asked, action = call.caller, call.asked, call.action
         to, limits, decision = action.to, caller.limits, action.decision
         ranks, sequences = call.member.spec.dp_size, asked.choices * asked.prompts
@@ -81,7 +80,8 @@ class Sglang:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 await _decode_answered(call, handed)
-            handed.cached = usage.read((await first).body).cached  # as events, where it streams
+            # a streamed reply has its usage in an event
+            handed.cached = usage.read((await first).body).cached
             note.answered(handed.cached)
         except BaseException:
             first.cancel()
@@ -93,14 +93,14 @@ class Sglang:
 
 
 async def _decode_answered(call: PrefillCall, handed: Handed) -> None:
-    """Decode answers before its prefill has. Raises Passed, and CallLost that blames decode."""
+    """Decode answers before its prefill does. Raises Passed, or CallLost that blames decode."""
     decode = call.action.decode
     assert handed.stream is not None, "it was just called"
     try:
         begun = await handed.stream
         if begun.status != 200:
             handed.stream = None
-            await call.caller.rest(decode, begun)  # raises
+            await call.caller.rest(decode, begun)  # raises, since the status is no success
     except Passed:
         raise
     except MoonserveError as error:
