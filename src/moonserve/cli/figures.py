@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from string import Formatter
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -187,14 +187,3 @@ def story(told: Explanation, served: Served) -> str:
         gain = f"{sooner_ms:,.0f} ms sooner" if sooner_ms >= 0.5 else "no sooner"
         said.append(f"with hindsight: {best[0]} after {best[1] * 1e3:,.0f} ms, {gain}")
     return "\n".join(said)
-
-
-def write_rows(result: Result, out: TextIO) -> None:
-    """A CSV of all requests."""
-    import csv
-
-    from moonserve.sim.metrics import RequestRow
-
-    table = csv.DictWriter(out, RequestRow.__struct_fields__, lineterminator="\n")
-    table.writeheader()
-    table.writerows(msgspec.structs.asdict(row) for row in result.rows)

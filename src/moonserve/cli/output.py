@@ -6,9 +6,9 @@ A command checks its output files before it works for minutes, not after. All co
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 import click
 import msgspec
@@ -21,6 +21,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def print_json(value: object) -> None:
     """One JSON document on stdout; paths and other values become text."""
     click.echo(msgspec.json.encode(value, enc_hook=str))
+
+
+def write_csv(rows: Sequence[Mapping[str, object]], out: TextIO) -> None:
+    """Write rows below a header that has every name of any row."""
+    import csv
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = csv.DictWriter(out, list(names), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
 
 
 class Output(click.File):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from moonserve.cli.client import URL, Client
-from moonserve.cli.output import Output, check_apart, input_path, print_json
+from moonserve.cli.output import Output, check_apart, input_path, print_json, write_csv
 from moonserve.core.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 _SOME = click.IntRange(min=1)
 _IDS = range(1_000, 8_000)
 """Token ids for prompts: they are words in the vocabulary of every model that is served."""
-_COLUMNS = (
-    "id", "arrived_s", "input_tokens", "output_tokens", "outcome", "cached_tokens", "late_s",
-    "ttft_s", "tbt_ms", "ended_s", "error",
-)  # fmt: skip
 
 
 @click.command()
@@ -228,39 +224,37 @@ def _table(found: dict[str, Any]) -> str:
     text = "\n".join(Form().vformat(line, (), found) for line in lines)
     if "simulated" not in found:
         return text
-    text += f"\n\n{'':<17}{'live':>10}{'simulated':>12}{'error':>9}"
+    from moonserve.show.table import table
+
+    rows = [("", "live", "simulated", "error")]
     for name, simulated in found["simulated"].items():
         live = found[name]
-        if live is None or simulated is None:
-            continue
-        error = f"{simulated / live - 1:+.1%}" if live else "-"
-        text += f"\n{name:<17}{live:>10.3f}{simulated:>12.3f}{error:>9}"
-    return text
+        if live is not None and simulated is not None:
+            error = f"{simulated / live - 1:+.1%}" if live else "-"
+            rows.append((name, f"{live:.3f}", f"{simulated:.3f}", error))
+    return "\n".join([text, "", *table(rows, words=1)])
 
 
 def _write_rows(trace: Trace, answers: Sequence[ReplayResult], out: TextIO) -> None:
-    import csv
-
     import numpy as np
 
     from moonserve.sim.metrics import paper_tbt_ms
 
-    table = csv.writer(out, lineterminator="\n")
-    table.writerow(_COLUMNS)
-    for row, answer in zip(trace.rows, answers, strict=True):
-        times = answer.tokens_us
-        table.writerow(
-            (
-                answer.id,
-                row.at_us / 1e6,
-                row.input_tokens,
-                row.output_tokens,
-                answer.outcome,
-                answer.cached_tokens,
-                answer.late_us / 1e6,
-                times[0] / 1e6 if times else None,
-                paper_tbt_ms(np.array(gaps_ms(answer))),
-                (row.at_us + times[-1]) / 1e6 if times else None,
-                answer.error,
-            )
-        )
+    rows = [
+        {
+            "id": answer.id,
+            "arrived_s": row.at_us / 1e6,
+            "input_tokens": row.input_tokens,
+            "output_tokens": row.output_tokens,
+            "outcome": answer.outcome,
+            "cached_tokens": answer.cached_tokens,
+            "late_s": answer.late_us / 1e6,
+            "ttft_s": times[0] / 1e6 if times else None,
+            "tbt_ms": paper_tbt_ms(np.array(gaps_ms(answer))),
+            "ended_s": (row.at_us + times[-1]) / 1e6 if times else None,
+            "error": answer.error,
+        }
+        for row, answer in zip(trace.rows, answers, strict=True)
+        for times in [answer.tokens_us]
+    ]
+    write_csv(rows, out)

@@ -5,7 +5,6 @@ A thin layer over sim/sweep; no other module imports it.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import time
@@ -16,16 +15,16 @@ from typing import Any, TextIO
 
 import click
 
-from moonserve.cli.output import check_apart, check_writable, json_option, print_json
+from moonserve.cli.output import check_apart, check_writable, json_option, print_json, write_csv
 from moonserve.core.errors import ConfigError
 
 _SHOWN = {
-    "ttft_mean_s": "10.2f",
-    "ttft_p90_s": "10.2f",
-    "tbt_p90_ms": "10.0f",
-    "attainment": "10.4f",
-    "goodput_rps": "11.2f",
-    "hit_rate_tokens": "15.4f",
+    "ttft_mean_s": ".2f",
+    "ttft_p90_s": ".2f",
+    "tbt_p90_ms": ".0f",
+    "attainment": ".4f",
+    "goodput_rps": ".2f",
+    "hit_rate_tokens": ".4f",
 }
 
 
@@ -153,14 +152,12 @@ def _write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
         if path.suffix == ".json":
             json.dump(rows, file, indent=1)
-            return
-        names = dict.fromkeys(name for row in rows for name in row)
-        table = csv.DictWriter(file, list(names))
-        table.writeheader()
-        table.writerows(
-            {**row} | {name: _said(row, name) for name in ("cache_blocks",) if name in row}
-            for row in rows
-        )
+        else:
+            blocks = "cache_blocks"
+            write_csv(
+                [{**row, blocks: _said(row, blocks)} if blocks in row else row for row in rows],
+                file,
+            )
 
 
 def _said(row: Mapping[str, Any], name: str) -> str:
@@ -172,18 +169,14 @@ def _said(row: Mapping[str, Any], name: str) -> str:
 
 
 def _print(rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
-    widths = {n: max(len(n), *(len(_said(row, n)) for row in rows)) for n in varied}
-    heads = [f"{name:<{width}}" for name, width in widths.items()]
-    heads += [f"{name:>{int(form.partition('.')[0])}}" for name, form in _SHOWN.items()]
-    click.echo("  ".join(heads))
+    from moonserve.show.table import table
+
+    lines = [[*varied, *_SHOWN]]
     for row in rows:
-        cells = [f"{_said(row, name):<{width}}" for name, width in widths.items()]
-        if "error" in row:
-            cells.append(str(row["error"]))
-        else:
-            cells += [_figure(row[name], form) for name, form in _SHOWN.items()]
-        click.echo("  ".join(cells))
-
-
-def _figure(value: float | None, form: str) -> str:
-    return f"{'-':>{int(form.partition('.')[0])}}" if value is None else f"{value:{form}}"
+        figures = [
+            "" if "error" in row else "-" if row[name] is None else f"{row[name]:{form}}"
+            for name, form in _SHOWN.items()
+        ]
+        lines.append([*(_said(row, name) for name in varied), *figures])
+    for row, line in zip([{}, *rows], table(lines, words=len(varied)), strict=True):
+        click.echo(f"{line}  {row['error']}" if "error" in row else line)

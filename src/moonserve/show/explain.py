@@ -5,9 +5,10 @@ The CLI calls it with what the gateway or the simulator returns of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from moonserve.core.schedule.explain import Explanation, Row
+from moonserve.show.table import table
 
 _HEADS = ("", "candidate", "from", "local", "reused", "transfer", "queue", "compute", "total")
 
@@ -26,7 +27,7 @@ def lines(told: Explanation) -> Iterator[str]:
         return
     yield ""
     rows = [_cells(row, row is told.candidates[0]) for row in told.candidates]
-    yield from _table([_HEADS, *rows], words=3)
+    yield from table([_HEADS, *rows], words=3)
     hidden = told.considered - len(told.candidates)
     if hidden > 0:
         yield f"  and {hidden:,} more"
@@ -45,7 +46,7 @@ def lines(told: Explanation) -> Iterator[str]:
         ("mean TBT ms", _number(told.predicted_tbt_ms), _number(told.actual_tbt_ms)),
         ("reused tokens", _number(told.reused_tokens), _number(told.actual_cached_tokens)),
     ]
-    yield from _table(figures, words=1)
+    yield from table(figures, words=1)
 
 
 def _attempts(told: Explanation) -> str:
@@ -67,14 +68,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
-
-
-def _table(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
-    """Columns of their own width: the first `words` columns to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        aligned = [
-            cell.ljust(width) if at < words else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        yield "  ".join(aligned).rstrip()

@@ -48,7 +48,7 @@ from moonserve.sim.clock import Clock
 from moonserve.sim.cpp import Relay
 from moonserve.sim.node import Node
 from moonserve.sim.segments import Segments, full_keys, next_turns
-from moonserve.sim.served import Sample, Served, first_of_decode_us
+from moonserve.sim.served import Sample, Served, first_of_decode_us, sample
 from moonserve.sim.setup import MODEL, UNTOLD, Breakdown, Setup
 from moonserve.sim.trace import Trace
 
@@ -128,7 +128,8 @@ class Simulation:
         size = self.trace.block_size
         while self._coming is not None and self._coming.at_us <= self.clock.now_us:
             row = self._coming
-            served = Served(len(self.served), row, full_keys(row, size))
+            id = RequestId(f"r{len(self.served):06}")
+            served = Served(id, row, full_keys(row, size), row.at_us)
             self.served.append(served)
             self._by_id[served.id] = served
             self._open += 1
@@ -152,7 +153,7 @@ class Simulation:
         """Record queues and loads, and again later while a request is open: a trace may pause for
         years."""
         now_us = self.clock.now_us
-        self.samples.append(Sample(now_us, self.conductor.waiting, self._in_order))
+        self.samples.append(sample(now_us, self.conductor.waiting, self._in_order))
         goes_on = self._facts or self.clock.pending or any(n.stirred for n in self._in_order)
         self._sampling = bool(goes_on and self._open)
         if self._sampling:

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from functools import partial
 from math import ceil
 
+import msgspec
+
 from moonserve.core.units import Bytes, Micros
 from moonserve.sim.clock import Clock
 
 
-class _Flow:
-    __slots__ = ("done", "left", "rate", "source", "target")
-
-    def __init__(self, source: str, target: str, size: Bytes, done: Callable[[], None]) -> None:
-        self.source = source
-        self.target = target
-        self.left = float(size)
-        self.rate = 0.0
-        self.done = done
+class _Flow(msgspec.Struct, eq=False):
+    source: str
+    target: str
+    left: float
+    """Bytes that have not moved yet."""
+    done: Callable[[], None]
+    rate: float = 0.0
 
 
 class Network:
@@ -56,7 +56,7 @@ class Network:
         """Move `size` bytes; `done` is called when the last one has arrived."""
         self.transfers += 1
         self.bytes += size
-        flow = _Flow(source, target, size, done)
+        flow = _Flow(source, target, float(size), done)
         if self._base_us:
             self._clock.at(self._clock.now_us + self._base_us, partial(self._begin, flow))
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from moonserve.core.schedule.actions import Prefill, Spread
 from moonserve.core.schedule.decision import Candidate, Decision
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
@@ -13,63 +15,55 @@ from moonserve.sim.node import Node
 from moonserve.sim.trace import Row
 
 
-class Served:
+class Served(msgspec.Struct, eq=False):
     """One request of the trace, and what became of it."""
 
-    __slots__ = (
-        "arrived_us", "attempts", "available", "cached", "calls", "candidates", "decision",
-        "ended_us", "first_us", "flow", "generated", "id", "keys", "number", "outcome", "placed",
-        "placed_among", "prefill_us", "prefilled_tokens_us", "prefilled_us", "reason", "relay",
-        "row", "spread", "tails", "wasted_us", "why",
-    )  # fmt: skip
-
-    def __init__(self, number: int, row: Row, keys: tuple[BlockKey, ...]) -> None:
-        self.id = RequestId(f"r{number:06}")
-        self.row = row
-        self.keys = keys
-        self.arrived_us: Micros = row.at_us
-        self.first_us: Micros | None = None
-        self.ended_us: Micros | None = None
-        self.prefilled_us: Micros | None = None
-        """When its last prefill ended."""
-        self.prefilled_tokens_us: list[Micros] = []
-        """When each token came that a prefill streamed: one, and one more for each resumption."""
-        self.outcome = "running"
-        """completed, refused or failed."""
-        self.why = ""
-        """Why it was refused or failed."""
-        self.reason = ""
-        """The reason of a refusal, for programs."""
-        self.generated: Tokens = 0
-        """Tokens generated before the current call."""
-        self.attempts = 0
-        self.number = 0
-        """The number of its last prefill call."""
-        self.cached: Tokens = 0
-        """Prompt tokens that its first prefill did not compute."""
-        self.available: Tokens = 0
-        """Prompt tokens that some instance held when it was placed."""
-        self.prefill_us: Micros = 0
-        """Engine time of its prefills."""
-        self.wasted_us: Micros = 0
-        """The part of `prefill_us` that was wasted."""
-        self.calls: list[tuple[Node, Call]] = []
-        """Its decode calls, in order."""
-        self.decision: Decision | None = None
-        """The last decision; for a refused request, what it would have been."""
-        self.candidates: Sequence[Candidate] = ()
-        """The candidates of that decision, the chosen one first."""
-        self.placed: Decision | None = None
-        """The decision that its first token came from."""
-        self.placed_among: Sequence[Candidate] = ()
-        """The candidates of that decision, likewise."""
-        self.spread: Spread | None = None
-        """The copy of its prefix that its placement called for."""
-        self.flow: Flow | None = None
-        self.relay: Relay | None = None
-        """The group of its last prefill, if a group does it."""
-        self.tails: tuple[tuple[str, Served | None], ...] = ()
-        """For each prefill instance: the last request there when this one was placed."""
+    id: RequestId
+    row: Row
+    keys: tuple[BlockKey, ...]
+    arrived_us: Micros
+    first_us: Micros | None = None
+    ended_us: Micros | None = None
+    prefilled_us: Micros | None = None
+    """When its last prefill ended."""
+    prefilled_tokens_us: list[Micros] = []
+    """When each token came that a prefill streamed: one, and one more for each resumption."""
+    outcome: str = "running"
+    """completed, refused or failed."""
+    why: str = ""
+    """Why it was refused or failed."""
+    reason: str = ""
+    """The reason of a refusal, for programs."""
+    generated: Tokens = 0
+    """Tokens generated before the current call."""
+    attempts: int = 0
+    number: int = 0
+    """The number of its last prefill call."""
+    cached: Tokens = 0
+    """Prompt tokens that its first prefill did not compute."""
+    available: Tokens = 0
+    """Prompt tokens that some instance held when it was placed."""
+    prefill_us: Micros = 0
+    """Engine time of its prefills."""
+    wasted_us: Micros = 0
+    """The part of `prefill_us` that was wasted."""
+    calls: list[tuple[Node, Call]] = []
+    """Its decode calls, in order."""
+    decision: Decision | None = None
+    """The last decision; for a refused request, what it would have been."""
+    candidates: Sequence[Candidate] = ()
+    """The candidates of that decision, the chosen one first."""
+    placed: Decision | None = None
+    """The decision that its first token came from."""
+    placed_among: Sequence[Candidate] = ()
+    """The candidates of that decision, likewise."""
+    spread: Spread | None = None
+    """The copy of its prefix that its placement called for."""
+    flow: Flow | None = None
+    relay: Relay | None = None
+    """The group of its last prefill, if a group does it."""
+    tails: tuple[tuple[str, Served | None], ...] = ()
+    """For each prefill instance: the last request there when this one was placed."""
 
     def was_placed(self, action: Prefill, tails: Mapping[str, Served | None]) -> None:
         """A prefill call goes out; `tails`: the last request of each prefill instance."""
@@ -126,15 +120,19 @@ class Flow:
             self.then()
 
 
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """Queues and loads at one moment."""
 
-    __slots__ = ("at_us", "busy_us", "conductor", "running", "waiting")
+    at_us: Micros
+    conductor: int
+    """Requests that wait at the Conductor."""
+    waiting: list[int]
+    running: list[int]
+    busy_us: list[Micros]
 
-    def __init__(self, at_us: Micros, conductor: int, nodes: Sequence[Node]) -> None:
-        self.at_us = at_us
-        self.conductor = conductor
-        """Requests that wait at the Conductor."""
-        self.waiting = [0 if node.dead else node.waiting for node in nodes]
-        self.running = [0 if node.dead else node.running for node in nodes]
-        self.busy_us = [node.busy_by_us() for node in nodes]
+
+def sample(at_us: Micros, conductor: int, nodes: Sequence[Node]) -> Sample:
+    """The queues and loads of all nodes now."""
+    waiting = [0 if node.dead else node.waiting for node in nodes]
+    running = [0 if node.dead else node.running for node in nodes]
+    return Sample(at_us, conductor, waiting, running, [node.busy_by_us() for node in nodes])
