@@ -18,6 +18,7 @@ from tokenizers import decoders
 from moonserve.core.errors import ConfigError
 from moonserve.live.engine.weights import GgufSource
 from moonserve.live.model.config import ModelConfig, config_of_gguf
+from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import open_gguf
 from moonserve.live.text.template import template_of_gguf
 from moonserve.live.text.vocab import Vocabulary, vocabulary_of_gguf
@@ -38,14 +39,13 @@ def export_folder(
     if dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; use one of {', '.join(_DTYPES)}", "dtype")
     if path.is_dir():
-        raise ConfigError(f"{path} is a Hugging Face folder already; use it as it is", "model")
+        raise BadModel(f"{path} is a Hugging Face folder already; use it as it is")
     file = open_gguf(path)
     config = config_of_gguf(file)
     if "rope_freqs.weight" in file.tensors:
-        raise ConfigError(
+        raise BadModel(
             f"{path} scales its rotary embedding by a tensor, which config.json cannot express; use"
-            " the model's Hugging Face folder",
-            "model",
+            " the model's Hugging Face folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

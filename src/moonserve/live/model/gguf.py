@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonserve.core.errors import ConfigError
+from moonserve.live.model.errors import BadModel
 
 Floats = NDArray[np.float32]
 Bytes1 = NDArray[np.uint8]
@@ -128,7 +129,7 @@ class _Cursor:
         self.at = 0
 
     def fail(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {what}; download the file again", "model")
+        return BadModel(f"{self.path}: {what}; download the file again")
 
     def take(self, size: int) -> bytes:
         if size > len(self.buffer) - self.at:
@@ -188,15 +189,12 @@ class Gguf:
         """
         info = self.tensors.get(name)
         if info is None:
-            raise ConfigError(
-                f"{self.path} has no tensor {name}; is it a llama-like model?", "model"
-            )
+            raise BadModel(f"{self.path} has no tensor {name}; is it a llama-like model?")
         quant = _BY_NAME.get(info.type)
         if quant is None:
-            raise ConfigError(
+            raise BadModel(
                 f"{self.path}: tensor {name} is {info.type}, which is not supported; use a file"
-                f" with only {', '.join(sorted(_BY_NAME))} tensors",
-                "model",
+                f" with only {', '.join(sorted(_BY_NAME))} tensors"
             )
         raw = np.frombuffer(self._buffer, np.uint8, info.size, info.offset)
         # Unquantised types decode to a view; the result must be writable, so it is a copy.
@@ -224,14 +222,14 @@ def open_gguf(path: Path) -> Gguf:
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ConfigError(f"cannot read {path}: {error}", "model") from error
+        raise BadModel(f"cannot read {path}: {error}") from error
     cursor = _Cursor(buffer, path)
     if buffer[:4] != b"GGUF":
-        raise ConfigError(f"{path} is not a GGUF file: its first bytes are not GGUF", "model")
+        raise BadModel(f"{path} is not a GGUF file: its first bytes are not GGUF")
     cursor.at = 4
     version = cursor.number("I")
     if version not in (2, 3):
-        raise ConfigError(f"{path} is GGUF version {version}; convert it to version 3", "model")
+        raise BadModel(f"{path} is GGUF version {version}; convert it to version 3")
     tensor_count = cursor.number("Q")
     pair_count = cursor.number("Q")
     metadata: dict[str, object] = {}

@@ -25,7 +25,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.errors import BadRequest
+from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import open_gguf
 from moonserve.live.text.tokenizer import Tokenizer
 
@@ -90,9 +91,7 @@ class ChatTemplate:
         try:
             self._template = None if source is None else environment.from_string(source)
         except TemplateError as error:
-            raise ConfigError(
-                f"the model's chat template is not valid: {error}", "model"
-            ) from error
+            raise BadModel(f"the model's chat template is not valid: {error}") from error
         self._globals = {
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
@@ -205,7 +204,7 @@ def _of_folder(folder: Path) -> str | None:
             return None
         found = msgspec.json.decode(config.read_bytes(), type=_TokenizerConfig).chat_template
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"cannot read the chat template in {folder}: {error}", "model") from error
+        raise BadModel(f"cannot read the chat template in {folder}: {error}") from error
     if found is None or isinstance(found, str):
         return found
     return next((entry.template for entry in found if entry.name == "default"), None)

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.errors import BadRequest
 from moonserve.live.model.config import config_of_gguf, load_config
+from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import open_gguf
 from moonserve.live.text.vocab import Alphabet, Vocabulary, piece_bytes, vocabulary_of_gguf
 
@@ -131,16 +132,15 @@ def _vocabulary_of_folder(folder: Path) -> Vocabulary:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
+        raise BadModel(
             f"cannot read {path}: {error}; a model folder needs tokenizer.json (save it from"
-            " transformers' fast tokenizer)",
-            "model",
+            " transformers' fast tokenizer)"
         ) from error
     try:
         parts = msgspec.json.decode(raw, type=_TokenizerJson)
         inner = tokenizers.Tokenizer.from_str(raw.decode())
     except Exception as error:
-        raise ConfigError(f"cannot read {path}: {error}", "model") from error
+        raise BadModel(f"cannot read {path}: {error}") from error
     # A file may ask for both; moonserve never cuts or pads a prompt.
     inner.no_truncation()
     inner.no_padding()
@@ -173,10 +173,9 @@ def _alphabet(parts: _TokenizerJson, path: Path) -> tuple[Alphabet, bool]:
         return "spm", scheme != "never"
     if "ByteFallback" in kinds:
         return "spm", kinds.get("Strip", {}).get("start", 0) > 0
-    raise ConfigError(
+    raise BadModel(
         f"{path}: decoder {decoder.get('type')!r} of a {parts.model.get('type')!r} tokenizer is not"
-        " supported; use a model with a byte-level or a SentencePiece tokenizer",
-        "model",
+        " supported; use a model with a byte-level or a SentencePiece tokenizer"
     )
 
 
@@ -188,7 +187,7 @@ def _token_names(folder: Path) -> tuple[str, str]:
     try:
         config = msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "model") from error
+        raise BadModel(f"cannot read {path}: {error}") from error
     return _content(config.bos_token), _content(config.eos_token)
 
 

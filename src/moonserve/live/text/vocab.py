@@ -24,6 +24,7 @@ from tokenizers import (
 )
 
 from moonserve.core.errors import ConfigError
+from moonserve.live.model.errors import BadModel
 
 Alphabet = Literal["bytes", "spm"]
 
@@ -113,7 +114,7 @@ def vocabulary_of_gguf(metadata: Mapping[str, object]) -> Vocabulary:
     try:
         meta = msgspec.convert(metadata, _Metadata)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"GGUF tokenizer metadata: {error}; download it again", "model") from None
+        raise BadModel(f"GGUF tokenizer metadata: {error}; download it again") from None
     size = len(meta.tokens)
     for name, values in (("token_type", meta.token_type), ("scores", meta.scores)):
         if values and len(values) != size:
@@ -127,10 +128,9 @@ def vocabulary_of_gguf(metadata: Mapping[str, object]) -> Vocabulary:
     elif meta.model == "llama":
         inner = _sentencepiece(meta)
     else:
-        raise ConfigError(
+        raise BadModel(
             f"GGUF tokenizer {meta.model!r} is not supported (gpt2 and llama are); use the model's"
-            " Hugging Face folder",
-            "model",
+            " Hugging Face folder"
         )
     special = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
     added = {i: special[kind] for i, kind in enumerate(meta.token_type) if kind in special}
@@ -153,10 +153,9 @@ def vocabulary_of_gguf(metadata: Mapping[str, object]) -> Vocabulary:
 def _byte_level(meta: _Metadata) -> Tokenizer:
     split = _SPLITS.get(meta.pre)
     if split is None:
-        raise ConfigError(
+        raise BadModel(
             f"GGUF pre-tokenizer {meta.pre!r} is not supported ({', '.join(_SPLITS)} are); use the"
-            " model's Hugging Face folder",
-            "model",
+            " model's Hugging Face folder"
         )
     vocab = {piece: id for id, piece in enumerate(meta.tokens)}
     merges: list[tuple[str, str]] = []
@@ -228,4 +227,4 @@ def _add_ends(inner: Tokenizer, meta: _Metadata) -> None:
 
 
 def _damaged(what: str) -> ConfigError:
-    return ConfigError(f"GGUF tokenizer metadata is damaged: {what}; download it again", "model")
+    return BadModel(f"GGUF tokenizer metadata is damaged: {what}; download it again")
