@@ -2,29 +2,31 @@
 
 `HttpClient.request` returns a whole reply, `HttpClient.stream` a reply piece by piece, `sse_events`
 its server-sent events. It speaks http:// only, works on any asyncio loop, and reads no clock but
-the loop's. `connection.Connection` is one socket; the pool here chooses the socket of each request.
+the loop's. `connection.Connection` is one socket; the pool here chooses the socket of each
+request. A URL becomes a Target; a Target and headers become the bytes of a request's head.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from types import TracebackType
+from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import DeadlineExceeded
+from moonserve.core.errors import ConfigError, DeadlineExceeded
 from moonserve.core.units import Bytes
 from moonserve.live.http.connection import Connection, UpstreamError, Watch
-from moonserve.live.http.host import Host
 from moonserve.live.http.switch import Switched
-from moonserve.live.http.target import Target, head_of, parse
-from moonserve.live.http.target import check_url as check_url
 
 _NO_HEADERS: Mapping[str, str] = {}
 _MAX_EVENT_BYTES = 16 << 20
+_SHORT = 128
+"""The most characters of a URL whose target is kept."""
 
 
 class ClientResponse(msgspec.Struct):
@@ -33,6 +35,135 @@ class ClientResponse(msgspec.Struct):
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One request, as the caller of the client gave it."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str]
+    body: bytes
+    timeout_s: float
+    """The longest time until the whole reply, or for a stream until its headers, are here."""
+    again: bool
+    """Whether the request may reach the peer twice, see `HttpClient._exchange`."""
+
+    def late(self) -> DeadlineExceeded:
+        """The error when the time is over."""
+        return DeadlineExceeded(f"{self.method} {self.url}: no reply within {self.timeout_s:g} s")
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The address and the path of a URL."""
+
+    host: str
+    port: int
+    netloc: str
+    path: str
+
+
+def parse(url: str) -> Target:
+    """Return the target of a URL. Raises ConfigError if the client cannot use it."""
+    return _kept(url) if len(url) <= _SHORT and "?" not in url else _parse(url)
+
+
+def _parse(url: str) -> Target:
+    end = len(url)
+    for mark in "/?#":
+        at = url.find(mark, len("http://"), end)
+        end = at if at >= 0 else end
+    host, port, netloc = _origin(url[:end])
+    path = url[end:].partition("#")[0]
+    path = path if path[:1] == "/" else "/" + path
+    if not (path.isascii() and path.isprintable()) or " " in path:
+        raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
+    return Target(host, port, netloc, path)
+
+
+_kept = lru_cache(maxsize=1024)(_parse)
+"""Keeps the targets of repeated URLs. Long URLs and URLs with a query come from clients, and would
+fill it."""
+
+
+@lru_cache(maxsize=1024)
+def _origin(url: str) -> tuple[str, int, str]:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"{url!r} is no address; write it like http://10.0.0.5:8100", "url")
+        port = parts.port or 80
+        parts.hostname.encode("idna")  # the form for DNS; a UnicodeError is a ValueError
+    except ValueError as error:
+        raise ConfigError(f"{url!r}: {error}", "url") from None
+    if not parts.netloc.isascii() or not parts.netloc.isprintable() or " " in parts.netloc:
+        raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
+    return parts.hostname, port, parts.netloc
+
+
+def check_url(url: str, setting: str) -> None:
+    """Raise ConfigError with the setting's name if the client cannot use this URL."""
+    try:
+        parse(url)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("url: "), setting) from None
+
+
+def head_of(method: str, target: Target, headers: Mapping[str, str], length: int) -> bytes:
+    """Return a request's head; `length`: of its body. Raises ConfigError for invalid headers."""
+    lines = [f"{method} {target.path} HTTP/1.1\r\nhost: {target.netloc}\r\n"]
+    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
+    if length or method not in ("GET", "DELETE"):
+        lines.append(f"content-length: {length}\r\n")
+    text = "".join(lines)
+    if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1:
+        raise ConfigError("a header name or value has a line break", "headers")
+    try:
+        return f"{text}\r\n".encode("latin-1")
+    except UnicodeEncodeError:
+        raise ConfigError("a header has a character that is not in latin-1", "headers") from None
+
+
+class Host:
+    """The idle connections to one host (the last used is reused first) and its free places."""
+
+    def __init__(self, key: tuple[str, int], max_connections: int) -> None:
+        self.key = key
+        self.idle: deque[Connection] = deque()
+        self._places = self._free = max_connections
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def unused(self) -> bool:
+        """Whether no call has a place, and no connection is idle."""
+        return not self.idle and self._free == self._places
+
+    async def enter(self, deadline_s: float) -> None:
+        """Take a place, waiting for one until `deadline_s`; the caller calls `leave` later.
+
+        Raises TimeoutError.
+        """
+        if self._free:
+            self._free -= 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await place
+        except BaseException:
+            if place.done() and not place.cancelled():
+                self.leave()  # the place came at the same time as the error
+            raise
+
+    def leave(self) -> None:
+        """Give the place to the first waiting call, or free it."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+        self._free += 1
 
 
 class HttpClient:
@@ -69,17 +200,16 @@ class HttpClient:
         again: the request may reach the peer twice, see `_exchange`.
         Raises UpstreamError if no whole reply comes, DeadlineExceeded after `timeout_s`.
         """
-        target = parse(url)
-        host = self._host(target)
+        asked = Asked(method, url, headers, body, timeout_s, again)
         try:
-            connection = await self._begin(host, method, target, headers, body, timeout_s, again)
+            host, connection = await self._begin(asked)
             try:
                 whole = await connection.read_all(self._max_reply_bytes)
                 return ClientResponse(connection.status, connection.headers, whole)
             finally:
                 self._end(host, connection)
         except (TimeoutError, DeadlineExceeded):
-            raise DeadlineExceeded(f"{method} {url}: no reply within {timeout_s:g} s") from None
+            raise asked.late() from None
 
     def stream(
         self,
@@ -98,7 +228,8 @@ class HttpClient:
         the next chunk. again: as for `request`. If the block ends before the reply does, the
         connection is closed and the peer sees a disconnect.
         """
-        return ClientStream(self, method, url, headers, body, timeout_s, idle_timeout_s, again)
+        asked = Asked(method, url, headers, body, timeout_s, again)
+        return ClientStream(self, asked, idle_timeout_s)
 
     async def upgrade(
         self, url: str, name: str, to: Switched, *, headers: Mapping[str, str], timeout_s: float
@@ -156,26 +287,19 @@ class HttpClient:
         if host.unused:
             del self._hosts[host.key]
 
-    async def _begin(
-        self,
-        host: Host,
-        method: str,
-        target: Target,
-        headers: Mapping[str, str],
-        body: bytes,
-        timeout_s: float,
-        again: bool,
-    ) -> Connection:
+    async def _begin(self, asked: Asked) -> tuple[Host, Connection]:
         """Take a place at the host, send, and return when the reply's headers are here.
 
         The caller calls `_end` later. The deadline stays set on the connection. Raises TimeoutError
         or DeadlineExceeded.
         """
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        target = parse(asked.url)
+        host = self._host(target)
+        deadline_s = asyncio.get_running_loop().time() + asked.timeout_s
         await host.enter(deadline_s)
         try:
-            data = head_of(method, target, headers, len(body)) + body
-            return await self._exchange(host, target, data, deadline_s, again)
+            data = head_of(asked.method, target, asked.headers, len(asked.body)) + asked.body
+            return host, await self._exchange(host, target, data, deadline_s, asked.again)
         except BaseException:
             self._left(host)
             raise
@@ -269,61 +393,34 @@ class ClientStream:
     stops reading: at most about 256 KiB wait here.
     """
 
-    def __init__(
-        self,
-        client: HttpClient,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes,
-        timeout_s: float,
-        idle_timeout_s: float,
-        again: bool,
-    ) -> None:
+    _host: Host
+    _connection: Connection
+    """Both are set when the reply's headers are here."""
+
+    def __init__(self, client: HttpClient, asked: Asked, idle_timeout_s: float) -> None:
         self._client = client
-        self._method = method
-        self._url = url
-        self._request_headers = headers
-        self._request_body = body
-        self._timeout_s = timeout_s
+        self._asked = asked
         self._idle_timeout_s = idle_timeout_s
-        self._again = again
-        self._connection: Connection | None = None
-        self._host: Host | None = None
         self.status = 0
         self.headers: Mapping[str, str] = _NO_HEADERS
 
     async def __aenter__(self) -> ClientStream:
-        target = parse(self._url)
-        self._host = host = self._client._host(target)
-        headers = self._request_headers
-        body = self._request_body
         try:
-            self._connection = connection = await self._client._begin(
-                host, self._method, target, headers, body, self._timeout_s, self._again
-            )
+            self._host, connection = await self._client._begin(self._asked)
         except (TimeoutError, DeadlineExceeded):
-            raise DeadlineExceeded(
-                f"{self._method} {self._url}: no reply within {self._timeout_s:g} s"
-            ) from None
+            raise self._asked.late() from None
+        self._connection = connection
         connection.watch_until(math.inf)
         connection.watch_idle(self._idle_timeout_s)
         self.status = connection.status
         self.headers = connection.headers
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.leave()
 
     def leave(self) -> None:
         """End the stream as the end of the block does, for callers without an `async with`."""
-        assert self._connection is not None
-        assert self._host is not None
         self._connection.watch_idle(None)
         self._client._end(self._host, self._connection)
 
@@ -331,7 +428,6 @@ class ClientStream:
         return self
 
     async def __anext__(self) -> bytes:
-        assert self._connection is not None, "use it inside `async with`"
         chunk = await self._connection.next_chunk()
         if chunk is None:
             raise StopAsyncIteration
@@ -342,12 +438,10 @@ class ClientStream:
 
         Raises as iteration does.
         """
-        assert self._connection is not None, "use it inside `async with`"
         return self._connection.take()
 
     def idle(self, timeout_s: float) -> None:
         """Set idle_timeout_s from now on."""
-        assert self._connection is not None, "use it inside `async with`"
         self._connection.watch_idle(timeout_s)
 
     async def read(self) -> bytes:

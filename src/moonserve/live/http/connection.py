@@ -1,6 +1,6 @@
 """One client connection: a socket, a reply parser, and the back-pressure between them.
 
-Only `client` and `host` use this. It never chooses the connection of a request and never retries.
+Only `client` uses this. It never chooses the connection of a request and never retries.
 """
 
 from __future__ import annotations

@@ -189,28 +189,6 @@ class HttpRequest:
     `feed`, `complete` and `lost`.
     """
 
-    __slots__ = (
-        "_chunks",
-        "_complete",
-        "_paused",
-        "_size",
-        "_source",
-        "_waiter",
-        "_watched",
-        "arrived_s",
-        "body_timeout_s",
-        "gone",
-        "headers",
-        "http_1_0",
-        "id",
-        "keep_alive",
-        "max_body_bytes",
-        "method",
-        "path",
-        "query_string",
-        "target",
-    )
-
     def __init__(
         self,
         method: str,

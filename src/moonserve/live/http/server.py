@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
 from typing import TypeAlias
 
+from prometheus_client.registry import Collector
+
 from moonserve.core.errors import BadRequest, ConfigError, MoonserveError
 from moonserve.core.units import Bytes
 from moonserve.live.http.accepted import Accepted, Connections
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 Reply: TypeAlias = Response | StreamingResponse | Switch
 Handler: TypeAlias = Callable[[HttpRequest], Awaitable[Reply]]
+Routes: TypeAlias = dict[tuple[str, str], Handler]
+"""Handlers by (method, path)."""
 
 _NO_LIMITS: Mapping[str, Bytes] = {}
 _DISCARD_BYTES = 64 << 20
@@ -265,3 +269,32 @@ def _bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigErr
     if error.errno == errno.EACCES:
         return ConfigError(f"port {port} needs privileges; choose a port above 1023", setting)
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", "host")
+
+
+class Part:
+    """A part of a process: what it serves over HTTP, what it counts, and how it starts and stops.
+
+    The parts override what they have (Control, ExternalEngines, the links between fronts and
+    Conductor); live.process puts them together.
+    """
+
+    def routes(self) -> Routes:
+        """Handlers of exact paths. Those of a later part of the process win."""
+        return {}
+
+    def prefixes(self) -> Routes:
+        """Handlers of all paths that begin so."""
+        return {}
+
+    def collectors(self) -> list[Collector]:
+        """What the part counts, for /metrics."""
+        return []
+
+    async def prepare(self) -> None:
+        """Called before the process listens. Raises MoonserveError: the process cannot start."""
+
+    async def start(self, port: int) -> None:
+        """Called once the process listens at `port`. Raises MoonserveError, as `prepare`."""
+
+    async def stop(self) -> None:
+        """Called when the server listens no more, also after a `prepare` or `start` that failed."""

@@ -21,7 +21,7 @@ from moonserve.live.external.rows import FleetMetrics
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.part import Part, Routes
+from moonserve.live.http.server import Part, Routes
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import ClusterFeed, Registry
 from moonserve.live.tasks import keep_doing

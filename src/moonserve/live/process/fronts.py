@@ -29,7 +29,7 @@ from moonserve.live.health import Health
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
-from moonserve.live.http.part import Part, Routes
+from moonserve.live.http.server import Part, Routes
 from moonserve.live.model.catalog import resolve
 from moonserve.live.process.external import EngineSettings
 from moonserve.live.process.gateway import (

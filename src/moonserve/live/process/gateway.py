@@ -28,7 +28,7 @@ from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.health import Health
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.part import Part
+from moonserve.live.http.server import Part
 from moonserve.live.kvevents.follower import Followers
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config

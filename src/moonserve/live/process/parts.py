@@ -13,8 +13,7 @@ from moonserve.core.units import Bytes
 from moonserve.live.api.front import Front
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.part import Part, Routes
-from moonserve.live.http.server import App, Handler, Server, serve
+from moonserve.live.http.server import App, Handler, Part, Routes, Server, serve
 from moonserve.live.process.supervise import beat, say, stop_event
 
 INTERNAL_BODY_BYTES: Bytes = 64 << 20
