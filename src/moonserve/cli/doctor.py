@@ -67,16 +67,22 @@ def _torch() -> Iterator[Finding]:
 
 
 def _cpu() -> Iterator[Finding]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
+    flags = next((line.split() for line in _lines("cpuinfo") if line.startswith("flags")), None)
+    if flags is None:
         yield Finding("cpu", "ok", "features unknown on this system")
         return
-    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
     have = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
     quick = have[:1] in (["amx_bf16"], ["avx512_bf16"])
     detail = f"{' '.join(have) or 'no wide vectors'}; {'bfloat16' if quick else 'float32'} fits"
     yield Finding("cpu", "ok", detail)
+
+
+def _lines(name: str) -> list[str]:
+    """The lines of a file in /proc; none on a system without it."""
+    try:
+        return Path("/proc", name).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _cores() -> Iterator[Finding]:
@@ -88,11 +94,10 @@ def _cores() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     """Whether a default cluster fits: two workers of about 2 GiB each, with their segments."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
+    found = [int(line.split()[1]) >> 10 for line in _lines("meminfo") if "MemAvailable" in line]
+    if not found:
         return
-    free = next(int(line.split()[1]) for line in text.splitlines() if "MemAvailable" in line) >> 10
+    free = found[0]
     few = free < _NEED_MIB
     remedy = "give --segment-bytes less, or close something" if few else ""
     detail = f"{free} MiB available, a default cluster takes about {_NEED_MIB}"

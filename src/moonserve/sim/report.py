@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -79,16 +78,12 @@ def why_slow(served: Served) -> str:
 # Headline.
 
 
-class _Tile(msgspec.Struct, frozen=True):
+def _tile(label: str, value: str, below: str, met: bool | None = None) -> dict[str, Any]:
     """One headline figure; `met` says whether its goal was met, None where it has none."""
-
-    label: str
-    value: str
-    below: str
-    met: bool | None = None
+    return {"label": label, "value": value, "below": below, "met": met}
 
 
-def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[_Tile]:
+def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[dict[str, Any]]:
     goal, s = sim.setup.goal, summary
     ttft = "no goal" if goal.ttft_us is None else f"{goal.ttft_us / 1e6:g} s"
     tbt = "no goal" if goal.tbt_us is None else f"{goal.tbt_us / 1e3:g} ms"
@@ -99,15 +94,15 @@ def _tiles(sim: Simulation, summary: dict[str, Any]) -> list[_Tile]:
         _goal_tile("Both goals", percent(s["attainment"]), s["attainment"], "both"),
         _goal_tile("TTFT p99", _s(s["ttft_p99_s"]), s["attainment_ttft"], ttft),
         _goal_tile("TBT p99", _ms(s["tbt_p99_ms"]), s["attainment_tbt"], tbt),
-        _Tile("Goodput", f"{s['goodput_rps']:.2f} /s", tokens),
-        _Tile("Prompt reused", f"{s['hit_rate_tokens']:.1%}", held),
-        _Tile("Completed", f"{s['completed']:,}", lost),
+        _tile("Goodput", f"{s['goodput_rps']:.2f} /s", tokens),
+        _tile("Prompt reused", f"{s['hit_rate_tokens']:.1%}", held),
+        _tile("Completed", f"{s['completed']:,}", lost),
     ]
 
 
-def _goal_tile(label: str, value: str, share: float, goal: str) -> _Tile:
+def _goal_tile(label: str, value: str, share: float, goal: str) -> dict[str, Any]:
     """A figure with its goal, which counts as met if the share ASKED of the requests meets it."""
-    return _Tile(label, value, f"{goal} met by {percent(share)} of all requests", share >= ASKED)
+    return _tile(label, value, f"{goal} met by {percent(share)} of all requests", share >= ASKED)
 
 
 # Distributions.
@@ -330,33 +325,22 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
 # Requests.
 
 
-class _Slow(msgspec.Struct, frozen=True):
-    """One line of the table of the longest times to first token, as text."""
-
-    id: str
-    ttft: str
-    tbt: str
-    arrived: str
-    input: str
-    reused: str
-    why: str
-
-
-def _slowest(sim: Simulation, rows: Sequence[RequestRow]) -> list[_Slow]:
+def _slowest(sim: Simulation, rows: Sequence[RequestRow]) -> list[dict[str, str]]:
+    """The lines of the table of the longest times to first token, as text."""
     order = sorted(
         (at for at, row in enumerate(rows) if row.ttft_s is not None),
         key=lambda at: (-(rows[at].ttft_s or 0.0), at),
     )
     return [
-        _Slow(
-            id=rows[at].id,
-            ttft=_s(rows[at].ttft_s),
-            tbt=_ms(rows[at].tbt_ms),
-            arrived=f"{rows[at].arrived_s:,.0f} s",
-            input=f"{rows[at].input_tokens:,}",
-            reused=f"{rows[at].cached_tokens:,}",
-            why=why_slow(sim.served[at]),
-        )
+        {
+            "id": rows[at].id,
+            "ttft": _s(rows[at].ttft_s),
+            "tbt": _ms(rows[at].tbt_ms),
+            "arrived": f"{rows[at].arrived_s:,.0f} s",
+            "input": f"{rows[at].input_tokens:,}",
+            "reused": f"{rows[at].cached_tokens:,}",
+            "why": why_slow(sim.served[at]),
+        }
         for at in order[:_SLOWEST]
     ]
 

@@ -52,7 +52,7 @@ class FakeEngine:
         clock: Clock | None = None,
     ) -> None:
         assert words.stop <= vocab_size, "words outside the vocabulary"
-        self._shape = EngineShape(
+        self.shape = EngineShape(
             block_size=block_size,
             num_blocks=num_blocks,
             block_bytes=block_size * _SLOT_BYTES,
@@ -67,12 +67,7 @@ class FakeEngine:
         self._eos_one_in = eos_one_in
         self._cost = cost or fake_cost()
         self._clock = clock or LoopClock()
-        self._memory = memoryview(bytearray(num_blocks * self._shape.block_bytes))
-
-    @property
-    def shape(self) -> EngineShape:
-        """The pool's shape."""
-        return self._shape
+        self._memory = memoryview(bytearray(num_blocks * self.shape.block_bytes))
 
     async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Write every chunk's slots, wait for the pass's cost, and sample from the blocks."""
@@ -95,8 +90,8 @@ class FakeEngine:
 
     def block(self, index: int) -> memoryview:
         """Return the writable bytes of one pool block."""
-        size = self._shape.block_bytes
-        assert 0 <= index < self._shape.num_blocks
+        size = self.shape.block_bytes
+        assert 0 <= index < self.shape.num_blocks
         return self._memory[index * size : (index + 1) * size]
 
     async def close(self) -> None:
@@ -114,7 +109,7 @@ class FakeEngine:
         return made
 
     def _write(self, chunk: Chunk) -> None:
-        size = self._shape.block_size
+        size = self.shape.block_size
         for at, token in enumerate(chunk.tokens, chunk.start):
             offset = at % size * _SLOT_BYTES
             block = self.block(chunk.blocks[at // size])
@@ -128,7 +123,7 @@ class FakeEngine:
         salt = b"" if sampling.temperature == 0 else b"%d" % sampling.seed
         digest = int.from_bytes(sha256(context + salt).digest()[:8], "little")
         if self._eos_one_in is not None and digest % self._eos_one_in == 0:
-            return self._shape.eos_token_ids[0]
+            return self.shape.eos_token_ids[0]
         return self._words[(digest >> 16) % len(self._words)]
 
 

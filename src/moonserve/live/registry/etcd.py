@@ -20,7 +20,6 @@ from uuid import uuid4
 
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.registry.address import Address
-from moonserve.live.registry.claims import Candidate, Entry
 from moonserve.live.registry.history import History, Read
 from moonserve.live.tasks import keep_doing
 
@@ -34,6 +33,44 @@ _PAUSE_S = 0.5
 _REMOVED_S = 60
 _GATHER_S = 0.02  # changes come in bursts, which are read together
 _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backoff_ms": 1_000}
+
+
+class Entry:
+    """A value under a key, for as long as its process lives."""
+
+    def __init__(self, registry: EtcdRegistry, key: str, value: bytes) -> None:
+        self._registry = registry
+        self.key = key
+        self.value = value
+
+    async def close(self) -> None:
+        """See ports.Registration."""
+        await self._registry.withdraw(self)
+
+
+class Candidate:
+    """One process as a candidate for a duty; at most one candidate has the duty."""
+
+    def __init__(
+        self, registry: EtcdRegistry, duty: str, who: str, changed: Callable[[bool], None]
+    ) -> None:
+        """changed: called with whether it leads."""
+        self._registry = registry
+        self._changed = changed
+        self.duty = duty
+        self.key = f"leaders/{duty}"
+        self.who = who
+        self.leads = False
+
+    def set_leads(self, leads: bool) -> None:
+        """Set whether this process has the duty, and report a change."""
+        if leads != self.leads:
+            self.leads = leads
+            self._changed(leads)
+
+    async def close(self) -> None:
+        """See ports.Registration."""
+        await self._registry.stand_down(self)
 
 
 class EtcdRegistry:
@@ -115,7 +152,7 @@ class EtcdRegistry:
             if before is not None:
                 self._entries[key] = before
             raise
-        return Entry(key, value, self._withdraw)
+        return Entry(self, key, value)
 
     async def put(self, key: str, value: bytes) -> None:
         """See ports.Registry."""
@@ -239,7 +276,7 @@ class EtcdRegistry:
 
     async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Candidate:
         """See ports.Registry."""
-        candidate = Candidate(duty, who, changed, self._stand_down)
+        candidate = Candidate(self, duty, who, changed)
         self._candidates[duty] = candidate
         try:
             await self._calling(self._register())
@@ -263,14 +300,14 @@ class EtcdRegistry:
             self._lease = None
         await self._quietly(self._client.close())
 
-    async def _withdraw(self, entry: Entry) -> None:
+    async def withdraw(self, entry: Entry) -> None:
         """Remove an entry, unless this process has replaced it. Entry.close calls it."""
         if self._entries.get(entry.key) is entry.value:
             del self._entries[entry.key]
             self._put.pop(entry.key, None)
             await self._quietly(self._delete_own(self._full(entry.key), entry.value))
 
-    async def _stand_down(self, candidate: Candidate) -> None:
+    async def stand_down(self, candidate: Candidate) -> None:
         """Give up a duty and the candidacy. Candidate.close calls it."""
         if self._candidates.get(candidate.duty) is candidate:
             del self._candidates[candidate.duty]

@@ -50,25 +50,10 @@ class ModelText:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
-        self._template = template
-
-    @property
-    def vocab_size(self) -> int:
-        """See TextTools."""
-        return self._tokenizer.vocab_size
-
-    @property
-    def longest_token_bytes(self) -> int:
-        """See TextTools."""
-        return self._tokenizer.longest_token_bytes
-
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
-        """See TextTools."""
-        return self._tokenizer.encode(text, add_bos=add_bos)
-
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """See TextTools."""
-        return self._template.render(messages)
+        self.vocab_size = tokenizer.vocab_size
+        self.longest_token_bytes = tokenizer.longest_token_bytes
+        self.encode = tokenizer.encode
+        self.render_chat = template.render
 
     def detokenizer(self) -> TokenText:
         """See TextTools."""

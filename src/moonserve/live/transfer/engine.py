@@ -303,12 +303,7 @@ class TransferEngine:
             self._idle.pop(link, None)
         fault: Fault | None = "lane"
         try:
-            link.run(op, slices, deadline_s, done)
-            fault = None
-        except DeadlineExceeded:
-            fault = "late"
-        except (MoonserveError, OSError) as error:
-            log.debug("a lane to %s failed: %s", peer.ways[lane], error)
+            fault = _run(link, op, slices, deadline_s, done)
         finally:
             here = _arrived(slices, done)
             with self._lock:
@@ -350,15 +345,9 @@ class TransferEngine:
         done = [False] * len(slices)
         fault: Fault | None = "lane"
         try:
-            task.link.run(group.op, slices, batch.deadline_s, done)
-            fault = None
-        except DeadlineExceeded:
-            fault = "late"
-        except (MoonserveError, OSError) as error:
-            if batch.cancelled:
+            fault = _run(task.link, group.op, slices, batch.deadline_s, done)
+            if fault is not None and batch.cancelled:
                 fault = "late"
-            else:
-                log.debug("a lane to %s failed: %s", group.peer.ways[task.run.lane], error)
         finally:
             with self._lock:
                 follow = self._ended(task, done, fault)
@@ -382,6 +371,20 @@ class TransferEngine:
             longest = next(iter(self._idle))
             del self._idle[longest]
             longest.close()
+
+
+def _run(
+    link: Link, op: Op, slices: Sequence[Slice], deadline_s: float, done: list[bool]
+) -> Fault | None:
+    """Carry slices; return why the run broke off, if it did."""
+    try:
+        link.run(op, slices, deadline_s, done)
+    except DeadlineExceeded:
+        return "late"
+    except (MoonserveError, OSError) as error:
+        log.debug("a lane failed: %s", error)
+        return "lane"
+    return None
 
 
 def _arrived(slices: Sequence[Slice], done: Sequence[bool]) -> list[Bytes]:

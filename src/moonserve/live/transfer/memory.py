@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moonserve.live.transfer.ports import Op, Path, Slice
+from moonserve.live.transfer.ports import Op, Path, Slice, Transport
 from moonserve.live.transfer.region import Region
 
 _SMALL_BYTES = 32 << 10
@@ -20,9 +20,6 @@ class MemoryLink:
         """`owner` lives at least as long as the link."""
         self.view = view
         self._owner = owner
-
-    def arm(self) -> None:
-        """See Link.arm."""
 
     def run(self, op: Op, slices: Sequence[Slice], deadline_s: float, done: list[bool]) -> None:
         """See Link.run."""
@@ -39,6 +36,9 @@ class MemoryLink:
                 np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
             done[index] = True
 
+    def arm(self) -> None:
+        """See Link.arm."""
+
     def cut(self) -> None:
         """See Link.cut. Nothing to do: a copy ends by itself."""
 
@@ -46,7 +46,7 @@ class MemoryLink:
         """See Link.close. Nothing to do: the mapping ends with the last reference to it."""
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """Segments of this process."""
 
     def __init__(self) -> None:
@@ -61,19 +61,11 @@ class LocalTransport:
         region = self._regions.get(path.address.identity)
         return None if region is None else MemoryLink(region.view, region)
 
-    def most_lanes(self, path: Path) -> int:
-        """See Transport.most_lanes."""
-        return 1
 
-
-class ShmTransport:
+class ShmTransport(Transport):
     """Segments of other processes on this host."""
 
     def open(self, path: Path) -> MemoryLink | None:
         """See Transport.open."""
         region = Region.attach(path.address.region, path.address.identity)
         return None if region is None else MemoryLink(region.view, region)
-
-    def most_lanes(self, path: Path) -> int:
-        """See Transport.most_lanes."""
-        return 1

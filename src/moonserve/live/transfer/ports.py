@@ -66,6 +66,7 @@ class Transport(Protocol):
 
     def most_lanes(self, path: Path) -> int:
         """Return how many links along `path` are useful at once."""
+        return 1
 
 
 def parse_location(location: str) -> tuple[str, str]:
