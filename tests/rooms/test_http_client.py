@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from moonserve.core.errors import ConfigError, DeadlineExceeded
-from moonserve.live.http import target
+from moonserve.live.http import client as http_client
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.connection import UpstreamError
 from tests.support.loops import both_loops  # noqa: F401 - autouse
@@ -369,7 +369,7 @@ def test_hosts_that_nobody_uses_are_forgotten() -> None:
 
 def test_what_clients_wrote_into_an_address_is_not_kept() -> None:
     """Nothing long and nothing with a query stays in memory; an engine's own addresses do."""
-    target._kept.cache_clear()
+    http_client._kept.cache_clear()
     long = "http://h:1/api/decisions/" + "x" * 200
     for url, path in (
         ("http://h:1/v1/completions", "/v1/completions"),
@@ -379,9 +379,9 @@ def test_what_clients_wrote_into_an_address_is_not_kept() -> None:
         (long, long.removeprefix("http://h:1")),
     ):
         for _ in range(2):
-            assert target.parse(url) == target.Target("h", 1, "h:1", path)
-    assert target._kept.cache_info().currsize == 2
-    kept = repr(gc.get_referents(target._kept, target._origin, urlsplit))
+            assert http_client.parse(url) == http_client.Target("h", 1, "h:1", path)
+    assert http_client._kept.cache_info().currsize == 2
+    kept = repr(gc.get_referents(http_client._kept, http_client._origin, urlsplit))
     assert "s3cret" not in kept
     assert "xxxx" not in kept
 

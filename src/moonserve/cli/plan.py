@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from moonserve.cli.output import input_path, json_option, print_json
+from moonserve.cli.simulated import simulated
 from moonserve.core.errors import ConfigError
-from moonserve.core.schedule.profiles import PROFILES
 
 if TYPE_CHECKING:
     from moonserve.sim.plan import Split
@@ -26,8 +26,6 @@ _option = partial(click.option, show_default=True)
 @click.option(
     "--trace", required=True, type=click.Path(path_type=Path), help="Requests; - is stdin."
 )
-@_option("--ttft-slo", default=30.0, metavar="S", help="Objective for the first token.")
-@_option("--tbt-slo", default=200.0, metavar="MS", help="Objective between tokens.")
 @_option(
     "--nodes",
     default=16,
@@ -35,24 +33,8 @@ _option = partial(click.option, show_default=True)
     metavar="N",
     help="Instances to divide between prefill and decode.",
 )
-@_option("--policy", default="late_binding", metavar="NAME", help="Placement policy.")
-@_option(
-    "--admission",
-    type=click.Choice(["none", "ttft", "early", "predictive"]),
-    default="none",
-    help="How requests that would miss an objective are refused.",
-)
-@_option(
-    "--profile",
-    default="a800-loaded",
-    metavar="NAME",
-    help=f"What instances cost and hold: {', '.join(PROFILES)}, or a file.",
-)
-@_option(
-    "--cache-blocks",
-    default="5859",
-    metavar="N",
-    help="KV blocks that each prefill instance's cache holds, or infinite.",
+@simulated(
+    "ttft-slo", "tbt-slo", "policy", "admission", "profile", "cache-blocks", policy="late_binding"
 )
 @_option(
     "--attainment",

@@ -126,13 +126,11 @@ def scale(trace: Trace, speed: float = 1.0, lengths: int = 1) -> Trace:
             f"{lengths} must divide the block size of {trace.block_size} tokens", "lengths"
         )
     rows = [
-        Row(
-            round(row.at_us / speed),
-            -(-row.input_tokens // lengths),
-            -(-row.output_tokens // lengths),
-            row.blocks,
-            row.priority,
-            row.tenant,
+        msgspec.structs.replace(
+            row,
+            at_us=round(row.at_us / speed),
+            input_tokens=-(-row.input_tokens // lengths),
+            output_tokens=-(-row.output_tokens // lengths),
         )
         for row in trace.rows
     ]

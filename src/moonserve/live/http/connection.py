@@ -197,8 +197,7 @@ class Connection(asyncio.Protocol):
         why = "no reply before the deadline"
         if self._idle_s < math.inf:
             why = f"silent for {self._idle_s:g} s in the middle of its reply"
-        self._fail(DeadlineExceeded(f"{self._peer}: {why}"))
-        self.abort()
+        self._cut(DeadlineExceeded(f"{self._peer}: {why}"))
 
     def abort(self) -> None:
         """Close at once and drop unsent bytes."""
@@ -228,6 +227,10 @@ class Connection(asyncio.Protocol):
             self._keep_alive = False
         self._wake()
 
+    def _cut(self, error: MoonserveError) -> None:
+        self._fail(error)
+        self.abort()
+
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -242,26 +245,22 @@ class Connection(asyncio.Protocol):
         """Parse; the callbacks below collect what was parsed."""
         if not self._busy:
             # Bytes without a request: the next request would get them as its reply.
-            self._fail(BadReply(f"{self._peer}: sent a reply without a request", sent=False))
-            self.abort()
+            self._cut(BadReply(f"{self._peer}: sent a reply without a request", sent=False))
             return
         self.reply_began = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             if not self.may_switch:
-                self._fail(BadReply(f"{self._peer}: bad reply: unexpected status 101", sent=True))
-                self.abort()
+                self._cut(BadReply(f"{self._peer}: bad reply: unexpected status 101", sent=True))
             return
         except httptools.HttpParserError as error:
-            self._fail(BadReply(f"{self._peer}: bad reply: {error}", sent=True))
-            self.abort()
+            self._cut(BadReply(f"{self._peer}: bad reply: {error}", sent=True))
             return
         if not self._head_done:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
-                self._fail(UpstreamError(f"{self._peer}: reply head over 64 KiB", sent=True))
-                self.abort()
+                self._cut(UpstreamError(f"{self._peer}: reply head over 64 KiB", sent=True))
             return
         self._buffered += len(data)
         if self._buffered > _HIGH_BYTES and not self._paused and self._transport is not None:

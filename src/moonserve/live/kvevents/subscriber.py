@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import zmq
@@ -107,14 +108,12 @@ class Subscription:
         """Connect, in the background from here on. Raises ConfigError, as Subscriptions.join."""
         sub = open_socket(self._context, zmq.SUB, self.endpoint)
         self._sockets = [sub]
+        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         try:
-            monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            self._sockets.append(monitor)
+            with _in_words(self.endpoint):
+                self._sockets.append(monitor := sub.get_monitor_socket(wanted))
             sub.subscribe(self._topic)
             connect(sub, self.endpoint)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise ConfigError(f"{self.endpoint}: {error.strerror}", "events") from None
         except ConfigError:
             self._close_sockets()
             raise
@@ -346,10 +345,8 @@ class EventFeed:
 
 def open_socket(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
     """A socket for this endpoint, not yet connected. Raises ConfigError: there are too many."""
-    try:
+    with _in_words(endpoint):
         return context.socket(kind)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"{endpoint}: {error.strerror}", "events") from None
 
 
 def connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
@@ -359,7 +356,14 @@ def connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    try:
+    with _in_words(endpoint):
         socket.connect(endpoint)
+
+
+@contextmanager
+def _in_words(endpoint: str) -> Iterator[None]:
+    """Turn an error of ZMQ about this endpoint into a ConfigError."""
+    try:
+        yield
     except zmq.ZMQError as error:
         raise ConfigError(f"{endpoint}: {error.strerror}", "events") from None

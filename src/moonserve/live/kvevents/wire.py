@@ -13,7 +13,7 @@ What never happens here: an exception other than BadFrame because of what others
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -52,27 +52,18 @@ class _ClearedArray(ClearedEvent, frozen=True, tag="AllBlocksCleared", array_lik
     pass
 
 
-class _MapBatch(msgspec.Struct, frozen=True, array_like=True):
+_Form = TypeVar("_Form")
+
+
+class _Batch(msgspec.Struct, Generic[_Form], frozen=True, array_like=True):
     ts: float
-    events: list[StoredEvent | RemovedEvent | ClearedEvent]
+    events: list[_Form]
     data_parallel_rank: int | None = None
 
 
-class _ArrayBatch(msgspec.Struct, frozen=True, array_like=True):
-    ts: float
-    events: list[_StoredArray | _RemovedArray | _ClearedArray]
-    data_parallel_rank: int | None = None
-
-
-class _AnyBatch(msgspec.Struct, frozen=True, array_like=True):
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
-
-
-_map = msgspec.msgpack.Decoder(_MapBatch)
-_array = msgspec.msgpack.Decoder(_ArrayBatch)
-_any = msgspec.msgpack.Decoder(_AnyBatch)
+_map = msgspec.msgpack.Decoder(_Batch[StoredEvent | RemovedEvent | ClearedEvent])
+_array = msgspec.msgpack.Decoder(_Batch[_StoredArray | _RemovedArray | _ClearedArray])
+_any = msgspec.msgpack.Decoder(_Batch[Any])
 _encoder = msgspec.msgpack.Encoder()
 _KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _SALT = "cache_salt"
@@ -133,7 +124,7 @@ def _salted(event: KvEvent, salt: object) -> KvEvent:
 
 def encode_batch(ts: float, events: Sequence[KvEvent], dp_rank: int) -> bytes:
     """One batch as vLLM 0.32 writes it."""
-    return _encoder.encode(_MapBatch(ts, list(events), dp_rank))
+    return _encoder.encode(_Batch(ts, list(events), dp_rank))
 
 
 def read_live(frames: Sequence[bytes]) -> tuple[int, KvBatch]:

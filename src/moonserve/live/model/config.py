@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from moonserve.core.units import Tokens
 from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import Gguf, open_gguf
+
+T = TypeVar("T")
 
 Family = Literal["llama", "qwen2"]
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2")
@@ -168,7 +170,8 @@ class _HfGeneration(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def _read(path: Path, kind: type[Any]) -> Any:
+def read_json(path: Path, kind: type[T]) -> T:
+    """Read a JSON file of a model's folder. Raises BadModel."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
@@ -176,7 +179,7 @@ def _read(path: Path, kind: type[Any]) -> Any:
 
 
 def _from_folder(folder: Path) -> ModelConfig:
-    raw: _HfConfig = _read(folder / "config.json", _HfConfig)
+    raw = read_json(folder / "config.json", _HfConfig)
     if raw.model_type not in FAMILIES:
         raise BadModel(f"{folder} is a {raw.model_type!r} model; use a model of one of {FAMILIES}")
     family: Family = "qwen2" if raw.model_type == "qwen2" else "llama"
@@ -193,7 +196,7 @@ def _from_folder(folder: Path) -> ModelConfig:
     eos = raw.eos_token_id
     generation = folder / "generation_config.json"
     if generation.exists():
-        eos = _read(generation, _HfGeneration).eos_token_id or eos
+        eos = read_json(generation, _HfGeneration).eos_token_id or eos
     rope = raw.rope_parameters or {}
     theta = raw.rope_theta or rope.get("rope_theta") or 10_000.0
     heads = raw.num_attention_heads

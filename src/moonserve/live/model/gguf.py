@@ -70,10 +70,6 @@ def _f32(raw: Bytes1) -> Floats:
     return raw.view("<f4").astype(np.float32, copy=False)
 
 
-def _f16(raw: Bytes1) -> Floats:
-    return _half(raw)
-
-
 def _bf16(raw: Bytes1) -> Floats:
     return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
@@ -98,7 +94,7 @@ def _q4_1(raw: Bytes1) -> Floats:
 
 _QUANTS = {
     0: _Quant("F32", 1, 4, _f32),
-    1: _Quant("F16", 1, 2, _f16),
+    1: _Quant("F16", 1, 2, _half),
     2: _Quant("Q4_0", 32, 18, _q4_0),
     3: _Quant("Q4_1", 32, 20, _q4_1),
     8: _Quant("Q8_0", 32, 34, _q8_0),
@@ -167,20 +163,13 @@ class _Cursor:
         return list(struct.unpack(f"<{count}{code}", raw))
 
 
-class Gguf:
+class Gguf(msgspec.Struct, frozen=True, eq=False):
     """An open file. Its mapping is shared and loaded page by page; it ends with this object."""
 
-    def __init__(
-        self,
-        path: Path,
-        buffer: mmap.mmap,
-        metadata: dict[str, object],
-        tensors: dict[str, TensorInfo],
-    ) -> None:
-        self.path = path
-        self.metadata = metadata
-        self.tensors = tensors
-        self._buffer = buffer
+    path: Path
+    buffer: mmap.mmap
+    metadata: dict[str, object]
+    tensors: dict[str, TensorInfo]
 
     def load(self, name: str) -> Floats:
         """Return a tensor as a new float32 array with its row-major shape.
@@ -196,7 +185,7 @@ class Gguf:
                 f"{self.path}: tensor {name} is {info.type}, which is not supported; use a file"
                 f" with only {', '.join(sorted(_BY_NAME))} tensors"
             )
-        raw = np.frombuffer(self._buffer, np.uint8, info.size, info.offset)
+        raw = np.frombuffer(self.buffer, np.uint8, info.size, info.offset)
         # Unquantised types decode to a view; the result must be writable, so it is a copy.
         values = quant.decode(raw.reshape(-1, quant.size))
         return np.array(values, np.float32, copy=quant.weights == 1).reshape(info.shape)
@@ -206,7 +195,7 @@ class Gguf:
         info = self.tensors[name]
         if info.type not in ("Q4_0", "Q4_1"):
             return None
-        raw = np.frombuffer(self._buffer, np.uint8, info.size, info.offset)
+        raw = np.frombuffer(self.buffer, np.uint8, info.size, info.offset)
         raw = raw.reshape(-1, _BY_NAME[info.type].size)
         scale = _half(raw[:, :2])
         least = scale * np.float32(-8) if info.type == "Q4_0" else _half(raw[:, 2:4])

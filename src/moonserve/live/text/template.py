@@ -26,6 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moonserve.core.errors import BadRequest
+from moonserve.live.model.config import read_json
 from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import open_gguf
 from moonserve.live.text.tokenizer import Tokenizer
@@ -200,11 +201,11 @@ def _of_folder(folder: Path) -> str | None:
     try:
         if file.exists():
             return file.read_text("utf-8")
-        if not config.exists():
-            return None
-        found = msgspec.json.decode(config.read_bytes(), type=_TokenizerConfig).chat_template
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        raise BadModel(f"cannot read the chat template in {folder}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadModel(f"cannot read {file}: {error}") from error
+    if not config.exists():
+        return None
+    found = read_json(config, _TokenizerConfig).chat_template
     if found is None or isinstance(found, str):
         return found
     return next((entry.template for entry in found if entry.name == "default"), None)

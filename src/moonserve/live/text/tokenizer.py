@@ -15,7 +15,7 @@ import msgspec
 import tokenizers
 
 from moonserve.core.errors import BadRequest
-from moonserve.live.model.config import config_of_gguf, load_config
+from moonserve.live.model.config import config_of_gguf, load_config, read_json
 from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import open_gguf
 from moonserve.live.text.vocab import Alphabet, Vocabulary, piece_bytes, vocabulary_of_gguf
@@ -184,10 +184,7 @@ def _token_names(folder: Path) -> tuple[str, str]:
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return "", ""
-    try:
-        config = msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise BadModel(f"cannot read {path}: {error}") from error
+    config = read_json(path, _TokenizerConfig)
     return _content(config.bos_token), _content(config.eos_token)
 
 
