@@ -1,8 +1,8 @@
-"""The relay under seeded faults: engines that answer errors, hang, die, restart; clients leave.
+"""External engines under seeded faults: they answer errors, hang, die and restart; clients leave.
 
-Safety while faults last: what a client gets of an answer is right as far as it goes, and a whole
-one is whole. Liveness after: every request is answered, nothing stays promised, no engine works.
-A failing seed is the test's parameter.
+Safety while faults last: the part of a reply that a client gets is right, and a whole reply is
+complete. Liveness after: every request is answered, nothing stays promised, no engine works. A
+failing seed is the test's parameter.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.support.fake_vllm import FakeVllm, spoken
 LIMITS = CallLimits(first_byte_s=1.0, handover_s=0.4, token_s=0.4, slow_token_s=0.05)
 _REQUESTS, _TOKENS = 60, 6
 _REFUSED = (429, 502, 503)
-"""429 and 503 are also the engines' own words, where they were the last."""
+"""429 and 503 may also be an engine's own answer, if it was the last."""
 
 
 async def one(site: Site, rng: Random, number: int) -> str:
-    """A request: judged as far as its answer goes; how it went."""
+    """Send a request and judge its reply; returns how it ended."""
     prompt = f"{'a shared beginning of some length ' * rng.randrange(8)}request {number}"
     stream, leaves_s = rng.random() < 0.6, rng.choice([None, None, None, 0.02])
     body = {"model": "m", "prompt": prompt, "max_tokens": _TOKENS, "stream": stream}
@@ -49,7 +49,7 @@ async def one(site: Site, rng: Random, number: int) -> str:
 
 
 async def streamed(site: Site, body: dict[str, Any], right: list[str]) -> str:
-    """A stream, judged."""
+    """Stream a request and judge its events; returns how it ended."""
     raw, words, failed = msgspec.json.encode(body), [], False
     async with site.http.stream(
         "POST", site.url + "/v1/completions", body=raw, timeout_s=20, idle_timeout_s=20
@@ -96,7 +96,7 @@ async def trouble(site: Site, rng: Random, engines: list[FakeVllm]) -> None:
 
 
 def rejoin(site: Site, engines: list[FakeVllm]) -> None:
-    """The fleet finds those again that were forgotten."""
+    """The fleet finds the engines again that the Conductor has forgotten."""
     for engine in engines:
         if InstanceId(engine.name) not in site.conductor.core.view.instances:
             site.rejoin(engine.name)
@@ -105,7 +105,7 @@ def rejoin(site: Site, engines: list[FakeVllm]) -> None:
 @pytest.mark.parametrize("connector", ["nixl", "mooncake", "sglang"])
 @pytest.mark.parametrize("seed", range(3))
 def test_faults(connector: Any, seed: int) -> None:
-    """Two pairs and one engine that does all, under any faults."""
+    """Two pairs and one engine that does all, under all faults."""
 
     async def main() -> None:
         rng, site = Random(seed), Site(Tuning(patience_us=300_000), LIMITS)

@@ -1,4 +1,4 @@
-"""Exchanges captured from real vLLM, made again by the relay: the same bodies in the same order.
+"""Exchanges captured from real vLLM, made again by the gateway: the same bodies in the same order.
 
 Reads the exchanges in tests/fixtures/vllm-0.32.
 """
@@ -25,7 +25,7 @@ def trace(name: str) -> list[dict[str, Any]]:
 
 
 def client_body(decode: dict[str, Any]) -> dict[str, Any]:
-    """What the client had asked, before anything was added for the decode."""
+    """The client's request, before the fields for decode were added."""
     return {name: value for name, value in decode["request"].items() if name != _PARAMS}
 
 
@@ -42,7 +42,7 @@ def same(call: Call, exchange: dict[str, Any]) -> None:
 async def exchanged(
     site: Site, first: dict[str, Any], second: dict[str, Any], ask: dict[str, Any]
 ) -> dict[str, Any]:
-    """Have the engines say what was captured; the reply to the client."""
+    """Have the engines answer as captured; return the reply to the client."""
     chat = first["url"].endswith("/chat/completions")
     for engine, exchange in (("p", first), ("d", second)):
         site.engines[engine].script.append(exchange["response"])
@@ -55,9 +55,9 @@ async def exchanged(
 
 @pytest.mark.parametrize("at", [0, 3, 5])
 def test_nixl_as_captured(at: int) -> None:
-    """Prefill, then decode with prefill's parameters verbatim: completions and chat.
+    """Prefill, then decode with prefill's parameters unchanged: completions and chat.
 
-    The two later captures asked prefill with fewer words; there the rest is compared.
+    The two later captures have fewer fields in prefill's parameters; there the rest is compared.
     """
     first, second = trace("pd_nixl_trace.json")[at : at + 2]
 
@@ -84,7 +84,8 @@ def test_nixl_as_captured(at: int) -> None:
 
 @pytest.mark.parametrize("at", [0, 3, 6])
 def test_mooncake_as_captured(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transfer id for both, decode told whose; usage is prefill's, not the whole prompt."""
+    """Both engines get one transfer id, and decode the engine's id. Usage is prefill's count, not
+    the whole prompt."""
     first, second = trace("pd_mooncake_trace.json")[at : at + 2]
     told = second["request"][_PARAMS]
     new_id = told["transfer_id"].removeprefix("xfer-")

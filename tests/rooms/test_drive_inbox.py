@@ -1,4 +1,4 @@
-"""The Conductor's word while an engine is awaited: what ends the wait, and what does not."""
+"""The Conductor's actions while a call is awaited: which of them end the wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = RequestId("r")
 
 
 def run(use: Callable[[Inbox], Awaitable[None]]) -> None:
-    """In a task that has an inbox."""
+    """Run a test in a task that has an inbox."""
 
     async def main() -> None:
         async with asyncio.timeout(5):
@@ -28,12 +28,13 @@ def run(use: Callable[[Inbox], Awaitable[None]]) -> None:
 
 
 def soon(do: Callable[..., object], *args: object) -> None:
-    """At the loop's next turn."""
+    """Do this at the loop's next turn."""
     asyncio.get_running_loop().call_soon(do, *args)
 
 
 def test_an_abort_ends_the_wait_for_its_call_only() -> None:
-    """Of another number it is of no effect; the task goes on after, as if nothing was cancelled."""
+    """An Abort of another number has no effect. Afterwards the task goes on as if nothing was
+    cancelled."""
 
     async def use(inbox: Inbox) -> None:
         inbox.out(2)
@@ -46,7 +47,7 @@ def test_an_abort_ends_the_wait_for_its_call_only() -> None:
         assert task is not None
         assert not task.cancelling()
         with pytest.raises(CallLost, match="gone"):
-            await inbox.until_lost(asyncio.sleep(4))  # lost is lost, until another call goes out
+            await inbox.until_lost(asyncio.sleep(4))  # it stays lost until another call goes out
         inbox.out(3)
         await inbox.until_lost(asyncio.sleep(0))
 
@@ -54,7 +55,8 @@ def test_an_abort_ends_the_wait_for_its_call_only() -> None:
 
 
 def test_an_abort_that_comes_with_its_call_ends_it() -> None:
-    """The Conductor says both in one step: the call must not wait for an engine that is gone."""
+    """Both come in one step of the Conductor: the call must not wait for an instance that is
+    gone."""
 
     async def use(inbox: Inbox) -> None:
         decode = Decode(R, 7, cast(InstanceInfo, None))
@@ -76,7 +78,7 @@ def test_an_abort_between_waits_is_not_forgotten() -> None:
     async def use(inbox: Inbox) -> None:
         inbox.out(1)
         inbox.put_nowait(Abort(R, 1, "gone"))
-        await asyncio.sleep(0)  # no wait for an engine: nothing is cancelled here
+        await asyncio.sleep(0)  # the task waits for no instance, so nothing is cancelled
         with pytest.raises(CallLost):
             await inbox.until_lost(asyncio.sleep(4))
 
@@ -84,7 +86,7 @@ def test_an_abort_between_waits_is_not_forgotten() -> None:
 
 
 def test_a_client_that_leaves_is_no_lost_call() -> None:
-    """A cancel from elsewhere goes through, also beside an abort at the same moment."""
+    """A cancel from elsewhere goes through, also if an Abort comes at the same moment."""
 
     async def use(inbox: Inbox) -> None:
         task = asyncio.current_task()
@@ -103,7 +105,8 @@ def test_a_client_that_leaves_is_no_lost_call() -> None:
 
 
 def test_a_refusal_ends_the_wait_and_is_read_then() -> None:
-    """So does giving up; with no call out they are only read. The rest is read in turn."""
+    """So does GiveUp. If no call is out, they are only queued. All other actions are read in
+    turn."""
 
     async def use(inbox: Inbox) -> None:
         inbox.put_nowait(Release(R, ()))

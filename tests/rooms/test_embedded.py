@@ -1,4 +1,8 @@
-"""Dispatch: one request's calls, retries and cancellation, with instances played by a script."""
+"""Requests on our own workers: resume, refusals, prefetch and keys, with workers played by a
+script.
+
+The faults that all connectors share are in test_driver.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def run(test: Callable[[], Awaitable[Any]]) -> None:
 
 
 def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
-    """The first token comes from prefill, decode's repetition of it is skipped."""
+    """The first token comes from prefill, and the same token of decode's reply is skipped."""
 
     async def test() -> None:
         world = World("p0", "d0")
@@ -45,7 +49,7 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert record.tbt_us is not None
         errors = world.loop.core.errors.output
         assert errors.count == 1
-        assert abs(errors.bias or 0.0) < 0.5  # decode told the whole length: max_tokens
+        assert abs(errors.bias or 0.0) < 0.5  # the driver reports the whole length, max_tokens
 
     run(test)
 
@@ -70,7 +74,7 @@ def test_the_last_piece_decides_the_outcome() -> None:
 
 
 def test_a_single_token_never_reaches_decode() -> None:
-    """max_tokens 1 ends with prefill."""
+    """A request with max_tokens 1 ends with prefill."""
 
     async def test() -> None:
         world = World("p0", "d0")
@@ -86,7 +90,7 @@ def test_a_single_token_never_reaches_decode() -> None:
 @pytest.mark.parametrize("what", ["reset", "short"])
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_a_lost_decode_resumes_without_a_gap_or_a_repeat(what: str, after: int) -> None:
-    """Whenever decode breaks off, the client gets every token once."""
+    """Wherever decode breaks off, the client gets every token once."""
 
     async def test() -> None:
         world = World("p0", "d0", "d1")
@@ -101,7 +105,7 @@ def test_a_lost_decode_resumes_without_a_gap_or_a_repeat(what: str, after: int) 
 
 
 def test_every_call_has_the_salt() -> None:
-    """Of prefill and decode, retried ones too; a request without one sends none."""
+    """Every call has it, retried ones too. A request without a salt sends none."""
 
     async def test() -> None:
         world = World("p0", "p1", "d0", "d1")
@@ -119,7 +123,7 @@ def test_every_call_has_the_salt() -> None:
 
 
 def test_each_block_of_a_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its prompt's blocks and those of new tokens, whatever calls fail and however often."""
+    """The prompt's blocks and those of new tokens, whichever calls fail and however often."""
     hashed: list[bytes] = []
 
     def counting(data: bytes) -> Any:
@@ -143,7 +147,7 @@ def test_each_block_of_a_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_closing_the_stream_cancels_everywhere(role: str) -> None:
-    """A client that leaves in either phase cancels the call; everything is released."""
+    """A client that leaves in either phase cancels the call, and everything is released."""
 
     async def test() -> None:
         world = World("p0", "d0")
@@ -166,7 +170,7 @@ def test_closing_the_stream_cancels_everywhere(role: str) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_request_outlives_the_restart_of_its_only_worker(role: str) -> None:
-    """Refused by the only instance of a role, the request goes on when it is back."""
+    """If the only instance of a role refuses, the request goes on when it is back."""
 
     async def test() -> None:
         world = World("p0", "d0")
@@ -206,7 +210,7 @@ def test_a_full_cluster_refuses_with_a_time_to_come_back() -> None:
 
 
 def test_a_refused_request_costs_no_prefill() -> None:
-    """No call goes out for it; where an idle cluster would refuse it too, no time is told."""
+    """No call goes out for it. There is no Retry-After if an idle cluster would refuse it too."""
 
     async def test() -> None:
         tuning = Tuning(admission="predictive", slo=Slo(tbt_us=1), held_share=0.0)
@@ -250,7 +254,7 @@ def test_one_dropped_when_its_prefill_has_ended_leaves_nothing(mode: str) -> Non
 
 
 def test_what_the_client_is_told() -> None:
-    """Nobody alive, a hopeless call and a duplicate id each raise their own error."""
+    """No instance alive, a call without a retry and a duplicate id each raise their own error."""
 
     async def test() -> None:
         with pytest.raises(NobodyAlive):
@@ -274,7 +278,7 @@ def test_what_the_client_is_told() -> None:
 
 
 class Chunked(World):
-    """Prefill instances that take a prompt in several chunks."""
+    """A world whose workers prefill a prompt in several chunks."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -286,7 +290,8 @@ class Chunked(World):
 
 @pytest.mark.parametrize("what", ["", "reset", "refused", "bug"])
 def test_decode_is_told_at_assignment(what: str) -> None:
-    """It may pull under prefill's lease; the hint ends with the first token, whatever it did."""
+    """It may pull under prefill's lease. The prefetch ends with the first token, whatever it
+    did."""
 
     async def test() -> None:
         world = Chunked("p0", "d0")
@@ -313,7 +318,8 @@ def test_a_prompt_of_one_chunk_is_not_told_of() -> None:
 
 
 def test_a_hint_is_taken_back_with_its_call() -> None:
-    """A failed or cancelled prefill ends it; the next attempt gives one under its own lease."""
+    """A failed or cancelled prefill ends the prefetch. The next attempt sends one under its own
+    lease."""
 
     async def test() -> None:
         world = Chunked("p0", "p1", "d0")

@@ -1,4 +1,5 @@
-"""Calls to a group: all replies, or one failure with the right one to blame, and all broken off."""
+"""Calls to a group: all replies, or one failure that blames the right member, and no call goes
+on."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ A, B, C = (InstanceId(name) for name in "abc")
 
 
 class Members:
-    """Calls that end as they are told, and note when they are broken off."""
+    """Calls that end as the test says, and note when they are cancelled."""
 
     def __init__(self) -> None:
         self.cancelled: list[str] = []
         self.ended: list[InstanceId] = []
 
     async def call(self, name: str, after_s: float, error: Exception | None = None) -> Prefilled:
-        """A reply, or an error, after so long."""
+        """A reply, or an error, after this time."""
         try:
             await asyncio.sleep(after_s)
         except asyncio.CancelledError:
@@ -36,12 +37,12 @@ class Members:
         return Prefilled((ord(name),), "length", 0, {})
 
     async def run(self, calls: dict[InstanceId, Coroutine[Any, Any, Prefilled]]) -> list[Prefilled]:
-        """All of them together."""
+        """Gather all of them."""
         return await gather_group(calls, self.ended.append)
 
 
 def refused(retry: bool = True) -> CallLost:
-    """What a worker answers whose neighbour is gone."""
+    """What a worker answers if its neighbour is gone."""
     return CallLost("it broke off", retry=retry)
 
 
@@ -58,7 +59,7 @@ def test_all_replies_in_order() -> None:
 
 
 def test_one_failure_breaks_the_others_off() -> None:
-    """The failing one is named; nobody's call goes on."""
+    """The failing member is named, and the other calls are cancelled."""
 
     async def main() -> None:
         members = Members()
@@ -76,7 +77,8 @@ def test_one_failure_breaks_the_others_off() -> None:
 
 
 def test_who_is_gone_is_to_blame() -> None:
-    """Of several failures in a row, the one that answers no more, else the first in the chain."""
+    """Of several failures, a member that cannot be reached is to blame; otherwise the first in the
+    chain."""
 
     async def main() -> None:
         gone = UpstreamError("connection reset", sent=True)
@@ -95,7 +97,7 @@ def test_who_is_gone_is_to_blame() -> None:
 
 
 def test_cancelled_from_outside_all_are() -> None:
-    """Who is not waited for any more is broken off everywhere before the cancellation ends."""
+    """If the caller is cancelled, all calls are cancelled before that ends."""
 
     async def main() -> None:
         members = Members()

@@ -1,4 +1,4 @@
-"""Bodies and replies as they pass: what is changed in them, byte by byte."""
+"""Bodies and replies as they pass: which bytes of them change."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ STREAM = CHUNK * 7 + LAST + USAGE + DONE
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12), st.none() | st.integers(0, 200))
 def test_a_stream_passes_whole_however_it_is_cut(cuts: list[int], cached: int | None) -> None:
-    """What goes out ends with an event's end each time, and together it is what came in.
+    """Each output ends with an event's end, and together they are the input.
 
-    But for cached_tokens, which are prefill's, and never more than the prompt.
+    Only cached_tokens change: they are prefill's, and at most the prompt's tokens.
     """
     reply = Passing(cached)
     out = []
@@ -45,7 +45,7 @@ def test_a_stream_passes_whole_however_it_is_cut(cuts: list[int], cached: int | 
 
 @given(st.lists(st.integers(0, len(STREAM) + STREAM.count(b"\n")), max_size=12))
 def test_lines_may_end_in_two_bytes(cuts: list[int]) -> None:
-    """The standard has three line ends: events with CRLF go on at once too, however cut."""
+    """The standard has three line ends: events with CRLF pass at once too, however they are cut."""
     crlf = STREAM.replace(b"\n", b"\r\n")
     reply, out = Passing(), b""
     for begin, end in pairwise(sorted({0, len(crlf), *cuts})):
@@ -57,14 +57,14 @@ def test_lines_may_end_in_two_bytes(cuts: list[int]) -> None:
 
 
 def test_without_usage_tokens_are_counted_by_events() -> None:
-    """Seven and the last, whatever was said of usage in the text."""
+    """Eight events without usage are eight tokens, whatever the text says about usage."""
     reply = Passing()
     reply.passed(CHUNK * 7 + LAST + DONE)
     assert (reply.tokens, reply.cached, reply.counted) == (8, None, usage.SeenUsage())
 
 
 def test_an_engines_error_in_its_stream_is_seen() -> None:
-    """vLLM tells of a failure as an event."""
+    """vLLM reports a failure as an event."""
     reply = Passing()
     reply.passed(CHUNK)
     assert not reply.failed
@@ -87,7 +87,8 @@ def test_an_engines_error_in_its_stream_is_seen() -> None:
     ],
 )
 def test_usage_is_read_where_it_stands(body: bytes, said: usage.SeenUsage) -> None:
-    """Only the key itself counts, never the same words in text; cached is at most the prompt."""
+    """Only the key itself counts, never the same bytes in text. Cached tokens are at most the
+    prompt's."""
     assert usage.read(body) == said
     patched = usage.patched(body, 5)
     if said.cached is None:
@@ -97,7 +98,7 @@ def test_usage_is_read_where_it_stands(body: bytes, said: usage.SeenUsage) -> No
 
 
 def test_counts_that_no_engine_can_mean_are_not_read() -> None:
-    """Of thousands of digits."""
+    """Numbers of thousands of digits are ignored."""
     said = usage.read(b'"usage":{"prompt_tokens":%b,"completion_tokens":3}' % (b"9" * 5_000))
     assert said.completion == 3
 
@@ -117,7 +118,7 @@ VALUES = st.recursive(
 def test_prefill_and_decode_get_what_the_client_asked(
     more: dict[str, object], form: Form, stream: bool
 ) -> None:
-    """Every other field stays as it was, in its place; decode's is only added to."""
+    """Every other field stays as it was, in its place. Decode's body only has fields appended."""
     more = {name: value for name, value in more.items() if name != "n2"}
     asked = {"model": "m", "prompt": "hi", "messages": [], "stream": stream, **more}
     if stream:
@@ -149,13 +150,13 @@ def test_prefill_and_decode_get_what_the_client_asked(
     ],
 )
 def test_what_has_several_readers_is_one_engines(more: dict[str, object], whole: bool) -> None:
-    """KV that is handed on is for one reader."""
+    """KV that an engine hands on has one reader."""
     raw = msgspec.json.encode({"model": "m", "prompt": "hi", **more})
     assert ExternalRequest("completion", raw).whole is whole
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model":1,"prompt":"x"}', b'{"prompt":"x"}', b"{"])
 def test_what_is_no_request_is_refused(body: bytes) -> None:
-    """400, before any engine is asked."""
+    """The answer is 400, before any engine is called."""
     with pytest.raises(BadRequest):
         ExternalRequest("completion", body)

@@ -1,6 +1,7 @@
-"""One request through foreign engines, over real sockets: what passes, what is changed, what fails.
+"""One request through external engines, over real sockets: what passes, what is changed, what
+fails.
 
-The engines are tests.support.fake_vllm; every test ends with a ledger of zeros.
+The engines are tests.support.fake_vllm. Every test ends with a ledger of zeros.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ ASK = {"prompt": PROMPT, "max_tokens": 4}
 
 
 def parsed(reply: ClientResponse) -> dict[str, Any]:
-    """A reply of 200."""
+    """The body of a reply with status 200."""
     assert reply.status == 200, reply.body
     return msgspec.json.decode(reply.body)
 
 
 def text(reply: ClientResponse) -> str:
-    """What its first choice says."""
+    """The text of its first choice."""
     return parsed(reply)["choices"][0]["text"]
 
 
 async def streamed(site: Site, body: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    """The words of a streamed completion, and all events."""
+    """The words of a streamed completion, and all of its events."""
     async with site.stream(body) as events:
         seen = [event async for event in events]
     words = [choice["text"] for event in seen for choice in event.get("choices", [])]
@@ -61,7 +62,8 @@ async def streamed(site: Site, body: dict[str, Any]) -> tuple[list[str], list[di
 
 @pytest.mark.parametrize("pools", [ONE, NIXL, MOONCAKE])
 def test_what_one_engine_says_is_what_a_pair_says(pools: list[Pool]) -> None:
-    """Whole and streamed, the text is the engine's; usage is there, and no more cached than is."""
+    """Whole and streamed, the text is the engine's. Usage is in the reply, and counts no more
+    cached tokens than there are."""
 
     async def use(site: Site) -> None:
         reply = parsed(await site.post(ASK, x_request_id="r-1"))
@@ -78,7 +80,8 @@ def test_what_one_engine_says_is_what_a_pair_says(pools: list[Pool]) -> None:
 
 
 def test_the_record_says_what_an_engine_alone_has_reused() -> None:
-    """As usage does, at the end: whole, of several choices, and streamed."""
+    """The record has the cached tokens of the usage at the end: for whole replies, several choices,
+    and streams."""
 
     async def use(site: Site) -> None:
         await site.post({**ASK, "prompt": PROMPT[:100] + "!" * 300})
@@ -97,7 +100,7 @@ def test_the_record_says_what_an_engine_alone_has_reused() -> None:
 
 
 def test_mooncakes_decode_does_not_claim_the_whole_prompt_as_cached() -> None:
-    """Usage is prefill's: a prompt that is there in part says that part."""
+    """Usage has prefill's count: if a part of the prompt was cached, it counts that part."""
 
     async def use(site: Site) -> None:
         await site.post({**ASK, "prompt": PROMPT[:100] + "!" * 300})
@@ -109,7 +112,7 @@ def test_mooncakes_decode_does_not_claim_the_whole_prompt_as_cached() -> None:
 
 
 def test_fields_that_engines_know_pass_through_whole() -> None:
-    """Logprobs, several choices and tools are asked of the engine as the client wrote them."""
+    """Logprobs, several choices and tools reach the engine as the client wrote them."""
 
     async def use(site: Site) -> None:
         ask = {**ASK, "n": 2, "logprobs": 1, "unheard_of": {"a": [1, None]}}
@@ -120,7 +123,7 @@ def test_fields_that_engines_know_pass_through_whole() -> None:
         assert len(reply["choices"][1]["logprobs"]["token_logprobs"]) == 4
         [call] = site.engines["d"].calls
         assert call.body == {"model": "m", **ask}
-        assert not site.engines["p"].calls  # KV that is handed on has one reader
+        assert not site.engines["p"].calls  # KV is handed to one reader only
         tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
         messages = [{"role": "user", "content": "hi"}]
         chat = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 3}
@@ -133,7 +136,7 @@ def test_fields_that_engines_know_pass_through_whole() -> None:
 
 
 def test_a_body_for_one_engine_goes_as_it_came() -> None:
-    """Not a byte is changed where nothing is handed on."""
+    """Not a byte of the body changes if one engine does all."""
 
     async def use(site: Site) -> None:
         raw = b' { "prompt" : "hi there" ,\n "max_tokens":3, "model":"m", "stop": ["\\u00e9"] } '
@@ -144,7 +147,7 @@ def test_a_body_for_one_engine_goes_as_it_came() -> None:
 
 
 def test_a_pair_gets_the_same_id_and_each_its_rank() -> None:
-    """X-Request-Id goes to both; a data-parallel rank is named in a header."""
+    """X-Request-Id goes to both engines. A header names the data-parallel rank."""
 
     async def use(site: Site) -> None:
         await site.add("p", "prefill", "nixl", dp_size=2)
@@ -162,7 +165,7 @@ def test_a_pair_gets_the_same_id_and_each_its_rank() -> None:
 
 
 def test_a_decode_instance_that_has_the_prompt_gets_it_alone() -> None:
-    """Conditional hand-over: the second request for a prompt is one call."""
+    """The second request for a prompt is one call, because the decode instance has its KV."""
 
     async def use(site: Site) -> None:
         for _ in range(2):
@@ -177,7 +180,8 @@ def test_a_decode_instance_that_has_the_prompt_gets_it_alone() -> None:
 
 
 def test_a_token_that_ends_it_hands_nothing_over() -> None:
-    """Where prefill's first token was the last there is no KV to fetch: decode is told of none."""
+    """If prefill's first token was the last, there is no KV to fetch, and decode's body names
+    none."""
 
     async def use(site: Site) -> None:
         end = {"choices": [{"finish_reason": "stop"}], "kv_transfer_params": None}
@@ -190,7 +194,7 @@ def test_a_token_that_ends_it_hands_nothing_over() -> None:
 
 
 def test_sglang_halves_meet_in_a_room() -> None:
-    """Both get one body with host, port and room at the same time; the text is decode's."""
+    """Both engines get one body with host, port and room at the same time; the text is decode's."""
     pools: list[Pool] = [("p", "prefill", "sglang"), ("d", "decode", "sglang")]
 
     async def use(site: Site) -> None:
@@ -216,8 +220,11 @@ def test_sglang_halves_meet_in_a_room() -> None:
 
 
 def test_sglangs_room_says_which_rank_prefills() -> None:
-    """The rank that is called is the one that the room's number means, and decode is told; what was
-    cached is prefill's word, whole and streamed. Of several choices each has a room."""
+    """The rank that is called is the one that the room's number selects, and decode's body names
+    it.
+
+    Cached tokens are prefill's count, whole and streamed. Of several choices, each has a room.
+    """
 
     async def use(site: Site) -> None:
         prefill = await site.add("p", "prefill", "sglang", dp_size=3)
@@ -250,7 +257,7 @@ def test_sglangs_room_says_which_rank_prefills() -> None:
 
 
 def test_sglangs_decode_that_is_gone_is_to_blame_not_its_prefill() -> None:
-    """Prefill waits in the room for it: it keeps its place, and another decode is found."""
+    """Prefill waits in the room for decode: prefill stays a member, and another decode is found."""
     pools: list[Pool] = [("p", "prefill", "sglang"), ("c", "decode", "sglang")]
 
     async def use(site: Site) -> None:
@@ -263,11 +270,11 @@ def test_sglangs_decode_that_is_gone_is_to_blame_not_its_prefill() -> None:
     run(use, *pools)
 
 
-# What fails.
+# Failures.
 
 
 def test_what_is_the_gateways_to_say_is_refused() -> None:
-    """Parameters of KV transfer are not a client's; nor is a body without a prompt, or no JSON."""
+    """A client may not send parameters of KV transfer, a body without a prompt, or invalid JSON."""
 
     async def use(site: Site) -> None:
         for body, param in (
@@ -298,7 +305,8 @@ def test_what_is_the_gateways_to_say_is_refused() -> None:
 
 @pytest.mark.parametrize("pools", [ONE, NIXL])
 def test_a_clients_4xx_is_the_clients(pools: list[Pool]) -> None:
-    """The engine's answer reaches it as it is; the engine is not called again, and stays."""
+    """The client gets the engine's answer unchanged. The engine is not called again, and stays a
+    member."""
 
     async def use(site: Site) -> None:
         reply = await site.post({**ASK, "max_tokens": 4_000, "prompt": "y" * 2_048})
@@ -315,7 +323,7 @@ def test_a_clients_4xx_is_the_clients(pools: list[Pool]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_5xx_is_retried_elsewhere_at_most_three_times(stream: bool) -> None:
-    """Another engine gets it; when three attempts failed, the client is told."""
+    """Another engine is called. After three failed attempts the client gets a 502."""
     pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
 
     async def use(site: Site) -> None:
@@ -335,11 +343,11 @@ def test_a_5xx_is_retried_elsewhere_at_most_three_times(stream: bool) -> None:
 @pytest.mark.parametrize("pools", [[("a", "both", "none")], NIXL, MOONCAKE])
 @pytest.mark.parametrize("stream", [False, True])
 def test_engines_that_take_no_more_say_so_themselves(pools: list[Pool], stream: bool) -> None:
-    """All tries end in 429 or 503: that is the client's answer, with the engine's words and time,
-    or a second where it names none."""
+    """If all attempts end in 429 or 503, the client gets that answer, with the engine's text and
+    Retry-After, or one second."""
 
     async def use(site: Site) -> None:
-        name, engine = list(site.engines.items())[-1]  # of a pair the decode
+        name, engine = list(site.engines.items())[-1]  # the decode engine of a pair
         for status, headers, wait in ((429, {"retry-after": "7"}, "7"), (503, {}, "1")):
             engine.statuses += [status] * 3
             engine.headers = headers
@@ -356,7 +364,7 @@ def test_engines_that_take_no_more_say_so_themselves(pools: list[Pool], stream: 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_an_engine_that_does_not_take_our_key_is_no_fault_of_the_client(status: int) -> None:
-    """Another one gets it."""
+    """Another engine is called."""
 
     async def use(site: Site) -> None:
         site.engines["a"].statuses.append(status)
@@ -367,7 +375,7 @@ def test_an_engine_that_does_not_take_our_key_is_no_fault_of_the_client(status: 
 
 
 def test_a_wrong_key_everywhere_is_a_502() -> None:
-    """Never the client's own 401."""
+    """The client never gets the engine's 401."""
 
     async def use(site: Site) -> None:
         site.engines["a"].statuses += [401] * 4
@@ -377,7 +385,7 @@ def test_a_wrong_key_everywhere_is_a_502() -> None:
 
 
 def test_the_same_engine_is_not_called_again_at_once() -> None:
-    """Who is left alone gets a moment; another one is called without it."""
+    """The only engine is called again after a pause; another one without a pause."""
     limits = msgspec.structs.replace(SHORT, again_s=3600.0)
 
     async def elsewhere(site: Site) -> None:
@@ -396,7 +404,7 @@ def test_the_same_engine_is_not_called_again_at_once() -> None:
 
 
 def test_addresses_of_engines_stay_here() -> None:
-    """What a client reads of a failed call begins behind the address."""
+    """The error text that a client gets begins after the address."""
     for address in ("10.0.0.5:8000", "[::1]:80", "a-b.c:1"):
         error = UpstreamError(f"{address}: cannot connect: x", sent=False)
         assert plain(error, InstanceId("e")) == "e: cannot connect: x"
@@ -404,7 +412,7 @@ def test_addresses_of_engines_stay_here() -> None:
 
 
 def test_an_estimated_length_refuses_nobody() -> None:
-    """Images are much text and few tokens: whether a prompt is too long its engine says."""
+    """Images are much text and few tokens, so the engine decides whether a prompt is too long."""
 
     async def use(site: Site) -> None:
         reply = await site.post({**ASK, "prompt": "y" * 1_000_000})
@@ -415,7 +423,8 @@ def test_an_estimated_length_refuses_nobody() -> None:
 
 
 def test_a_slow_engine_is_left_only_before_its_first_byte() -> None:
-    """Late with the first token: another gets it. Silent after it: the stream ends in an error."""
+    """If the first token is late, another engine is called. If a later one is, the stream ends with
+    an error."""
     pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
 
     async def use(site: Site) -> None:
@@ -434,7 +443,7 @@ def test_a_slow_engine_is_left_only_before_its_first_byte() -> None:
 
 
 def test_who_failed_in_mid_stream_is_named() -> None:
-    """The error event has the engine's name and not its address."""
+    """The error event has the engine's name, not its address."""
 
     async def use(site: Site) -> None:
         site.engines["a"].cut_after = 2
@@ -448,7 +457,7 @@ def test_who_failed_in_mid_stream_is_named() -> None:
 
 @pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
 def test_prefill_dies_before_its_kv_is_fetched(pools: list[Pool]) -> None:
-    """Decode cannot have the KV any more: prefill again, and the text is right."""
+    """Decode cannot get the KV any more: the gateway prefills again, and the text is right."""
 
     async def use(site: Site) -> None:
         first, second = site.engines["p"], site.engines["d"]
@@ -470,7 +479,7 @@ def test_prefill_dies_before_its_kv_is_fetched(pools: list[Pool]) -> None:
 
 
 def once_prefilled(site: Site, do: Callable[[], None]) -> None:
-    """Have this happen when the Conductor is first told that a prefill has ended."""
+    """Do this when the gateway first reports that a prefill has ended."""
     tell = site.conductor.tell
     happened: list[bool] = []
 
@@ -485,7 +494,7 @@ def once_prefilled(site: Site, do: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
 def test_prefill_that_is_another_start_is_not_asked_for_old_kv(pools: list[Pool]) -> None:
-    """Once the fleet has noticed, decode is not even called with the old parameters."""
+    """Once the gateway knows of the restart, it does not call decode with the old parameters."""
 
     async def use(site: Site) -> None:
         once_prefilled(site, lambda: site.rejoin("p"))
@@ -496,7 +505,8 @@ def test_prefill_that_is_another_start_is_not_asked_for_old_kv(pools: list[Pool]
 
 
 def test_a_bad_engine_id_is_asked_for_again() -> None:
-    """Mooncake's prefill restarted unseen: decode says 500, the bootstrap is asked, one retry."""
+    """Mooncake's prefill restarted unnoticed: decode answers 500, the gateway asks the bootstrap
+    server, and retries once."""
 
     async def use(site: Site) -> None:
         assert text(await site.post(ASK)) == "".join(SAID)
@@ -511,7 +521,8 @@ def test_a_bad_engine_id_is_asked_for_again() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_hung_transfer_ends_by_our_deadline(stream: bool) -> None:
-    """An id that prefill does not know makes decode wait for minutes: cut, and made anew."""
+    """Decode would wait for minutes for a transfer id that prefill does not know: the gateway
+    cancels the call and starts anew."""
 
     async def use(site: Site) -> None:
         site.engines["p"].lost_handovers = 1
@@ -525,7 +536,8 @@ def test_a_hung_transfer_ends_by_our_deadline(stream: bool) -> None:
 
 
 def test_nixl_parameters_are_not_used_after_their_lease() -> None:
-    """Stale ones give wrong text with 200: a decode that comes too late prefills again."""
+    """Old parameters give wrong text with status 200: a decode that comes too late prefills
+    again."""
 
     async def use(site: Site) -> None:
         now_us = site.conductor.now_us
@@ -541,8 +553,10 @@ def test_nixl_parameters_are_not_used_after_their_lease() -> None:
 
 
 def slow_decode(site: Site, *pages: tuple[int, int, int] | None) -> None:
-    """The decode engine takes a second for a whole reply. Its counts: who waits, who runs, who has
-    ended, one page after the other; None: it gives none."""
+    """The decode engine takes a second for a whole reply.
+
+    pages: its counts at each look: waiting, running and finished requests; None: it returns none.
+    """
     engine, left = site.engines["d"], list(pages)
     engine.delay_s = 1.0
 
@@ -562,18 +576,21 @@ def slow_decode(site: Site, *pages: tuple[int, int, int] | None) -> None:
 @pytest.mark.parametrize(
     ("pages", "prefills"),
     [
-        ([(1, 3, 9)], 2),  # it waits until the KV's time is over
-        ([(2, 3, 9), None, (3, 3, 10)], 2),  # one of two went in, and the look between failed
+        ([(1, 3, 9)], 2),  # it waits until the KV is held no longer
+        ([(2, 3, 9), None, (3, 3, 10)], 2),  # one of two has started, and a look failed
         ([(0, 4, 9)], 1),
-        ([(2, 3, 9), (2, 4, 10)], 1),  # two went in: it waits no more, others do
-        ([None], 1),  # nobody knows
+        ([(2, 3, 9), (2, 4, 10)], 1),  # two have started: the call is one of them
+        ([None], 1),  # the engine returns no counts
     ],
 )
 def test_a_whole_reply_is_not_waited_for_beyond_the_time_of_its_kv(
     pages: list[tuple[int, int, int] | None], prefills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a reply that does not stream the engine's counts tell whether it has begun; where it kept
-    the call waiting, the KV may be another's by now, and the prompt is prefilled again."""
+    """The engine's counts show whether a call has begun whose reply does not stream.
+
+    If the engine kept it waiting, its KV may be another request's by now, and the gateway prefills
+    again.
+    """
     monkeypatch.setattr(lease, "_LOOK_S", 0.05)
 
     async def use(site: Site) -> None:
@@ -596,8 +613,8 @@ def test_a_whole_reply_is_not_waited_for_beyond_the_time_of_its_kv(
 def test_a_lease_that_decode_renews_does_not_end_while_it_waits(
     renews: bool, prefills: int, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Newer vLLM holds the KV from when decode's engine has the request; else the first token must
-    come within the lease."""
+    """Newer vLLM renews the lease as soon as decode's engine has the request. With older ones the
+    first token must come within the lease."""
     monkeypatch.setattr(lease, "_LOOK_S", 0.05)
     monkeypatch.setattr(nixl, "LEASE_US", 300_000)
 
@@ -612,7 +629,8 @@ def test_a_lease_that_decode_renews_does_not_end_while_it_waits(
 
 
 def test_the_time_to_a_first_token_is_noted_where_it_is_known() -> None:
-    """Of streams; of a pair's replies, by prefill's end; of a whole one only if it is its only."""
+    """For streams; for a pair's whole reply by prefill's end; for one engine's whole reply if it
+    has a single token."""
 
     async def use(site: Site) -> None:
         def count() -> int:
@@ -638,7 +656,8 @@ def test_the_time_to_a_first_token_is_noted_where_it_is_known() -> None:
 
 
 def test_an_engine_that_says_in_its_stream_that_it_failed() -> None:
-    """Before the first token that is as good as a 5xx; after it the client gets those words."""
+    """Before the first token it is a failed call, as a 5xx is. After it, the client gets the
+    engine's error event."""
     pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
 
     async def use(site: Site) -> None:
@@ -658,7 +677,7 @@ def test_an_engine_that_says_in_its_stream_that_it_failed() -> None:
 
 
 def test_decode_dies_before_a_whole_reply() -> None:
-    """Nothing was sent, so another does it."""
+    """The client has received nothing, so another engine decodes."""
 
     async def use(site: Site) -> None:
         await site.add("e", "decode", "nixl")
@@ -690,7 +709,7 @@ def test_a_client_that_leaves_in_mid_stream_ends_it() -> None:
 
 
 def test_an_instance_that_is_lost_in_mid_stream_ends_the_stream() -> None:
-    """Its last event says why."""
+    """The stream's last event has the reason."""
 
     async def use(site: Site) -> None:
         site.engines["a"].token_s = 0.1
@@ -707,7 +726,7 @@ def test_an_instance_that_is_lost_in_mid_stream_ends_the_stream() -> None:
 
 
 def test_prompts_are_read_as_well_as_may_be() -> None:
-    """By the client's ids, our tokenizer, the engine's, or its text; said in the metrics."""
+    """By the client's ids, our tokenizer, an engine's, or the text. The metrics count each way."""
 
     async def use(site: Site) -> None:
         tool = {"type": "function", "function": {"name": "look"}}
@@ -727,7 +746,7 @@ def test_prompts_are_read_as_well_as_may_be() -> None:
 
 
 def test_the_next_engine_makes_tokens_where_one_did_not() -> None:
-    """Who does not answer is asked no second time in a row."""
+    """An engine that does not answer is not asked twice in a row."""
     pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
 
     async def use(site: Site) -> None:
@@ -743,7 +762,8 @@ def test_the_next_engine_makes_tokens_where_one_did_not() -> None:
 
 
 def test_what_follows_a_streams_end_is_read_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that goes on without end after its last event ends with its client's stream."""
+    """If an engine goes on sending after its last event, the gateway stops reading when the
+    client's stream has ended."""
     monkeypatch.setattr(external, "_DRAIN_S", 0.2)
 
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -768,7 +788,8 @@ def test_what_follows_a_streams_end_is_read_for_so_long(monkeypatch: pytest.Monk
 
 
 def test_where_nothing_is_told_the_index_follows_what_was_sent() -> None:
-    """A prompt that shares a long beginning goes to who has it, and what was reused confirms it."""
+    """A prompt that shares a long beginning goes to the engine that has it, and the reused tokens
+    confirm that."""
     pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none"), ("c", "both", "none")]
 
     async def use(site: Site) -> None:
@@ -787,7 +808,7 @@ def test_where_nothing_is_told_the_index_follows_what_was_sent() -> None:
 
 
 def test_tbt_and_tokens_are_noted_for_the_fleet() -> None:
-    """Each call is told from its sending to its end, with its tokens and what was cached."""
+    """Each call is reported from its sending to its end, with its tokens and cached tokens."""
 
     async def use(site: Site) -> None:
         await streamed(site, {**ASK, "stream_options": {"include_usage": True}})
@@ -800,7 +821,8 @@ def test_tbt_and_tokens_are_noted_for_the_fleet() -> None:
 
 
 def test_blocks_that_a_shared_store_has_lost_are_told() -> None:
-    """Who fetches from one and reports less cached than was expected did not find the rest."""
+    """An engine that loads from a shared store and reports less cached than expected did not find
+    the rest."""
 
     async def use(site: Site) -> None:
         site.fleet.exact = ByteText()  # type: ignore[assignment]
@@ -809,7 +831,7 @@ def test_blocks_that_a_shared_store_has_lost_are_told() -> None:
         ids, size = list(range(1, 100)), info.namespace.block_size
         keys = tuple(chain_keys(info.namespace.root(), ids, size))
         site.conductor.tell(BlocksStored(POOL, keys, None, "dram", 0))
-        for _ in range(2):  # the engine itself has it the second time
+        for _ in range(2):  # the second time, the engine has it in its own cache
             await site.post({"prompt": ids, "max_tokens": 1})
             assert tuple(site.fleet.lacking) == keys
 

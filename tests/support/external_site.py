@@ -1,6 +1,6 @@
 """A gateway before fake vLLM engines on one event loop: real Conductor, API and sockets.
 
-Stands in for the fleet: its engines are named, joined and told of by the test.
+It replaces the fleet: the test names the engines and reports that they have joined.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NotedCall:
         self.said.append(cached)
 
     def ended(self, cached: Tokens | None = None) -> None:
-        """The end, however often it is told."""
+        """The end of the call, however often it is reported."""
         self.over += 1
         self.last = self.last if cached is None else cached
 
@@ -67,9 +67,9 @@ class FakeFleet:
         self.members: dict[InstanceId, Member] = {}
         self.notes: list[NotedCall] = []
         self.lacking: list[BlockKey] = []
-        """What was missed."""
+        """The blocks that were reported as missing."""
         self.exact: TextTools | None = None
-        """Where set, engines tell events and this is their tokenizer."""
+        """If set, engines send KV events, and this is their tokenizer."""
 
     def member(self, instance: InstanceId) -> Member:
         """See Engines."""
@@ -107,7 +107,7 @@ class FakeFleet:
 
 
 class Site:
-    """See the module; made by `site`."""
+    """See the module. Tests make it by `run`."""
 
     def __init__(self, tuning: Tuning, limits: CallLimits) -> None:
         self.http = HttpClient()
@@ -123,13 +123,13 @@ class Site:
         self._server: Server | None = None
 
     async def start(self) -> None:
-        """Listen."""
+        """Start the gateway."""
         self._server = await serve(
             App(self.front.routes(), self.front.prefixes(), name="gateway"), "127.0.0.1", 0
         )
 
     async def stop(self) -> None:
-        """End all."""
+        """Stop the gateway and all engines."""
         if self._server is not None:
             await self._server.stop(1)
         self.conductor.stop()
@@ -140,7 +140,7 @@ class Site:
     async def add(
         self, name: str, role: Role = "both", connector: Connector = "none", **more: Any
     ) -> FakeVllm:
-        """Start an engine and have its ranks join."""
+        """Start an engine and report that its ranks have joined."""
         assert connector != "embedded"
         engine = await FakeVllm(name, connector, self.fabric, **more).start()
         self.engines[name] = engine
@@ -179,18 +179,18 @@ class Site:
         return engine
 
     def join(self, info: InstanceInfo) -> None:
-        """An instance is there."""
+        """Report that an instance has joined."""
         self.fleet.members[info.id].infos[info.id] = info
         self.conductor.tell(Joined(info))
 
     def rejoin(self, name: str) -> None:
-        """The fleet has noticed that it restarted."""
+        """Report that an engine has restarted."""
         info = self.fleet.members[InstanceId(name)].infos[InstanceId(name)]
         self.join(msgspec.structs.replace(info, epoch=info.epoch + 1))
 
     @property
     def url(self) -> str:
-        """The gateway's."""
+        """The gateway's URL."""
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.port}"
 
@@ -219,7 +219,8 @@ class Site:
             yield _decoded(sse_events(reply))
 
     async def settled(self) -> None:
-        """Nothing is under way: ledger zero, no engine busy. Fails within seconds where not."""
+        """Wait until nothing is promised, no engine works and no client is served. Fails after
+        seconds."""
         async with asyncio.timeout(5):
             while not self._idle():
                 await asyncio.sleep(0.01)
@@ -237,7 +238,7 @@ class Site:
 
     @property
     def busy(self) -> int:
-        """Generations that engines are at."""
+        """How many generations the engines work on."""
         return sum(engine.running for engine in self.engines.values())
 
 
@@ -252,7 +253,7 @@ def run(
     tuning: Tuning | None = None,
     limits: CallLimits = SHORT,
 ) -> None:
-    """Run a test against a site with these engines; at its end nothing may be left."""
+    """Run a test with a gateway and these engines; at its end nothing may be left."""
 
     async def main() -> None:
         site = Site(tuning or Tuning(), limits)

@@ -1,4 +1,4 @@
-"""Instances of ours that follow a script, and a cluster of them: no sockets, real Conductor."""
+"""Workers that follow a script, and a gateway's serving over them: no sockets, real Conductor."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ def expected(count: int, prompt: Sequence[int] = PROMPT) -> list[int]:
 
 
 class ScriptedWire:
-    """Instances that follow the model, except where `faults` says otherwise, call by call."""
+    """Workers that compute the scripted model, except where `faults` says otherwise, call by
+    call."""
 
     def __init__(self) -> None:
         self.faults: list[tuple[str, str, int]] = []
-        """(role, what, after how many decode tokens): taken by the next call of that role."""
+        """(role, what, after how many decode tokens); the next call of that role takes it."""
         self.calls: list[tuple[str, str]] = []
         self.salts: list[str | None] = []
-        """Of each call."""
+        """The cache salt of each call."""
         self.cancelled = 0
         self.hanging = 0
         self.prefetches: list[tuple[str, str, int]] = []
-        """(instance, lease, how many blocks) of each."""
+        """(instance, lease, number of blocks) of each prefetch."""
         self.prefetching = 0
         self.running = 0
         """Prefill and decode calls that are out."""
         self.gates: dict[str, asyncio.Event] = {}
-        """Faults that are over when these are set."""
+        """Faults that end when these events are set."""
 
     def _fault(self, role: str) -> tuple[str, int]:
         for fault in self.faults:
@@ -83,7 +84,7 @@ class ScriptedWire:
             raise CallLost("answered 400", retry=False)
 
     async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
-        """One token after the prompt given."""
+        """Returns one token after the prompt."""
         self.calls.append(("prefill", to.id))
         asked = msgspec.json.decode(body)
         self.salts.append(asked.get("cache_salt"))
@@ -100,7 +101,7 @@ class ScriptedWire:
     async def prefetch(
         self, to: InstanceInfo, request: Request, lease: LeaseId, keys: Sequence[BlockKey]
     ) -> None:
-        """Answers when it is stopped, as when a decode call has come."""
+        """Returns when it is cancelled, as after the decode call has come."""
         self.prefetches.append((to.id, lease, len(keys)))
         self.prefetching += 1
         try:
@@ -112,7 +113,7 @@ class ScriptedWire:
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
     ) -> AsyncGenerator[Decoded, None]:
-        """The whole completion, first token included, two tokens a piece."""
+        """Yields the whole completion, first token included, two tokens a piece."""
         self.calls.append(("decode", to.id))
         asked = msgspec.json.decode(body)
         self.salts.append(asked.get("cache_salt"))
@@ -138,7 +139,7 @@ class ScriptedWire:
 
 
 class World:
-    """A cluster of scripted instances, and what was released."""
+    """Serving over scripted workers, and the leases that were released."""
 
     def __init__(
         self, *names: str, tuning: Tuning | None = None, wire: ScriptedWire | None = None
