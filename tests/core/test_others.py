@@ -112,10 +112,10 @@ def test_a_request_goes_where_no_other_gateway_sent_much() -> None:
 def test_only_the_leader_has_hot_prefixes_copied() -> None:
     """Without the duty no copy begins; what was asked meanwhile is known when it comes."""
     world = World()
-    world.hot.heard(Leading(False))
+    world.hot.take(Leading(False))
     for _ in range(20):
         assert world.ask() == []
-    world.hot.heard(Leading(True))
+    world.hot.take(Leading(True))
     assert world.ask(), "it was hot already"
-    world.hot.heard(Leading(False))
+    world.hot.take(Leading(False))
     assert len(world.hot) == 1, "what is under way ends by itself"

@@ -66,7 +66,7 @@ def test_doubted_claims_count_by_their_share() -> None:
     for name in ("a", "b"):
         view.add(InstanceView(info(name), 0))
     bad = view.instances[InstanceId("a")]
-    view.heard(bad, InstanceLoad(hits=(HitSample(320, 32),) * 4), 0)
+    view.beat(bad, InstanceLoad(hits=(HitSample(320, 32),) * 4), 0)
     match = Match(20, {SegmentId("a"): 20, SegmentId("b"): 10})
     views = view.prefills("m")
     roles = Roles(views, (), doubts=view.doubts)
@@ -109,16 +109,16 @@ def test_work_of_others_is_queued_before_ours_and_passes() -> None:
     view = InstanceView(info(), 0)
     view.promise_prefill(RequestId("r"), 50_000, 500, 0)
     assert view.queue_us(0) == 50_000
-    view.heard(InstanceLoad(1, 2, everybody=True), 0)
+    view.beat(InstanceLoad(1, 2, everybody=True), 0)
     assert view.external == NO_LOAD  # one may have ended while we asked
-    view.heard(InstanceLoad(1, 2, everybody=True), 0)  # one of the three is ours
+    view.beat(InstanceLoad(1, 2, everybody=True), 0)  # one of the three is ours
     assert view.external.waiting == 1
     for _ in range(2):
-        view.heard(InstanceLoad(0, 3, everybody=True), 0)
+        view.beat(InstanceLoad(0, 3, everybody=True), 0)
     assert view.queue_us(0) == 50_000 + 2 * 50_000
     assert view.queue_us(60_000) == 50_000 - 50_000 + 40_000
     view.end_prefill(RequestId("r"), 60_000)
-    view.heard(InstanceLoad(everybody=True), 60_000)
+    view.beat(InstanceLoad(everybody=True), 60_000)
     assert (view.queue_us(60_000), view.external) == (0, NO_LOAD)
 
 
@@ -127,10 +127,10 @@ def test_decodes_of_others_take_slots_room_and_time() -> None:
     view = InstanceView(info(), 0)
     alone_us, room = view.tbt_us(100), view.room_tokens
     for _ in range(2):
-        view.heard(InstanceLoad(7, 0, everybody=True, kv_tokens=9_000), 0)
+        view.beat(InstanceLoad(7, 0, everybody=True, kv_tokens=9_000), 0)
     assert view.room_tokens == room - 9_000
     assert view.tbt_us(100) == view.cost.decode_step_us(8, 9_100) > alone_us
     assert view.tbt_now_us(100) == view.tbt_us(100)
     for _ in range(2):
-        view.heard(InstanceLoad(8, 0, everybody=True, kv_tokens=9_000), 0)
+        view.beat(InstanceLoad(8, 0, everybody=True, kv_tokens=9_000), 0)
     assert not view.has_slot(1)

@@ -70,7 +70,7 @@ class HotMachine(RuleBasedStateMachine):
         """A segment loses the end of what it has, or all of it."""
         segment = SegmentId(name)
         if most:
-            self.world.hot.heard(BlocksRemoved(segment, HEAD[most:][::-1], "dram", 1))
+            self.world.hot.take(BlocksRemoved(segment, HEAD[most:][::-1], "dram", 1))
         else:
             self.world.tell(BlocksCleared(segment, "dram", 1))
 

@@ -42,7 +42,7 @@ class World:
     def tell(self, *facts: BlocksStored | BlocksCleared | SpreadUpTo) -> None:
         """What a segment reports, or the driver."""
         for fact in facts:
-            self.hot.heard(fact)
+            self.hot.take(fact)
 
     def ask(self, tail: int = 4, keys: tuple[BlockKey, ...] = HEAD, at: str = "p0") -> list[Spread]:
         """One more request for HEAD and `tail` tokens more, placed on that instance."""

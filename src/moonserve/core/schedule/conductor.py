@@ -128,11 +128,11 @@ class Conductor:
                 case Arrived(request, keys):
                     self._arrive(request, keys, now_us)
                 case OfBlocks() | SpreadUpTo() | Leading():
-                    self.hot.heard(fact)
+                    self.hot.take(fact)
                 case Joined(info):
                     self._join(info, now_us)
                 case Beat() | PeerPromised():
-                    self._members.heard(fact, now_us)
+                    self._members.take(fact, now_us)
                 case Left(instance, lost=why) if self._members.of_now(fact):
                     self._lose(instance, why)
                 case StageEnded(request) if request in self._lives:

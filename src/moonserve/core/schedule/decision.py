@@ -1,4 +1,4 @@
-"""A placement in plain data: who prefills, who decodes, and every term that it was made from.
+"""A placement in plain data: both instances, and every term that the decision was made from.
 
 core.schedule.decide makes it; actions carry it to drivers, which may be in other processes; reports
 show it. Nothing here computes anything.
@@ -76,7 +76,8 @@ class Decision(msgspec.Struct, frozen=True):
     considered: int
     """How many candidates there were."""
     stages: tuple[Stage, ...] = ()
-    """Who prefills which part of the prompt, `prefill` the last; empty: `prefill` does it all."""
+    """The instances that share the prefill and their parts; the last is `prefill`. Empty: it does
+    all of it."""
     alone: str | None = None
     """Why no group shares the prefill, where one may (Tuning.cpp); or why decode does all of it."""
     tightened: str | None = None

@@ -76,7 +76,7 @@ def roomy_decode(
 ) -> tuple[InstanceView, Micros, Micros]:
     """`first`, or the next that meets every objective at `ends_us`; and the TBTs found there.
 
-    Where nobody has an objective nothing is forecast. If all instances miss, it is `first`.
+    If no request has an objective, nothing is forecast. If all instances miss, it is `first`.
     """
     if goal_us is None and first.strictest_us() is None:
         tbt_us = first.tbt_us(context)
@@ -94,7 +94,7 @@ def roomy_decode(
 
 
 def meets_goals(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> bool:
-    """Whether that time between tokens is within the goal and those of all who decode there."""
+    """Whether that time between tokens is within the goal and the goals of all decodes there."""
     strictest_us = view.strictest_us()
     return (goal_us is None or tbt_us <= goal_us) and (
         strictest_us is None or tbt_us <= strictest_us

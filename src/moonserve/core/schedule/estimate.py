@@ -23,8 +23,9 @@ from moonserve.core.schedule.view import InstanceView, Kind
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 
 Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
-"""When a prefix that others hold is loaded rather than computed: never; where it exceeds one's own
-by the balancing threshold (Algorithm 1); where that is predicted to be faster."""
+"""When an instance loads a prefix of others rather than computing it. never; threshold: if it
+exceeds its own prefix by the balancing threshold (Algorithm 1); cheaper: if that is predicted to be
+faster."""
 
 _MANY = 32
 """Kinds of instances, times prefixes, of which all are not worth looking at."""
@@ -134,7 +135,7 @@ class Options:
 class Candidates(Sequence[Candidate]):
     """The chosen candidate, then those it won against, best first, `most` in all.
 
-    Made when looked at: of most decisions nobody reads more than the first.
+    Made when looked at: of most decisions only the first is ever read.
     """
 
     __slots__ = ("_all", "_chosen", "_most", "_options", "_row", "_scores")

@@ -188,8 +188,10 @@ def promise(
     return [views[share.instance].info for share in shares]
 
 
-def release(views: Views, request: RequestId, who: Iterable[InstanceId], now_us: Micros) -> None:
+def release(
+    views: Views, request: RequestId, instances: Iterable[InstanceId], now_us: Micros
+) -> None:
     """End these promises, kept or not; those that ended before are no error."""
-    for instance in who:
+    for instance in instances:
         if instance in views:
             views[instance].end_prefill(request, now_us)

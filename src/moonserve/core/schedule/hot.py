@@ -137,7 +137,7 @@ class _Flight(msgspec.Struct):
 
     order: Spread
     left: dict[BlockKey, None]
-    """What has not come yet."""
+    """Blocks that have not come yet."""
     block_bytes: Bytes
     until_us: Micros
 
@@ -186,7 +186,7 @@ class Hot:
         """Copies under way."""
         return len(self._flights)
 
-    def heard(self, fact: BlockEvent | SpreadUpTo | Leading) -> None:
+    def take(self, fact: BlockEvent | SpreadUpTo | Leading) -> None:
         """Take in a block event, the shortened end of a copy, or whether this Conductor leads."""
         match fact:
             case Leading(leads):

@@ -39,13 +39,13 @@ class Membership:
         """Add the instance, in place of an earlier start."""
         self._view.add(InstanceView(info, now_us, self._cost_of(info)))
 
-    def heard(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
+    def take(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
         """Take in a heartbeat, or what another gateway has promised."""
         if isinstance(beat, PeerPromised):
             self._view.take_promises(beat.gateway, beat.promises, now_us)
         elif self.of_now(beat):
             view = self._view.instances[beat.instance]
-            self._view.heard(view, beat.load, now_us)
+            self._view.beat(view, beat.load, now_us)
 
     def of_now(self, fact: Beat | Left) -> bool:
         """Whether the fact is of the current start of its instance."""

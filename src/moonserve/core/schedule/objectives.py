@@ -1,7 +1,7 @@
 """Which objectives a request is held to: its own or the cluster's, or tighter ones.
 
-Kept by the Conductor. Low priority, a tenant above its equal share, and clients that were told to
-return about now make the objectives of a request tighter, so that it is refused first.
+Kept by the Conductor. Low priority, a tenant above its equal share, and refused clients that are
+due about now make the objectives of a request tighter, so that it is refused first.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Objectives:
         """The objectives that it must be predicted to meet.
 
         Requests of low priority are refused first, and so are those of a tenant above its share.
-        Clients that were told to return about now are taken to be before it, each with a request
-        like this one.
+        Refused clients that are due about now count as before it, each with a request like this.
         """
         slo = self.own(request)
         whys = list[str]()

@@ -138,7 +138,7 @@ def _requests(view: InstanceView) -> int:
 
 
 def _any_of_equals(scores: list[float], state: PolicyState) -> list[float]:
-    """One of the lowest scores, drawn if there is a generator, options lower by a hair."""
+    """If there is a generator, draw one of the lowest scores and make it slightly lower."""
     if state.rng is not None:
         low = min(scores)
         lowest = [row for row, score in enumerate(scores) if score == low]

@@ -1,4 +1,4 @@
-"""The Retry-After calendar: when each refused client should return, and who is expected now.
+"""The Retry-After calendar: when each refused client should return, and which are expected now.
 
 If every refused client got the same Retry-After, they would all return together and most would be
 refused again. If new requests took the places meanwhile, so would they. So every refused client
@@ -7,8 +7,8 @@ clients that are due, as far as refused clients do return: against new requests 
 only, since no tenant is to wait for the clients of another. A request with objectives of its own
 may never find room, so no room is kept for it.
 
-A client that returns is recognised by its Client key, which arrives on every road. It is kept by
-the Conductor, bounded, and knows no instance.
+A client that returns is recognised by its Client key, which arrives on every road. The Conductor
+keeps the calendar; it is bounded and knows no instance.
 """
 
 from __future__ import annotations

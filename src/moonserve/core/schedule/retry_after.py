@@ -20,7 +20,7 @@ from moonserve.core.schedule.view import ClusterView
 from moonserve.core.units import Micros
 
 _COLD_US: Micros = 20_000
-"""Clients refused by costs that nobody measured return this far apart: soon, not all at once."""
+"""Clients refused by costs that are not measured return this far apart: soon, not all at once."""
 
 
 class RetryAfter:

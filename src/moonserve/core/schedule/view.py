@@ -26,7 +26,7 @@ from moonserve.core.schedule.residency import Residency
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 
 NO_SEGMENT = SegmentId("")
-"""Stands for the segment of an instance that has none: nobody holds anything there."""
+"""Stands for the segment of an instance that has none; it holds nothing."""
 _USUAL: Tokens = 1_024
 """A prompt, before any was promised."""
 
@@ -155,7 +155,7 @@ class InstanceView:
         assert active.keys() | promised.keys() == contexts.keys()
         assert self.residencies.context == sum(it.context for it in active.values())
 
-    def heard(self, load: InstanceLoad, now_us: Micros) -> None:
+    def beat(self, load: InstanceLoad, now_us: Micros) -> None:
         """Take in a heartbeat: the load, and measured samples for the cost fit."""
         self.heard_us = now_us
         self.load = load
@@ -376,9 +376,9 @@ class ClusterView:
         for view in self.instances.values():
             view.check()
 
-    def heard(self, view: InstanceView, load: InstanceLoad, now_us: Micros) -> None:
+    def beat(self, view: InstanceView, load: InstanceLoad, now_us: Micros) -> None:
         """Take in an instance's heartbeat."""
-        view.heard(load, now_us)
+        view.beat(load, now_us)
         if view.info.segment is not None:
             self.doubts.pop(view.info.segment, None)
             if not view.trust.trusted:
