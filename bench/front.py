@@ -59,7 +59,7 @@ ARMS = {
 
 
 class _ByteText:
-    """TextTools that costs next to nothing, so that the gateway is what is measured."""
+    """Text tools that cost next to nothing, so that the gateway is measured."""
 
     vocab_size = 257
     longest_token_bytes = 1
@@ -81,7 +81,7 @@ class _ByteText:
 
 
 class _ReadyServing:
-    """Tokens that are there at once, in turns of the loop of their own."""
+    """Tokens that are ready, each in its own turn of the loop."""
 
     def models(self) -> list[ModelCard]:
         return [ModelCard("m", 4_096, True)]
@@ -123,13 +123,13 @@ class _UpstreamServing(_ReadyServing):
 
 
 async def bare(request: HttpRequest) -> Response | StreamingResponse:
-    """A plain hello, or its 64 chunks; reads the body as any server must."""
+    """A plain hello, or its 64 chunks. It reads the body as any server must."""
     body = await request.body()
     return StreamingResponse(pieces(CHUNK, TOKENS)) if b'"stream":true' in body else HELLO
 
 
 async def engine(request: HttpRequest) -> StreamingResponse:
-    """The upstream: as many events as the body says, a turn of the loop apart."""
+    """The upstream: as many events as the body asks for, one per turn of the loop."""
     return StreamingResponse(pieces(PIECE, int(await request.body())))
 
 
@@ -190,7 +190,7 @@ async def measure(ports: dict[str, int], requests: int, rounds: int) -> None:
             count = requests // 8 if stream else requests
             before = await cpu_s()
             await drive(client, url, stream, count)
-            if turn:  # the first turn warms up
+            if turn:  # the first turn is a warm-up
                 costs[arm].append((await cpu_s() - before) / count * 1e6)
     print(f"{'CPU of the serving process':36} {'us':>7} {'lowest':>7} {'/ bare':>7}")
     for arm, (_, stream) in ARMS.items():

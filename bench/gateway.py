@@ -1,11 +1,12 @@
-"""The gateway before foreign engines, beside sglang-router and vllm-router: CPU and added latency.
+"""The gateway before external engines, beside sglang-router and vllm-router: CPU and latency.
 
     python bench/gateway.py --peers FOLDER [--routers BIN] [--secs 2.5] [--rounds 3] [--quick]
                             [--only NAME,...] [--work short,...] [--workers N]
 
 FOLDER has http/mock_engine.c and http/load.c, small programs that are built here with gcc: engines
 that answer at once, and a client in a closed loop. BIN is the folder of the routers' programs
-(sglang-router 0.3.2 and vllm-router 0.1.17 were measured); without it they are left out, and said.
+(sglang-router 0.3.2 and vllm-router 0.1.17 were measured); without it they are left out, which is
+printed.
 Both may be given as MOONSERVE_PEERS and MOONSERVE_ROUTERS.
 
 Four engines are behind every target; P/D has two of each role. Work: `short`, a prompt of 120
@@ -45,14 +46,14 @@ from common import machine_line
 ALL = (1, 32, 128)
 WORK = {"short": (ALL, 0), "stream64": (ALL, 66), "long30k": ((1, 32), 0), "paced64": (ALL, 66)}
 PACE_US = ("5000", "20000")
-"""Of paced engines: between tokens, and until the first."""
+"""Times of paced engines: between tokens, and until the first."""
 ENGINES = 4
 ROUTES = "/v1/chat/completions"
 READY_S = 60.0
 
 
 def text(length: int, seed: int) -> str:
-    """So many characters of made-up words."""
+    """Made-up words of this many characters."""
     draw, words, size = random.Random(seed), [], 0
     while size < length:
         words.append("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))))
@@ -83,7 +84,8 @@ def bodies(folder: Path) -> dict[str, Path]:
 
 
 def build(peers: Path, folder: Path) -> None:
-    """The mock engine and the client. A reply of one token ends by its length, as vLLM's does."""
+    """Build the mock engine and the client. A reply of one token ends with "length", as vLLM's
+    does."""
     for name in ("mock_engine", "load"):
         source = peers / "http" / f"{name}.c"
         if not source.exists():
@@ -99,7 +101,7 @@ def build(peers: Path, folder: Path) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port that nothing listens on now."""
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         return int(trial.getsockname()[1])
@@ -129,7 +131,7 @@ def cpu_us(pid: int) -> float:
 
 
 def commands(urls: Sequence[str], routers: Path | None, workers: int) -> dict[str, list[str]]:
-    """How each target is started; its port is added."""
+    """The command that starts each target; its port is added later."""
     half = len(urls) // 2
     ours = [sys.executable, "-m", "moonserve", "gateway", "--events", "off"]
     plain = [word for url in urls for word in ("--url", url)]
@@ -154,28 +156,28 @@ def commands(urls: Sequence[str], routers: Path | None, workers: int) -> dict[st
 
 
 class Bench:
-    """Processes that are started here and end with it."""
+    """The processes that are started here. They end with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.stack = contextlib.ExitStack()
 
     def start(self, name: str, command: Sequence[str | Path]) -> int:
-        """Its pid; what it prints goes to a file."""
+        """Start a process; its pid. Its output goes to a file."""
         log = self.stack.enter_context((self.folder / f"{name.replace('/', '')}.log").open("wb"))
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self.stack.callback(_end, process)
         return process.pid
 
     def engines(self, pace_us: Sequence[str]) -> list[str]:
-        """URLs of the mocks."""
+        """Start the mock engines; their URLs."""
         ports = [free_port() for _ in range(ENGINES)]
         for port in ports:
             self.start(f"engine{port}", [self.folder / "mock_engine", str(port), *pace_us])
         return [f"http://127.0.0.1:{port}" for port in ports]
 
     def target(self, name: str, command: Sequence[str]) -> tuple[int, int]:
-        """Its port and pid, once it serves. Exits where it does not."""
+        """Start a target; its port and pid once it serves. Exits if it does not serve."""
         port = free_port()
         more = [] if "moonserve" in name else ["--prometheus-port", str(free_port())]
         pid = self.start(name, [*command, "--port", str(port), *more])
@@ -188,7 +190,7 @@ class Bench:
         return port, pid
 
     def load(self, port: int, body: Path, connections: int, secs: float, events: int) -> Any:
-        """What the client saw."""
+        """Run the client; its measurements."""
         command = [self.folder / "load", str(port), ROUTES, body, str(connections), str(secs)]
         more = [str(events)] if events else []
         done = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
@@ -260,7 +262,7 @@ def show(seen: dict[tuple[str, int, str], list[Any]], names: Sequence[str]) -> N
 
 
 def folder_of(given: str | None, what: str, flag: str) -> Path | None:
-    """A folder that was named; exits where it is not there."""
+    """The folder. Exits if it does not exist."""
     if not given:
         print(f"without {flag}, {what}")
         return None

@@ -1,4 +1,4 @@
-"""The Conductor's port, in this process and at the end of a unix socket."""
+"""The Conductor's port, in this process and at the other end of a unix socket."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Rig:
         self.loop.tell(*map(Joined, infos))
 
     async def until(self, true: Callable[[], object]) -> None:
-        """Poll until it holds."""
+        """Poll until it is true."""
         while not true():
             await asyncio.sleep(0.002)
 
@@ -67,7 +67,7 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def rig_of(kind: str, folder: Path) -> AsyncIterator[Rig]:
-    """Both ends, connected."""
+    """A rig with this kind of port, connected."""
     rig = Rig()
     if kind == "here":
         yield rig
@@ -87,7 +87,7 @@ Use = Callable[[Rig], Awaitable[None]]
 
 @pytest.fixture(params=["here", "remote"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Use], None]:
-    """Runs a test over each implementation, inside a deadline."""
+    """Runs a test over each implementation, within a time limit."""
 
     async def main(use: Use) -> None:
         async with asyncio.timeout(10), rig_of(request.param, tmp_path) as rig:
@@ -97,7 +97,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Use], None]
 
 
 def test_a_request_from_its_arrival_to_its_end(run: Callable[[Use], None]) -> None:
-    """Prefill, Decode and the end; the record has outcome and times, and the ledger is zero."""
+    """Prefill, Decode and the end. The record has outcome and times, and the ledger is zero."""
 
     async def use(rig: Rig) -> None:
         rig.join(info("p0", "prefill"), info("d0", "decode"))
@@ -132,7 +132,7 @@ def test_a_request_from_its_arrival_to_its_end(run: Callable[[Use], None]) -> No
 
 
 def test_what_was_cached_may_be_said_at_the_end(run: Callable[[Use], None]) -> None:
-    """An engine's stream says it in its last event: it is in the record then."""
+    """An engine's stream reports it in its last event; then the record has it."""
 
     async def use(rig: Rig) -> None:
         rig.join(info("e", "both"))
@@ -149,7 +149,8 @@ def test_what_was_cached_may_be_said_at_the_end(run: Callable[[Use], None]) -> N
 
 
 def test_what_is_said_of_a_request_that_fails(run: Callable[[Use], None]) -> None:
-    """Refuse where nobody is; Abort and a second Prefill when one is lost; GiveUp at the end."""
+    """Refuse if no instance is alive; Abort and a second Prefill if one is lost; GiveUp at the
+    end."""
 
     async def use(rig: Rig) -> None:
         refuse = await (await rig.open()).get()
@@ -177,12 +178,12 @@ def test_what_is_said_of_a_request_that_fails(run: Callable[[Use], None]) -> Non
 
 
 def test_who_leaves_frees_all(run: Callable[[Use], None]) -> None:
-    """ClientGone ends a life wherever it stands; its id may be used again at once."""
+    """ClientGone ends a life in every state. Its id may be used again at once."""
 
     async def use(rig: Rig) -> None:
         rig.join(info("p0", "prefill"), info("d0", "decode"))
         await rig.until(lambda: rig.port.instances())
-        for _ in range(3):  # the last one's end and the next one's arrival are one step's facts
+        for _ in range(3):  # the end of one and the arrival of the next are facts of one step
             inbox = await rig.open()
             assert isinstance(await inbox.get(), Prefill)
             rig.leave("cancelled")
@@ -193,7 +194,8 @@ def test_who_leaves_frees_all(run: Callable[[Use], None]) -> None:
 
 
 def test_copies_that_are_kept_are_asked_for(run: Callable[[Use], None]) -> None:
-    """`keep` reaches the store with keys, target and source; who left is no instance any more."""
+    """`keep` reaches the store with keys, target and source. An instance that has left is not
+    listed."""
 
     async def use(rig: Rig) -> None:
         rig.port.keep(KEYS, SegmentId("p0"), None)
@@ -208,7 +210,8 @@ def test_copies_that_are_kept_are_asked_for(run: Callable[[Use], None]) -> None:
 
 
 def test_a_refused_client_is_recognised_when_it_returns(run: Callable[[Use], None]) -> None:
-    """By model, tenant, last block key and length: its token ids are not known on every road."""
+    """It is recognised by model, tenant, last block key and length; its token ids are not
+    needed."""
 
     async def use(rig: Rig) -> None:
         full = msgspec.structs.replace(info("p0", "prefill"), max_requests=1)

@@ -1,4 +1,4 @@
-"""The gateway over a scripted cluster, on a real socket."""
+"""The API over a scripted cluster, on a real socket."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ def test_token_ids_on_request(path: str, body: dict[str, Any], step: int) -> Non
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, ONCE)])
 def test_stream_usage(path: str, body: dict[str, Any]) -> None:
-    """include_usage adds a last chunk without choices; the others say null; cached <= prompt."""
+    """include_usage adds a last chunk without choices. Usage is null in the others, and cached is
+    at most the prompt."""
 
     async def use(rig: Rig) -> None:
         events = await rig.events(path, {**body, "stream_options": {"include_usage": True}})
@@ -242,7 +243,7 @@ def test_a_character_cut_by_max_tokens_is_marked() -> None:
 @pytest.mark.parametrize("step", [1, 2, 3, 100])
 @pytest.mark.parametrize("stop", ["END", ["zzz", "END", "!"]])
 def test_stop_strings_span_tokens_and_close_the_generation(step: int, stop: Any) -> None:
-    """A stop string cut by token borders ends the text before it and the generation at once."""
+    """A stop string that spans tokens ends the text before it, and ends the generation at once."""
 
     async def use(rig: Rig) -> None:
         events = await rig.events(TEXT, {**ONCE, "stop": stop})
@@ -255,7 +256,7 @@ def test_stop_strings_span_tokens_and_close_the_generation(step: int, stop: Any)
         given = rig.serving.requests[0].stopping.stop
         assert given == (("END",) if stop == "END" else tuple(stop))
 
-    # The cluster would say more for a minute: only closing it ends it in time.
+    # The cluster would send more for a minute: only closing it ends it in time.
     run(use, *say("some EN textEND and more", step)[:-1], 60.0)
 
 
@@ -273,14 +274,15 @@ def test_a_stop_token_has_no_text(step: int, stop: str | None) -> None:
         events = await rig.events(TEXT, asked)
         assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "a!b"
 
-    # No engine goes on after the first "!"; here it shows that only the last id is left out.
+    # No engine goes on after the first "!". The test shows that only the last id is left out.
     *first, _ = say("a!b", step)
     run(use, *first, Output((33,), finish_reason="stop"))
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_only_a_stop_token_of_this_request_is_left_out(reason: str) -> None:
-    """The last token keeps its text where it is no stop token, or is not why the reply ended."""
+    """The last token keeps its text if it is no stop token, or if the reply ended for another
+    reason."""
 
     async def use(rig: Rig) -> None:
         asked = {**ONCE, "stop_token_ids": [33 if reason == "length" else 34]}
@@ -291,7 +293,7 @@ def test_only_a_stop_token_of_this_request_is_left_out(reason: str) -> None:
 
 
 def test_text_held_back_for_a_stop_string_comes_out_at_the_end() -> None:
-    """Text that began a stop string and did not become one is not lost."""
+    """Text that could have begun a stop string, and did not, is not lost."""
 
     async def use(rig: Rig) -> None:
         got = json.loads((await rig.post(TEXT, {**ONCE, "stop": "END"})).body)["choices"][0]
@@ -328,7 +330,7 @@ def test_what_the_cluster_is_asked() -> None:
 
 
 def test_defaults() -> None:
-    """Chat may fill the context, completions give 16 tokens; temperature 1; seeds differ."""
+    """Chat may fill the context; completions give 16 tokens; temperature is 1; seeds differ."""
 
     async def use(rig: Rig) -> None:
         nulls = dict.fromkeys(("temperature", "top_p", "max_tokens", "seed", "stop", "stream", "n"))
@@ -348,7 +350,7 @@ def test_defaults() -> None:
 
 
 def test_message_forms() -> None:
-    """Text parts are joined by line feeds, developer speaks as system."""
+    """Text parts are joined by line feeds, and a developer's message is a system message."""
 
     async def use(rig: Rig) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -487,13 +489,15 @@ def test_unsupported_fields_say_so() -> None:
 
 
 def test_context_length() -> None:
-    """A prompt without room for one token more is a 400 with OpenAI's code and the numbers."""
+    """A prompt that leaves no room for one more token is a 400 with OpenAI's code and the
+    numbers."""
 
     async def use(rig: Rig) -> None:
         for path, body, param, numbers in [
             (*_chat(messages=_say("x" * 200), max_tokens=999), "messages", ("207", "100")),
             (*_text(prompt=[1] * 100), "prompt", ("100",)),
-            (*_text(prompt=[1] * 100 + [999]), "prompt", ("101", "100")),  # before a look at each
+            # before each id is checked
+            (*_text(prompt=[1] * 100 + [999]), "prompt", ("101", "100")),
         ]:
             reply = await rig.post(path, body)
             error = json.loads(reply.body)["error"]
@@ -505,7 +509,7 @@ def test_context_length() -> None:
 
 
 def test_no_max_tokens_is_refused_for_its_size() -> None:
-    """Asked for more than the context leaves, the cluster generates what it leaves."""
+    """If a request asks for more than the context leaves, the cluster generates what it leaves."""
 
     async def use(rig: Rig) -> None:
         for path, body, most in [
@@ -530,7 +534,7 @@ def test_hopeless_text_is_refused_before_any_work() -> None:
     """Text of more bytes than the context's tokens can spell is neither rendered nor encoded."""
 
     class Untouched(ByteText):
-        """Fails where it is used at all; 100 tokens of 4 bytes are the most it could take."""
+        """Fails if it is used at all. Its context of 100 tokens takes at most 4 bytes a token."""
 
         def encode(self, text: str, *, add_bos: bool) -> list[int]:
             raise AssertionError("encoded")
@@ -547,7 +551,7 @@ def test_hopeless_text_is_refused_before_any_work() -> None:
             _text(prompt=["\u4e00" * 134]),
             _said({"role": "user", "content": "x" * 401}),
             _said({"role": "user", "content": parts}),
-            _chat(),  # it is the template that makes it long
+            _chat(),  # the template makes it long
         ]:
             reply = await rig.post(path, body)
             error = json.loads(reply.body)["error"]
@@ -565,7 +569,7 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow(ByteText):
-        """Waits to be let go on with any long text."""
+        """Waits at every long text until the test lets it go on."""
 
         def encode(self, text: str, *, add_bos: bool) -> list[int]:
             if len(text) > 10:
@@ -585,7 +589,7 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
         refused = await rig.post(*long)
         assert refused.status == 429
         assert refused.headers["x-moonserve-reject-reason"] == "tokenizer_queue"
-        # Short prompts pass them all by, and a client that leaves frees its place.
+        # Short prompts pass them all, and a client that leaves frees its place.
         assert (await rig.post(*_text(prompt="short"))).status == 200
         second.cancel()
         while rig.backend._prompts._waiting_bytes > 40:
@@ -603,7 +607,7 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
 
 
 def test_unknown_model_names_the_known() -> None:
-    """An unknown model is a 404 that names those there are."""
+    """An unknown model is a 404 that names the known ones."""
 
     async def use(rig: Rig) -> None:
         for reply in (await rig.post(*_chat(model="gpt-9")), await rig.get("/v1/models/gpt-9")):
@@ -627,7 +631,7 @@ def test_body_over_the_limit() -> None:
 
 
 def test_objectives_priority_and_tenant_come_by_header() -> None:
-    """The cluster sees them; without headers there are none."""
+    """The request has them; without headers it has none."""
 
     async def use(rig: Rig) -> None:
         headers = {"x-moonserve-ttft-slo-ms": "500", "x-moonserve-tbt-slo-ms": "20.5"}
@@ -657,7 +661,7 @@ def test_objectives_priority_and_tenant_come_by_header() -> None:
 def test_failures_before_the_first_token_have_their_status(
     failure: Any, status: int, stream: bool
 ) -> None:
-    """What fails before the first token has a real HTTP status, for streams too."""
+    """A failure before the first token has a real HTTP status, for streams too."""
 
     async def use(rig: Rig) -> None:
         reply = await rig.post(*_chat(stream=stream))
@@ -682,7 +686,7 @@ def test_where_no_retry_helps_none_is_told() -> None:
 
 
 def test_a_client_waits_since_its_headers_came() -> None:
-    """The cluster is told when that was, whatever the gateway did since."""
+    """The request has the time of its headers, whatever the gateway did since."""
 
     async def use(rig: Rig) -> None:
         before_us = seconds_to_us(asyncio.get_running_loop().time())
@@ -755,7 +759,8 @@ def test_in_flight_bound() -> None:
 
 
 def test_a_flood_in_flight_leaves_others_some_places() -> None:
-    """Over the bound an eighth more, for tenants that have less than a like part; no further."""
+    """Over the limit, tenants with less than an equal share may use up to 1/8 more, and no
+    further."""
 
     async def use(rig: Rig) -> None:
         flood, calm = {"x_moonserve_tenant": "flood"}, {"x_moonserve_tenant": "calm"}
@@ -774,7 +779,7 @@ def test_a_flood_in_flight_leaves_others_some_places() -> None:
 
 
 def test_two_live_requests_never_share_an_id() -> None:
-    """An id in use gets a suffix, and header and body of the reply say the one that was served."""
+    """An id in use gets a suffix. The reply has the new id in its header and its body."""
 
     async def use(rig: Rig) -> None:
         replies = await asyncio.gather(*(rig.post(CHAT, HI, x_request_id="r") for _ in range(2)))
@@ -790,7 +795,7 @@ def test_two_live_requests_never_share_an_id() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_draining_refuses_new_generations_and_ends_running_ones_whole(stream: bool) -> None:
-    """After drain: 503 for new ones, GETs are served, and idle waits for what runs."""
+    """After drain, new generations get a 503, GETs are served, and idle waits for running ones."""
 
     async def use(rig: Rig) -> None:
         running = asyncio.create_task(rig.post(*_chat(stream=stream)))
@@ -806,13 +811,13 @@ def test_draining_refuses_new_generations_and_ends_running_ones_whole(stream: bo
         assert not await rig.gateway.idle(0.01)
         assert not running.done()
         assert await rig.gateway.idle(5)
-        # Nothing is left to be cut.
+        # Nothing is left to cut.
         await rig.server.stop(0)
         reply = await running
         assert reply.status == 200
         assert b"[DONE]" in reply.body if stream else b'"hello"' in reply.body
 
-    # The stream is amid its text while it is waited for.
+    # The stream is in the middle of its text during the wait.
     first, *rest = say("hello", 5)
     run(use, *((first, 0.2) if stream else (0.2, first)), *rest)
 
@@ -839,7 +844,7 @@ def test_long_prompts_are_tokenised_off_the_loop() -> None:
 
 
 def test_models_ready() -> None:
-    """Models are listed with their context; ready follows whether any model is alive."""
+    """Models are listed with their context; /ready depends on whether any model is alive."""
 
     async def use(rig: Rig) -> None:
         listed = json.loads((await rig.get("/v1/models")).body)
@@ -857,7 +862,7 @@ def test_models_ready() -> None:
 
 
 def test_metrics() -> None:
-    """The counts of what happened are in /metrics."""
+    """/metrics has the counts of what happened."""
 
     async def use(rig: Rig) -> None:
         await rig.post(CHAT, HI)

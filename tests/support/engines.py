@@ -1,4 +1,4 @@
-"""Fake engines for the fleet, a fleet for them, and waits for what they come to."""
+"""Fake engines for the fleet, a fleet for them, and waits for states."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Engine(FakeVllm):
     health = 200
     waiting = 0
     deferred = 0
-    """Waiting for KV from elsewhere."""
+    """Requests that wait for KV from elsewhere."""
     usage = 0.0
     key = ""
-    """Asked for, where not empty."""
+    """The API key that it checks; empty: none."""
     gaps = 0
-    """Times between tokens so far, of 25 ms each."""
+    """Gaps between tokens so far, of 25 ms each."""
     prefix_caching = True
     metrics = True
     started_s: float | None = 1_000.0
 
     async def start(self) -> Engine:
-        """As FakeVllm's; its process is another one than before."""
+        """Start as FakeVllm does, as another process than before."""
         if self.started_s is not None:
             self.started_s += 1.0
         await super().start()
@@ -101,22 +101,22 @@ class Rig:
 
     @property
     def views(self) -> dict[InstanceId, InstanceView]:
-        """What the Conductor believes."""
+        """The Conductor's views."""
         return self.conductor.core.view.instances
 
     def monitor(self, name: str) -> EngineMonitor:
-        """Of the engine of that name."""
+        """The monitor of the engine of that name."""
         return next(it for _, it in self.fleet.monitors() if it.member.spec.name == name)
 
     async def until(self, true: Callable[[], Any], timeout_s: float = 10.0) -> None:
-        """Wait, Conductor's ticks included, for something to be so."""
+        """Wait, with the Conductor's ticks, until this is true."""
         async with asyncio.timeout(timeout_s):
             while not true():
                 self.conductor.tell(Tick())
                 await asyncio.sleep(0.01)
 
     async def up(self, engine: FakeVllm, **described: Any) -> EngineMonitor:
-        """Add an engine, and wait until it is up."""
+        """Add an engine and wait until it is up."""
         fields: dict[str, Any] = {"name": engine.name, "url": engine.url, "events": "off"}
         await self.fleet.add("test", InstanceSpec(**{**fields, **described}))
         monitor = self.monitor(described.get("name", engine.name))
@@ -128,7 +128,7 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def rig(*engines: FakeVllm, **options: Any) -> AsyncIterator[Rig]:
-    """A Rig, and engines that run; all are ended after."""
+    """A Rig with running engines; everything is stopped afterwards."""
     made = Rig(**options)
     try:
         for engine in engines:

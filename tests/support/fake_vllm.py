@@ -1,9 +1,11 @@
-"""vLLM 0.32's HTTP wire without a model: what the captured exchanges show, failures included.
+"""vLLM 0.32's HTTP wire without a model: it behaves as the captured exchanges, failures included.
 
-A `Fabric` stands for the network between engines: hand-overs of KV by the NIXL and the Mooncake
-connector go through it. Tokens are the bytes of the text; what is generated is a function of the
-prompt, so that any engine that has the right KV says the same, and one with the wrong KV does not.
-Knobs (`statuses`, `delay_s`, `cut_after`, `hold`) make it fail; `calls` tells what it was asked.
+A `Fabric` is the network between engines, over which the NIXL, Mooncake and SGLang connectors hand
+KV on. Tokens are the bytes of the text. The generated words are a function of the prompt, so that
+all engines with the right KV give the same, and one with wrong KV does not.
+
+Attributes such as `statuses`, `delay_s`, `cut_after` and `hold` make it fail; `calls` has the
+requests that it received.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ _WORDS = ("sea", "wind", "salt", "star", "moon", "wave", "sail", "rope", "gull",
 
 
 def spoken(prompt: Sequence[int], count: int, choice: int = 0, kv: bytes = b"") -> list[str]:
-    """The words that follow a prompt; `kv` other than b"" stands for KV that is not its own."""
+    """The words that follow a prompt. kv: not b"" if the KV is another prompt's."""
     digest = sha256(bytes(str(list(prompt)), "ascii") + kv).digest() * (1 + count // 32)
     return [f" {_WORDS[(byte + choice) % len(_WORDS)]}" for byte in digest[:count]]
 
 
 class Call(msgspec.Struct):
-    """One generation that was asked for."""
+    """One generation that was requested."""
 
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
     raw: bytes
     at_s: float
-    """When, by the loop's clock."""
+    """When it came, by the loop's clock."""
 
 
 class Refused(Exception):
@@ -56,19 +58,19 @@ class Refused(Exception):
 
 
 class Fabric:
-    """Who can pull KV from whom: engines by their id, and what each has ready for others."""
+    """The KV that engines can pull from each other, by engine id."""
 
     def __init__(self) -> None:
         self.ready: dict[str, dict[str, tuple[tuple[int, ...], float]]] = {}
-        """Engine id -> request or transfer id -> (prompt, when its lease ends)."""
+        """Engine id -> request or transfer id -> (prompt, end of its lease)."""
         self.changed = asyncio.Event()
         self.rooms: dict[tuple[int, int], int] = {}
-        """SGLang: how many have come to each room of each rank."""
+        """SGLang: how many calls have come to each room of each rank."""
         self.ranks: dict[int, int] = {}
         """SGLang: how many ranks a prefill engine has, by the port of its bootstrap server."""
 
     async def meet(self, room: tuple[int, int]) -> None:
-        """Both halves of a request wait for each other, of one rank of prefill."""
+        """Wait for the other half of a request, in a room of one rank of prefill."""
         self.rooms[room] = self.rooms.get(room, 0) + 1
         self.changed.set()
         self.changed = asyncio.Event()
@@ -77,25 +79,25 @@ class Fabric:
                 await self.changed.wait()
 
     def put(self, engine: str, name: str, prompt: Sequence[int], lease_s: float) -> None:
-        """Keep a prompt's KV for who comes with this name."""
+        """Keep a prompt's KV under this name for a decode engine."""
         self.ready[engine][name] = (tuple(prompt), asyncio.get_running_loop().time() + lease_s)
         self.changed.set()
         self.changed = asyncio.Event()
 
     def pull(self, engine: str, name: str) -> tuple[int, ...] | None:
-        """The prompt whose KV this is, once; None where it is not, or no longer, there."""
+        """Take the prompt whose KV this is. None: it is not there, or its lease is over."""
         prompt, until_s = self.ready[engine].pop(name, ((), 0.0))
         return prompt if until_s > asyncio.get_running_loop().time() else None
 
     async def wait(self, engine: str, name: str) -> None:
-        """Until it is there, as vLLM's Mooncake connector does: for minutes."""
+        """Wait until it is there, for minutes, as vLLM's Mooncake connector does."""
         async with asyncio.timeout(_HANG_S):
             while name not in self.ready.get(engine, {}):
                 await self.changed.wait()
 
 
 class FakeVllm:
-    """One engine; `start` it, `restart` it, `stop` it. See the module for its knobs."""
+    """One engine. Call `start`, `restart` and `stop`; see the module for its faults."""
 
     def __init__(
         self,
@@ -117,33 +119,33 @@ class FakeVllm:
         self.calls: list[Call] = []
         self.running = 0
         self.aborted = 0
-        """Generations whose client left."""
+        """Generations whose client disconnected."""
         self.statuses: deque[int] = deque()
-        """Answers to the next generations; 200 does nothing."""
+        """Statuses of the next answers; 200 is a normal answer."""
         self.headers: dict[str, str] = {}
-        """Of such an answer."""
+        """Headers of an answer with another status."""
         self.delay_s = 0.0
-        """Before the first byte."""
+        """Delay before the first byte."""
         self.prompt_token_s = 0.0
-        """Of prefill, for each token that is not cached."""
+        """Duration of prefill for each token that is not cached."""
         self.cut_after: int | None = None
-        """A stream's connection is cut after so many tokens."""
+        """The connection of a stream is cut after this many tokens."""
         self.error_after: int | None = None
-        """A stream tells an error after so many tokens, and ends."""
+        """A stream sends an error event after this many tokens, and ends."""
         self.hold: asyncio.Event | None = None
-        """No generation goes on before this is set."""
+        """Every generation waits until it is set."""
         self.renews = True
-        """Whether NIXL's lease is renewed by decode, as in newer vLLM, by what parameters say."""
+        """Whether decode renews NIXL's lease, as in newer vLLM; the parameters show it."""
         self.lost_handovers = 0
-        """So many of the next hand-overs are lost on this side."""
+        """How many of this engine's next handovers get lost."""
         self.script: deque[dict[str, Any]] = deque()
-        """Replies to the next generations, instead of its own."""
+        """Replies to the next generations, in place of its own."""
         self.port = self.bootstrap_port = 0
         self.starts = 0
         self._servers: list[Server] = []
         self._text = ByteText()
         self._caches: list[set[bytes]] = []
-        """Of each rank."""
+        """The cached blocks of each rank."""
         self.engine_ids: list[str] = []
 
     @property
@@ -153,11 +155,12 @@ class FakeVllm:
 
     @property
     def bootstrap(self) -> str:
-        """Where the Mooncake connector says its engine ids."""
+        """The URL of its bootstrap server."""
         return f"http://127.0.0.1:{self.bootstrap_port}"
 
     async def start(self) -> FakeVllm:
-        """Listen, on the ports it had before; engine ids are new, nothing is cached or ready."""
+        """Listen on the ports that it had before. Engine ids are new, and no KV is cached or
+        ready."""
         self.starts += 1
         self._caches = [set() for _ in range(self.dp_size)]
         self.engine_ids = [f"{self.name}-{self.starts}-dp{rank}" for rank in range(self.dp_size)]
@@ -182,7 +185,8 @@ class FakeVllm:
         return self
 
     async def stop(self) -> None:
-        """Gone at once, as if killed: every connection is cut, nothing it had ready is left."""
+        """Stop at once, as if killed: all connections are cut, and the KV that was ready is
+        gone."""
         for engine in self.engine_ids:
             self.fabric.ready.pop(engine, None)
         servers, self._servers = self._servers, []
@@ -194,7 +198,7 @@ class FakeVllm:
         await self.stop()
         await self.start()
 
-    # What is no generation.
+    # Requests that are no generation.
 
     async def _health(self, request: HttpRequest) -> Response:
         return Response()
@@ -285,7 +289,7 @@ class FakeVllm:
         return self._text.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
 
     def cached(self, prompt: Sequence[int], rank: int = 0) -> int:
-        """Tokens of the prompt that this rank has; it has all of it from now on."""
+        """How many tokens of the prompt this rank had cached; from now on it has all of them."""
         count, whole, cache = 0, True, self._caches[rank]
         for at in range(self.block_size, len(prompt) + 1, self.block_size):
             key = sha256(str(list(prompt[:at])).encode()).digest()
@@ -296,11 +300,11 @@ class FakeVllm:
         return count
 
     def computed(self, prompt: Sequence[int], rank: int) -> None:
-        """A rank has this prompt."""
+        """Note that a rank has this prompt. For subclasses."""
 
 
 class _Job:
-    """One generation: judged, its KV pulled or computed, its words known."""
+    """One generation: it is checked, and its KV is pulled or computed."""
 
     def __init__(
         self, engine: FakeVllm, body: dict[str, Any], chat: bool, given: str | None, rank: int
@@ -330,7 +334,8 @@ class _Job:
             raise Refused(400, f"maximum context length is {self.engine.max_len} tokens")
 
     async def transfer(self) -> None:
-        """Pull KV that is elsewhere, as told; what nobody has, or had for another, is wrong."""
+        """Pull KV if the parameters say so. KV that nobody has, or that is another prompt's, is
+        wrong."""
         engine, params = self.engine, self.params
         self.cached = engine.cached(self.prompt, self.rank)
         await asyncio.sleep(engine.prompt_token_s * (len(self.prompt) - self.cached))
@@ -357,7 +362,8 @@ class _Job:
             self.kv = b"somebody else's"
 
     async def _meet(self, room: int, port: int) -> None:
-        """As SGLang's default has it: the room's number says which rank prefills."""
+        """Meet the other half as by SGLang's default: the room's number selects the rank that
+        prefills."""
         engine = self.engine
         ranks = engine.fabric.ranks[port]
         if port == engine.bootstrap_port:
@@ -370,7 +376,7 @@ class _Job:
         self.cached = 0
 
     def handed_over(self) -> dict[str, Any] | None:
-        """What a reply says of the KV that others may pull; makes it ready."""
+        """The reply's parameters for a decode engine; the KV is ready for it from now on."""
         engine, params = self.engine, self.params
         if not params.get("do_remote_decode"):
             return None
@@ -401,11 +407,11 @@ class _Job:
         }
 
     def words(self, choice: int) -> list[str]:
-        """What one choice says."""
+        """The words of one choice."""
         return spoken(self.prompt, self.max_tokens, choice, self.kv)
 
     def usage(self) -> dict[str, Any]:
-        """As vLLM counts."""
+        """Usage as vLLM counts it."""
         said = self.max_tokens * self.n
         details = {"cached_tokens": self.cached, "created_cache_tokens": None}
         return {
@@ -417,12 +423,12 @@ class _Job:
         }
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What every object of the reply begins with."""
+        """The fields with which every object of the reply begins."""
         created = int(time.time())
         return {"id": self.id, "object": kind, "created": created, "model": self.engine.model}
 
     def logprobs(self, words: Sequence[str]) -> dict[str, Any] | None:
-        """Where asked for."""
+        """Logprobs, if the request asks for them."""
         if not self.body.get("logprobs"):
             return None
         if self.chat:
@@ -430,7 +436,7 @@ class _Job:
         return {"tokens": list(words), "token_logprobs": [-0.5] * len(words)}
 
     def message(self, text: str) -> dict[str, Any]:
-        """A chat message: a call of the first tool, where one must be called."""
+        """A chat message. If a tool must be called, it calls the first."""
         tools = self.body.get("tools")
         if not tools or self.body.get("tool_choice") != "required":
             return {"role": "assistant", "content": text, "refusal": None}
@@ -459,7 +465,7 @@ class _Job:
         }
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The reply as events. A streamed prefill hands nothing over, as in vLLM."""
+        """The reply as events. A streamed prefill hands no KV on, as in vLLM."""
         head = self.head("chat.completion.chunk" if self.chat else "text_completion")
 
         def event(**fields: Any) -> bytes:
@@ -490,7 +496,7 @@ class _Job:
 
 
 class _Stream:
-    """A stream that counts as running until it is closed, and as aborted if that is early."""
+    """A stream that counts as running until it is closed, and as aborted if that comes early."""
 
     def __init__(self, engine: FakeVllm, job: _Job) -> None:
         self._engine, self._chunks, self._ended = engine, job.chunks(), False
@@ -506,7 +512,7 @@ class _Stream:
             raise
 
     async def aclose(self) -> None:
-        """Called by the server on every path."""
+        """The HTTP server calls it on every path."""
         self._engine.running -= 1
         self._engine.aborted += not self._ended
         with contextlib.suppress(RuntimeError):

@@ -48,7 +48,7 @@ class Site:
 
     @property
     def url(self) -> str:
-        """The gateway's."""
+        """The gateway's URL."""
         return f"http://127.0.0.1:{self.gateway.port}"
 
     async def add(
@@ -100,14 +100,12 @@ class Site:
         return worker
 
     def busy_decode(self) -> list[str]:
-        """Decode workers that run something."""
+        """The names of decode workers that run something."""
         busy = [name for name, worker in self.workers.items() if worker.runner.ledger().running]
         return [name for name in busy if self.workers[name].info.role == "decode"]
 
     async def lose(self, name: str) -> None:
-        """The worker is gone with its segment, as after a kill: it ends no stream and says no
-        goodbye.
-        """
+        """End the worker and its segment, as after a kill: it ends no stream and does not leave."""
         self.members.pop(name).cancel()
         worker = self.workers.pop(name)
         await self.stores.pop(name).close()
@@ -145,7 +143,7 @@ class Site:
         return got
 
     def reference(self, prompt: list[int], count: int) -> list[int]:
-        """What one engine alone generates."""
+        """The tokens that one engine alone generates."""
         engine = FakeEngine(block_size=BLOCK, num_blocks=512, max_len=8192)
         return list(engine.reference(prompt, count))
 
@@ -156,7 +154,7 @@ class Site:
                 await asyncio.sleep(0.02)
 
     def ledgers(self) -> dict[str, int]:
-        """Promises, leases, puts and what every worker holds."""
+        """Promises, leases, puts, and everything that workers hold."""
         promised = self.gateway.conductor.core.promised()
         stats = self.gateway.pool.service.master.stats()
         ledger = {

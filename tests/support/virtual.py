@@ -34,7 +34,7 @@ from moonserve.sim.trace import Row, Trace
 
 
 class _LoopTime:
-    """sim.clock.Clock's face over the running loop."""
+    """The running loop's time, as sim.clock.Clock gives it."""
 
     @property
     def now_us(self) -> Micros:
@@ -45,7 +45,7 @@ class _LoopTime:
 
 
 class _Named:
-    """What Segments wants of a node."""
+    """The parts of a node that Segments needs."""
 
     def __init__(self, info: InstanceInfo) -> None:
         self.info = info
@@ -53,7 +53,7 @@ class _Named:
 
 
 class SharedStore:
-    """KV bytes in a dict; where they lie and how long they travel is the simulator's business."""
+    """KV bytes in a dict. The simulator decides where they are and how long they travel."""
 
     def __init__(self, setup: Setup, nodes: dict[str, _Named], copies: bool) -> None:
         prefills = [node for node in nodes.values() if node.info.role != "decode"]
@@ -64,17 +64,18 @@ class SharedStore:
         self.owners: dict[LeaseId, str] = {}
         self.chains: dict[LeaseId, tuple[BlockKey, ...]] = {}
         self.fetches: dict[RequestId, bool] = {}
-        """Whether the decision was to load what others hold."""
+        """Whether the decision was to load blocks that others hold."""
         self.later: dict[RequestId, list[str]] = {}
-        """Who got what comes before its part from the part before: it is not kept."""
+        """Members of a group that got the KV before their part from the member before: they do not
+        keep it."""
         self.tell: Callable[..., None] = lambda *facts: None
         self.nodes = nodes
 
     async def copy(self, keys: Sequence[BlockKey], to: SegmentId, source: SegmentId | None) -> int:
-        """What the store's master does, over the simulator's links."""
+        """Copy blocks as the store's master does, over the simulator's links."""
         held = self.segments.held(to, keys)
         if held == len(keys):
-            return held  # it kept what it fetched
+            return held  # it kept the blocks that it fetched
         assert source is not None
         chain = next(it for it in self.chains.values() if keys[-1] in it)
         first = chain.index(keys[0])
@@ -163,7 +164,7 @@ class WorkerStore:
 
 
 class LocalWire:
-    """The wire's calls, straight into runners."""
+    """The wire's calls, made directly at runners."""
 
     def __init__(self, runners: dict[str, Runner], engines: dict[str, FakeEngine]) -> None:
         self._runners = runners
@@ -201,7 +202,7 @@ class LocalWire:
     async def prefetch(
         self, to: InstanceInfo, request: Request, lease: LeaseId, keys: Sequence[BlockKey]
     ) -> None:
-        """Not done: the setups that both drivers run have no overlap."""
+        """Does nothing: the setups that both drivers run have no overlap."""
 
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
@@ -212,7 +213,7 @@ class LocalWire:
 
 
 def tokens_of(row: Row, block_size: int) -> tuple[int, ...]:
-    """Token ids that are equal where block ids are, and nowhere else."""
+    """Token ids that are equal if and only if block ids are."""
     made = [block * 64 + at % 64 for block in row.blocks for at in range(block_size)]
     return tuple(made[: row.input_tokens])
 
@@ -239,7 +240,7 @@ class LiveRun:
 
         @contextlib.asynccontextmanager
         async def fetch(url: str, lease: LeaseId) -> AsyncIterator[AsyncIterator[bytes]]:
-            """Of a part of a prompt; takes no time."""
+            """Fetch the KV of a part of a prompt; it takes no time."""
             parts = runners[url.removeprefix("sim://")].parts
             assert parts is not None
             async with contextlib.aclosing(await parts.hand_on(lease)) as frames:
@@ -286,7 +287,7 @@ class LiveRun:
         )
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What a single engine would give."""
+        """The tokens that a single engine would give."""
         return self._engine(self.setup.instances(self.trace.block_size)[0]).reference(prompt, count)
 
     def _note(self, now_us: Micros, facts: Any, actions: Any) -> None:
