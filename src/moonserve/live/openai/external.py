@@ -66,7 +66,8 @@ class ExternalRequest:
         self.raw = raw
         self.model = body.model
         self.stream = bool(body.stream)
-        self.messages, self.prompt = bytes(body.messages), bytes(body.prompt)
+        self.messages = bytes(body.messages)
+        self.prompt = bytes(body.prompt)
         self.tools = b"" if bytes(body.tools) in _NO_TOOLS else bytes(body.tools)
         self.salt = body.cache_salt or ""
         for name in _RESERVED:

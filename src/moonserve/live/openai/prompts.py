@@ -94,11 +94,13 @@ def max_tokens(fields: _Fields, prompt: Tokens, max_len: Tokens) -> Tokens:
     """
     asked = fields.max_tokens
     if isinstance(fields, openai.ChatRequest):
-        param, default = "messages", max_len
+        param = "messages"
+        default = max_len
         if fields.max_completion_tokens is not None:
             asked = fields.max_completion_tokens
     else:
-        param, default = "prompt", _COMPLETION_DEFAULT_TOKENS
+        param = "prompt"
+        default = _COMPLETION_DEFAULT_TOKENS
     if prompt == 0:
         raise BadRequest(f"{param}: has no tokens", param)
     room = max_len - prompt

@@ -184,13 +184,15 @@ def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) 
         return prompt
     if not prompt:
         raise BadRequest("prompt: must not be empty", "prompt")
-    first, path = prompt[0], "prompt"
+    first = prompt[0]
+    path = "prompt"
     if not isinstance(first, int):
         if len(prompt) > 1:
             raise BadRequest("prompt: one prompt per request is supported", "prompt")
         if isinstance(first, str):
             return first
-        prompt, path = [*first], "prompt[0]"
+        prompt = [*first]
+        path = "prompt[0]"
     if len(prompt) > max_len:
         raise context_exceeded("prompt", f"{len(prompt)} tokens", max_len)
     ids = []

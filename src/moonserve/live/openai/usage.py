@@ -33,7 +33,8 @@ def read(data: bytes) -> SeenUsage:
     if at < 0:
         return SeenUsage()
     counts = {name: int(count) for name, count in _FIELD.findall(data, at)}
-    cached, prompt = counts.get(b"cached_tokens"), counts.get(b"prompt_tokens")
+    cached = counts.get(b"cached_tokens")
+    prompt = counts.get(b"prompt_tokens")
     if cached is not None and prompt is not None:
         cached = min(cached, prompt)
     return SeenUsage(prompt, counts.get(b"completion_tokens"), cached)

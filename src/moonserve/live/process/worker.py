@@ -305,7 +305,8 @@ def _check_host(config: WorkerConfig, share: StoreSettings) -> None:
 
 async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | None:
     """The result; None: `stop` was set before."""
-    task, stopping = asyncio.create_task(doing), asyncio.create_task(stop.wait())
+    task = asyncio.create_task(doing)
+    stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if task.done():

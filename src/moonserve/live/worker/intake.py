@@ -152,7 +152,9 @@ class Intake:
 
     def _enter(self, active: ActiveJob, computed: Tokens) -> None:
         """Give the job and its blocks to the batch; the KV of its first tokens is in them."""
-        bench, job, known = self._bench, active.job, active.known
+        bench = self._bench
+        job = active.job
+        known = active.known
         active.cached = computed
         active.published = computed // bench.shape.block_size
         bench.metrics.entered(len(job.prompt), computed, job.take_kv)

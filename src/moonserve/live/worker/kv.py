@@ -84,7 +84,8 @@ class WorkerKV:
 
     async def hand_over(self, active: ActiveJob, last: Piece) -> None:
         """Leave the KV to the decode worker: send the last piece once all of it is in the store."""
-        bench, job = self._bench, active.job
+        bench = self._bench
+        job = active.job
         ended_us = bench.clock.now_us()
         await self._flushed(job.request)
         if active.ended:
@@ -115,7 +116,9 @@ class WorkerKV:
         Returns how many prompt tokens have their KV now. None: the deadline passed while the store
         may still write to the blocks, which are freed when it has ended; the job has lost them.
         """
-        bench, job, wanted = self._bench, active.job, active.wanted
+        bench = self._bench
+        job = active.job
+        wanted = active.wanted
         blocks = active.blocks[: len(wanted)]
         began_us = bench.clock.now_us()
         task = bench.spawn(self._load(active, blocks))
@@ -132,7 +135,9 @@ class WorkerKV:
         return computed
 
     async def _load(self, active: ActiveJob, blocks: Sequence[int]) -> int:
-        job, wanted, prefetch = active.job, active.wanted, active.prefetch
+        job = active.job
+        wanted = active.wanted
+        prefetch = active.prefetch
         good = 0
         if prefetch is not None:
             await prefetch.idle.wait()
@@ -199,7 +204,8 @@ class WorkerKV:
         what the pass sampled. The caller calls it before the batch accounts for the pass, because
         the blocks are held from here on.
         """
-        job, end = active.job, chunk.start + len(chunk.tokens)
+        job = active.job
+        end = chunk.start + len(chunk.tokens)
         last = token is not None and bool(
             finish_of(token, len(active.made) + 1, job.stopping, self._bench.shape.eos_token_ids)
         )
@@ -213,9 +219,12 @@ class WorkerKV:
 
     def store(self, active: ActiveJob, computed: Tokens, blocks: Sequence[int], last: bool) -> None:
         """Put the full blocks among the first `computed` tokens that are due; last: none follow."""
-        job, size, keys = active.job, self._block_size, active.keys
+        job = active.job
+        size = self._block_size
+        keys = active.keys
         assert keys is not None, "made where there is a store"
-        full, prompt = computed // size, len(job.prompt) // size
+        full = computed // size
+        prompt = len(job.prompt) // size
         if full > prompt and not self._due(full - max(prompt, active.published), last):
             full = prompt
         first = active.published

@@ -262,7 +262,9 @@ class Parts:
             self._bench.free(active.blocks)
 
     async def _compute(self, it: _OpenPart) -> Piece:
-        bench, active, progress = self._bench, it.active, it.progress
+        bench = self._bench
+        active = it.active
+        progress = it.progress
         job = active.job
         if it.part.source is None:
             active.cached = await self._load(active)
@@ -301,7 +303,8 @@ class Parts:
 
     async def _receive(self, it: _OpenPart, source: str) -> None:
         assert self._fetch is not None
-        active, progress = it.active, it.progress
+        active = it.active
+        progress = it.progress
         async with self._fetch(source, active.job.lease) as data:
             self._enqueue(it)
             room_s = self._bench.limits.room_s
@@ -324,7 +327,8 @@ class Parts:
             self._bench.emit(it.active, error)
 
     async def _send(self, it: _OpenPart) -> AsyncGenerator[bytes, None]:
-        blocks, progress = it.active.blocks, it.progress
+        blocks = it.active.blocks
+        progress = it.progress
         sent = [0] * len(progress.here)
         self._bench.pool.hold(blocks)
         try:
