@@ -30,9 +30,14 @@ import zmq
 
 from common import machine_line
 from moonserve.core.kv.events import KvBatch, StoredEvent
-from moonserve.core.kv.rolling import RollingIndexer, token_keys
-from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.tiers import BlockSource, TieredIndex
+from moonserve.core.kv.indexer import (
+    BlockSource,
+    RollingIndexer,
+    TieredIndex,
+    local_hashes,
+    rolling,
+    token_keys,
+)
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import encode_batch
 

@@ -27,10 +27,9 @@ from common import machine_line
 from moonserve.core.kv.events import ClearedEvent, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.indexer import BlockSource, RollingIndexer, TieredIndex
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.kv.rolling import RollingIndexer
 from moonserve.core.kv.stream import KvEventStream
-from moonserve.core.kv.tiers import BlockSource, TieredIndex
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import decode_batch, encode_batch
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.core.kv.facts import BlocksStored
-from moonserve.core.kv.guess import Guess, Ratio, text_keys
 from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.inferred import Guess, Ratio, text_keys
 from moonserve.core.units import BlockKey, SegmentId
 
 ROOT = b"r" * 32

@@ -7,7 +7,7 @@ import struct
 import pytest
 import xxhash
 
-from moonserve.core.kv.rolling_hash import SEED, local_hashes, rolling
+from moonserve.core.kv.indexer import SEED, local_hashes, rolling
 
 
 def test_golden_hashes() -> None:

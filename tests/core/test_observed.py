@@ -7,9 +7,8 @@ from random import Random
 
 import pytest
 
-from moonserve.core.kv.trust import HitSample
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.facts import PassSample
+from moonserve.core.schedule.facts import HitSample, PassSample
 from moonserve.core.schedule.observed import Call, Part, Watch
 from moonserve.core.units import Micros, Tokens
 

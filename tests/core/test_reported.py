@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.kv.reported import Reported
+from moonserve.core.kv.inferred import Reported
 from moonserve.core.units import BlockKey, SegmentId
 
 POOL = SegmentId("pool")

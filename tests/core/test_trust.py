@@ -6,10 +6,10 @@ import pytest
 
 from moonserve.core.kv.index import Match
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.kv.trust import HitSample, Trust
 from moonserve.core.schedule.estimate import Ask, Estimate, Roles
 from moonserve.core.schedule.external_load import NO_LOAD, ExternalLoad, external_load
-from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Role
+from moonserve.core.schedule.facts import HitSample, InstanceInfo, InstanceLoad, Role
+from moonserve.core.schedule.observed import Trust
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, RequestId, SegmentId

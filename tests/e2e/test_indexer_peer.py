@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moonserve.core.kv.events import ClearedEvent, KvEvent, RemovedEvent, StoredEvent
-from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.core.kv.indexer import local_hashes, rolling
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.connection import UpstreamError

@@ -6,7 +6,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.core.kv.pending import PendingPrefixes, _PromisedRun
+from moonserve.core.kv.index import PendingPrefixes, _PromisedRun
 from moonserve.core.units import BlockKey, SegmentId
 
 tokens = st.lists(st.integers(0, 1), max_size=9)

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonserve.core.kv.facts import Tier
-from moonserve.core.kv.rolling_hash import local_hashes, rolling
-from moonserve.core.kv.tiers import TIERS, BlockSource, Key, TieredIndex, TierHits, keyed
+from moonserve.core.kv.indexer import (
+    TIERS,
+    BlockSource,
+    Key,
+    TieredIndex,
+    TierHits,
+    keyed,
+    local_hashes,
+    rolling,
+)
 from moonserve.core.units import SegmentId
 
 SIZE = 2

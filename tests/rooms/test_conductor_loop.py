@@ -18,8 +18,7 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, SegmentId
 from moonserve.live.control import loop as module
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.metrics import Copies
-from moonserve.live.control.views import explain
+from moonserve.live.control.views import Copies, explain
 from tests.support.cluster import exact, info
 
 R = RequestId("r")

@@ -13,9 +13,9 @@ from moonserve.core.errors import ConfigError, NobodyAlive
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
-from moonserve.live.external.events import BlockSink, ConductorIndexer
 from moonserve.live.external.fleet import Taken, Unknown
-from moonserve.live.external.pages import RankPage, read_page
+from moonserve.live.external.member import RankPage, read_page
+from moonserve.live.external.monitor import BlockSink, ConductorIndexer
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.kvevents.follower import BlockIndexer, Feed, FeedCounts

@@ -17,9 +17,9 @@ from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.facts import Fact, Left
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
-from moonserve.live.external.events import POOL, FactReporter
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.indexer_api import IndexerApi
+from moonserve.live.external.monitor import POOL, FactReporter
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
 from moonserve.live.kvevents.follower import Followers

@@ -13,8 +13,14 @@ import msgspec
 import pytest
 
 from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
-from moonserve.core.kv.rolling import RollingIndexer, token_keys
-from moonserve.core.kv.tiers import BlockSource, TieredIndex, TierHits, mask
+from moonserve.core.kv.indexer import (
+    BlockSource,
+    RollingIndexer,
+    TieredIndex,
+    TierHits,
+    mask,
+    token_keys,
+)
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import read_live
 from tests.support.kvevents import fixture, messages

@@ -11,7 +11,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.kv.events import ClearedEvent, KvBatch, StoredEvent
-from moonserve.core.kv.rolling_hash import local_hashes, rolling
+from moonserve.core.kv.indexer import local_hashes, rolling
 from moonserve.live.external import indexer_api as module
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import ClientResponse, HttpClient

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from moonserve.core.kv.event_keys import mixed
-from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
+from moonserve.core.kv.events import (
+    ClearedEvent,
+    KvBatch,
+    KvEvent,
+    RemovedEvent,
+    StoredEvent,
+    mixed,
+)
 from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys

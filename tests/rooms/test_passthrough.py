@@ -24,8 +24,8 @@ from moonserve.live.drive import external, lease
 from moonserve.live.drive.calls import CallLimits
 from moonserve.live.drive.connectors import nixl
 from moonserve.live.drive.lost import CallLost, plain
-from moonserve.live.external.events import POOL
-from moonserve.live.external.pages import Page, RankPage
+from moonserve.live.external.member import Page, RankPage
+from moonserve.live.external.monitor import POOL
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.connection import UpstreamError
 from tests.support.external_site import SHORT, Site, run

@@ -17,7 +17,7 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Joined, PassSample, Promises
 from moonserve.core.units import BlockKey, InstanceId, RequestId
 from moonserve.live import tasks
-from moonserve.live.control import peers, takeover
+from moonserve.live.control import peers
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, conductor_and_pool
 from moonserve.live.control.join import Internal
@@ -266,7 +266,7 @@ def test_a_peer_that_tells_nonsense_keeps_nobody_from_serving(body: bytes) -> No
         async def index(request: HttpRequest) -> Response:
             return Response(body=body)
 
-        server = await serve(App({("GET", takeover.PATH): index}), "127.0.0.1", 0)
+        server = await serve(App({("GET", peers.INDEX_PATH): index}), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.port}"
         entry = GatewayEntry("g0", 1, url)
         await site.registry.register(GATEWAYS + "g0", msgspec.json.encode(entry))

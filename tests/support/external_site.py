@@ -18,6 +18,7 @@ from moonserve.core.kv.keys import Namespace
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import LAPTOP_PASS, Cost
 from moonserve.core.schedule.facts import Connector, InstanceInfo, Joined, Role
+from moonserve.core.schedule.observed import Part
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import BlockKey, InstanceId, SegmentId, Tokens
@@ -26,7 +27,6 @@ from moonserve.live.api.front import Front
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.calls import CallLimits
 from moonserve.live.external.member import Member
-from moonserve.live.external.observed import Part
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve

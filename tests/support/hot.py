@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moonserve.core.kv.facts import BlocksCleared, BlocksStored
-from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.kv.pending import PendingPrefixes
+from moonserve.core.kv.index import PendingPrefixes, PrefixIndex
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Spread
 from moonserve.core.schedule.decide import decide

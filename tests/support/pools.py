@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from moonserve.core.errors import StoreError
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.kv.reported import Reported
+from moonserve.core.kv.inferred import Reported
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId

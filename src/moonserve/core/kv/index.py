@@ -1,12 +1,15 @@
-"""PrefixIndex: which holder has which prefix, on which tier; and Match, its answer.
+"""PrefixIndex: which holder has which prefix, on which tier; PendingPrefixes: which it will have.
 
-The Conductor feeds it with the reports of stores and engines, and placement reads it. A TieredIndex
-(core.kv.tiers) has one of its own for the Indexer API.
+The Conductor feeds both, and placement reads them. A TieredIndex (core.kv.indexer) has a
+PrefixIndex of its own for the Indexer API.
 
 A piece is a run of successive blocks of a chain that the same holders hold in the same way. The
 index maps each key to its piece. A report about a part of a piece splits it; neighbours that have
 become alike are joined again. So a look-up goes from piece to piece, not from block to block, and
 is exact, whatever holes a holder has.
+
+PendingPrefixes is a radix tree of what instances will hold after the prefills promised to them. It
+has whole chains only, and so never touches a chain block by block.
 
 What never happens here: a block of a holder that was not reported; an order that depends on hashes
 (keys may be any hashable); a key, bit or count that outlives the last block that it stood for.
@@ -20,7 +23,7 @@ from itertools import compress
 from typing import TypeAlias
 
 from moonserve.core.kv.facts import Tier
-from moonserve.core.units import SegmentId
+from moonserve.core.units import BlockKey, RequestId, SegmentId
 
 _FIELD = (1 << 20) - 1
 _ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
@@ -456,3 +459,94 @@ def parting(
         else:
             high = middle - 1
     return low
+
+
+class _PromisedRun:
+    """Blocks that the same promised chains share, up to number `stop` of each chain."""
+
+    __slots__ = ("after", "counts", "keys", "stop")
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        stop: int,
+        counts: dict[SegmentId, int],
+        after: dict[BlockKey, _PromisedRun],
+    ) -> None:
+        self.keys = keys
+        """One of these chains, from its head."""
+        self.stop = stop
+        self.counts = counts
+        """Holder -> how many of the chains it was promised."""
+        self.after = after
+        """The runs that follow, by their first key."""
+
+
+class PendingPrefixes:
+    """Holders and the chains promised to them; keys are chained hashes, as in PrefixIndex."""
+
+    def __init__(self) -> None:
+        self._heads: dict[BlockKey, _PromisedRun] = {}
+        self._of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
+
+    def promised(self, request: RequestId, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
+        """`holder` will have this chain through the prefill of this request."""
+        self._of[request] = (holder, keys)
+        self.add(holder, keys)
+
+    def over(self, request: RequestId) -> None:
+        """The request's prefill is over, or was never promised."""
+        if request in self._of:
+            self.remove(*self._of.pop(request))
+
+    def add(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
+        """`holder` will have this chain."""
+        at, after = 0, self._heads
+        while at < len(keys):
+            run = after.get(keys[at])
+            if run is None:
+                run = after[keys[at]] = _PromisedRun(keys, len(keys), {}, {})
+            stop = at + parting(run.keys, at, keys, at, run.stop - at)
+            if stop < run.stop:
+                rest = _PromisedRun(run.keys, run.stop, run.counts.copy(), run.after)
+                run.stop = stop
+                run.after = {run.keys[stop]: rest}
+            run.counts[holder] = run.counts.get(holder, 0) + 1
+            at, after = stop, run.after
+
+    def remove(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
+        """Take back an earlier `add`, whether the promise was kept or not."""
+        at, after = 0, self._heads
+        way: list[_PromisedRun] = []
+        while at < len(keys):
+            run = after[keys[at]]
+            run.counts[holder] -= 1
+            if not run.counts[holder]:
+                del run.counts[holder]
+            if not run.counts:
+                del after[keys[at]]  # no run after it has a promise either
+                break
+            way.append(run)
+            at, after = run.stop, run.after
+        for run in reversed(way):
+            if len(run.after) == 1:
+                [rest] = run.after.values()
+                if rest.counts == run.counts:  # all chains go on there
+                    run.keys = rest.keys
+                    run.stop = rest.stop
+                    run.after = rest.after
+
+    def match(self, keys: Sequence[BlockKey]) -> dict[SegmentId, int]:
+        """How many leading blocks of this chain each holder will have; others are absent."""
+        found: dict[SegmentId, int] = {}
+        at, after = 0, self._heads
+        while at < len(keys):
+            run = after.get(keys[at])
+            if run is None:
+                break
+            stop = at + parting(run.keys, at, keys, at, run.stop - at)
+            found.update(dict.fromkeys(run.counts, stop))
+            if stop < run.stop:
+                break
+            at, after = stop, run.after
+        return found

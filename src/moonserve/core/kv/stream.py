@@ -2,7 +2,7 @@
 
 BlockStream takes batches in order (core.kv.order). It names a block by the event's token ids and
 the key of the block before it, so an engine may hash as it likes: its hashes are only names here.
-KvEventStream makes the Conductor's facts of these changes; core.kv.rolling feeds the Indexer API.
+KvEventStream makes the Conductor's facts of these changes; core.kv.indexer feeds the Indexer API.
 
 An engine may store a hash several times and remove it as often. The stream counts copies per tier,
 and the index receives the first store and the last removal only.
@@ -20,8 +20,14 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from moonserve.core.kv.event_keys import event_keys
-from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, RemovedEvent, StoredEvent
+from moonserve.core.kv.events import (
+    ClearedEvent,
+    EngineHash,
+    KvBatch,
+    RemovedEvent,
+    StoredEvent,
+    event_keys,
+)
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.vllm_hash import Algorithm, algorithm_of

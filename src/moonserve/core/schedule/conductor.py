@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from moonserve.core.kv.facts import OfBlocks
-from moonserve.core.kv.index import PrefixIndex
-from moonserve.core.kv.pending import PendingPrefixes
+from moonserve.core.kv.index import PendingPrefixes, PrefixIndex
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule import admission, connectors, groups
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release

@@ -14,7 +14,6 @@ import msgspec
 
 from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.kv.trust import HitSample
 from moonserve.core.request import Request
 from moonserve.core.units import (
     BlockKey,
@@ -94,6 +93,13 @@ class TransferSample(msgspec.Struct, frozen=True):
 
     size_bytes: Bytes
     elapsed_us: Micros
+
+
+class HitSample(msgspec.Struct, frozen=True):
+    """How much a request should find cached at an instance, and how much it found."""
+
+    claimed: Tokens
+    found: Tokens
 
 
 class InstanceLoad(msgspec.Struct, frozen=True):

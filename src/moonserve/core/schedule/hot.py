@@ -21,8 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
-from moonserve.core.kv.index import PrefixIndex, parting
-from moonserve.core.kv.pending import PendingPrefixes
+from moonserve.core.kv.index import PendingPrefixes, PrefixIndex, parting
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Spread
 from moonserve.core.schedule.decision import Decision

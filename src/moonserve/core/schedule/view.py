@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from moonserve.core.kv.trust import Trust
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.external_load import (
     NO_LOAD,
@@ -22,6 +21,7 @@ from moonserve.core.schedule.external_load import (
 )
 from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad, Promises
 from moonserve.core.schedule.forecast import Residencies
+from moonserve.core.schedule.observed import Trust
 from moonserve.core.schedule.residency import Residency
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 

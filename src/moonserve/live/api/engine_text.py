@@ -22,14 +22,13 @@ from moonserve.live.drive.lost import Answer, Passed
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import PromptReader
 from moonserve.live.drive.request import RequestDriver
-from moonserve.live.external.observed import Observer
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.openai import headers
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import Form
-from moonserve.live.ports import Conducting, ModelCard
+from moonserve.live.ports import Conducting, ModelCard, Observer
 
 _COMPLETION_TOKENS = Stopping().max_tokens
 

@@ -24,10 +24,9 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.metrics import Alarms, Copies, Predictions, Served
 from moonserve.live.control.peers import Several, Standing
 from moonserve.live.control.placement_api import PlacementApi
-from moonserve.live.control.views import Api
+from moonserve.live.control.views import Alarms, Api, Copies, Predictions, Served
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient

@@ -14,7 +14,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
-from moonserve.core.kv.reported import Reported
+from moonserve.core.kv.inferred import Reported
 from moonserve.core.schedule.facts import Beat, InstanceInfo, Joined, Left
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.auth import guarded

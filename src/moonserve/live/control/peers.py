@@ -2,8 +2,12 @@
 
 Each gateway has its own Conductor. It finds workers and other gateways in the registry. Gateways
 send each other what they have promised, and each adds it to its view of the cluster. One gateway
-leads: it has the duties that only one may have. Control mounts it. Nothing here decides where a
-request goes.
+leads: it has the duties that only one may have. Control mounts it.
+
+Before a new gateway reports that it is ready, it takes over the index of another one: the blocks
+that it gets from no other source. Those are the blocks in Mooncake's pool, which gateways only know
+from the reports of workers. The store's master and the KV events of engines report all other
+blocks. Nothing here decides where a request goes.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,10 +26,10 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest, MoonserveError, RegistryError
 from moonserve.core.kv.facts import BlocksStored
+from moonserve.core.kv.index import Held
 from moonserve.core.liveness import Liveness
 from moonserve.core.schedule.facts import InstanceInfo, Leading, PeerPromised, Promises
-from moonserve.core.units import seconds_to_us
-from moonserve.live.control import takeover
+from moonserve.core.units import SegmentId, seconds_to_us
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.auth import bearer, guarded
@@ -41,6 +46,88 @@ from moonserve.live.registry.entries import (
 )
 from moonserve.live.store.reports import POOL
 from moonserve.live.tasks import keep_doing
+
+INDEX_PATH = "/internal/index"
+_PAGE = 1_024
+"""Keys in one event."""
+_MOST_EVENTS_BYTES = 1 << 20
+_ANSWER_S = 5.0
+_LENGTH = struct.Struct("<I")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(BlocksStored).decode
+
+
+async def packed(
+    inventory: Callable[[SegmentId], list[Held]], holders: list[SegmentId]
+) -> AsyncIterator[bytes]:
+    """All blocks of these holders as events, each after its length; the length 0 ends them.
+
+    inventory: returns the blocks of one holder.
+    """
+    for holder in holders:
+        for keys, parent, tier, epoch in inventory(holder):
+            for at in range(0, len(keys), _PAGE):
+                part = keys[at : at + _PAGE]
+                before = keys[at - 1] if at else parent
+                body = _encode(BlocksStored(holder, part, before, tier, epoch))  # type: ignore[arg-type]
+                yield _LENGTH.pack(len(body)) + body
+            await asyncio.sleep(0)
+    yield _LENGTH.pack(0)
+
+
+async def ask(http: HttpClient, url: str, token: str, take: Callable[[BlocksStored], None]) -> int:
+    """Pass all events of a peer to `take`; return how many blocks. Raises MoonserveError."""
+    buffer, count = bytearray(), 0
+    async with http.stream(
+        "GET",
+        url + INDEX_PATH,
+        headers=bearer(token),
+        timeout_s=_ANSWER_S,
+        idle_timeout_s=_ANSWER_S,
+    ) as reply:
+        if reply.status != 200:
+            raise RegistryError(f"{url}{INDEX_PATH} answers {reply.status}")
+        async for chunk in reply:
+            buffer += chunk
+            while len(buffer) >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(buffer)
+                if size == 0:
+                    return count
+                if size > _MOST_EVENTS_BYTES:
+                    raise RegistryError(
+                        f"{url}{INDEX_PATH} sends an event of {size} bytes, which is too large"
+                    )
+                end = _LENGTH.size + size
+                if len(buffer) < end:
+                    break
+                event = _read(bytes(buffer[_LENGTH.size : end]), url)
+                del buffer[:end]
+                take(event)
+                count += len(event.keys)
+    raise RegistryError(f"{url}{INDEX_PATH} ended early, after {count} blocks")
+
+
+def _read(body: bytes, url: str) -> BlocksStored:
+    try:
+        return _decode(body)
+    except msgspec.DecodeError as error:
+        raise RegistryError(f"{url}{INDEX_PATH} sends no valid event: {error}") from None
+
+
+async def first_of(
+    http: HttpClient, urls: list[str], token: str, take: Callable[[BlocksStored], None]
+) -> str:
+    """Ask peers in turn until one has sent all its blocks; return the result in words."""
+    why = "there is no other gateway"
+    for url in urls:
+        try:
+            count = await ask(http, url, token, take)
+        except MoonserveError as error:
+            why = str(error)
+        else:
+            return f"{count} blocks from {url}"
+    return f"incomplete: {why}" if urls else why
+
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +200,7 @@ class Several:
         """Exact paths."""
         return {
             ("POST", "/internal/promises"): guarded(self._promises, self._token),
-            ("GET", takeover.PATH): guarded(self._index, self._token),
+            ("GET", INDEX_PATH): guarded(self._index, self._token),
             ("GET", "/api/gateways"): self._gateways,
         }
 
@@ -170,13 +257,13 @@ class Several:
     async def _take_over(self) -> str:
         found = decoded(await self.registry.read(GATEWAYS), GATEWAYS, GatewayEntry)
         urls = [entry.url for name, entry in found.items() if name != self._me.name]
-        return await takeover.first_of(self._http, urls, self._token, self._take)
+        return await first_of(self._http, urls, self._token, self._take)
 
     def _take(self, event: BlocksStored) -> None:
         self._internal.seen([event])
 
     async def _index(self, request: HttpRequest) -> StreamingResponse:
-        told = takeover.tell(self._conductor.inventory, [POOL])
+        told = packed(self._conductor.inventory, [POOL])
         return StreamingResponse(told, content_type="application/octet-stream")
 
     # Workers.

@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
-from moonserve.core.kv.guess import Guess
+from moonserve.core.kv.inferred import Guess
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, Tokens
@@ -20,12 +20,11 @@ from moonserve.live.drive.engines import Engines
 from moonserve.live.drive.lost import Answer, CallLost, Passed
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import PromptInfo, PromptReader
-from moonserve.live.external.observed import Observer
 from moonserve.live.http.client import ClientStream, HttpClient
 from moonserve.live.http.message import JSON
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.request import PATHS
-from moonserve.live.ports import Conducting
+from moonserve.live.ports import Conducting, Observer
 
 _RETRIED = (401, 403, 408, 425, 429)
 """Statuses 4xx after which another engine is called. 401 and 403 are about the gateway's key, not
@@ -57,7 +56,7 @@ class CallLimits(msgspec.Struct, frozen=True):
 
 
 class Guesses:
-    """What each instance probably holds, where its engine sends no KV events: see core.kv.guess."""
+    """What each instance probably holds if its engine sends no KV events: see core.kv.inferred."""
 
     def __init__(self) -> None:
         self._by_instance: dict[InstanceId, Guess] = {}

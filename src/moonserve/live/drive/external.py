@@ -27,10 +27,10 @@ from moonserve.live.drive.lost import Answer, CallLost
 from moonserve.live.drive.passing import Passing
 from moonserve.live.drive.prompt_info import PromptInfo
 from moonserve.live.drive.request import Life
-from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import JSON
 from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.ports import OutgoingCall
 
 Piece: TypeAlias = Answer | bytes
 """A whole reply, or whole events of a stream."""

@@ -20,11 +20,11 @@ from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
 from moonserve.live.drive.calls import Caller
 from moonserve.live.drive.lost import Answer, CallLost
 from moonserve.live.external.member import Member
-from moonserve.live.external.observed import OutgoingCall
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import UNREADABLE
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.reply import ReadReply, read_reply
+from moonserve.live.ports import OutgoingCall
 
 
 class Handed:

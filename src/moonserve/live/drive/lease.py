@@ -18,8 +18,7 @@ from moonserve.core.schedule.actions import Abort
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import RequestId
 from moonserve.live.drive.inbox import Inbox
-from moonserve.live.external.member import Member
-from moonserve.live.external.pages import RankPage
+from moonserve.live.external.member import Member, RankPage
 
 _LOOK_S = 1.0
 

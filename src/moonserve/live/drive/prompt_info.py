@@ -3,7 +3,7 @@
 `api.engine_text` calls it. If the model's engines send KV events, block keys are those of the
 prompt's tokens: the gateway tokenizes it, or asks an engine's /tokenize where it cannot (tools,
 images). If they send none, keys are over the prompt's text and nothing is tokenized: see
-core.kv.guess.
+core.kv.inferred.
 
 A prompt that cannot be read is not refused: it is placed without knowledge of its prefix, and
 counted.
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import BadRequest, MoonserveError
-from moonserve.core.kv.guess import Ratio, text_keys
+from moonserve.core.kv.inferred import Ratio, text_keys
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, Bytes, Tokens

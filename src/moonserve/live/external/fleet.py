@@ -17,10 +17,9 @@ from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule import observed
 from moonserve.core.schedule.observed import Part, Watch
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
-from moonserve.live.external.events import POOL, FactReporter
 from moonserve.live.external.handshake import EngineFacts, beside
 from moonserve.live.external.member import Member
-from moonserve.live.external.monitor import EngineMonitor, Times
+from moonserve.live.external.monitor import POOL, EngineMonitor, FactReporter, Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.kvevents.follower import FeedCounts, Follow

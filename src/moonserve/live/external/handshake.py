@@ -2,7 +2,7 @@
 
 If an answer contradicts the description, the engine is refused (Mismatch: field, answer, remedy).
 What only costs speed is a warning. Nothing is kept here; EngineMonitor repeats the handshake after
-every loss.
+every loss. Which parts of SGLang were run against this code: docs/explanation/external-engines.md.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, EngineFailed
 from moonserve.core.units import Tokens
-from moonserve.live.external import sglang
-from moonserve.live.external.member import ASK_S, Member, Mismatch
-from moonserve.live.external.pages import Page, read_page
-from moonserve.live.external.sglang import ServerInfo
+from moonserve.live.external.member import ASK_S, Member, Mismatch, Page, read_page
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.message import UNREADABLE
 from moonserve.live.text.tools import TextTools
@@ -77,7 +74,7 @@ async def handshake(member: Member, tools: TextTools | None) -> EngineFacts:
     block_size = _block_size(member, page, server, warnings)
     _check_ranks(member, page, server, warnings)
     if spec.engine == "sglang":
-        sglang.check(member, server, warnings)
+        _check_sglang(member, server, warnings)
     if member.bootstrap:
         await _check_bootstrap(member)
     if tools is not None:
@@ -335,3 +332,38 @@ def beside(
                 "fail at the other; start all with one --max-model-len"
             )
     return msgspec.structs.replace(found, warnings=tuple(warnings))
+
+
+class ServerInfo(msgspec.Struct):
+    """The part of SGLang's /server_info that is read."""
+
+    page_size: int | None = None
+    max_total_num_tokens: int | None = None
+    context_length: int | None = None
+    version: str = ""
+    dp_size: int | None = None
+    disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: int | None = None
+    enable_cache_report: bool = True
+
+
+def _check_sglang(member: Member, server: ServerInfo, warnings: list[str]) -> None:
+    """Check that it was started in the role of its description. Raises Mismatch."""
+    spec, mode = member.spec, server.disaggregation_mode
+    if not server.enable_cache_report:
+        warnings.append("replies do not say what was cached: start it with --enable-cache-report")
+    if mode is None:
+        return
+    wanted = "null" if spec.role == "both" else spec.role
+    if mode != wanted:
+        role = "both" if mode == "null" else mode
+        raise Mismatch(
+            f"it runs with --disaggregation-mode {mode}, not {wanted}: set it to {role}, or start "
+            "it so",
+            "role",
+        )
+    port = server.disaggregation_bootstrap_port
+    assumed = urlsplit(member.bootstrap).port
+    if member.bootstrap and not spec.bootstrap and port not in (None, assumed):
+        where = f"http://{urlsplit(member.url).hostname}:{port}"
+        raise Mismatch(f"its bootstrap server is at port {port}: set it to {where}", "bootstrap")

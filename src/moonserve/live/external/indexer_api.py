@@ -17,9 +17,19 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
-from moonserve.core.kv.rolling import RollingIndexer, block_keys, token_keys
-from moonserve.core.kv.rolling_hash import SEED, rolling
-from moonserve.core.kv.tiers import BlockSource, Key, Space, TieredIndex, mask, salted
+from moonserve.core.kv.indexer import (
+    SEED,
+    BlockSource,
+    Key,
+    RollingIndexer,
+    Space,
+    TieredIndex,
+    block_keys,
+    mask,
+    rolling,
+    salted,
+    token_keys,
+)
 from moonserve.core.units import SegmentId, Tokens
 from moonserve.live.external.spec import check_tcp
 from moonserve.live.http.auth import guarded
@@ -80,7 +90,7 @@ class _SpaceFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def cover(self) -> int:
-        """The mask of the keys that are asked for; see core.kv.tiers.mask."""
+        """The mask of the keys that are asked for; see core.kv.indexer.mask."""
         return mask(self.lora_name or "", self.salt)
 
 

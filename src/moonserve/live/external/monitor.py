@@ -1,7 +1,9 @@
 """EngineMonitor: asks one external engine, joins it to the Conductor, watches it, gives it up.
 
 Fleet runs one task per engine. The outcome of clients' calls does not matter here: an engine is up
-while it answers GET /health, and keeps the facts of its handshake until its process changes.
+while it answers GET /health, and keeps the facts of its handshake until its process changes. The
+monitor makes a ConductorIndexer for each engine rank whose KV events it follows, and reports all
+facts through a FactReporter. live.kvevents.follower opens the sockets of events.
 """
 
 from __future__ import annotations
@@ -9,25 +11,128 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.kv.facts import BlockEvent, BlocksCleared, Tier
+from moonserve.core.kv.events import KvBatch
+from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
+from moonserve.core.kv.inferred import Reported
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.schedule.facts import Beat, InstanceInfo, InstanceLoad, Joined, Left, PassSample
+from moonserve.core.kv.stream import KvEventStream, StreamStats
+from moonserve.core.schedule.facts import (
+    Beat,
+    Fact,
+    InstanceInfo,
+    InstanceLoad,
+    Joined,
+    Left,
+    PassSample,
+)
 from moonserve.core.schedule.observed import Watch
 from moonserve.core.schedule.view import InstanceView
-from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
-from moonserve.live.external.events import ConductorIndexer, MonitoredCluster
+from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens, seconds_to_us
 from moonserve.live.external.handshake import EngineFacts, handshake, models
-from moonserve.live.external.member import Member, Mismatch
-from moonserve.live.external.pages import Page, RankPage, read_page
+from moonserve.live.external.member import Member, Mismatch, Page, RankPage, read_page
 from moonserve.live.kvevents.follower import Feed, Follow
 from moonserve.live.kvevents.wire import EventAddress
 from moonserve.live.text.tools import TextTools
+
+POOL = SegmentId("shared-store")
+"""The holder of what engines put into a store that they share."""
+
+
+class MonitoredCluster(Protocol):
+    """The Conductor, as far as engines' monitors need it."""
+
+    def now_us(self) -> Micros:
+        """The Conductor's clock."""
+
+    def views(self) -> Mapping[InstanceId, InstanceView]:
+        """The instances that have joined."""
+
+    def tell(self, *facts: Fact) -> None:
+        """Report facts for the Conductor's next step."""
+
+
+class FactReporter:
+    """The Conductor as monitors report to it: each block of a shared store is reported once.
+
+    Nobody reports what that store evicts. If it has too many blocks, those that were reported
+    longest ago are taken out.
+    """
+
+    def __init__(self, cluster: MonitoredCluster) -> None:
+        self._cluster = cluster
+        self._pool = Reported(POOL)
+
+    def now_us(self) -> Micros:
+        """See MonitoredCluster."""
+        return self._cluster.now_us()
+
+    def views(self) -> Mapping[InstanceId, InstanceView]:
+        """See MonitoredCluster."""
+        return self._cluster.views()
+
+    def tell(self, *facts: Fact) -> None:
+        """See MonitoredCluster."""
+        reported: list[Fact] = []
+        for fact in facts:
+            if isinstance(fact, BlocksStored) and fact.segment == POOL:
+                reported += self._pool.stored(self.now_us(), fact.keys, fact.parent)
+            elif isinstance(fact, BlocksRemoved) and fact.segment == POOL:
+                reported += self._pool.removed(self.now_us(), fact.keys)
+            else:
+                reported.append(fact)
+        if reported:
+            self._cluster.tell(*reported)
+
+
+class BlockSink(Protocol):
+    """What receives the facts of a ConductorIndexer: an EngineMonitor."""
+
+    def blocks(self, *facts: BlockEvent) -> None:
+        """The engine's blocks have changed."""
+
+    def restarted(self) -> None:
+        """The engine's events began anew: it is a new process."""
+
+
+class ConductorIndexer:
+    """A BlockIndexer: an engine rank's events as facts about one instance, in one epoch of it."""
+
+    def __init__(self, info: InstanceInfo, shares_store: bool, sink: BlockSink) -> None:
+        """`shares_store`: whether events of a shared store are facts about POOL."""
+        assert info.segment is not None, "external engines hold their own KV"
+        self.info = info
+        self.sink = sink
+        pool = POOL if shares_store else None
+        self._stream = KvEventStream(info.segment, info.epoch, info.namespace, pool)
+
+    @property
+    def stats(self) -> StreamStats:
+        """See BlockIndexer."""
+        return self._stream.stats
+
+    @property
+    def mismatch(self) -> Tokens | None:
+        """See BlockIndexer."""
+        return self._stream.mismatch
+
+    def batch(self, batch: KvBatch) -> None:
+        """See BlockIndexer."""
+        facts = self._stream.batch(batch)
+        if facts:
+            self.sink.blocks(*facts)
+
+    def reset(self, restarted: bool) -> None:
+        """See BlockIndexer."""
+        self.sink.blocks(*self._stream.reset())
+        if restarted:
+            self.sink.restarted()
+
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Tokens
-from moonserve.live.external.events import POOL
 from moonserve.live.external.member import Member
+from moonserve.live.external.monitor import POOL
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.http.client import HttpClient
@@ -76,7 +76,7 @@ class RemoteFleet:
         return None
 
     def missed(self, keys: Sequence[BlockKey]) -> None:
-        """See external.observed.Observer."""
+        """See ports.Observer."""
         self._conductor.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
 
     def began(
@@ -87,7 +87,7 @@ class RemoteFleet:
         predicted: Tokens,
         streams: bool = True,
     ) -> Noted:
-        """See external.observed.Observer."""
+        """See ports.Observer."""
         number = next(self._numbers)
         self._conductor.notify(wire.CallBegan(number, instance, part, prompt, predicted, streams))
         return Noted(number, self._conductor)
@@ -127,7 +127,7 @@ class RemoteFleet:
 
 
 class Noted:
-    """One call to an engine; reports to the Conductor's process. See external.observed."""
+    """One call to an engine; reports to the Conductor's process. See ports.OutgoingCall."""
 
     __slots__ = ("_conductor", "_number", "count")
 
@@ -136,11 +136,11 @@ class Noted:
         self._number, self._conductor = number, conductor
 
     def answered(self, cached: Tokens | None) -> None:
-        """See external.observed.OutgoingCall."""
+        """See ports.OutgoingCall."""
         self._conductor.notify(wire.CallAnswered(self._number, self.count, cached))
 
     def ended(self, cached: Tokens | None = None) -> None:
-        """See external.observed.OutgoingCall."""
+        """See ports.OutgoingCall."""
         self._conductor.notify(wire.CallEnded(self._number, self.count, cached))
 
 

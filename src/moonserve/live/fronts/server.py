@@ -17,11 +17,11 @@ from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.facts import ClientGone
 from moonserve.core.units import RequestId
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.external.events import POOL
 from moonserve.live.external.fleet import Fleet
-from moonserve.live.external.observed import OutgoingCall
+from moonserve.live.external.monitor import POOL
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
+from moonserve.live.ports import OutgoingCall
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 _COUNT_S = 1.0

@@ -96,7 +96,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallBegan(msgspec.Struct, frozen=True, tag=True):
-    """A call to an external engine began; see external.observed.Observer.
+    """A call to an external engine began; see ports.Observer.
 
     number: this front's own, which later messages about the call repeat.
     """
@@ -110,7 +110,7 @@ class CallBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallAnswered(msgspec.Struct, frozen=True, tag=True):
-    """The engine answered the call; `count`: tokens so far. See external.observed."""
+    """The engine answered the call; `count`: tokens so far. See ports.OutgoingCall."""
 
     number: int
     count: Tokens

@@ -1,8 +1,9 @@
 """Followers: the KV events of engine ranks, each followed into one index.
 
-The Conductor's index (live.external.events) and the Indexer API (live.external.indexer_api) use the
-same Followers, so an address that both follow is received and decoded once. Each index has a feed
-of its own, with its own order and its own keys: see docs/adr/0019-two-indexes-one-follower.md.
+The Conductor's index (live.external.monitor) and the Indexer API (live.external.indexer_api) use
+the same Followers, so an address that both follow is received and decoded once. Each index has a
+feed of its own, with its own order and its own keys: see
+docs/adr/0019-two-indexes-one-follower.md.
 
 What never happens here: ZMQ is not imported before the first engine is followed.
 """

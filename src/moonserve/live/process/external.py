@@ -13,11 +13,10 @@ from pathlib import Path
 import msgspec
 from prometheus_client.registry import Collector
 
-from moonserve.live.control.engines_api import EnginesApi
+from moonserve.live.control.engines_api import EnginesApi, FleetMetrics
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.registry_engines import RegistryEngines
-from moonserve.live.external.rows import FleetMetrics
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
