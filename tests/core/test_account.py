@@ -1,4 +1,4 @@
-"""What the account says of requests that end well, late, twice or not at all."""
+"""The account of requests that end well, late, twice or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND = 1_000_000
 
 
 class Told:
-    """A Conductor of three instances, and the account of what it is told and wants."""
+    """A Conductor of three instances, and the account of its facts and actions."""
 
     def __init__(self, admission: str = "none") -> None:
         tuning = Tuning(slo=Slo(2 * SECOND, SECOND), admission=admission)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_time_at_the_gateway_counts() -> None:
 
 
 def test_prefill_of_what_is_dropped_or_done_again_is_wasted() -> None:
-    """Not that of a client who leaves; of a call that never ended as much as it had time for."""
+    """Not if its client leaves; of a call that never ended, as much as it had time for."""
     told, who = Told("early"), RequestId("late")
     told.step(0, Arrived(Request(who, "m", 40), ()))
     for name in "abc":
@@ -89,7 +89,7 @@ def test_prefill_of_what_is_dropped_or_done_again_is_wasted() -> None:
 
 
 def test_an_id_may_be_used_again_in_the_step_that_ends_it() -> None:
-    """Its first life is released and the second goes on, whatever order they were told in."""
+    """Its first life is released and the second goes on, in any order of the facts."""
     told, who = Told("none"), RequestId("twice")
     arrived = Arrived(Request(who, "m", 40), ())
     told.step(0, arrived)

@@ -1,4 +1,4 @@
-"""Admission by mode: who is refused on arrival, who when prefill has ended, and who waits.
+"""Admission by mode: refused on arrival, refused after the prefill, or waiting for room.
 
 A pass takes 100 us for each member, a new token of a prompt 10 us.
 """
@@ -65,12 +65,12 @@ def prefilled(name: str, number: int = 1) -> PrefillEnded:
 
 
 def refusals(actions: list[Action]) -> list[tuple[str, str]]:
-    """Who, and for what."""
+    """The refused requests, with the reason."""
     return [(str(a.request), a.reason) for a in actions if isinstance(a, Refuse)]
 
 
 def begun(actions: list[Action], kind: type[Prefill] | type[Decode]) -> list[str]:
-    """Whose call of this kind goes out."""
+    """The requests for which a call of this kind goes out."""
     return [str(action.request) for action in actions if isinstance(action, kind)]
 
 
@@ -101,13 +101,13 @@ def test_ttft_finds_out_when_prefill_has_ended() -> None:
 
 
 def test_none_breaks_goals_rather_than_refuse() -> None:
-    """Nobody is refused, on arrival or later."""
+    """No request is refused, on arrival or later."""
     c = cluster("none", "p0", "d0", slo=Slo(1, 1))
     begin(c, 1, "a", "b", "c", "d")
 
 
 def test_early_looks_at_those_who_decode_now() -> None:
-    """Those in prefill are not seen, so all of a burst are let in; who decodes now is."""
+    """It ignores requests in prefill, so a whole burst is admitted; it counts those in decode."""
     c = cluster("early", "p0", "d0")
     assert len(begun(c.step(1, [arrived(name) for name in "abcde"]), Prefill)) == 5
     actions = c.step(2, [prefilled(name) for name in "abcde"])
@@ -146,7 +146,7 @@ def test_long_outputs_are_expected_to_last() -> None:
 
 
 def test_a_prefill_that_finds_no_room_waits_for_it() -> None:
-    """Predictive: kept until somebody ends, first come first served."""
+    """Predictive: the request is held until a decode ends, first come first served."""
     c = cluster("predictive", "p0", "d0")
     teach(c, 1)
     assert len(begun(c.step(TAUGHT, [arrived(name) for name in "abcd"]), Prefill)) == 4
@@ -187,7 +187,7 @@ def test_a_prefill_that_finds_no_room_goes_elsewhere() -> None:
 
 @pytest.mark.parametrize("mode", ["ttft", "early", "predictive"])
 def test_nobodys_tbt_is_broken_by_who_joins(mode: str) -> None:
-    """One without a goal of its own does not join one whose goal that would break."""
+    """A request without a goal does not join a member whose goal it would break."""
     c = cluster(mode, "p0", "d0", slo=Slo())
     c.step(1, [arrived("1 strict", slo=Slo(tbt_us=150)), arrived("2 lax")])
     actions = c.step(2, [prefilled("1 strict"), prefilled("2 lax")])
@@ -236,7 +236,7 @@ def test_low_priority_gives_way_to_nobody_where_nobody_is(slo: Slo) -> None:
 
 
 def test_a_class_may_have_a_mode_of_its_own() -> None:
-    """Below and above 0: here nobody above is refused, and only late ones below are dropped."""
+    """Priority above 0 is never refused here; below 0 only late requests are dropped."""
     for priority, taken in ((0, 0), (1, 3), (-1, 1)):
         modes = {"admission_low": "ttft", "admission_high": "none"}
         c = cluster("early", "p0", "d0", slo=Slo(5_000, 90), low_share=1.0, **modes)
@@ -245,7 +245,7 @@ def test_a_class_may_have_a_mode_of_its_own() -> None:
 
 
 def test_a_tenants_flood_does_not_starve_others() -> None:
-    """Its requests leave room, which those of others find; without them it has all."""
+    """A flood leaves room for requests of other tenants; without them it uses all."""
     for others, taken in ((False, False), (True, True)):
         c = cluster("predictive", "p0", "d0", slo=Slo(tbt_us=1_050), held_share=0.0)
         if others:
@@ -258,7 +258,7 @@ def test_a_tenants_flood_does_not_starve_others() -> None:
 
 
 def test_one_may_count_on_a_short_wait_for_room() -> None:
-    """Predictive: who would find decode full, but not for long, is admitted; for long, refused."""
+    """Predictive: a request is admitted if decode will be full only for a short time."""
     for tokens, taken in ((5, True), (50_000, False)):
         c = cluster("predictive", "p0", "d0")
         teach(c, tokens)
@@ -298,7 +298,7 @@ def test_who_finds_all_places_promised_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["ttft", "early", "predictive"])
 def test_nobody_begins_to_decode_without_a_place(mode: str) -> None:
-    """Else its first token would be out, and the second come when somebody has ended."""
+    """Else its first token would be sent, and the second only after another decode has ended."""
     c = cluster(mode, "p0", "d0", slo=Slo(tbt_us=2_000), places=2)
     teach(c, 20)
     arrive = [arrived("a"), arrived("b"), arrived("c", 300)]
@@ -310,7 +310,7 @@ def test_nobody_begins_to_decode_without_a_place(mode: str) -> None:
 
 
 def test_without_a_place_nobody_begins_on_a_cold_start_either() -> None:
-    """Predictive: who waits is not refused for costs, but its first token is not out either."""
+    """Predictive: a held request is not refused for unknown costs, and has sent no token."""
     c = Conductor(Tuning(slo=Slo(50_000, 5_000)), cost_of=lambda _: Cost())
     c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode", max_seqs=2))])
     assert len(begun(c.step(1, [arrived(name) for name in "abc"]), Prefill)) == 3
@@ -319,7 +319,7 @@ def test_without_a_place_nobody_begins_on_a_cold_start_either() -> None:
 
 
 def test_a_cold_start_refuses_nobody() -> None:
-    """Costs that nobody has measured refuse nobody, on arrival or later."""
+    """Costs that are not measured refuse no request, on arrival or later."""
     for mode in ("ttft", "early", "predictive"):
         c = Conductor(Tuning(admission=mode, slo=Slo(1, 1)), cost_of=lambda _: Cost())  # type: ignore[arg-type]
         c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
@@ -327,7 +327,7 @@ def test_a_cold_start_refuses_nobody() -> None:
 
 
 def test_come_back_when_somebody_will_have_ended() -> None:
-    """Retry-After grows with the outputs that are expected of those who decode."""
+    """Retry-After grows with the expected outputs of the decodes there."""
     waits = []
     for tokens in (5, 50_000):
         c = cluster("predictive", "p0", "d0", held_share=0.0)
@@ -354,7 +354,7 @@ def test_who_is_too_late_anyway_costs_no_look_at_decode(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("mode", ["ttft", "early", "predictive"])
 def test_what_an_idle_cluster_misses_is_told_no_time(mode: str) -> None:
-    """A retry would not help: the refusal says so, and what it would take."""
+    """A retry would not help: the refusal says so, and names the least time."""
     for slo, where in ((Slo(400, None), "TTFT"), (Slo(None, 90), "TBT")):
         if (mode, where) == ("ttft", "TBT"):
             continue
@@ -370,7 +370,7 @@ def test_what_an_idle_cluster_misses_is_told_no_time(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["early", "predictive"])
 def test_one_token_has_no_time_between_tokens(mode: str) -> None:
-    """No TBT objective refuses it, its own or that of those who decode."""
+    """No TBT objective refuses it, neither its own nor that of a decode there."""
     c = cluster(mode, "p0", "d0")
     teach(c, 5_000)
     begin(c, TAUGHT, "a", "b")
@@ -381,7 +381,7 @@ def test_one_token_has_no_time_between_tokens(mode: str) -> None:
 
 
 def test_a_long_wait_is_named_and_told_in_parts() -> None:
-    """Clients do not wait for more than a minute: that is told, and in words the whole."""
+    """Clients wait for a minute at most: Retry-After is that, and the text names the whole wait."""
     slow = Cost((0, 1_000_000, 0, 0, 0, 100, 0), (5, 0.005), learns=False)
     c = Conductor(Tuning(slo=Slo(ttft_us=90_000_000)), cost_of=lambda _: slow)
     c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
@@ -416,7 +416,7 @@ def test_what_tightens_an_objective_is_named() -> None:
 
 
 def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:
-    """Enough to learn the costs, more by a slow machine's; the others are told to come soon."""
+    """Enough requests to learn the costs, more by a slow machine's; the others return soon."""
     for tokens, taken in ((6_000, 16), (20, 200)):
         c = Conductor(Tuning(slo=Slo(30_000_000, None)), cost_of=lambda _: Cost())
         names: dict[str, Role] = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
@@ -438,7 +438,7 @@ def test_a_crowd_on_a_cold_start_is_bounded_by_its_work() -> None:
 
 
 def test_who_leaves_early_says_little_and_one_token_says_all() -> None:
-    """Clients that left tell that outputs are longer; those of one token, how long they were."""
+    """Clients that left teach that outputs are longer; outputs of one token teach their length."""
     expected = {}
     for how in ("left", "one"):
         c = cluster("predictive", "p0", "d0", slo=Slo())

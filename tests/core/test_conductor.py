@@ -108,7 +108,7 @@ def test_a_refusal_names_the_objective_that_would_break() -> None:
 
 
 def test_the_client_may_leave_at_any_time() -> None:
-    """Leaving releases all, in either phase; what the call says later is of no effect."""
+    """In either phase all is released; later reports of the call have no effect."""
     for decoding in (False, True):
         conductor = cluster("p0", "d0")
         [call] = conductor.step(1, [arrived()])
@@ -166,7 +166,7 @@ def test_a_lost_decode_resumes_from_what_was_sent() -> None:
 
 
 def test_silence_is_death() -> None:
-    """An instance not heard of is dropped; calls on it are aborted, its late beats ignored."""
+    """An instance without a heartbeat is dropped; its calls are aborted, its late beats ignored."""
     conductor = cluster("p0", "d0")
     [prefill] = conductor.step(1, [arrived()])
     assert isinstance(prefill, Prefill)
@@ -180,7 +180,7 @@ def test_silence_is_death() -> None:
 
 
 def test_a_late_tick_blames_nobody() -> None:
-    """After a pause of our own, silence proves nothing: nobody is dropped before the next tick."""
+    """After a pause of our own no instance is dropped before the next tick."""
     conductor = cluster("p0", "d0")
     conductor.step(1_000_000, [Tick()])
     conductor.step(9_000_000, [Tick()])
@@ -201,7 +201,7 @@ def lost_prefill(conductor: Conductor) -> Prefill:
 
 
 def test_a_request_outlives_the_restart_of_its_only_instance() -> None:
-    """Nobody left for a retry: the request waits, and is placed when an instance joins."""
+    """Without an instance for a retry the request waits, and is placed when one joins."""
     conductor = cluster("p0", "d0")
     call = lost_prefill(conductor)
     assert conductor.step(3, [CallFailed(R, call.number, "again", True, 41, KEYS)]) == []
@@ -212,7 +212,7 @@ def test_a_request_outlives_the_restart_of_its_only_instance() -> None:
 
 
 def test_a_restart_uses_up_no_attempt() -> None:
-    """Calls that nobody was there to see count apart from those that failed, and end as well."""
+    """Calls that no instance received count apart from calls that failed, and are bounded too."""
     conductor = cluster("p0", "d0")
     [call] = conductor.step(1, [arrived()])
     assert isinstance(call, Prefill)

@@ -1,4 +1,4 @@
-"""Which foreign engines serve a request together, and the calls that come of it."""
+"""Which external engines serve a request together, and the calls that follow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ R = RequestId("r")
 
 
 def engine(name: str, role: Role, connector: Connector) -> InstanceInfo:
-    """A foreign one that holds its own KV."""
+    """An external engine that holds its own KV."""
     own = {"connector": connector, "fetches": False, "segment": SegmentId(name), "layers": 0}
     return msgspec.structs.replace(info(name, role), **own)
 
@@ -74,7 +74,7 @@ def test_an_engine_without_connector_does_all_of_it(policy: str) -> None:
 
 
 def test_a_pair_shares_a_connector() -> None:
-    """KV goes by one connector: an engine of another, or of none, is nobody's other half."""
+    """An engine with another connector, or with none, cannot be the other half."""
     it = conductor(("d1", "decode", "sglang"), ("d2", "decode", "nixl"), ("p", "prefill", "nixl"))
     call = prefill(it)
     assert (call.to.id, call.decision.decode, call.decision.joint) == ("p", "d2", False)
@@ -85,7 +85,7 @@ def test_a_pair_shares_a_connector() -> None:
 
 
 def test_one_that_nobody_decodes_for_is_not_asked() -> None:
-    """A prefill instance without a mate is no candidate, and alone serves nobody."""
+    """A prefill instance without a decode instance is no candidate, and alone serves no request."""
     it = conductor(
         ("d", "decode", "nixl"), ("p1", "prefill", "mooncake"), ("p2", "prefill", "nixl")
     )
@@ -119,7 +119,7 @@ def test_decode_serves_alone_where_no_prefill_instance_is_left(policy: str) -> N
 
 
 def test_prefill_that_dies_with_the_request_leaves_it_to_decode() -> None:
-    """Nobody waits for it to come back."""
+    """The request does not wait for the prefill instance to come back."""
     it = conductor(("d", "decode", "mooncake"), ("p", "prefill", "mooncake"))
     call = prefill(it)
     assert call.to.id == "p"
@@ -142,7 +142,7 @@ def test_prefill_that_dies_with_the_request_leaves_it_to_decode() -> None:
     ],
 )
 def test_the_half_that_lacks_is_named(alive: list[tuple[str, Role, Connector]], says: str) -> None:
-    """Whom to start is said of whoever is not there."""
+    """The refusal names the role that is missing."""
     [refusal, _] = conductor(*alive).step(1, [Arrived(Request(R, "m", len(PROMPT), PROMPT), KEYS)])
     assert isinstance(refusal, Refuse)
     assert refusal.why == says
@@ -195,7 +195,7 @@ def test_a_request_for_one_engine_is_handed_to_nobody() -> None:
 
 
 def test_what_others_hold_is_no_source_for_who_cannot_fetch() -> None:
-    """A foreign engine reuses its own prefix only, whoever has more."""
+    """An external engine reuses its own prefix only, even if another has more."""
     it = conductor(("a", "both", "none"), ("b", "both", "none"), policy="kvcache_centric")
     it.step(0, [holds("b", 8)])
     call = prefill(it)

@@ -73,7 +73,7 @@ def test_cold_model_answers_with_its_prior_and_never_below_zero() -> None:
 
 
 def test_a_few_short_passes_do_not_blow_up_a_long_one() -> None:
-    """Slow passes of few tokens say nothing of attention over thousands."""
+    """Slow passes of few tokens teach nothing about attention over thousands."""
     cost = Cost()
     short = [PassSample(n, n * n, 0, 0, 0, 180_000) for n in (36, 4, 34)]
     cost.observe(short, [])

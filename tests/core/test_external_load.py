@@ -34,7 +34,7 @@ def test_several_gateways_promises_add_up() -> None:
 
 
 def test_others_promises_count_in_every_reading_and_go_with_their_gateway() -> None:
-    """Queue, TBT, slots and KV room see them; the ledger, and what we tell, are ours alone."""
+    """Queue, TBT, slots and KV room count them; the ledger and our reports do not."""
     cluster = ClusterView()
     p0, d0 = view("p0", "prefill"), view("d0", "decode", max_seqs=4)
     for one in (p0, d0):
@@ -63,7 +63,7 @@ def test_others_promises_count_in_every_reading_and_go_with_their_gateway() -> N
 
 
 def test_what_is_told_replaces_what_was_and_another_start_is_not_meant() -> None:
-    """Each telling is the whole; promises on an older epoch say nothing of the newer one."""
+    """Each report is complete; promises on an older epoch do not count for the newer one."""
     cluster = ClusterView()
     cluster.take_promises("g1", [promised(P0), promised(D0)], 0)
     p0 = view("p0", "prefill")

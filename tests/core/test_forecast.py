@@ -17,7 +17,7 @@ ORACLE = Oracle(lambda request: 0)
 def residencies(
     active: dict[str, int], promised: dict[str, tuple[int, int]] | None = None
 ) -> Residencies:
-    """Who decodes since 0, by length; and who comes when, by (due_us, length)."""
+    """Decodes since time 0, by length; and promised ones, by (due_us, length)."""
     made = Residencies()
     for name, length in active.items():
         made.promise(RequestId(name), Residency(1, 0, length))
@@ -35,7 +35,7 @@ def test_who_ends_before_does_not_count() -> None:
 
 
 def test_who_comes_before_counts_and_who_comes_later_does_not() -> None:
-    """Those promised for earlier are there, unless they have ended by then; none counts twice."""
+    """Earlier promised decodes are there, unless they have ended by then; none counts twice."""
     load = residencies({"a": 1_000}, {"b": (1_000, 100), "c": (1_100, 1), "d": (9_000, 100)})
     assert forecast(load, STEP, Residency(1, 500, 9), ORACLE, 0, 0.0)[0] == 200
     assert forecast(load, STEP, Residency(1, 1_050, 9), ORACLE, 0, 0.0)[0] == 300
@@ -44,7 +44,7 @@ def test_who_comes_before_counts_and_who_comes_later_does_not() -> None:
 
 
 def test_a_promise_that_is_overdue_counts_as_here() -> None:
-    """One whose prefill should have ended by now may come at any moment."""
+    """A decode whose prefill should have ended by now may begin at any moment."""
     load = residencies({}, {"a": (10, 100)})
     assert forecast(load, STEP, Residency(1, 600, 9), ORACLE, 500, 0.0)[0] == 200
 
@@ -64,7 +64,7 @@ def test_deviations_keep_room() -> None:
 
 
 def test_ages_are_counted_in_passes() -> None:
-    """Alone a token takes 100 us, with another one 200: who is alone first is ahead."""
+    """Alone a token takes 100 us, with another decode 200: the earlier one is ahead."""
     load = residencies({"a": 1_000})
     load.promise(RequestId("b"), Residency(1, 1_000, 1_000))
     load.begin(RequestId("b"), 1_000, STEP)
@@ -97,7 +97,7 @@ def test_the_short_overtake() -> None:
 
 
 def test_room_comes_when_somebody_ends() -> None:
-    """The time until one more fits, at least a second; never where nobody ends: ten minutes."""
+    """The time until one more fits: at least a second, at most ten minutes."""
     step = (0.0, 100_000.0, 0.0)
     assert room_in_us(residencies({"a": 5}), step, 1, 200_000, ORACLE, 0) == 1_000_000
     full = Residencies()
@@ -109,7 +109,7 @@ def test_room_comes_when_somebody_ends() -> None:
 
 
 def test_who_finds_no_place_waits_until_one_is_free() -> None:
-    """Of those who are more than take part in a pass, outputs of 40 end at 2 in 40 passes of 30."""
+    """With more decodes than places, outputs of 40 end at 2 in 40 passes of 30."""
     load = residencies({"a": 40, "b": 40})
     joining = Residency(1, 0, 40, expected=40)
     step = (0.0, 10.0, 0.0)

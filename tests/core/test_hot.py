@@ -1,4 +1,4 @@
-"""Hot prefixes: what counts as hot, who gets a copy, what keeps it from being made."""
+"""Hot prefixes: what counts as hot, which instance gets a copy, what prevents a copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_access_counts_half_after_a_half_life() -> None:
 
 
 def test_what_chains_share_is_counted_together() -> None:
-    """A hot head is told from the tails behind it, wherever they part."""
+    """A hot head is separated from the tails behind it, wherever they part."""
     heat = Heat()
     for number in range(12):
         chain = (*HEAD, BlockKey(bytes([1, number])), BlockKey(bytes([2, number])))
@@ -98,7 +98,7 @@ def test_holders_grow_with_the_rate_only() -> None:
 
 
 def test_a_universal_first_block_is_never_followed() -> None:
-    """One block that heads every prompt is copied to nobody, however often it is asked for."""
+    """A block that heads every prompt is never copied, however often it is used."""
     world = World()
     for number in range(200):
         tail = tuple(BlockKey(bytes([9, number % 250, n])) for n in range(20))
@@ -121,7 +121,7 @@ def test_whoever_has_it_or_will_is_sent_nothing() -> None:
 
 
 def test_one_copy_at_a_time_for_each_segment() -> None:
-    """Who gives or takes one takes part in no other until it is over."""
+    """A segment that gives or takes a copy takes part in no other until it is over."""
     world = World()
     world.until_copied()
     for _ in range(10):
@@ -185,7 +185,7 @@ def test_a_transfer_slower_than_computing_is_not_made() -> None:
 
 @pytest.mark.parametrize("how", ["arrives", "cut", "refused", "cleared", "late"])
 def test_every_copy_ends(how: str) -> None:
-    """Come, come in part, refused, target lost, or never heard of: the ledger is zero again."""
+    """Complete, partial, refused, target lost, or without events: the ledger is zero again."""
     world = World()
     order = world.until_copied()
     if how == "arrives":

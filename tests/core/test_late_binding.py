@@ -1,4 +1,4 @@
-"""Late binding: who waits at the Conductor, for what, how long, and in which order."""
+"""Late binding: which requests wait at the Conductor, for what, how long, in which order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cluster(*names: str, **tuning: object) -> Conductor:
 def arrived(
     name: str, slo: Slo | None = None, priority: int = 0, length: int = 41, tenant: str = ""
 ) -> Arrived:
-    """A request whose prompt nobody else has."""
+    """A request whose prompt no instance has."""
     prompt = (ord(name[0]), *range(length - 1))
     keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
     request = Request(
@@ -61,7 +61,7 @@ def arrived(
 
 
 def prefills(actions: list[Action]) -> list[tuple[str, str]]:
-    """Who was bound to which prefill instance."""
+    """The prefill instance of each request that was bound."""
     return [(a.request, a.to.id) for a in actions if isinstance(a, Prefill)]
 
 
@@ -77,7 +77,7 @@ def failed(name: str, number: int = 1) -> CallFailed:
 
 
 def test_a_request_waits_until_an_instance_is_free() -> None:
-    """Each instance has one prefill at a time; who waits is bound when one ends."""
+    """Each instance has one prefill at a time; a waiting request is bound when one ends."""
     conductor = cluster("p0", "p1", "d0")
     facts = [arrived(name) for name in "abc"]
     assert prefills(conductor.step(1, facts)) == [("a", "p0"), ("b", "p1")]
@@ -110,7 +110,7 @@ def test_priority_goes_first_and_then_first_come() -> None:
 
 
 def test_a_waiter_is_refused_when_it_can_no_longer_be_in_time() -> None:
-    """`wake_us` says when that is; the refusal says why, and when to come back."""
+    """`wake_us` gives that time; the refusal has the reason and a Retry-After."""
     conductor = cluster("p0", "d0")
     conductor.step(0, [arrived("a")])
     conductor.step(0, [arrived("b", Slo(ttft_us=600)), arrived("c", Slo(ttft_us=900))])
@@ -146,7 +146,7 @@ def test_an_impossible_objective_is_refused_at_once(policy: str) -> None:
 
 
 def test_own_objectives_win_over_the_clusters() -> None:
-    """What a request says replaces the default, field by field."""
+    """A request's own value replaces the default, field by field."""
     conductor = cluster("p0", "d0", slo=Slo(ttft_us=5, tbt_us=1_000))
     assert prefills(conductor.step(1, [arrived("a", Slo(ttft_us=5_000))])) == [("a", "p0")]
     [refuse, _] = conductor.step(1, [arrived("b")])
@@ -154,7 +154,7 @@ def test_own_objectives_win_over_the_clusters() -> None:
 
 
 def test_a_full_room_refuses() -> None:
-    """One more than max_waiting is told when to come back."""
+    """One more request than max_waiting gets a Retry-After."""
     conductor = cluster("p0", "d0", max_waiting=1)
     conductor.step(1, [arrived("a")])
     conductor.step(1, [arrived("b")])
@@ -196,14 +196,14 @@ def test_a_stricter_goal_of_its_own_holds_nobody_else_up() -> None:
 
 
 def test_alone_a_request_may_take_all_of_its_objective() -> None:
-    """An empty instance that meets the goal is not refused for the share kept for who joins."""
+    """An idle instance that meets the goal does not refuse for the share kept for later ones."""
     conductor = cluster("p0", "d0")
     goal = Slo(tbt_us=160)  # alone 151, which is more than 55% of it
     assert prefills(conductor.step(1, [arrived("a", goal)])) == [("a", "p0")]
 
 
 def test_an_instance_about_to_be_free_is_bound_ahead() -> None:
-    """One request runs, one more may be bound when so much work is left; `wake_us` says when."""
+    """One request runs; the next is bound when little work is left; `wake_us` gives the time."""
     conductor = cluster("p0", "d0", bind_ahead_us=100)
     conductor.step(0, [arrived("a"), arrived("b"), arrived("c")])
     assert conductor.wake_us(0) == WORK_US - 100
@@ -257,7 +257,7 @@ def test_who_waits_outlives_the_loss_of_the_last_instance(lost: str) -> None:
 
 
 def test_patience_ends_for_who_waited_too() -> None:
-    """Nobody joins: the request has failed."""
+    """If no instance joins, the request fails."""
     conductor = cluster("p0", "d0")
     conductor.step(1, [arrived("a"), arrived("b")])
     conductor.step(2, [Left(InstanceId("p0"), 1)])
@@ -304,7 +304,7 @@ def test_one_too_long_for_the_free_instance_holds_nobody_up() -> None:
 
 
 def test_a_retry_that_avoids_the_free_instance_holds_nobody_up() -> None:
-    """Who failed on the one that is free waits for another, and others pass."""
+    """It failed on the free instance, so it waits for another one; others pass it."""
     c = cluster("p0", "p1", "d0")
     assert prefills(c.step(1, [arrived("a")])) == [("a", "p0")]
     assert prefills(c.step(2, [arrived("b", length=400)])) == [("b", "p1")]
@@ -314,7 +314,7 @@ def test_a_retry_that_avoids_the_free_instance_holds_nobody_up() -> None:
 
 
 def test_a_resumed_stream_does_not_wait_behind_new_ones() -> None:
-    """Somebody whose stream broke goes before those who have seen nothing yet."""
+    """A request whose stream broke goes before requests without a token."""
     c = cluster("p0", "d0", "d1")
     fact = arrived("a", length=400)
     c.step(1, [fact])
@@ -392,7 +392,7 @@ def test_without_an_objective_nobody_breaks_those_of_others() -> None:
 
 @pytest.mark.parametrize("policy", ["late_binding", "kvcache_centric"])
 def test_an_objective_missed_from_the_start_binds_nobody_else(policy: str) -> None:
-    """Bound all the same, where that does not refuse, it keeps nobody from joining it."""
+    """If it is bound all the same, it does not keep other requests from joining."""
     c = Conductor(Tuning(policy=policy, admission="none"), cost_of=exact)
     joins = [Joined(info(n, "prefill")) for n in ("p0", "p1")] + [Joined(info("d0", "decode"))]
     c.step(0, joins)
@@ -413,7 +413,7 @@ def test_an_impossible_objective_is_refused_at_once_though_decode_is_busy() -> N
 
 
 def test_who_waited_for_decode_is_refused_for_it() -> None:
-    """TTFT can no longer be met, since decode had no room: that is what the refusal says."""
+    """The TTFT can no longer be met, since decode had no room: the refusal says so."""
     c = cluster("p0", "p1", "d0", slo=Slo(10_000, 300), admission="ttft")
     c.step(1, [arrived("a", length=300)])
     assert c.step(2, [arrived("b")]) == []
@@ -425,7 +425,7 @@ def test_who_waited_for_decode_is_refused_for_it() -> None:
 
 @pytest.mark.parametrize(("leaves", "next_one"), [(False, "c"), (True, "b")])
 def test_what_came_lately_is_known_though_nobody_waited_since(leaves: bool, next_one: str) -> None:
-    """The largest give way when more came than can be done; who left knows nothing any more."""
+    """The largest are deferred when more came than can be done; a room that ended knows nothing."""
     slow = Cost((0, 100_000, 0, 0, 100, 10, 1), (5, 0.005), learns=False)  # 0.1 s a token
     c = Conductor(Tuning(policy="late_binding", admission="none"), cost_of=lambda _: slow)
     c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])

@@ -172,7 +172,7 @@ def test_nothing_is_learned_of_prompts_beside_a_reply_that_does_not_stream() -> 
 
 
 def test_what_was_cached_may_be_said_at_the_end() -> None:
-    """A streamed reply says its cached tokens last; the span waits for that."""
+    """A streamed reply reports its cached tokens last; the span waits for that."""
     watch = Watch(CHUNK)
     call = began(watch, 0, "whole", 1_000, 512)
     watch.answered(50_000, call)
@@ -225,7 +225,7 @@ def test_no_decode_step_is_learned_while_somebody_prefills() -> None:
 
 
 def test_decode_of_others_counts_as_load() -> None:
-    """Those who decode there for others are in the batch, and so in the sample."""
+    """External decodes are in the batch, and so in the sample."""
     watch = Watch(CHUNK)
     watch.others(0, 0, 3, 5_000)
     call = began(watch, 0, "decode", 1_000, 0)
@@ -236,7 +236,7 @@ def test_decode_of_others_counts_as_load() -> None:
 
 
 def test_what_is_never_said_is_taken_to_be_as_predicted() -> None:
-    """An engine that does not tell what was cached teaches its costs; claims stay unjudged."""
+    """An engine that reports no cached tokens teaches its costs; claims are not judged."""
     watch = Watch(CHUNK)
     call = began(watch, 0, "whole", 1_000, 512)
     watch.answered(50_000, call)
@@ -246,7 +246,7 @@ def test_what_is_never_said_is_taken_to_be_as_predicted() -> None:
 
 
 def test_no_decode_step_is_learned_beside_one_that_is_not_seen() -> None:
-    """Who decodes without streaming is in the batch, since when nobody knows."""
+    """A decode without streaming is in the batch, since an unknown time."""
     watch = Watch(CHUNK)
     seen = began(watch, 0, "decode", 1_000, 0)
     watch.answered(0, seen)

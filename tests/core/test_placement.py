@@ -191,7 +191,7 @@ def test_each_policy_by_its_rule(
 
 
 def in_turn(policy: str, count: int, state: PolicyState) -> list[str]:
-    """Who prefills so many requests, one after another, of three instances."""
+    """The prefill instances of `count` requests, one after another, of three instances."""
     views = [prefill(name) for name in ("p0", "p1", "p2")]
     found = []
     for _ in range(count):
@@ -210,7 +210,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_random_draws_from_its_seed() -> None:
-    """Everybody gets some; the same seed gives the same choices."""
+    """Every instance gets some; the same seed gives the same choices."""
     assert in_turn("random", 30, PolicyState(Random(1))) == in_turn(
         "random", 30, PolicyState(Random(1))
     )
@@ -257,7 +257,7 @@ def test_every_policy_decides(policy: str) -> None:
 
 
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
-    """The error says what may be written instead."""
+    """The error names the policies that may be written instead."""
     with pytest.raises(ConfigError, match="policy: best is none of random, round_robin"):
         policy_of("best")
 
@@ -322,13 +322,13 @@ def test_a_verdict_says_whose_objective_breaks() -> None:
 def test_decode_goes_where_tbt_is_lowest_after_joining(
     views: list[InstanceView], winner: str
 ) -> None:
-    """Among those with a slot and KV room, if there are any."""
+    """Among instances with a slot and KV room, if there are any."""
     best, meets = choose_decode(41, views)
     assert (best.info.id, meets) == (winner, True)
 
 
 def test_nobody_may_be_pushed_over_its_objective() -> None:
-    """The tightest goal of those who decode there counts as much as the request's own."""
+    """The tightest goal of the decodes there counts as much as the request's own."""
     strict, lax = decode("d0"), decode("d1", 50)
     strict.promise_decode(RequestId("strict"), 1, 155)
     best, meets = choose_decode(41, [strict, lax], 300)
@@ -386,7 +386,7 @@ def test_ending_another_than_the_head_keeps_the_heads_progress() -> None:
 
 
 def test_a_decode_promised_twice_counts_once() -> None:
-    """Its context is the last one said; what is over is forgotten, unknown ones are no error."""
+    """Its latest context counts; after its end it is forgotten, and unknown ones are no error."""
     made = decode("d0", 10)
     made.promise_decode(RequestId("d0-0"), 30)
     assert (made.decodes, made.context) == (1, 30)

@@ -1,4 +1,4 @@
-"""Output lengths learned, and who is still there later."""
+"""Output lengths learned, and the chance that a decode still runs later."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_shares_fall_and_never_reach_zero() -> None:
 
 
 def test_who_was_cut_off_would_have_gone_on() -> None:
-    """Half of all are cut off at a random age: the others tell how long those would have been."""
+    """Half of all are cut off at a random age: the others show how long those would have been."""
     rng, lengths = Random(1), Lengths()
     seen = [round(rng.expovariate(1 / 300)) + 1 for _ in range(3_000)]
     for tokens in seen:
@@ -116,7 +116,7 @@ def test_a_class_learns_from_all_until_it_has_its_own() -> None:
 
 
 def test_tenants_are_classes_of_their_own() -> None:
-    """One whose answers are short is not taken for one whose answers are long."""
+    """A tenant with short answers is not mixed with one whose answers are long."""
     survival = Survival()
     for tenant, tokens in (("terse", 5), ("wordy", 2_000)) * 100:
         survival.ended(request(tenant=tenant), tokens, 0)
@@ -137,7 +137,7 @@ def test_classes_are_bounded() -> None:
 
 
 def test_survival_depends_on_age_and_ends_at_max_tokens() -> None:
-    """Who has lasted long is likelier to last; nobody passes max_tokens."""
+    """An old output is likelier to last; no output passes max_tokens."""
     model = Survival()
     for tokens in [10] * 90 + [1_000] * 10:
         model.ended(request(), tokens, 1)
@@ -150,7 +150,7 @@ def test_survival_depends_on_age_and_ends_at_max_tokens() -> None:
 
 
 def test_uniform_is_the_papers() -> None:
-    """One time for all: the mean of those seen; before that, nobody is taken to last."""
+    """One time for all: the mean of past decodes; before the first, no decode lasts."""
     model = Uniform()
     residency = model.residency(request(), 1, 0)
     assert residencies(model, residency, 5, 10, 5, 10) == 0
@@ -161,7 +161,7 @@ def test_uniform_is_the_papers() -> None:
 
 
 def test_the_oracle_knows() -> None:
-    """It says when exactly; outside simulation there is none."""
+    """It gives the exact end; outside simulation there is none."""
     model: Predictor = Oracle(lambda request: 10)
     residency = model.residency(request(), 1, 0)
     assert (

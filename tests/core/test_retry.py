@@ -47,7 +47,7 @@ def test_each_of_a_crowd_gets_a_time_of_its_own() -> None:
 
 
 def test_room_is_kept_for_who_is_due_and_not_against_it() -> None:
-    """Newcomers of the same tenant see those who are due; they themselves and others do not."""
+    """New requests of the same tenant count clients that are due; due and other ones do not."""
     it = RetryCalendar()
     refused(it, 3)
     for now_us, wanted in ((T + S // 2, 1.0), (T + 3 * S, 2.0)):
@@ -79,7 +79,7 @@ def test_who_came_in_time_and_in_vain_is_next() -> None:
 
 
 def test_no_room_is_kept_for_those_who_do_not_come() -> None:
-    """Whose time is past is forgotten, and the share that comes is learned, both ways."""
+    """Past times are forgotten, and the share of clients that return is learned, both ways."""
     it = RetryCalendar()
     refused(it, 20, S)
     arrive(it, request(99), 2 * T)
@@ -92,7 +92,7 @@ def test_no_room_is_kept_for_those_who_do_not_come() -> None:
 
 
 def test_of_a_new_crowd_all_are_expected_to_come() -> None:
-    """That those before it did not says nothing of it: its times lie no nearer to each other."""
+    """An earlier crowd that did not return does not make the times of a new one denser."""
     it = RetryCalendar()
     refused(it, 40, S)
     arrive(it, request(99), 2 * T)
@@ -128,7 +128,7 @@ def test_no_room_is_kept_for_clients_that_will_not_come() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    """Of ten thousand who are refused at once."""
+    """Of ten thousand clients that are refused at once."""
     it = RetryCalendar()
     refused(it, 10_000, 1)
     assert len(it) == 4_096

@@ -17,7 +17,7 @@ def shared(*given: tuple[str, int, int]) -> Tenants:
 
 
 def test_one_alone_may_have_all() -> None:
-    """Nobody is there to leave anything to."""
+    """There is no other tenant to leave anything to."""
     assert shared(("a", 900, 900)).share("a", 0) == 1.0
 
 
@@ -35,7 +35,7 @@ def test_who_asks_for_little_is_left_a_tenth() -> None:
 
 
 def test_like_parts_are_no_more_than_that() -> None:
-    """Who asked for more, and got what the others got, gives way to nobody."""
+    """A tenant that asked for more and received an equal share gives way to none."""
     found = shared(("a", 900, 100), ("b", 100, 100))
     assert (found.share("a", 0), found.share("b", 0)) == (1.0, 1.0)
 
@@ -53,7 +53,7 @@ def test_rounding_makes_nobody_have_more_than_a_like_part() -> None:
 
 
 def test_what_was_is_forgotten() -> None:
-    """Half of it in 30 seconds; who asks for nothing for ten has no part, but is not new either."""
+    """Half in 30 seconds; a tenant idle for ten has no share, but is not new either."""
     found = shared(("flood", 900, 900), ("b", 100, 10))
     found.asked("flood", 450, 5 * SECOND)
     assert found.share("flood", 9 * SECOND) == 0.9
@@ -66,7 +66,7 @@ def test_what_was_is_forgotten() -> None:
 
 
 def test_names_are_bounded() -> None:
-    """Of too many, those who asked for least are forgotten."""
+    """Of too many tenants, those that asked for least are forgotten."""
     found = shared(("flood", 10**6, 10**6), *((f"t{at}", 100, 0) for at in range(5_000)))
     assert len(found._asked) <= 256
     assert found.share("flood", 0) < 1.0

@@ -97,7 +97,7 @@ def test_who_cannot_fetch_reuses_its_own_only() -> None:
 def test_only_what_exceeds_ours_is_others(
     role: Role, running: int, waiting: int, ours: tuple[int, int], want: ExternalLoad
 ) -> None:
-    """An engine counts everybody: ours are not counted twice."""
+    """An engine's counts include our requests: they are not counted twice."""
     load = InstanceLoad(running, waiting, everybody=True, kv_tokens=1_000)
     assert external_load(role, load, *ours, context=100) == want
     quiet = InstanceLoad(running, waiting, kv_tokens=1_000)

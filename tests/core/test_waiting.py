@@ -28,7 +28,7 @@ def room_of(*waiters: Waiter) -> WaitingRoom:
 
 
 def order_of(room: WaitingRoom, now_s: float = 0, free_us: list[int] = IDLE) -> list[str]:
-    """Who goes when, with one after the other, at one instant."""
+    """The order in which requests go, one after the other, at one instant."""
     names = []
     while (first := room.next(round(now_s * S), free_us)) is not None:
         room.went(first)
@@ -45,13 +45,13 @@ def test_the_shortest_goes_first_while_all_can_begin_in_time() -> None:
 
 
 def test_nobody_before_it_is_made_late_by_a_shorter_one() -> None:
-    """Who has no second to spare goes before a shorter one."""
+    """A request without a second to spare goes before a shorter one."""
     urgent = waiter("urgent", 5, goal_s=6)  # must begin by 1 s
     assert order_of(room_of(urgent, waiter("short", 2)))[0] == "urgent"
 
 
 def test_the_largest_gives_way_where_not_all_can_begin_in_time() -> None:
-    """Three of 9 s can begin in time, a fourth and one of 25 s cannot; those who came first can."""
+    """Three of 9 s can begin in time, a fourth and one of 25 s cannot; the earliest can."""
     room = room_of(waiter("whale", 25), *[waiter(f"w{i}", 9) for i in range(4)])
     assert order_of(room) == ["w0", "w1", "w2", "w3", "whale"]
 
@@ -64,7 +64,7 @@ def test_priority_goes_first_and_is_deferred_last() -> None:
 
 
 def test_large_prompts_are_deferred_when_more_comes_than_can_be_done() -> None:
-    """The load of the window says what is too large, once more waits than patience lasts for."""
+    """The load of the window decides what is too large, once more waits than patience lasts for."""
     urgent, small = waiter("urgent", 1.6, 119, goal_s=1.7), waiter("small", 0.5, 119)
     for large_s, stay, first in ((0.1, 21, "urgent"), (1.5, 0, "urgent"), (1.5, 21, "small")):
         room = WaitingRoom()
@@ -93,7 +93,7 @@ def test_without_an_objective_patience_orders() -> None:
 
 
 def test_hopeless_are_those_whose_time_to_begin_has_passed() -> None:
-    """One microsecond after it, not before; the next one's time is told."""
+    """One microsecond after it, not before; the next one's time is returned."""
     room = room_of(waiter("a", 1), waiter("b", 2))
     assert room.first_due_us(0) == 28 * S
     assert room.hopeless(28 * S) == []
@@ -117,7 +117,7 @@ def test_the_deferred_get_their_share() -> None:
 
 
 def test_held_ones_are_passed_over() -> None:
-    """None is said when only held ones wait."""
+    """None is returned if only held requests wait."""
     room = room_of(waiter("a", 1), waiter("b", 2))
     first = room.next(0, IDLE, {RequestId("a")})
     assert first is not None
@@ -131,7 +131,7 @@ def owned(tenant: str, *waiters: Waiter) -> list[Waiter]:
 
 
 def test_tenants_take_turns_by_the_time_they_were_given() -> None:
-    """A flood of seconds is passed by who has had less; within a tenant the order is the usual."""
+    """A tenant that received less passes a flood; within a tenant the order is the usual."""
     flood = owned("flood", *(waiter(f"f{at}", 1) for at in range(9)))
     calm = owned("calm", waiter("c long", 4), waiter("c short", 2))
     found = order_of(room_of(*flood, *calm))
@@ -139,7 +139,7 @@ def test_tenants_take_turns_by_the_time_they_were_given() -> None:
 
 
 def test_turns_hold_among_the_late() -> None:
-    """Where nobody can be in time any more as well."""
+    """Also where no request can be in time any more."""
     flood = owned("flood", *(waiter(f"f{at}", 1) for at in range(9)))
     calm = owned("calm", waiter("c", 1, at_s=50))
     assert order_of(room_of(*flood, *calm), now_s=100)[:2] == ["f0", "c"]
@@ -168,7 +168,7 @@ def test_priority_goes_before_turns() -> None:
 
 
 def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
-    """To one who has fewer; among his own nobody does."""
+    """To a tenant with fewer requests; among its own none gives way."""
     room = room_of(*owned("flood", *(waiter(f"f{at}", 1, at_s=at) for at in range(3))))
     for tenant, gives_way in (("flood", "new"), ("calm", "f2")):
         request = Request(RequestId("new"), "m", 9, tenant=tenant)
@@ -176,7 +176,7 @@ def test_of_too_many_the_last_of_those_who_have_most_gives_way() -> None:
 
 
 def test_who_is_urgent_does_not_take_others_their_turns() -> None:
-    """Between those of another tenant that go first, the calm one still gets every other turn."""
+    """Between urgent requests of another tenant, the calm one still gets every other turn."""
     room = room_of(
         *owned("flood", *(waiter(f"f{at}", 1) for at in range(9))),
         *owned("calm", *(waiter(f"c{at}", 1, at_s=1) for at in range(9))),
@@ -193,7 +193,7 @@ def test_who_is_urgent_does_not_take_others_their_turns() -> None:
 
 
 def test_tenants_without_end_are_not_remembered_without_end() -> None:
-    """Everybody under a new name, while somebody waits: what is kept has a bound."""
+    """Each request under a new name, while one waits: what is kept has a bound."""
     room = room_of(*owned("old", waiter("old", 1)))
     for at in range(600):
         room.add(owned(f"t{at}", waiter(f"w{at}", 1, priority=1))[0])
@@ -239,7 +239,7 @@ def test_turns_are_fair_to_one_prompt(one: list[float], other: list[float]) -> N
 
 @given(works, st.integers(1, 4))
 def test_everybody_goes_once(sizes: list[float], servers: int) -> None:
-    """Whatever their sizes: nobody is forgotten, nobody goes twice."""
+    """Whatever their sizes: no request is forgotten, none goes twice."""
     room = room_of(*[waiter(f"w{i}", size) for i, size in enumerate(sizes)])
     went = order_of(room, free_us=[0] * servers)
     assert sorted(went) == sorted(f"w{i}" for i in range(len(sizes)))

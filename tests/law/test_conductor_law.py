@@ -50,7 +50,7 @@ OBJECTIVES = st.just(Slo()) | st.builds(
 
 
 class ConductorMachine(RuleBasedStateMachine):
-    """A shell that does as told, and a world that fails at random."""
+    """A driver that executes actions, and a world that fails at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ConductorMachine(RuleBasedStateMachine):
             self.arrive(20 if self.tuning.cpp == 1 else 100, Slo(), priority)
 
     def step(self, *facts: Fact) -> None:
-        """Hand facts over and do as told."""
+        """Hand facts over and execute the actions."""
         self.now_us += 1
         actions = self.conductor.step(self.now_us, facts)
         self.check_order(actions)
@@ -192,7 +192,7 @@ class ConductorMachine(RuleBasedStateMachine):
         self.step(Joined(self.described(name)))
 
     def described(self, name: str) -> InstanceInfo:
-        """What it says of itself."""
+        """The description with which it joins."""
         role: Role = "prefill" if name[0] == "p" else "decode"
         return info(name, role, self.epochs[name])
 
@@ -208,7 +208,7 @@ class ConductorMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1, 6, 31]))
     def silence(self, seconds: int) -> None:
-        """Everybody falls silent for a while."""
+        """No instance sends a heartbeat for a while."""
         self.now_us += seconds * 1_000_000
         self.step(Tick())
         self.step(Tick())
@@ -249,7 +249,7 @@ class ConductorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.idle)
     @rule(data=st.data())
     def leave_while_waiting(self, data: st.DataObject) -> None:
-        """A client goes whose request has no call out."""
+        """The client of a request without a call leaves."""
         self.step(ClientGone(data.draw(st.sampled_from(sorted(self.idle)))))
 
     @rule(name=st.sampled_from(NAMES), length=st.integers(1, 40))
@@ -289,7 +289,7 @@ class ConductorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stages)
     @rule(data=st.data(), stale=st.booleans())
     def stage(self, data: st.DataObject, stale: bool) -> None:
-        """One of a group has done its part, or is said to have; others can have its place."""
+        """One of a group has done its part, or is reported to; others can have its place."""
         request = data.draw(st.sampled_from(sorted(self.stages)))
         left = self.stages[request]
         if request in self.calls and isinstance(self.calls[request], Prefill) and left:
@@ -348,7 +348,7 @@ class ForeignMachine(ConductorMachine):
     """The same before engines of others: pairs by connector, and some that do all of it."""
 
     def described(self, name: str) -> InstanceInfo:
-        """p0, p1 and d0 are one connector's, d1 another's, p2 has none and does both."""
+        """The description with which it joins."""
         connector: Connector = "nixl" if name in ("p0", "p1", "d0") else "mooncake"
         own = {"segment": SegmentId(name), "fetches": False, "layers": 0, "connector": connector}
         if name == "p2":

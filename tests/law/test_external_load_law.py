@@ -28,7 +28,7 @@ rows = st.builds(
 
 
 class Views(RuleBasedStateMachine):
-    """Two instances that come and restart, three other gateways that tell and leave."""
+    """Two instances that come and restart, three other gateways that report and leave."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Views(RuleBasedStateMachine):
 
     @rule(gateway=st.sampled_from(GATEWAYS), promises=st.lists(rows, max_size=4))
     def tells(self, gateway: str, promises: list[Promises]) -> None:
-        """Another gateway says all that it has promised by now."""
+        """Another gateway reports all that it has promised by now."""
         unique = {it.instance: it for it in promises}
         self.view.take_promises(gateway, list(unique.values()), self.now_us)
         self.told[gateway] = dict(unique)
@@ -76,7 +76,7 @@ class Views(RuleBasedStateMachine):
 
     @invariant()
     def reads_as_the_sum(self) -> None:
-        """Of rows on this start of it, whoever told them, and of ours."""
+        """Of rows on this start of it, from any gateway, and of ours."""
         self.view.check()
         for name, view in self.view.instances.items():
             theirs = [
@@ -95,7 +95,7 @@ class Views(RuleBasedStateMachine):
             assert view.tbt_us(7) == 100 + 10 * (decodes + 1) + context + 7
 
     def teardown(self) -> None:
-        """When all have left, nobody is counted."""
+        """When all gateways have left, no external load is counted."""
         for gateway in GATEWAYS:
             self.view.take_promises(gateway, [], self.now_us)
         assert all(view.external == NO_LOAD for view in self.view.instances.values())

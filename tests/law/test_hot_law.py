@@ -1,4 +1,4 @@
-"""Laws of hot prefixes: whatever is asked, comes, is lost or is never heard of again."""
+"""Laws of hot prefixes: whatever is used, comes, is lost or never ends."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -98,7 +98,7 @@ class HotMachine(RuleBasedStateMachine):
         assert len(hot) == hot.done["started"] - hot.done["done"] - hot.done["failed"]
 
     def teardown(self) -> None:
-        """Once nothing was heard for long, nothing is under way or remembered."""
+        """After a long time without events, nothing is under way or remembered."""
         self.world.hot.expire(self.world.now_us + 10**9)
         assert len(self.world.hot) == self.world.hot.bytes_under_way == 0
         assert not self.world.hot._sent

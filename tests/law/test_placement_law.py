@@ -74,7 +74,7 @@ def test_those_left_out_would_not_have_been_kept(
 def plainest(
     context: Tokens, views: list[InstanceView], goal_us: Micros | None, rack: str
 ) -> tuple[InstanceId, bool]:
-    """Who decodes where the prefill instance does not, by the docstring of choose_decode."""
+    """The decode instance if prefill is elsewhere, by the docstring of choose_decode."""
     free = [v for v in views if v.has_slot(context)] or views
     rows = [(v.tbt_us(context), v.decodes, at, v) for at, v in enumerate(free)]
     good = []
@@ -110,7 +110,7 @@ def test_decode_goes_where_the_plainest_rule_says(
     goal_us: int | None,
     rack: str,
 ) -> None:
-    """Lowest TBT of those with room, with goals met if that can be; ties as documented."""
+    """Lowest TBT of those with room, with goals met if possible; ties as documented."""
     views = []
     for at, (members, kind, its_rack) in enumerate(loads):
         info = msgspec.structs.replace(view(f"d{at}", "decode", max_seqs=3).info, rack=its_rack)

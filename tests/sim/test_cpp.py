@@ -107,7 +107,7 @@ def test_parts_are_stored_where_they_were_computed() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_reused_is_not_computed(form: str) -> None:
-    """A group begins at the prefix that somebody holds, and hands that on too."""
+    """A group begins at a cached prefix, and hands that on too."""
     blocks = tuple(range(256))
     rows = [Row(0, 32_768, 2, blocks[:64]), Row(20_000_000, 131_072, 2, blocks)]
     sim = ran(Trace("t", 512, rows), 5.0, cpp_form=form)

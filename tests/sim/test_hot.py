@@ -1,4 +1,4 @@
-"""A hot prefix in the simulator: copies relieve who holds it, and cost what they move."""
+"""A hot prefix in the simulator: copies relieve its holder, and cost what they move."""
 
 from __future__ import annotations
 

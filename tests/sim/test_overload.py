@@ -68,7 +68,7 @@ def test_everybody_is_accounted_for(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
 def test_no_member_is_broken_by_who_joins(mode: str) -> None:
-    """Nearly everybody who is served meets both goals, whatever comes after."""
+    """Nearly every served request meets both goals, whatever comes after."""
     found = measure(ran(mode), 0.0).summary
     assert found["rejected"] > 50
     assert found["attainment"] * found["requests"] >= 0.97 * found["completed"]
@@ -93,7 +93,7 @@ def test_survival_predicts_better_than_the_load_now_and_the_oracle_better_still(
 
 
 def test_a_first_token_is_kept_until_decode_takes_its_request() -> None:
-    """Where prefill streams it: nobody sees a token of a request that is refused after it."""
+    """Where prefill streams it: a request that is refused afterwards has sent no token."""
     sim = ran("predictive", "prefill")
     held = 0
     for served in sim.served:
@@ -107,7 +107,7 @@ def test_a_first_token_is_kept_until_decode_takes_its_request() -> None:
 
 @pytest.mark.parametrize("mode", ["early", "predictive"])
 def test_places_in_decode_that_are_taken_make_nobody_wait_between_tokens(mode: str) -> None:
-    """Eight decode at a time, and more want to: who is served gets on, as many as there is for."""
+    """Eight decode at a time and more want to: served requests go on without waiting."""
     setup = setup_of({"admission": mode, "split": "8+1", "tbt_slo_ms": 100.0, "decode_seqs": 8})
     sim = Simulation(long_prompts(), setup)
     assert sim.run()
@@ -128,7 +128,7 @@ def short_prompts() -> Trace:
 
 
 def test_a_second_token_that_is_late_leaves_the_goal_met() -> None:
-    """First token from prefill: decode is not filled so far that all who join miss by a hair."""
+    """First token from prefill: decode is not filled so far that all new requests just miss."""
     good = {}
     for mode in ("ttft", "early", "predictive"):
         setup = setup_of({"admission": mode, "split": "8+2", "tbt_slo_ms": 100.0})

@@ -1,4 +1,4 @@
-"""Clients that come again when Retry-After says so, in a crowd several times as large as fits.
+"""Clients that return at their Retry-After, in a crowd several times as large as fits.
 
 A closed loop in made-up time around the real Conductor: one prefill instance that takes one prompt
 at a time, two decode instances whose members share passes. A second is a million ticks.
@@ -33,7 +33,7 @@ def key_of(prompt: Any) -> BlockKey:
 
 
 class World:
-    """Clients, each with one request at a time, that do as they are told; or do not."""
+    """Clients, each with one request at a time, that obey Retry-After or do not."""
 
     def __init__(
         self, clients: int, obey: bool = True, prefill_us: int = 60_000, **more: Any
@@ -125,7 +125,7 @@ class World:
             self.at(now_us + STEP + SEQ * len(self.decoding[name]), "passed", name)
 
     def step(self, now_us: int, facts: list[Any]) -> None:
-        """Tell the Conductor, and do as it says."""
+        """Hand facts to the Conductor and execute its actions."""
         for action in self.core.step(now_us, facts):
             match action:
                 case Prefill(request, number):
@@ -184,7 +184,7 @@ def test_so_it_is_where_prefill_is_what_lacks() -> None:
 
 
 def test_so_it_is_where_prefills_and_passes_are_waited_for() -> None:
-    """Ends of outputs are no clockwork: who is due may wait for room in decode a little."""
+    """Outputs do not end like clockwork: a due client may wait a little for room in decode."""
     it = run(120, join_passes=1.0, slo=Slo(3 * SECOND, STEP + 30 * SEQ))
     assert it.let_in[True] > 0.9 * it.let_in.total()
 
@@ -206,14 +206,14 @@ def test_so_it_is_in_one_instant_after_a_crowd_that_did_not_come() -> None:
 
 
 def test_no_place_stays_empty_for_those_who_come_or_do_not() -> None:
-    """As many are served as where room is kept for nobody, obedient or not."""
+    """As many are served as if no room were kept, whether clients obey or not."""
     served = [run(90, obey=obey).served for obey in (True, False)]
     plain = run(90, admission="early").served
     assert min(served) > 0.95 * plain
 
 
 def test_nothing_is_left_when_the_crowd_has_gone() -> None:
-    """The ledger is at zero, and whom nobody awaits any more is forgotten."""
+    """The ledger is zero, and clients that are not expected any more are forgotten."""
     it = run(300)
     it.closed = True
     it.run(400 * SECOND)

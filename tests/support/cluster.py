@@ -11,7 +11,7 @@ NAMESPACE = Namespace("m", "r", "l", BLOCK)
 
 
 def info(name: str, role: Role, epoch: int = 1, max_seqs: int = 8) -> InstanceInfo:
-    """An instance whose segment bears its own name."""
+    """An instance whose segment has the instance's name."""
     return InstanceInfo(
         id=InstanceId(name),
         epoch=epoch,
