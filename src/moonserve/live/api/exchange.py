@@ -61,7 +61,7 @@ class Exchange(ABC):
                 events = await self._more()
             except MoonserveError as error:
                 self._ended = True
-                log.warning("%s: failed in mid-stream: %s", self._request, error)
+                log.warning("%s: the stream ended with an error: %s", self._request, error)
                 return event(error_reply(error))
             if events is None:
                 raise StopAsyncIteration

@@ -56,7 +56,7 @@ class Models:
         found = self._look().get(model) or self._look(0.0).get(model)
         if found is None:
             if not self._by_model:
-                raise NobodyAlive("no engine has joined; /health says why")
+                raise NobodyAlive("no engine has joined; GET /health returns the reason")
             known = ", ".join(sorted(self._by_model))
             message = f"model: {model!r} is not served here; known: {known}"
             raise ModelNotFound(message, "model", "model_not_found")

@@ -293,7 +293,7 @@ class RequestDriver(Generic[PieceT]):
         self._reading = True
         reply = self._calls.reply
         if reply.failed:
-            self._break_off(CallLost("failed in mid-stream"))
+            self._break_off(CallLost("the engine reported an error in its stream"))
         elif reply.done or piece is None:
             self._conductor.tell(DecodeEnded(self._request.id, self.inbox.number, reply.tokens))
             self._end(reply.finish or "done")
@@ -315,10 +315,12 @@ class RequestDriver(Generic[PieceT]):
         await self._calls.stop()
         if isinstance(error, MoonserveError):
             lost = CallLost.of(error)
-            log.warning("%s: a call to %s failed: %s", self._request.id, self._called, error)
+            log.warning("%s: the call to %s failed: %s", self._request.id, self._called, error)
         else:
             lost = CallLost("internal error")
-            log.error("%s: a call to %s failed", self._request.id, self._called, exc_info=error)
+            log.error(
+                "%s: the call to %s met a bug", self._request.id, self._called, exc_info=error
+            )
         if not retry:
             self._break_off(lost)
             raise EngineFailed(plain(lost, self._called))
