@@ -116,7 +116,7 @@ def test_a_killed_front_loses_its_own_streams_only_and_is_back(up: Up) -> None:
     assert complete(up, [5] * 40, 4)
     victim, other = parts(up, "front")
     ended = streams(up, lambda: os.kill(victim, signal.SIGKILL))
-    assert 0 < len([it for it in ended if it is not None]) < STREAMS
+    assert 0 < len([it for it in ended if it is not None]) < STREAMS, up.output
     up.settle()
     up.until(lambda: len(parts(up, "front")) == 2, 30)
     assert other in parts(up, "front")

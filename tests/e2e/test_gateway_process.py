@@ -64,7 +64,7 @@ def test_who_may_join() -> None:
         assert await join("wrong") == (401, (await join("wrong"))[1])
         for changes, word in [
             ({"model": "other"}, "serves"),
-            ({"epoch": 9}, "later start"),
+            ({"epoch": 9}, "newer epoch"),
             ({"url": "nonsense"}, "URL"),
         ]:
             status, text = await join(**changes)
@@ -76,7 +76,7 @@ def test_who_may_join() -> None:
         older = it.members["p0"]
         await it.stores["p0"].close()  # while its segment lives, it keeps its name
         await it.add("p0", "prefill", epoch=11)
-        with pytest.raises(ConfigError, match="later start"):
+        with pytest.raises(ConfigError, match="newer epoch"):
             await asyncio.wait_for(older, 10)  # it ends rather than flap
 
     run(test)
