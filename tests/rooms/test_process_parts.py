@@ -11,7 +11,7 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
-from moonserve.live.http.part import Part, Routes
+from moonserve.live.http.server import Part, Routes
 from moonserve.live.process.parts import Process
 
 CONFIG = GatewayConfig(model="", port=0)
