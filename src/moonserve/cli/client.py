@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 URL = "http://127.0.0.1:8000"
-_TIMEOUT_S = 120.0
 
 
 class Client:
     """Calls one gateway; every failure is an error that a user can act on."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout_s: float = 120.0) -> None:
         from urllib.parse import urlsplit
 
         try:
@@ -32,6 +31,7 @@ class Client:
             raise ConfigError(f"{url}: {err}", "url") from err
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is no address; write it like http://127.0.0.1:8000", "url")
+        self._timeout_s = timeout_s
         self._host, self._secure, self._url = parts.hostname, parts.scheme == "https", url
 
     def first_model(self) -> str:
@@ -102,7 +102,7 @@ class Client:
         from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
         kind = HTTPSConnection if self._secure else HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
+        connection = kind(self._host, self._port, timeout=self._timeout_s)
         raw = None if body is None else msgspec.json.encode(body)
         try:
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from moonserve.cli.output import json_option, print_json
+from moonserve.cli.output import by_tenths, json_option, print_json
 
 
 @click.group()
@@ -22,28 +22,11 @@ def model() -> None:
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
     """Fetch model NAME (default: smollm2-135m-instruct) into the user's cache."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
     from moonserve.live.model import catalog
 
-    columns = (
-        TextColumn("{task.description:>8}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
     # Progress goes to stderr: stdout has only the path, for scripts.
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done)
-
-        found = catalog.pull(name or catalog.DEFAULT_MODEL, show)
-    click.echo(str(found.path))
+    progress = by_tenths(lambda line: click.echo(line, err=True))
+    click.echo(str(catalog.pull(name or catalog.DEFAULT_MODEL, progress).path))
 
 
 @model.command("list")

@@ -6,7 +6,7 @@ A command checks its output files before it works for minutes, not after. All co
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -21,6 +21,19 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def print_json(value: object) -> None:
     """One JSON document on stdout; paths and other values become text."""
     click.echo(msgspec.json.encode(value, enc_hook=str))
+
+
+def by_tenths(tell: Callable[[str], None]) -> Callable[[str, int, int], None]:
+    """A catalog.Progress that sends each tenth of each stage to `tell` as one line."""
+    told: set[tuple[str, int]] = set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total)
+        if (stage, tenth) not in told:
+            told.add((stage, tenth))
+            tell(f"{stage} {10 * tenth}% of {total >> 20} MiB")
+
+    return progress
 
 
 def write_csv(rows: Sequence[Mapping[str, object]], out: TextIO) -> None:

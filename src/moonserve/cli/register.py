@@ -5,7 +5,8 @@ The command line alone imports this. Heavy imports stay inside the functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from moonserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from moonserve.live.external.spec import InstanceSpec
+    from moonserve.live.ports import Registry
 
 
 @click.command()
@@ -71,33 +73,32 @@ def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None)
     click.echo(f"unregistered: {', '.join(names)}")
 
 
+@contextlib.asynccontextmanager
+async def _opened(url: str) -> AsyncIterator[Registry]:
+    """The registry at a URL. Raises ConfigError."""
+    from moonserve.live.registry.entries import open_registry
+
+    registry = await open_registry(url)
+    if registry is None:
+        raise ConfigError("is needed: write it like etcd://127.0.0.1:2379", "registry")
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
 async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str | None]:
     """Register engines; return the URLs of replaced ones, by name. Raises ConfigError."""
     from moonserve.live.external.registry_engines import register
-    from moonserve.live.registry.entries import open_registry
 
-    registry = await open_registry(_given(url))
-    assert registry is not None
-    try:
+    async with _opened(url) as registry:
         return await register(registry, engines)
-    finally:
-        await registry.close()
 
 
 async def _remove(url: str, names: Sequence[str]) -> None:
-    from moonserve.live.registry.entries import ENGINES, open_registry
+    from moonserve.live.registry.entries import ENGINES
 
-    registry = await open_registry(_given(url))
-    assert registry is not None
-    try:
+    async with _opened(url) as registry:
         absent = [name for name in names if not await registry.remove(ENGINES + name)]
-    finally:
-        await registry.close()
     if absent:
         raise ConfigError(f"no engine of that name was registered: {', '.join(absent)}", "names")
-
-
-def _given(url: str) -> str:
-    if not url:
-        raise ConfigError("is needed: write it like etcd://127.0.0.1:2379", "registry")
-    return url

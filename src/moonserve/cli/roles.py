@@ -16,7 +16,7 @@ from moonserve.cli.instances import Named, engines_of, instances_options, named_
 from moonserve.cli.settings import (
     advertise_host_option,
     cards_option,
-    read_profile,
+    listen_option,
     read_settings,
     read_token,
     settings_options,
@@ -105,13 +105,7 @@ def gateway(
     show_default=True,
     help="URL of the gateway to join.",
 )
-@click.option(
-    "--listen",
-    type=click.IntRange(0, 65535),
-    default=0,
-    show_default=True,
-    help="Port of the worker; 0 takes a free one.",
-)
+@listen_option("the worker")
 @click.option(
     "--kv-events",
     default="off",
@@ -140,7 +134,11 @@ def worker(
         raise ConfigError(
             "is for the embedded store only; leave it out with store mooncake", "card"
         )
-    pass_us = read_profile(settings.profile).pass_us if settings.profile else None
+    pass_us = None
+    if settings.profile:
+        from moonserve.sim.axes import read_profile
+
+        pass_us = read_profile(settings.profile).pass_us
     token = read_token()
     from moonserve.live.process.supervise import die_with_parent
 

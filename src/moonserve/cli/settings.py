@@ -32,10 +32,10 @@ from moonserve.core.units import Bytes
 from moonserve.invalid import nearest
 
 if TYPE_CHECKING:
-    from moonserve.core.schedule.profiles import Profile
     from moonserve.core.store.words import Card
     from moonserve.live.store.settings import StoreSettings
 
+_Command = TypeVar("_Command", bound=Callable[..., object])
 log = logging.getLogger(__name__)
 _KEYS = ENV_PREFIX + "KEY_"
 """Variables with the API keys of external engines begin so."""
@@ -64,15 +64,23 @@ cards_option = click.option(
 )
 
 
+def listen_option(whose: str, default: int = 0) -> Callable[[_Command], _Command]:
+    """The port of a process."""
+    return click.option(
+        "--listen",
+        type=click.IntRange(0, 65535),
+        default=default,
+        show_default=True,
+        help=f"Port of {whose}; 0 takes a free one.",
+    )
+
+
 def read_token() -> str:
     """The shared secret; "": there is none. Raises ConfigError: no HTTP header can carry it."""
     token = os.environ.get(TOKEN, "")
     if not token.isprintable() or any(ord(it) > 255 for it in token):
         raise ConfigError(f"{TOKEN} has characters beyond Latin-1 or unprintable ones", "token")
     return token
-
-
-_Command = TypeVar("_Command", bound=Callable[..., object])
 
 
 def settings_options(command: str) -> Callable[[_Command], _Command]:
@@ -136,19 +144,6 @@ def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings
         for text in unheeded(os.environ):
             log.warning("%s", text)
     return settings
-
-
-def read_profile(name: str) -> Profile:
-    """A built-in profile, or one in a file. Raises ConfigError."""
-    from moonserve.core.schedule.profiles import PROFILES, profile_from_json, profile_of
-
-    path = Path(name)
-    if name in PROFILES or not path.is_file():
-        return profile_of(name)
-    try:
-        return profile_from_json(path.read_bytes(), name)
-    except OSError as err:
-        raise ConfigError(f"{name} cannot be read: {err.strerror}", "profile") from err
 
 
 def store_share(settings: Settings, command: str, name: str, **own: Any) -> StoreSettings:

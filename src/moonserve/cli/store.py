@@ -18,6 +18,7 @@ from moonserve.cli.roles import run_role
 from moonserve.cli.settings import (
     advertise_host_option,
     cards_option,
+    listen_option,
     read_settings,
     read_token,
     settings_options,
@@ -53,13 +54,7 @@ def store() -> None:
 
 @store.command()
 @settings_options("serve")
-@click.option(
-    "--listen",
-    type=click.IntRange(0, 65535),
-    default=8100,
-    show_default=True,
-    help="Port of the master; 0 takes a free one.",
-)
+@listen_option("the master", 8100)
 @click.option(
     "--recover-s",
     type=click.FloatRange(0, 600),
@@ -118,13 +113,7 @@ def serve(
 
 @click.command()
 @click.option("--name", required=True, help="Name of the segment, unique in the pool, such as s0.")
-@click.option(
-    "--listen",
-    type=click.IntRange(0, 65535),
-    default=0,
-    show_default=True,
-    help="Port of the segment's memory; 0 takes a free one.",
-)
+@listen_option("the segment's memory")
 @advertise_host_option
 @cards_option
 @click.option(

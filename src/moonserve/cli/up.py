@@ -13,20 +13,21 @@ import shutil
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from moonserve.cli.client import Client
+from moonserve.cli.output import by_tenths
 from moonserve.cli.settings import (
     TOKEN,
     child_env,
-    read_profile,
     read_settings,
     read_token,
     settings_options,
 )
-from moonserve.core.errors import ConfigError, DeadlineExceeded
+from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
@@ -55,6 +56,8 @@ def up(config: Path | None, **flags: str | None) -> None:
         why = "is not needed: up gives its processes their addresses; leave it out"
         raise ConfigError(why, "registry")
     if settings.profile:
+        from moonserve.sim.axes import read_profile
+
         read_profile(settings.profile)  # report a wrong one now, before workers start
     if settings.transport == "mooncake":
         from moonserve.live.transfer import mooncake_master
@@ -91,15 +94,7 @@ def _fetch_model(ref: str) -> None:
     """Fetch the model unless it is on this machine, and print how far the download is."""
     from moonserve.live.model import catalog
 
-    said: set[tuple[str, int]] = set()
-
-    def progress(stage: str, done: int, total: int) -> None:
-        tenth = 10 * done // max(1, total)
-        if (stage, tenth) not in said:
-            said.add((stage, tenth))
-            _tell("model", f"{stage} {10 * tenth}% of {total >> 20} MiB")
-
-    found = catalog.ensure(ref, progress)
+    found = catalog.ensure(ref, by_tenths(lambda line: _tell("model", line)))
     _tell("model", f"{found.name}: {found.path}")
 
 
@@ -108,7 +103,7 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
     from moonserve.live.process.supervise import Child
 
     program = (sys.executable, "-m", "moonserve")
-    url = f"http://{_bracketed(_reachable(settings.host))}:{port}"
+    url = _url(settings, port)
     names = [("prefill", f"p{i}") for i in range(settings.prefill)]
     names += [("decode", f"d{i}") for i in range(settings.decode)]
     # Threads of several workers that spin on the same cores slow each other down many times.
@@ -160,7 +155,7 @@ async def _serve(settings: Settings, port: int) -> None:
         lambda: _tell("up", "not waiting any longer"),
     )
     workers = settings.prefill + settings.decode
-    ready = asyncio.create_task(_until_ready(settings.host, port, workers, settings.start_s))
+    ready = asyncio.create_task(_until_ready(_url(settings, port), workers, settings.start_s))
     try:
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not running.done():
@@ -175,13 +170,13 @@ async def _serve(settings: Settings, port: int) -> None:
     _tell("up", "stopped; no process is left")
 
 
-async def _until_ready(host: str, port: int, workers: int, deadline_s: float) -> None:
+async def _until_ready(url: str, workers: int, deadline_s: float) -> None:
     """Poll the gateway until all workers have joined it."""
     import asyncio
 
     try:
         async with asyncio.timeout(deadline_s):
-            while await asyncio.to_thread(_joined, host, port) < workers:  # noqa: ASYNC110 - no Event spans processes
+            while await asyncio.to_thread(_joined, url) < workers:  # noqa: ASYNC110 - no Event spans processes
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as err:
         raise DeadlineExceeded(
@@ -190,25 +185,18 @@ async def _until_ready(host: str, port: int, workers: int, deadline_s: float) ->
         ) from err
 
 
-def _joined(host: str, port: int) -> int:
+def _joined(url: str) -> int:
     """How many workers have joined the gateway; 0 while it does not answer."""
-    import json
-    from http.client import HTTPConnection, HTTPException
-
-    connection = HTTPConnection(_reachable(host), port, timeout=2.0)
     try:
-        connection.request("GET", "/api/instances")
-        return len(json.load(connection.getresponse()))
-    except (OSError, HTTPException, ValueError):
+        return len(Client(url, timeout_s=2.0).get_as("/api/instances", list[Any]))
+    except MoonserveError:
         return 0
-    finally:
-        connection.close()
 
 
 def _say_hello(settings: Settings, port: int) -> None:
     from moonserve.live.model import catalog
 
-    url = f"http://{_bracketed(_reachable(settings.host))}:{port}"
+    url = _url(settings, port)
     name = catalog.resolve(settings.model).name
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
     program = "moonserve" if shutil.which("moonserve") else f"{sys.executable} -m moonserve"
@@ -232,9 +220,7 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _url(settings: Settings, port: int) -> str:
+    """The gateway's URL for clients on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import msgspec
 
@@ -20,6 +19,7 @@ from moonserve.core.request import Slo
 from moonserve.core.schedule.profiles import PROFILES, Profile, profile_from_json, profile_of
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Micros
+from moonserve.invalid import in_words
 from moonserve.sim.setup import ALONE, Breakdown, Setup
 
 SPECIAL: Mapping[str, Any] = {
@@ -58,20 +58,8 @@ def value_of(name: str, given: Any) -> Any:
         return None
     try:
         return msgspec.convert(given, AXES[name], strict=False)
-    except msgspec.ValidationError:
-        raise ConfigError(f"{given!r} is not {_kind(AXES[name])}", name) from None
-
-
-def _kind(wanted: Any) -> str:
-    """The values of an axis, for people."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    parts: list[str] = []
-    for part in get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,):
-        if get_origin(part) is Literal:
-            parts += map(str, get_args(part))
-        else:
-            parts.append(names.get(part, "null"))
-    return " or ".join(parts)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{in_words(error, AXES[name])[1]}, not {given!r}", name) from None
 
 
 def setup_of(values: Mapping[str, Any], breakdowns: tuple[Breakdown, ...] = ()) -> Setup:
@@ -86,7 +74,7 @@ def setup_of(values: Mapping[str, Any], breakdowns: tuple[Breakdown, ...] = ()) 
         prefill=prefill,
         decode=decode,
         mixed=mixed,
-        profile=_profile(values["profile"]),
+        profile=read_profile(values["profile"]),
         tuning=Tuning(slo=goal, **{k: v for k, v in values.items() if k in _TUNING}),
         goal=goal,
         breakdowns=breakdowns,
@@ -112,7 +100,7 @@ def _split(text: str) -> tuple[int, int, int]:
     return (0, 0, counts[0]) if len(counts) == 1 else (counts[0], counts[1], 0)
 
 
-def _profile(name: str) -> Profile:
+def read_profile(name: str) -> Profile:
     """A built-in profile, or one in a file. Raises ConfigError."""
     path = Path(name)
     if name in PROFILES or not path.is_file():
