@@ -50,9 +50,9 @@ def _reserved(host: str, port: int) -> Iterator[int]:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
                     time.sleep(0.2)
                     continue
-                raise ConfigError(
-                    f"cannot listen on {host}:{port} ({error.strerror}); choose another", "port"
-                ) from None
+                from moonserve.live.http.server import bind_error
+
+                raise bind_error(error, host, port, "port") from None
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield held.getsockname()[1]
 

@@ -14,16 +14,17 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+import msgspec
+
 from moonserve.core.errors import MoonserveError
 
 T = TypeVar("T")
 
 
-class Failed:
+class Failed(msgspec.Struct):
     """Why a call gave no result."""
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    reason: str
 
 
 def run_jobs(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[int, T | Failed]]:

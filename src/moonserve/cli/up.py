@@ -6,7 +6,6 @@ Starts the processes, waits until all have joined, prints where the gateway is, 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
@@ -75,18 +74,10 @@ def _free_port(host: str, port: int) -> int:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))
-        except PermissionError as err:
-            raise ConfigError(f"{port} needs privileges; choose one above 1023", "port") from err
-        except OSError as err:
-            if err.errno != errno.EADDRINUSE:
-                raise ConfigError(
-                    f"cannot listen on {host}: {err.strerror or err}", "host"
-                ) from err
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({err.strerror}); choose another with --port, "
-                "0 takes a free one",
-                "port",
-            ) from err
+        except OSError as error:
+            from moonserve.live.http.server import bind_error
+
+            raise bind_error(error, host, port, "port") from None
         return int(trial.getsockname()[1])
 
 

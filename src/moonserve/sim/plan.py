@@ -42,21 +42,18 @@ class Try(msgspec.Struct, frozen=True):
     """The share of requests that had arrived when the run was left."""
 
 
-class Trials:
+class Trials(msgspec.Struct, eq=False):
     """One setup and trace at any speed; each speed is simulated once.
 
     A run is left as soon as more than 1 - `target` of the requests have missed what `figure`
     counts.
     """
 
-    def __init__(
-        self, trace: Trace, setup: Setup, target: float, figure: Figure = "attainment"
-    ) -> None:
-        self.trace = trace
-        self.setup = setup
-        self.target = target
-        self.figure = figure
-        self.tries: dict[float, Try] = {}
+    trace: Trace
+    setup: Setup
+    target: float
+    figure: Figure = "attainment"
+    tries: dict[float, Try] = {}
 
     def __call__(self, speed: float) -> Try:
         """Simulate at that speed, or return the earlier result."""

@@ -100,22 +100,22 @@ def first_of_decode_us(served: Served) -> Micros | None:
     return next((node.ends[call.spans[0][0]] for node, call in served.calls if call.spans), None)
 
 
-class Flow:
+class Flow(msgspec.Struct, eq=False):
     """KV on its way to a decode instance: `then` is called when it is there."""
 
-    def __init__(self, target: Node, parts: int) -> None:
-        self.target = target
-        self._left = parts
-        self.then: Callable[[], None] | None = None
+    target: Node
+    left: int
+    """Parts that have not arrived."""
+    then: Callable[[], None] | None = None
 
     @property
     def there(self) -> bool:
         """Whether all of it has arrived."""
-        return not self._left
+        return not self.left
 
     def arrived(self) -> None:
         """The last byte of one part has arrived."""
-        self._left -= 1
+        self.left -= 1
         if self.there and self.then is not None:
             self.then()
 

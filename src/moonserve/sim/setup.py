@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -27,6 +28,16 @@ UNTOLD = Stopping(max_tokens=100_000)
 """
 MOST_INSTANCES = 10_000
 _NO_LIMIT = 1 << 40
+_BOUNDS = (
+    *((field, 0, 1) for field in ("held_share", "due_share", "low_share")),
+    *((field, 0, 100) for field in ("deviations", "overtaken", "join_passes")),
+    *((field, 0, math.inf) for field in ("prefill", "decode", "mixed", "ahead", "racks")),
+    *((field, 1, math.inf) for field in ("prefill_seqs", "chunk_tokens", "decode_seqs", "cpp")),
+    ("sample_us", 1, math.inf),
+    ("spread_bytes", 0, math.inf),
+    ("kvcache_balancing_threshold", 1, 1e9),
+)
+"""Fields of Setup and Tuning, with their least and greatest values."""
 
 
 class Breakdown(msgspec.Struct, frozen=True):
@@ -83,32 +94,20 @@ class Setup(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Check all fields. Raises ConfigError that names the first field that makes no sense."""
         policy_of(self.tuning.policy)
-        for field, most in (
-            ("deviations", 100), ("overtaken", 100), ("held_share", 1), ("due_share", 1),
-            ("low_share", 1), ("join_passes", 100),
-        ):  # fmt: skip
-            if not 0 <= getattr(self.tuning, field) <= most:
-                raise ConfigError(f"must be from 0 to {most}", field)
         if not self.mixed and not (self.prefill and self.decode):
             raise ConfigError("needs 1 or more, or mixed instances", "prefill and decode")
-        for field, least in (
-            ("prefill", 0), ("decode", 0), ("mixed", 0), ("prefill_seqs", 1), ("chunk_tokens", 1),
-            ("decode_seqs", 1), ("ahead", 0), ("racks", 0), ("sample_us", 1),
-        ):  # fmt: skip
-            if getattr(self, field) < least:
-                raise ConfigError(f"must be {least} or more", field)
-        if self.tuning.spread_bytes < 0:
-            raise ConfigError("must be 0 or more", "spread_bytes")
-        if self.tuning.cpp < 1:
-            raise ConfigError("must be 1 or more", "cpp")
+        for field, least, most in _BOUNDS:
+            owner = self if hasattr(self, field) else self.tuning
+            value = getattr(owner, field)
+            if not least <= value <= most:
+                bounds = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+                raise ConfigError(f"{value} must be {bounds}", field)
         if self.prefill + self.decode + self.mixed > MOST_INSTANCES:
             raise ConfigError(f"at most {MOST_INSTANCES} instances", "prefill, decode or mixed")
-        if not 0 < self.tuning.cross_rack <= 1_000:
-            raise ConfigError(f"{self.tuning.cross_rack} must be above 0, up to 1000", "cross_rack")
-        threshold, tbt_share = self.tuning.kvcache_balancing_threshold, self.tuning.tbt_share
-        if not 1 <= threshold <= 1e9:
-            raise ConfigError(f"{threshold} must be from 1 to 1e9", "kvcache_balancing_threshold")
-        if not 0 < tbt_share < float("inf"):
+        cross_rack, tbt_share = self.tuning.cross_rack, self.tuning.tbt_share
+        if not 0 < cross_rack <= 1_000:
+            raise ConfigError(f"{cross_rack} must be above 0, up to 1000", "cross_rack")
+        if not 0 < tbt_share < math.inf:
             raise ConfigError(f"{tbt_share} must be a number above 0", "tbt_share")
         if self.eviction not in EVICTIONS:
             raise ConfigError(f"{self.eviction} is none of {', '.join(EVICTIONS)}", "eviction")

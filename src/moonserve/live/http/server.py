@@ -256,14 +256,16 @@ async def serve(
             lambda: Accepted(connections), host, port, backlog=2048, reuse_port=shared or None
         )
     except OSError as error:
-        raise _bind_error(error, host, port, setting) from None
+        raise bind_error(error, host, port, setting) from None
     return Server(connections, listener)
 
 
-def _bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigError:
+def bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigError:
+    """What to say when no socket can listen at host:port; `setting`: the port's name."""
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            f"{host}:{port} is in use; stop the process that uses it, or choose another port",
+            f"{host}:{port} is in use; stop the process that uses it, or choose another port"
+            " (0: any)",
             setting,
         )
     if error.errno == errno.EACCES:

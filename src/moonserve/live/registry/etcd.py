@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import msgspec
+
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.registry.address import Address
 from moonserve.live.registry.history import History, Read
@@ -35,42 +37,42 @@ _GATHER_S = 0.02  # changes come in bursts, which are read together
 _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backoff_ms": 1_000}
 
 
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     """A value under a key, for as long as its process lives."""
 
-    def __init__(self, registry: EtcdRegistry, key: str, value: bytes) -> None:
-        self._registry = registry
-        self.key = key
-        self.value = value
+    registry: EtcdRegistry
+    key: str
+    value: bytes
 
     async def close(self) -> None:
         """See ports.Registration."""
-        await self._registry.withdraw(self)
+        await self.registry.withdraw(self)
 
 
-class Candidate:
+class Candidate(msgspec.Struct, eq=False):
     """One process as a candidate for a duty; at most one candidate has the duty."""
 
-    def __init__(
-        self, registry: EtcdRegistry, duty: str, who: str, changed: Callable[[bool], None]
-    ) -> None:
-        """changed: called with whether it leads."""
-        self._registry = registry
-        self._changed = changed
-        self.duty = duty
-        self.key = f"leaders/{duty}"
-        self.who = who
-        self.leads = False
+    registry: EtcdRegistry
+    duty: str
+    who: str
+    changed: Callable[[bool], None]
+    """Called with whether it leads."""
+    leads: bool = False
+
+    @property
+    def key(self) -> str:
+        """Where the leader's name is."""
+        return f"leaders/{self.duty}"
 
     def set_leads(self, leads: bool) -> None:
         """Set whether this process has the duty, and report a change."""
         if leads != self.leads:
             self.leads = leads
-            self._changed(leads)
+            self.changed(leads)
 
     async def close(self) -> None:
         """See ports.Registration."""
-        await self._registry.stand_down(self)
+        await self.registry.stand_down(self)
 
 
 class EtcdRegistry:

@@ -79,19 +79,18 @@ class Batch:
         self.lost += [Lost(i, 0, len(it.memory), why) for i, it in enumerate(requests)]
 
 
-class Group:
+class Group(msgspec.Struct, eq=False):
     """The slices of one batch that go in one direction to one segment."""
 
-    def __init__(self, id: int, batch: Batch, peer: Peer, op: Op) -> None:
-        self.id = id
-        self.batch = batch
-        self.peer = peer
-        self.op: Op = op
-        self.slices: list[Slice] = []
-        self.origins: list[tuple[int, Bytes]] = []
-        """Per slice, its request and where it starts in it."""
-        self.left = 0
-        """Slices that have not ended."""
+    id: int
+    batch: Batch
+    peer: Peer
+    op: Op
+    slices: list[Slice] = []
+    origins: list[tuple[int, Bytes]] = []
+    """Per slice, its request and where it starts in it."""
+    left: int = 0
+    """Slices that have not ended."""
 
     def add(self, number: int, request: Request, slice_bytes: Bytes) -> None:
         """Cut request number `number` of the batch into slices."""

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
+import msgspec
+
 from moonserve.core.errors import DeadlineExceeded, TransferFailed
 from moonserve.core.store.words import Address
 from moonserve.core.units import Bytes
@@ -32,16 +34,14 @@ _RESET = struct.pack("ii", 1, 0)  # linger 0: `close` drops the bytes that are n
 _Found: TypeAlias = Sequence[tuple[socket.AddressFamily, object, int, str, tuple[object, ...]]]
 
 
-class TcpTransport:
+class TcpTransport(msgspec.Struct, frozen=True, eq=False):
     """Reads and writes segments that a TransferServer serves."""
 
-    def __init__(
-        self, token: bytes, *, stall_s: float = 3.0, tls: ssl.SSLContext | None = None
-    ) -> None:
-        """`stall_s`: a run ends if the peer is silent for longer. `tls`: a client's context."""
-        self.token = token
-        self.stall_s = stall_s
-        self.tls = tls
+    token: bytes
+    stall_s: float = 3.0
+    """A run ends if the peer is silent for longer."""
+    tls: ssl.SSLContext | None = None
+    """A client's context."""
 
     def open(self, path: Path) -> TcpLink:
         """See Transport.open."""
