@@ -19,8 +19,7 @@ import pytest
 from moonserve.core.kv.events import ClearedEvent, KvEvent, RemovedEvent, StoredEvent
 from moonserve.core.kv.indexer import local_hashes, rolling
 from moonserve.live.external.indexer_api import IndexerApi
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import HttpClient, UpstreamError
 from moonserve.live.http.server import App, serve
 from moonserve.live.kvevents.wire import encode_batch
 

@@ -11,8 +11,7 @@ import pytest
 
 from moonserve.core.errors import BadRequest
 from moonserve.live.fronts.forward import Forward
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, serve
 

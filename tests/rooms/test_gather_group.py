@@ -13,7 +13,7 @@ from moonserve.core.units import InstanceId
 from moonserve.live.drive.gather_group import gather_group
 from moonserve.live.drive.lost import CallLost
 from moonserve.live.drive.wire import Prefilled
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import UpstreamError
 
 A, B, C = (InstanceId(name) for name in "abc")
 

@@ -12,8 +12,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 from moonserve.live.http import client as http_client
-from moonserve.live.http.client import HttpClient, sse_events
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
 from tests.support.loops import both_loops  # noqa: F401 - autouse
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -26,8 +26,7 @@ from moonserve.live.drive.connectors import nixl
 from moonserve.live.drive.lost import CallLost, plain
 from moonserve.live.external.member import Page, RankPage
 from moonserve.live.external.monitor import POOL
-from moonserve.live.http.client import ClientResponse
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import ClientResponse, UpstreamError
 from tests.support.external_site import SHORT, Site, run
 from tests.support.fake_vllm import spoken
 from tests.support.serving import ByteText

@@ -20,8 +20,7 @@ from moonserve.core.errors import (
 )
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.connection import Connection, UpstreamError
+from moonserve.live.http.client import Connection, HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch

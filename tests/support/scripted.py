@@ -17,7 +17,7 @@ from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.embedded import EmbeddedServing
 from moonserve.live.drive.lost import CallLost
 from moonserve.live.drive.wire import Decoded, Prefilled
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import UpstreamError
 from moonserve.live.ports import Output
 from tests.support.cluster import exact, info
 

@@ -14,7 +14,7 @@ from moonserve.core.errors import MoonserveError
 from moonserve.core.units import InstanceId
 from moonserve.live.drive.lost import CallLost, plain
 from moonserve.live.drive.wire import Prefilled
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import UpstreamError
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.units import InstanceId
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import UpstreamError
 from moonserve.live.http.message import JSON
 
 _ADDRESS = re.compile(r"^(?:\[[^\]]+\]|[^\s:]+):\d+: ")

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Bytes
 from moonserve.live.fronts.remote import RemoteConductor
-from moonserve.live.http.client import ClientStream, HttpClient
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import ClientStream, HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, error_response
 from moonserve.live.http.switch import Switch, Switched
 

@@ -1,7 +1,12 @@
-"""The HTTP server of every moonserve process: routes and replies, on connections of `accepted`.
+"""The HTTP server of every moonserve process: routes, replies, and the connections that it accepts.
 
 `App` routes and replies, `serve` listens, `Server.stop` drains and cuts. The gateway, the workers
 and the store's master use it. It has no signal handlers, no access log and no threads.
+
+`Accepted` is one connection: httptools parses its requests, and they are answered one at a time. It
+knows sockets and HTTP's framing, and nothing about the content. App answers a request by `begin`,
+`write` and `end` of its connection. Both event loops turn Nagle's delay off on accepted sockets.
+There is no clock but the loop's, and one timer per connection, which checks how long it is idle.
 """
 
 from __future__ import annotations
@@ -11,15 +16,18 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from email.utils import formatdate
-from typing import TypeAlias
+from http import HTTPStatus
+from typing import Any, TypeAlias, cast
+from urllib.parse import unquote_to_bytes
 
+import httptools
 from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest, ConfigError, MoonserveError
 from moonserve.core.units import Bytes
-from moonserve.live.http.accepted import Accepted, Connections
 from moonserve.live.http.message import (
     HttpRequest,
     MethodNotAllowed,
@@ -42,6 +50,327 @@ _DISCARD_S = 5.0
 _CLEANUP_S = 5.0
 _FLUSH_S = 1.0
 _NOTICE_S = 0.1
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle, or take to send a request's head. It is longer than the
+client's pool keeps a connection."""
+_MAX_HEAD_BYTES = 64 << 10
+_STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_BAD = (
+    _STATUS[400] + b"content-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+)
+_CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+_CLOSED_CHUNKED = b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+
+Answer: TypeAlias = "Callable[[HttpRequest, Accepted], Coroutine[Any, Any, None]]"
+
+
+class Connections:
+    """What the connections of one server share."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.open: set[Accepted] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """The tasks that answer requests. A task leaves this set as its last step."""
+        self.lost = asyncio.Event()
+        """Set whenever a connection has ended."""
+
+
+class Accepted(asyncio.Protocol):
+    """One accepted connection."""
+
+    def __init__(self, shared: Connections) -> None:
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0
+        """Bytes of the present head, or of trailers, so far."""
+        self._passed_over = False
+        """Whether the parser treats the body of `_parsed` as another protocol."""
+        self._reads_on = False
+        """Whether the next head is not of a new request; see `_read_on`."""
+        self._parsed: HttpRequest | None = None
+        """The request whose body is arriving."""
+        self._request: HttpRequest | None = None
+        """The request that is being answered."""
+        self._behind: deque[HttpRequest] = deque()
+        """Pipelined requests; while there are any, nothing more is read."""
+        self._task: asyncio.Task[None] | None = None
+        self._since_s = self._loop.time()
+        """The loop's time since which no request is being answered."""
+        self._closing = False
+        """Whether the reply under way is the last."""
+        self._chunked = False
+        self._switched = False
+        self._client_reads: asyncio.Future[None] | None = None
+        """Pending while the client does not read fast enough; None: it does."""
+
+    # What the answering side calls.
+
+    def begin(
+        self,
+        status: int,
+        head: bytes,
+        request: HttpRequest,
+        length: int | None,
+        body: bytes = b"",
+    ) -> None:
+        """Write the status line, the headers and `body`.
+
+        head: the reply's headers, each with its line end. length: of the whole body; None: it is
+        unknown, and `write` frames its pieces.
+        """
+        self._closing = self._closing or not request.keep_alive or request.unread()
+        if length is not None:
+            end = b"connection: close\r\n\r\n" if self._closing else b"\r\n"
+            end = b"content-length: %d\r\n%b" % (length, end)
+        elif request.http_1_0:
+            end = b"connection: close\r\n\r\n"
+        else:
+            self._chunked = True
+            end = _CLOSED_CHUNKED if self._closing else _CHUNKED
+        line = _STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status
+        self.send(b"".join((line, head, end, body)))
+
+    def write(self, chunk: bytes) -> None:
+        """Write a piece of the body. While `full`, the caller awaits `drained` before the next."""
+        self.send(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._chunked else chunk)
+
+    def send(self, data: bytes) -> None:
+        """Write bytes without framing."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+    @property
+    def full(self) -> bool:
+        """Whether the client reads more slowly than the server writes."""
+        return self._client_reads is not None
+
+    async def drained(self, timeout_s: float) -> None:
+        """Return when the client has read enough. Raises TimeoutError if it does not."""
+        if self._client_reads is not None:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._client_reads)
+
+    def end(self) -> None:
+        """End the reply: it is complete."""
+        if self._chunked:
+            self.send(b"0\r\n\r\n")
+
+    def break_off(self) -> None:
+        """Break the reply off: the client sees the connection end before the reply does."""
+        self.transport.close()
+
+    def switch(self, to: Switch) -> None:
+        """Send 101 and hand the connection over; the request lasts until the connection ends."""
+        if not self.transport.is_closing():
+            self._switched = True
+            self.transport.write(
+                b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
+                b"upgrade: %s\r\n\r\n" % to.name.encode()
+            )
+            to.protocol.take_over(self.transport, self.connection_lost)
+
+    # What HttpRequest calls, as message.Source.
+
+    def pause(self) -> None:
+        """Stop reading: the handler does not read the body now."""
+        self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again: the handler waits for the body."""
+        if not self._behind and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def go_on(self) -> None:
+        """Send 100 Continue to a client that waits for it before it sends the body."""
+        self.send(_CONTINUE)
+
+    # What the server calls.
+
+    def shutdown(self) -> None:
+        """Take no further request: close now, or after the reply under way."""
+        self._closing = True
+        self._behind.clear()
+        if self._request is None or self._switched:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close at once and drop unsent bytes."""
+        self.transport.abort()
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Register the connection and start its timer."""
+        self.transport = cast(asyncio.Transport, transport)
+        self._shared.open.add(self)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; the callbacks below collect what was parsed."""
+        self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # The handler either switches, or answers as if the client had not asked for it.
+            if self._passed_over:
+                self._read_on(data[upgrade.args[0] :])
+            return
+        except (httptools.HttpParserError, UnicodeDecodeError):
+            self._refuse(b"Invalid HTTP request received.")
+            return
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._refuse(b"Request head too large.")
+
+    def pause_writing(self) -> None:
+        """The client does not read fast enough."""
+        self._client_reads = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        if self._client_reads is not None:
+            self._client_reads.set_result(None)
+            self._client_reads = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wake all that wait for this client."""
+        self._shared.open.discard(self)
+        self._shared.lost.set()
+        self._timer.cancel()
+        self.resume_writing()
+        self._behind.clear()
+        for request in {self._request, self._parsed} - {None}:
+            cast(HttpRequest, request).lost()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._url = b""
+        self._headers = {}
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request's target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header. Repeated headers are joined by commas (RFC 9110, 5.3)."""
+        key = name.decode("latin-1").lower()
+        text = value.decode("latin-1")
+        headers = self._headers
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+
+    def on_headers_complete(self) -> None:
+        """The head is complete: answer the request now, or after the requests before it."""
+        self._head_bytes = 0
+        if self._reads_on:
+            self._reads_on = False
+            return
+        parser = self._parser
+        url = self._url
+        headers = self._headers
+        if not url.startswith(b"/"):  # a proxy's absolute form, or OPTIONS *
+            parts = httptools.parse_url(url) if url != b"*" else None
+            url = b"*" if parts is None else (parts.path or b"/") + b"?" + (parts.query or b"")
+        path, _, query = url.partition(b"?")
+        if b"%" in path:
+            path = unquote_to_bytes(path)
+        old = parser.get_http_version() == "1.0"
+        method = parser.get_method().decode()
+        target = url.decode("latin-1")
+        text = path.decode("utf-8", "replace")
+        request = HttpRequest(method, target, text, query, headers, self)
+        request.arrived_s = self._loop.time()
+        request.http_1_0 = old
+        request.keep_alive = not old and parser.should_keep_alive()
+        self._parsed = request
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        self._passed_over = has_body and parser.should_upgrade()
+        if self._request is None:
+            self._start(request)
+        else:
+            self._behind.append(request)
+            self.transport.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._head_bytes = 0
+        if self._parsed is not None:
+            self._parsed.feed(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self._head_bytes = 0
+        if self._parsed is not None and not self._passed_over:
+            self._parsed.complete()
+            self._parsed = None
+
+    # Within.
+
+    def _read_on(self, rest: bytes) -> None:
+        """Read a request's body that its parser treats as another protocol; `rest` begins it.
+
+        Some clients, such as Java's, ask to switch and send a body too. A second parser reads it,
+        after a head with the same length.
+        """
+        assert self._parsed is not None, "the parser has just read its head"
+        headers = self._parsed.headers
+        name = "transfer-encoding" if "transfer-encoding" in headers else "content-length"
+        head = f"POST / HTTP/1.1\r\n{name}: {headers[name]}\r\n\r\n".encode("latin-1")
+        self._passed_over = False
+        self._reads_on = True
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(head + rest)
+
+    def _start(self, request: HttpRequest) -> None:
+        if self._closing:
+            return
+        self._request = request
+        self._chunked = False
+        self._task = task = self._loop.create_task(self._answer(request))
+        self._shared.tasks.add(task)
+
+    async def _answer(self, request: HttpRequest) -> None:
+        try:
+            await self._shared.answer(request, self)
+        finally:
+            if self._task is not None:
+                self._shared.tasks.discard(self._task)
+            self._over()
+
+    def _over(self) -> None:
+        """A reply has ended: close the connection, or answer the next request."""
+        self._request = None
+        self._since_s = self._loop.time()
+        if self.transport.is_closing():
+            return
+        if self._closing:
+            self.transport.close()
+        elif self._behind:
+            self._start(self._behind.popleft())
+            if not self._behind:
+                self.transport.resume_reading()
+
+    def _refuse(self, why: bytes) -> None:
+        if self._request is None:
+            self.send(_BAD % (len(why), why))
+        self._closing = True
+        self.transport.close()
+
+    def _look(self) -> None:
+        """Close a connection that has been idle, or has not completed a head, for too long."""
+        left_s = float(KEEP_ALIVE_S)
+        if self._request is None:
+            left_s += self._since_s - self._loop.time()
+            if left_s <= 0:
+                unsent = self.transport.get_write_buffer_size()
+                self.transport.abort() if unsent else self.transport.close()
+                return
+        self._timer = self._loop.call_later(left_s, self._look)
 
 
 class NotFound(BadRequest):

@@ -26,7 +26,7 @@ import msgspec
 from moonserve.core.errors import BadRequest, DeadlineExceeded, MoonserveError
 from moonserve.core.liveness import Liveness
 from moonserve.core.units import Bytes, Micros, seconds_to_us
-from moonserve.live.http.connection import UpstreamError
+from moonserve.live.http.client import UpstreamError
 from moonserve.live.http.switch import Switched
 from moonserve.live.rpc import errors
 

@@ -27,8 +27,7 @@ from moonserve.core.errors import (
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import ClientResponse, HttpClient, check_url
-from moonserve.live.http.connection import BadReply
+from moonserve.live.http.client import BadReply, ClientResponse, HttpClient, check_url
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
