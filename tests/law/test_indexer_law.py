@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.kv.facts import Tier
+from moonserve.core.kv.facts import TIERS, Tier
 from moonserve.core.kv.indexer import (
-    TIERS,
     BlockSource,
     Key,
     TieredIndex,

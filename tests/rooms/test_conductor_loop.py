@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, SegmentId
 from moonserve.live.control import loop as module
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.views import Copies, explain
+from moonserve.live.control.views import Figures, conductor_metrics, explain
 from tests.support.cluster import exact, info
 
 R = RequestId("r")
@@ -230,7 +231,7 @@ def test_copies_are_asked_for_and_told_of() -> None:
         loop.keep(keys, SegmentId("p1"), None)
         await asyncio.sleep(0.01)
         assert (asked[-1], loop.kept_blocks) == ((5, "p1", None), 2)
-        page = generate_latest(Copies(loop))  # type: ignore[arg-type]
+        page = generate_latest(Figures(partial(conductor_metrics, loop)))  # type: ignore[arg-type]
         assert b"moonserve_kept_blocks_total 2.0" in page
         assert b'moonserve_spread_skipped_total{reason="short"} 0.0' in page
         loop.stop()

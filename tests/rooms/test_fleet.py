@@ -15,7 +15,7 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
 from moonserve.live.external.fleet import Taken, Unknown
 from moonserve.live.external.member import RankPage, read_page
-from moonserve.live.external.monitor import BlockSink, ConductorIndexer
+from moonserve.live.external.monitor import ConductorIndexer, EngineMonitor
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.kvevents.follower import BlockIndexer, Feed, FeedCounts
@@ -41,7 +41,7 @@ class Feeds:
     """Feeds that a test speaks through: `sinks` by instance, `opened` and `closed` in order."""
 
     def __init__(self) -> None:
-        self.sinks: dict[InstanceId, BlockSink] = {}
+        self.sinks: dict[InstanceId, EngineMonitor] = {}
         self.opened: list[tuple[InstanceId, int, str]] = []
         self.closed = 0
         self.said = FeedCounts(connected=True, trusted=True)

@@ -14,12 +14,13 @@ import zmq.asyncio
 
 from moonserve.core.kv.events import StoredEvent
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
+from moonserve.core.kv.inferred import Reported
 from moonserve.core.kv.keys import chain_keys
-from moonserve.core.schedule.facts import Fact, Left
+from moonserve.core.schedule.facts import Fact
 from moonserve.core.units import BlockKey, InstanceId, SegmentId
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.indexer_api import IndexerApi
-from moonserve.live.external.monitor import POOL, FactReporter
+from moonserve.live.external.monitor import POOL
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
 from moonserve.live.kvevents.follower import Followers
@@ -147,26 +148,12 @@ def test_an_engine_in_both_indexes_is_followed_once() -> None:
 
 def test_a_shared_block_is_told_once_whoever_tells_it() -> None:
     """Two engines that report one block of a store make one claim; all their own blocks pass."""
-
-    class Heard:
-        def __init__(self) -> None:
-            self.facts: list[Fact] = []
-
-        def now_us(self) -> int:
-            return 5
-
-        def tell(self, *facts: Fact) -> None:
-            self.facts += facts
-
-    heard = Heard()
-    hearing = FactReporter(heard)
+    ledger = Reported(POOL)
     keys = tuple(BlockKey(bytes([number]) * 32) for number in range(3))
     shared = BlocksStored(POOL, keys, None, "dram", 0)
     own = BlocksStored(SegmentId("a"), keys, None, "device", 7)
-    hearing.tell(shared, own)
-    hearing.tell(shared)
-    hearing.tell(own, Left(A, 7))
-    assert heard.facts == [shared, own, own, Left(A, 7)]
+    facts = [fact for event in (shared, own, shared, own) for fact in ledger.take(5, event)]
+    assert facts == [shared, own, own]
 
 
 def test_what_was_missed_in_a_shared_store_is_told_as_removed_once() -> None:
@@ -185,7 +172,7 @@ def test_what_was_missed_in_a_shared_store_is_told_as_removed_once() -> None:
 
     heard, keys = Heard(), tuple(BlockKey(bytes([number]) * 32) for number in range(3))
     fleet = Fleet(heard, HttpClient(), lambda ref: NotImplemented, {})  # type: ignore[arg-type]
-    fleet._reporter.tell(BlocksStored(POOL, keys, None, "dram", 0))
+    heard.tell(*fleet._pool.take(0, BlocksStored(POOL, keys, None, "dram", 0)))
     heard.time_us = 60_000_000
     fleet.missed(keys[1:])
     fleet.missed(keys[1:])

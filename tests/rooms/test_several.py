@@ -293,7 +293,7 @@ def test_an_index_that_does_not_come_is_waited_for_only_so_long(
         await one.several.gathered.wait()
         assert one.several.not_ready == ""
         assert one.several.index.startswith("incomplete")
-        metrics = {m.name: m.samples[0].value for m in peers.Standing(one.several).collect()}
+        metrics = {m.name: m.samples[0].value for m in one.several.metrics()}
         assert metrics["moonserve_index_complete"] == 0
         assert metrics["moonserve_gateway_leads"] == 1
 

@@ -7,7 +7,7 @@ The store, the KV event streams and the prefix index all use them. Nothing here 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -15,6 +15,8 @@ from moonserve.core.units import BlockKey, SegmentId
 
 Tier: TypeAlias = Literal["device", "dram", "disk"]
 """G1, G2 and G3 of KV events: the engine's own pool, host memory, local disk."""
+TIERS: tuple[Tier, ...] = get_args(Tier)
+"""All tiers, the fastest first."""
 
 
 class OfBlocks(msgspec.Struct, frozen=True):

@@ -25,8 +25,9 @@ from typing import TypeAlias
 from moonserve.core.kv.facts import Tier
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 
-_FIELD = (1 << 20) - 1
-_ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
+COPIES = (1 << 20) - 1
+"""All bits of the copies on one tier."""
+ONE_COPY: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
 """One copy on a tier. A holder's count is the sum over its tiers, with 20 bits for each: no holder
 has room for a million copies of one block."""
 Held: TypeAlias = tuple[tuple[Hashable, ...], Hashable | None, Tier, int]
@@ -167,7 +168,7 @@ class PrefixIndex:
         if self._is_late(holder, epoch, len(keys)) or not keys:
             return
         it = self._holders.get(holder) or self._add(holder, epoch)
-        keys, at, one = list(keys), 0, _ONE[tier]
+        keys, at, one = list(keys), 0, ONE_COPY[tier]
         while at < len(keys):
             piece = self._where.get(keys[at])
             known = piece is not None and it in piece.counts
@@ -201,11 +202,11 @@ class PrefixIndex:
         it = self._holders.get(holder)
         if late or it is None:
             return
-        keys, at, one = list(keys), 0, _ONE[tier]
+        keys, at, one = list(keys), 0, ONE_COPY[tier]
         while at < len(keys):
             piece = self._where.get(keys[at])
             count = 0 if piece is None else piece.counts.get(it, 0)
-            if piece is None or not count // one & _FIELD:
+            if piece is None or not count // one & COPIES:
                 at += 1
                 continue
             start, stop = span(piece.keys, keys[at : at + len(piece.keys)])
@@ -229,7 +230,7 @@ class PrefixIndex:
         it = self._holders.get(holder)
         if late or it is None:
             return
-        others = ~(_ONE[tier] * _FIELD)
+        others = ~(ONE_COPY[tier] * COPIES)
         for piece in list(it.pieces):
             piece.counts[it] &= others
             if not piece.counts[it]:
@@ -249,7 +250,7 @@ class PrefixIndex:
         """The tiers on which `holder` has `key`, fastest first."""
         it, piece = self._holders.get(holder), self._where.get(key)
         count = 0 if it is None or piece is None else piece.counts.get(it, 0)
-        return tuple(tier for tier, one in _ONE.items() if count // one & _FIELD)
+        return tuple(tier for tier, one in ONE_COPY.items() if count // one & COPIES)
 
     def inventory(self, holder: SegmentId) -> list[Held]:
         """All that a holder has, for copying it into another index.
@@ -262,8 +263,8 @@ class PrefixIndex:
         return [
             (tuple(piece.keys), piece.parent, tier, it.epoch)
             for piece in it.pieces
-            for tier, one in _ONE.items()
-            for _ in range(piece.counts[it] // one & _FIELD)
+            for tier, one in ONE_COPY.items()
+            for _ in range(piece.counts[it] // one & COPIES)
         ]
 
     def match(self, keys: Sequence[Hashable]) -> Match:

@@ -29,13 +29,11 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, StoredEvent, covered
-from moonserve.core.kv.facts import Tier
+from moonserve.core.kv.facts import TIERS, Tier
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import token_bytes
 from moonserve.core.kv.stream import BlockChange, BlockStream, StreamStats
 from moonserve.core.units import SegmentId, Tokens
-
-TIERS: tuple[Tier, ...] = ("device", "dram", "disk")
 
 
 class Space(msgspec.Struct, frozen=True, order=True):

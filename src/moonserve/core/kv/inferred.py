@@ -143,6 +143,17 @@ class Reported:
         """How many blocks are there, by the reports."""
         return len(self._known)
 
+    def take(self, now_us: Micros, event: BlockEvent) -> list[BlockEvent]:
+        """The facts that follow from one event. An event of another holder is such a fact itself.
+
+        Of this pool, only stored and removed blocks are reported.
+        """
+        if event.segment != self._holder:
+            return [event]
+        if isinstance(event, BlocksStored):
+            return self.stored(now_us, event.keys, event.parent)
+        return self.removed(now_us, event.keys) if isinstance(event, BlocksRemoved) else []
+
     def stored(
         self, now_us: Micros, keys: Sequence[BlockKey], parent: BlockKey | None
     ) -> list[BlockEvent]:

@@ -29,6 +29,7 @@ from moonserve.core.kv.events import (
     event_keys,
 )
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
+from moonserve.core.kv.index import COPIES, ONE_COPY
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.vllm_hash import Algorithm, algorithm_of
 from moonserve.core.units import BlockKey, SegmentId, Tokens
@@ -48,8 +49,6 @@ _SHARED = ("cpu", "EXTERNAL")
 """Media of a shared store: the Mooncake connector of vLLM sends the first, SGLang the second."""
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")
 """Kinds of caches that hold every block of a prefix."""
-_ONE: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
-_FIELD = (1 << 20) - 1
 _MAX_KINDS = 64
 _POOL_TIER: Tier = "dram"
 
@@ -284,7 +283,7 @@ class BlockStream(Generic[K]):
         self._group = None
         self.algorithm = None
         self.block_size = None
-        return [tier for tier, one in _ONE.items() if counts // one & _FIELD]
+        return [tier for tier, one in ONE_COPY.items() if counts // one & COPIES]
 
     # Which events count, and where
 
@@ -392,8 +391,8 @@ class BlockStream(Generic[K]):
                     self._retire(hash, block)
                 self._add_stored(place, block)
                 continue
-            one = _ONE[place]
-            held = block.count // one & _FIELD
+            one = ONE_COPY[place]
+            held = block.count // one & COPIES
             if held and report:
                 self.stats.reports += 1
                 continue
@@ -449,8 +448,8 @@ class BlockStream(Generic[K]):
     def _remove(self, hash: EngineHash, place: Place) -> K | None:
         """Take away one copy. Returns the block's key if it was the last one at that place."""
         block = self._find(hash) if place == "pool" else self._known.get(hash)
-        one = 0 if place == "pool" else _ONE[place]
-        if block is None or (one and not block.count // one & _FIELD):
+        one = 0 if place == "pool" else ONE_COPY[place]
+        if block is None or (one and not block.count // one & COPIES):
             self.stats.unknown_removed += not self._orphans.removed(hash, place)
             return None
         if not one:
@@ -459,13 +458,13 @@ class BlockStream(Generic[K]):
         if not block.count:
             del self._known[hash]
             self._retire(hash, block)
-        return None if block.count // one & _FIELD else block.key
+        return None if block.count // one & COPIES else block.key
 
     def _on_cleared(self) -> None:
         """The engine's own cache is empty. Blocks on other tiers and in the pool stay."""
         self.stats.cleared += 1
         for hash, block in list(self._known.items()):
-            block.count &= ~_FIELD
+            block.count &= ~COPIES
             if not block.count:
                 del self._known[hash]
                 self._retire(hash, block)

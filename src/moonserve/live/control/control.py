@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from moonserve.core.kv.facts import BlockEvent
@@ -24,9 +26,9 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.peers import Several, Standing
+from moonserve.live.control.peers import Several
 from moonserve.live.control.placement_api import PlacementApi
-from moonserve.live.control.views import Alarms, Api, Copies, Predictions, Served
+from moonserve.live.control.views import Api, Figures, alarm_metrics, conductor_metrics
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
@@ -153,9 +155,13 @@ class Control(Part):
     def collectors(self) -> list[Collector]:
         """What the Conductor counts."""
         loop = self._conductor
-        several = [] if self._several is None else [Standing(self._several)]
-        alarms = Alarms(self._health.alarms)
-        return [Predictions(loop), Served(loop.account), Copies(loop), alarms, *several]
+        reads: list[Callable[[], Iterable[Metric]]] = [
+            partial(conductor_metrics, loop),
+            partial(alarm_metrics, self._health.alarms),
+        ]
+        if self._several is not None:
+            reads.append(self._several.metrics)
+        return [Figures(read) for read in reads]
 
     async def start(self, port: int) -> None:
         """Let the Conductor's time pass, and be found by others. Raises RegistryError."""

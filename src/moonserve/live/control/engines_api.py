@@ -9,18 +9,16 @@ Called by process.external.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest, ConfigError
-from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId
-from moonserve.live.control.views import instance_row
+from moonserve.live.control.views import by_label, instance_row
 from moonserve.live.external.fleet import Fleet, Unknown
 from moonserve.live.external.monitor import EngineMonitor
 from moonserve.live.external.registry_engines import RegistryEngines
@@ -29,10 +27,13 @@ from moonserve.live.health import Health
 from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.kvevents.follower import FeedCounts
 from moonserve.live.ports import ClusterRead
 
-_COUNTS = (
+log = logging.getLogger(__name__)
+
+PATH = "/api/instances"
+SOURCE = "HTTP"
+_EVENT_COUNTS = (
     ("events_batches", "Batches of KV events that arrived.", "batches"),
     ("events_gaps", "Times that batches of KV events were missing.", "gaps"),
     ("events_resets", "Times that all known blocks of an instance were forgotten.", "resets"),
@@ -43,18 +44,16 @@ _COUNTS = (
     ),
     ("events_malformed", "Messages that could not be read as KV events.", "malformed"),
 )
-
-
-def rows(fleet: Fleet) -> dict[InstanceId, dict[str, Any]]:
-    """What only the fleet knows of each instance, also of those that are not used."""
-    found = {}
-    for source, monitor in fleet.monitors():
-        for instance in monitor.member.spec.ids():
-            found[instance] = _row(source, monitor, instance)
-    return found
+_HIT_COUNTS = (
+    ("hit_predicted_tokens", "Prompt tokens predicted to be cached there.", "claimed"),
+    ("hit_confirmed_tokens", "Predicted tokens that were cached.", "found"),
+    ("hit_unpredicted_tokens", "Cached prompt tokens that were not predicted.", "unclaimed"),
+)
+"""Names of metrics, help texts, and fields of FeedCounts or Trust."""
 
 
 def _row(source: str, monitor: EngineMonitor, instance: InstanceId) -> dict[str, Any]:
+    """What only the fleet knows of an instance, also if it is not used."""
     spec = monitor.member.spec
     facts = monitor.facts
     feed = monitor.feeds.get(instance)
@@ -76,85 +75,50 @@ def _row(source: str, monitor: EngineMonitor, instance: InstanceId) -> dict[str,
     }
 
 
-class FleetMetrics(Collector):
+def fleet_metrics(fleet: Fleet, conductor: ClusterRead) -> Iterator[Metric]:
     """Per instance: whether it is up and trusted, its event counts, predicted and real hits."""
-
-    def __init__(self, fleet: Fleet, conductor: ClusterRead) -> None:
-        self._fleet = fleet
-        self._conductor = conductor
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by the metrics registry."""
-        monitors = [
-            (instance, monitor)
-            for _, monitor in self._fleet.monitors()
-            for instance in monitor.member.spec.ids()
-        ]
-        feeds = {i: monitor.feeds[i].counts() for i, monitor in monitors if i in monitor.feeds}
-        views = self._conductor.views()
-        yield _gauge(
-            "instance_up",
+    monitors = {
+        instance: monitor
+        for _, monitor in fleet.monitors()
+        for instance in monitor.member.spec.ids()
+    }
+    feeds = {i: monitor.feeds[i].counts() for i, monitor in monitors.items() if i in monitor.feeds}
+    joined = conductor.views()
+    views = {i: joined[i] for i in monitors if i in joined}
+    gauges: list[tuple[str, str, dict[InstanceId, float]]] = [
+        (
+            "up",
             "Whether the engine answers and is used.",
-            [(i, float(monitor.state == "up" and i in views)) for i, monitor in monitors],
-        )
-        yield _gauge(
-            "instance_events",
+            {i: monitor.state == "up" and i in views for i, monitor in monitors.items()},
+        ),
+        (
+            "events",
             "Whether its KV events are followed; 0: the gateway guesses what it holds.",
-            [(i, float(i in feeds)) for i, _ in monitors],
-        )
-        yield _gauge(
-            "instance_events_trusted",
+            {i: i in feeds for i in monitors},
+        ),
+        (
+            "events_trusted",
             "Whether its events add up to what it holds.",
-            [(i, float(_adds_up(it))) for i, it in feeds.items()],
-        )
-        yield from self._of_views([views[i] for i, _ in monitors if i in views])
-        for name, text, field in _COUNTS:
-            family = CounterMetricFamily(f"moonserve_instance_{name}", text, labels=("instance",))
-            for instance, counts in feeds.items():
-                family.add_metric((instance,), float(getattr(counts, field)))
-            yield family
-
-    def _of_views(self, views: list[InstanceView]) -> Iterable[Metric]:
-        yield _gauge(
-            "instance_trust",
+            {i: it.connected and it.trusted and not it.fault for i, it in feeds.items()},
+        ),
+        (
+            "trust",
             "The share of its claims to hold blocks that counts; 1: it is trusted.",
-            [(view.info.id, view.trust.share) for view in views],
-        )
-        yield _gauge(
-            "instance_others",
+            {i: view.trust.share for i, view in views.items()},
+        ),
+        (
+            "others",
             "Requests there that did not come from this gateway.",
-            [
-                (view.info.id, float(view.external.waiting + view.external.running))
-                for view in views
-            ],
-        )
-        for name, text, field in (
-            ("hit_predicted", "Prompt tokens predicted to be cached there.", "claimed"),
-            ("hit_confirmed", "Predicted tokens that were cached.", "found"),
-            ("hit_unpredicted", "Cached prompt tokens that were not predicted.", "unclaimed"),
-        ):
-            full = f"moonserve_instance_{name}_tokens"
-            family = CounterMetricFamily(full, text, labels=("instance",))
-            for view in views:
-                family.add_metric((view.info.id,), float(getattr(view.trust, field)))
-            yield family
-
-
-def _adds_up(counts: FeedCounts) -> bool:
-    return counts.connected and counts.trusted and not counts.fault
-
-
-def _gauge(name: str, text: str, values: list[tuple[InstanceId, float]]) -> Metric:
-    family = GaugeMetricFamily(f"moonserve_{name}", text, labels=("instance",))
-    for instance, value in values:
-        family.add_metric((instance,), value)
-    return family
-
-
-log = logging.getLogger(__name__)
-
-PATH = "/api/instances"
-SOURCE = "HTTP"
+            {i: view.external.waiting + view.external.running for i, view in views.items()},
+        ),
+    ]
+    for name, text, values in gauges:
+        yield by_label(GaugeMetricFamily, f"instance_{name}", text, "instance", values)
+    trusts = {i: view.trust for i, view in views.items()}
+    for counted, counts in ((feeds, _EVENT_COUNTS), (trusts, _HIT_COUNTS)):
+        for name, text, field in counts:
+            values = {i: getattr(it, field) for i, it in counted.items()}
+            yield by_label(CounterMetricFamily, f"instance_{name}", text, "instance", values)
 
 
 class WrongDescription(BadRequest):
@@ -225,9 +189,11 @@ class EnginesApi:
     async def _list(self, request: HttpRequest) -> Response:
         views, now_us = self._conductor.views(), self._conductor.now_us()
         listed = []
-        for instance, row in rows(self._fleet).items():
-            view = views.get(instance)
-            listed.append(row if view is None else instance_row(view, now_us) | row)
+        for source, monitor in self._fleet.monitors():
+            for instance in monitor.member.spec.ids():
+                view = views.get(instance)
+                known = {} if view is None else instance_row(view, now_us)
+                listed.append(known | _row(source, monitor, instance))
         return json_response(listed)
 
     async def _add(self, request: HttpRequest) -> Response:

@@ -107,10 +107,7 @@ class Internal:
                     f"the store's master reports the blocks of {event.segment}, not workers",
                     "segment",
                 )
-            if isinstance(event, BlocksStored):
-                self._conductor.tell(*self._reported.stored(now_us, event.keys, event.parent))
-            else:
-                self._conductor.tell(*self._reported.removed(now_us, event.keys))
+            self._conductor.tell(*self._reported.take(now_us, event))
 
 
 def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:

@@ -174,7 +174,7 @@ class ConductorLoop:
 
     def tell(self, *facts: Fact) -> None:
         """Report facts; all facts of this turn of the event loop make one step."""
-        if not self._facts:
+        if facts and not self._facts:
             asyncio.get_running_loop().call_soon(self._flush)
         self._facts.extend(facts)
 
@@ -319,7 +319,6 @@ class ConductorLoop:
                 self.waited_us += action.decision.waited_us
             record.decision = action.decision
             record.candidates = action.candidates
-            record.candidates = action.candidates
             record.attempts += 1
             record.outcome = "running"
 
@@ -331,5 +330,4 @@ class ConductorLoop:
         if isinstance(action, Refuse):
             record.reason = action.reason
             record.decision = action.decision
-            record.candidates = action.candidates
             record.candidates = action.candidates

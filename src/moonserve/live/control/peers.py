@@ -16,13 +16,12 @@ import asyncio
 import contextlib
 import logging
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest, MoonserveError, RegistryError
 from moonserve.core.kv.facts import BlocksStored
@@ -354,6 +353,19 @@ class Several:
         if self._heard.pop(gateway, None) is not None:
             self._conductor.tell(PeerPromised(gateway, ()))
 
+    def metrics(self) -> Iterator[Metric]:
+        """What is measured of several gateways."""
+        for name, text, value in (
+            ("gateway_peers", "Other gateways in the registry.", len(self._peers)),
+            ("gateway_leads", "Whether this gateway leads.", self.leads),
+            (
+                "index_complete",
+                "Whether the index was complete at the start.",
+                not self.not_ready and not self.index.startswith("incomplete"),
+            ),
+        ):
+            yield GaugeMetricFamily(f"moonserve_{name}", text, value=float(value))
+
     async def _gateways(self, request: HttpRequest) -> Response:
         peers = sorted(self._peers, key=lambda it: it.name)
         return json_response(
@@ -367,27 +379,6 @@ class Several:
                 ],
             }
         )
-
-
-class Standing(Collector):
-    """The metrics of several gateways."""
-
-    def __init__(self, several: Several) -> None:
-        self._several = several
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by the registry of metrics."""
-        it = self._several
-        for name, text, value in (
-            ("gateway_peers", "Other gateways in the registry.", len(it._peers)),
-            ("gateway_leads", "Whether this gateway leads.", it.leads),
-            (
-                "index_complete",
-                "Whether the index was complete at the start.",
-                not it.not_ready and not it.index.startswith("incomplete"),
-            ),
-        ):
-            yield GaugeMetricFamily(f"moonserve_{name}", text, value=float(value))
 
 
 def _changed(told: tuple[Promises, ...], now: tuple[Promises, ...]) -> bool:

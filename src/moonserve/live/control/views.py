@@ -6,8 +6,8 @@ Control mounts the handlers and lists the collectors, which read the Conductor's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -17,17 +17,21 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.explain import Explanation, explanation, why, why_spread
 from moonserve.core.schedule.hot import SKIPPED
 from moonserve.core.schedule.view import InstanceView
-from moonserve.core.units import Micros, RequestId
+from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
 from moonserve.live.control.loop import ConductorLoop, Record
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.pool import Pool
 
 DECISIONS_PREFIX = "/api/decisions/"
+_SHOWN = (
+    *("id", "role", "url", "model", "epoch", "kv_blocks", "block_bytes", "max_seqs"),
+    *("chunk_tokens", "layers", "segment", "rack"),
+)
+"""Fields of an InstanceInfo that are shown as they are."""
 
 
 class NoDecision(BadRequest):
@@ -91,23 +95,12 @@ def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
     """What the Conductor knows and estimates about an instance."""
     info, trust = view.info, view.trust
     return {
-        "id": info.id,
-        "role": info.role,
-        "url": info.url,
-        "model": info.model,
-        "epoch": info.epoch,
+        **{name: getattr(info, name) for name in _SHOWN},
         "heard_ms_ago": (now_us - view.heard_us) / 1_000,
         "running": view.load.running,
         "waiting": view.load.waiting,
         "free_blocks": view.load.free_blocks,
-        "kv_blocks": info.kv_blocks,
-        "block_bytes": info.block_bytes,
         "block_size": info.namespace.block_size,
-        "max_seqs": info.max_seqs,
-        "chunk_tokens": info.chunk_tokens,
-        "layers": info.layers,
-        "segment": info.segment,
-        "rack": info.rack,
         "prefills_promised": view.prefills,
         "queue_ms": view.queue_us(now_us) / 1_000,
         "decodes_promised": view.decodes,
@@ -146,112 +139,96 @@ def _ms(us: Micros | None) -> float | None:
     return None if us is None else us / 1_000
 
 
-class Predictions(Collector):
-    """The errors of the Conductor's predictions: bias (predicted less actual), and quantiles."""
+class Figures(Collector):
+    """Metrics that are read from what this process knows whenever /metrics is read."""
 
-    def __init__(self, conductor: ConductorLoop) -> None:
-        self._conductor = conductor
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by the registry. Before the first comparison there is no sample."""
-        for name, text, errors, unit in (
-            (
-                "moonserve_decode_tbt_error_seconds",
-                "TBT predicted at admission for the end of prefill, less the TBT then.",
-                self._conductor.errors.tbt,
-                1e6,
-            ),
-            (
-                "moonserve_output_error_tokens",
-                "Output length predicted at the start of decode, less the real length.",
-                self._conductor.errors.output,
-                1.0,
-            ),
-        ):
-            family = GaugeMetricFamily(name, text, labels=("figure",))
-            parts = {"bias": errors.bias, "p50": errors.quantile(0.5), "p90": errors.quantile(0.9)}
-            for figure, value in parts.items():
-                if value is not None:
-                    family.add_metric((figure,), value / unit)
-            yield family
-
-
-class Served(Collector):
-    """The counts of the Conductor's account: goodput, wasted prefill, shared prompts."""
-
-    def __init__(self, account: Account) -> None:
-        self._account = account
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry."""
-        it = self._account
-        for name, text, count in (
-            (
-                "good_requests",
-                "Requests served within their SLOs; TBT is the mean of a request.",
-                it.good,
-            ),
-            ("good_tokens", "Input and output tokens of those requests.", it.good_tokens),
-            (
-                "wasted_prefill_seconds",
-                "Predicted prefill time of requests later dropped, failed or prefilled again.",
-                it.wasted_us / 1e6,
-            ),
-            ("shared_prefills", "Prompts that a group of instances prefilled together.", it.shared),
-        ):
-            yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
+        return self._read()
 
 
-class Copies(Collector):
-    """Copies of hot prefixes: how many started, succeeded and failed, and why others did not."""
-
-    def __init__(self, conductor: ConductorLoop) -> None:
-        self._conductor = conductor
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
-        hot = self._conductor.copies
-        copies = CounterMetricFamily(
-            "moonserve_spread_copies", "Copies of hot prefixes, by stage.", labels=("stage",)
-        )
-        for stage in ("started", "done", "failed"):
-            copies.add_metric((stage,), hot.done[stage])
-        yield copies
-        skipped = CounterMetricFamily(
-            "moonserve_spread_skipped",
-            "Hot prefixes that were not copied, by reason.",
-            labels=("reason",),
-        )
-        for reason in SKIPPED:
-            skipped.add_metric((reason,), hot.skipped[reason])
-        yield skipped
-        for name, text, count in (
-            ("spread_copied_bytes", "Copied bytes of hot prefixes.", hot.done["bytes"]),
-            (
-                "kept_blocks",
-                "Blocks that prefill instances loaded and keep.",
-                self._conductor.kept_blocks,
-            ),
-        ):
-            yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
-        for name, text, count in (
-            ("spread_copies_under_way", "Copies of hot prefixes that run now.", len(hot)),
-            (
-                "spread_bytes_under_way",
-                "Bytes that these copies still have to move.",
-                hot.bytes_under_way,
-            ),
-        ):
-            yield GaugeMetricFamily(f"moonserve_{name}", text, value=count)
+S = TypeVar("S", bound=str)
+Family: TypeAlias = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
-class Alarms(Collector):
+def by_label(family: Family, name: str, text: str, label: str, values: Mapping[S, float]) -> Metric:
+    """A metric with one value for each value of its label."""
+    metric = family(f"moonserve_{name}", text, labels=(label,))
+    for of, value in values.items():
+        metric.add_metric((of,), value)
+    return metric
+
+
+def conductor_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
+    """What the Conductor counts: goodput, wasted prefill, copies of hot prefixes, and the errors
+    of its predictions (bias: predicted less actual)."""
+    account, hot = conductor.account, conductor.copies
+    counts: Family = CounterMetricFamily
+    now: Family = GaugeMetricFamily
+    for family, name, text, value in (
+        (
+            counts,
+            "good_requests",
+            "Requests served within their SLOs; TBT is the mean of a request.",
+            account.good,
+        ),
+        (counts, "good_tokens", "Input and output tokens of those requests.", account.good_tokens),
+        (
+            counts,
+            "wasted_prefill_seconds",
+            "Predicted prefill time of requests later dropped, failed or prefilled again.",
+            account.wasted_us / MICROS_PER_SECOND,
+        ),
+        (
+            counts,
+            "shared_prefills",
+            "Prompts that a group of instances prefilled together.",
+            account.shared,
+        ),
+        (counts, "spread_copied_bytes", "Copied bytes of hot prefixes.", hot.done["bytes"]),
+        (
+            counts,
+            "kept_blocks",
+            "Blocks that prefill instances loaded and keep.",
+            conductor.kept_blocks,
+        ),
+        (now, "spread_copies_under_way", "Copies of hot prefixes that run now.", len(hot)),
+        (
+            now,
+            "spread_bytes_under_way",
+            "Bytes that these copies still have to move.",
+            hot.bytes_under_way,
+        ),
+    ):
+        yield family(f"moonserve_{name}", text, value=value)
+    stages = {stage: hot.done[stage] for stage in ("started", "done", "failed")}
+    yield by_label(counts, "spread_copies", "Copies of hot prefixes, by stage.", "stage", stages)
+    skipped = {reason: hot.skipped[reason] for reason in SKIPPED}
+    text = "Hot prefixes that were not copied, by reason."
+    yield by_label(counts, "spread_skipped", text, "reason", skipped)
+    for name, text, errors, unit in (
+        (
+            "decode_tbt_error_seconds",
+            "TBT predicted at admission for the end of prefill, less the TBT then.",
+            conductor.errors.tbt,
+            MICROS_PER_SECOND,
+        ),
+        (
+            "output_error_tokens",
+            "Output length predicted at the start of decode, less the real length.",
+            conductor.errors.output,
+            1,
+        ),
+    ):
+        figures = {"bias": errors.bias, "p50": errors.quantile(0.5), "p90": errors.quantile(0.9)}
+        values = {of: value / unit for of, value in figures.items() if value is not None}
+        yield by_label(now, name, text, "figure", values)
+
+
+def alarm_metrics(alarms: Callable[[], list[str]]) -> Iterator[Metric]:
     """The number of alarms."""
-
-    def __init__(self, alarms: Callable[[], list[str]]) -> None:
-        self._alarms = alarms
-
-    def collect(self) -> Iterable[Metric]:
-        """Called by the registry."""
-        text = "Alarms that an operator should look at; /health lists them."
-        yield GaugeMetricFamily("moonserve_alarms", text, value=float(len(self._alarms())))
+    text = "Alarms that an operator should look at; /health lists them."
+    yield GaugeMetricFamily("moonserve_alarms", text, value=float(len(alarms())))

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive
-from moonserve.core.kv.facts import BlocksRemoved
+from moonserve.core.kv.inferred import Reported
 from moonserve.core.schedule import observed
 from moonserve.core.schedule.observed import Part, Watch
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 from moonserve.live.external.handshake import EngineFacts, beside
 from moonserve.live.external.member import Member
-from moonserve.live.external.monitor import POOL, EngineMonitor, FactReporter, Times
+from moonserve.live.external.monitor import POOL, EngineMonitor, Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.kvevents.follower import FeedCounts, Follow
@@ -101,7 +101,7 @@ class Fleet:
         self.times = times or Times()
         self._conductor = conductor
         self._http = http
-        self._reporter = FactReporter(conductor)
+        self._pool = Reported(POOL)
         self._load_text = load_text
         self._environ = environ
         self._follow = follow
@@ -165,7 +165,8 @@ class Fleet:
             await self._remove(old)
         monitor = EngineMonitor(
             Member(spec, self._http, key),
-            self._reporter,
+            self._conductor,
+            self._pool,
             tools,
             self.times,
             self._check,
@@ -248,7 +249,7 @@ class Fleet:
 
     def missed(self, keys: Sequence[BlockKey]) -> None:
         """See Observer."""
-        self._reporter.tell(BlocksRemoved(POOL, tuple(keys), "dram", 0))
+        self._conductor.tell(*self._pool.removed(self._conductor.now_us(), keys))
 
     def began(
         self,

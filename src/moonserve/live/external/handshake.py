@@ -16,7 +16,7 @@ import msgspec
 
 from moonserve.core.errors import BadRequest, EngineFailed
 from moonserve.core.units import Tokens
-from moonserve.live.external.member import ASK_S, Member, Mismatch, Page, read_page
+from moonserve.live.external.member import ASK_S, Member, Mismatch, Page
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.http.message import UNREADABLE
 from moonserve.live.text.tools import TextTools
@@ -147,8 +147,10 @@ async def _card(member: Member) -> _Card:
 
 
 async def _page(member: Member, warnings: list[str]) -> Page:
-    reply = await member.ask("/metrics")
-    page = read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
+    try:
+        page = await member.page()
+    except EngineFailed:
+        page = Page()
     if not page.ranks:
         remedy = ": start it with --enable-metrics" if member.spec.engine == "sglang" else ""
         warnings.append(f"/metrics has no load: work that others send there is not seen{remedy}")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient
 
+T = TypeVar("T")
+
+ASK_S = 5.0
 _STARTED = "process_start_time_seconds"
 _CACHE = "vllm:cache_config_info"
 _FINISHED = "vllm:request_success_total"
@@ -114,9 +117,6 @@ def _lines(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
             yield name, dict(_LABEL.findall(rest)), value
 
 
-ASK_S = 5.0
-
-
 class Mismatch(MoonserveError):
     """The engine differs from its description, or does not fit the others of its model."""
 
@@ -129,6 +129,26 @@ class _Rank(msgspec.Struct):
     """The bootstrap server's answer about one data-parallel rank."""
 
     engine_id: str
+
+
+class _Shared(Generic[T]):
+    """A call that all callers share who come while it runs."""
+
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._call = call
+        self._task: asyncio.Task[T] | None = None
+
+    async def result(self) -> T:
+        """The result of the call that runs; if none runs, of a new one."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._call())
+            self._task.add_done_callback(self._ended)
+        return await asyncio.shield(self._task)
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        self._task = None
+        if not task.cancelled():
+            task.exception()  # callers get it; mark it as seen if there are none
 
 
 class Member:
@@ -147,8 +167,8 @@ class Member:
         """Whether the bootstrap server named other engine ids than before: it is a new process."""
         self._http = http
         self._engine_ids: dict[int, str] = {}
-        self._loading: asyncio.Task[Page] | None = None
-        self._asking: asyncio.Task[dict[int, str]] | None = None
+        self._loading = _Shared(self.page)
+        self._asking = _Shared(self._query)
 
     async def ask(self, path: str, body: Any = None, timeout_s: float = ASK_S) -> ClientResponse:
         """GET a path of the engine, or POST `body` there as JSON. Raises UpstreamError,
@@ -174,50 +194,33 @@ class Member:
 
         Concurrent callers share one call. Raises EngineFailed: there is no answer.
         """
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._query())
-            self._asking.add_done_callback(self._answered)
         before = self._engine_ids
-        changed = await asyncio.shield(self._asking) != before
+        changed = await self._asking.result() != before
         self.changed = self.changed or (changed and bool(before))
         return changed
 
     async def load(self) -> Page:
-        """The engine's metrics now. Concurrent callers share one call. Raises as HttpClient, and
-        EngineFailed if the engine gives none."""
-        if self._loading is None:
-            self._loading = asyncio.create_task(self._load())
-            self._loading.add_done_callback(self._loaded)
-        return await asyncio.shield(self._loading)
+        """As `page`; concurrent callers share one call."""
+        return await self._loading.result()
 
-    def _loaded(self, task: asyncio.Task[Page]) -> None:
-        self._loading = None
-        if not task.cancelled():
-            task.exception()  # callers get it; mark it as seen if there are none
-
-    async def _load(self) -> Page:
-        reply = await self.ask("/metrics")
+    async def page(self, timeout_s: float = ASK_S) -> Page:
+        """The engine's metrics now. Raises as `ask`, and EngineFailed if it gives none."""
+        reply = await self.ask("/metrics", timeout_s=timeout_s)
         if reply.status != 200:
             raise EngineFailed(f"GET {self.url}/metrics answered {reply.status}")
         return read_page(reply.body.decode("utf-8", "replace"))
-
-    def _answered(self, task: asyncio.Task[dict[int, str]]) -> None:
-        self._asking = None
-        if not task.cancelled():
-            task.exception()  # callers get it; mark it as seen if there are none
 
     async def _query(self) -> dict[int, str]:
         url = f"{self.bootstrap}/query"
         try:
             reply = await self._http.request("GET", url, timeout_s=ASK_S)
-            if reply.status != 200:
-                raise EngineFailed(f"GET {url} answered {reply.status}")
-            said = msgspec.json.decode(reply.body, type=dict[str, _Rank])
-            self._engine_ids = {int(rank): entry.engine_id for rank, entry in said.items()}
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise EngineFailed(f"GET {url} gave no engine ids by rank: {error}") from None
-        except EngineFailed:
-            raise
         except MoonserveError as error:
             raise EngineFailed(str(error)) from None
+        if reply.status != 200:
+            raise EngineFailed(f"GET {url} answered {reply.status}")
+        try:
+            found = msgspec.json.decode(reply.body, type=dict[str, _Rank])
+            self._engine_ids = {int(rank): entry.engine_id for rank, entry in found.items()}
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise EngineFailed(f"GET {url} gave no engine ids by rank: {error}") from None
         return self._engine_ids

@@ -3,7 +3,7 @@
 Fleet runs one task per engine. The outcome of clients' calls does not matter here: an engine is up
 while it answers GET /health, and keeps the facts of its handshake until its process changes. The
 monitor makes a ConductorIndexer for each engine rank whose KV events it follows, and reports all
-facts through a FactReporter. live.kvevents.follower opens the sockets of events.
+facts. live.kvevents.follower opens the sockets of events.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.events import KvBatch
-from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
+from moonserve.core.kv.facts import TIERS, BlockEvent, BlocksCleared
 from moonserve.core.kv.inferred import Reported
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.kv.stream import KvEventStream, StreamStats
 from moonserve.core.schedule.facts import (
     Beat,
-    Fact,
     InstanceInfo,
     InstanceLoad,
     Joined,
@@ -33,77 +32,22 @@ from moonserve.core.schedule.facts import (
 )
 from moonserve.core.schedule.observed import Watch
 from moonserve.core.schedule.view import InstanceView
-from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens, seconds_to_us
+from moonserve.core.units import InstanceId, SegmentId, Tokens, seconds_to_us
 from moonserve.live.external.handshake import EngineFacts, handshake, models
-from moonserve.live.external.member import Member, Mismatch, Page, RankPage, read_page
+from moonserve.live.external.member import Member, Mismatch, Page, RankPage
 from moonserve.live.kvevents.follower import Feed, Follow
 from moonserve.live.kvevents.wire import EventAddress
+from moonserve.live.ports import ClusterFeed
 from moonserve.live.text.tools import TextTools
 
 POOL = SegmentId("shared-store")
 """The holder of what engines put into a store that they share."""
 
 
-class MonitoredCluster(Protocol):
-    """The Conductor, as far as engines' monitors need it."""
-
-    def now_us(self) -> Micros:
-        """The Conductor's clock."""
-
-    def views(self) -> Mapping[InstanceId, InstanceView]:
-        """The instances that have joined."""
-
-    def tell(self, *facts: Fact) -> None:
-        """Report facts for the Conductor's next step."""
-
-
-class FactReporter:
-    """The Conductor as monitors report to it: each block of a shared store is reported once.
-
-    Nobody reports what that store evicts. If it has too many blocks, those that were reported
-    longest ago are taken out.
-    """
-
-    def __init__(self, cluster: MonitoredCluster) -> None:
-        self._cluster = cluster
-        self._pool = Reported(POOL)
-
-    def now_us(self) -> Micros:
-        """See MonitoredCluster."""
-        return self._cluster.now_us()
-
-    def views(self) -> Mapping[InstanceId, InstanceView]:
-        """See MonitoredCluster."""
-        return self._cluster.views()
-
-    def tell(self, *facts: Fact) -> None:
-        """See MonitoredCluster."""
-        reported: list[Fact] = []
-        for fact in facts:
-            if isinstance(fact, BlocksStored) and fact.segment == POOL:
-                reported += self._pool.stored(self.now_us(), fact.keys, fact.parent)
-            elif isinstance(fact, BlocksRemoved) and fact.segment == POOL:
-                reported += self._pool.removed(self.now_us(), fact.keys)
-            else:
-                reported.append(fact)
-        if reported:
-            self._cluster.tell(*reported)
-
-
-class BlockSink(Protocol):
-    """What receives the facts of a ConductorIndexer: an EngineMonitor."""
-
-    def blocks(self, *facts: BlockEvent) -> None:
-        """The engine's blocks have changed."""
-
-    def restarted(self) -> None:
-        """The engine's events began anew: it is a new process."""
-
-
 class ConductorIndexer:
     """A BlockIndexer: an engine rank's events as facts about one instance, in one epoch of it."""
 
-    def __init__(self, info: InstanceInfo, shares_store: bool, sink: BlockSink) -> None:
+    def __init__(self, info: InstanceInfo, shares_store: bool, sink: EngineMonitor) -> None:
         """`shares_store`: whether events of a shared store are facts about POOL."""
         assert info.segment is not None, "external engines hold their own KV"
         self.info = info
@@ -124,7 +68,7 @@ class ConductorIndexer:
     def batch(self, batch: KvBatch) -> None:
         """See BlockIndexer."""
         facts = self._stream.batch(batch)
-        if facts:
+        if facts:  # mostly none
             self.sink.blocks(*facts)
 
     def reset(self, restarted: bool) -> None:
@@ -137,7 +81,6 @@ class ConductorIndexer:
 log = logging.getLogger(__name__)
 
 State: TypeAlias = Literal["asking", "up", "lost", "refused"]
-_TIERS: tuple[Tier, ...] = ("device", "dram", "disk")
 _MAX_SEQS = 256
 _CHUNK_TOKENS = 8_192
 _LEAST_GAPS = 16
@@ -169,14 +112,16 @@ class EngineMonitor:
     def __init__(
         self,
         member: Member,
-        conductor: MonitoredCluster,
+        conductor: ClusterFeed,
+        pool: Reported,
         tools: TextTools | None,
         times: Times,
         check: Callable[[Member, EngineFacts], EngineFacts],
         follow: Follow | None,
     ) -> None:
-        """`tools`: of the engine's tokenizer, None: it has none here; `check`: raises Mismatch if
-        the engine does not fit the others of its model; `follow`: None: do not follow events."""
+        """pool: the blocks of POOL, of which all monitors report. tools: of the engine's
+        tokenizer; None: it has none here. check: raises Mismatch if the engine does not fit the
+        others of its model. follow: None: do not follow events."""
         self.member = member
         self.tools = tools
         self.state: State = "asking"
@@ -188,6 +133,7 @@ class EngineMonitor:
         self.feeds: dict[InstanceId, Feed] = {}
         self.epoch = 0
         self._conductor = conductor
+        self._pool = pool
         self._times = times
         self._check = check
         self._follow = follow
@@ -222,14 +168,15 @@ class EngineMonitor:
         await self._close_feeds()
         self._forget(self.epoch + 1, "")
 
-    # As a BlockSink.
+    # For the KV events that it follows.
 
-    def blocks(self, *facts: BlockEvent) -> None:
-        """See BlockSink."""
-        self._conductor.tell(*facts)
+    def blocks(self, *events: BlockEvent) -> None:
+        """The engine's blocks have changed. Each block of a shared store is reported once."""
+        now_us = self._conductor.now_us()
+        self._conductor.tell(*[it for event in events for it in self._pool.take(now_us, event)])
 
     def restarted(self) -> None:
-        """See BlockSink."""
+        """The engine's events began anew: it is a new process."""
         self._new_process = True
 
     # Joining.
@@ -342,11 +289,9 @@ class EngineMonitor:
     async def _page(self) -> Page:
         """The engine's metrics; an empty page if it gives none."""
         try:
-            timeout_s = self._times.answer_s
-            reply = await self.member.ask("/metrics", timeout_s=timeout_s)
+            return await self.member.page(self._times.answer_s)
         except MoonserveError:
             return Page()
-        return read_page(reply.body.decode("utf-8", "replace")) if reply.status == 200 else Page()
 
     def _beat(self, page: Page) -> None:
         for rank, info in enumerate(self.member.infos.values()):
@@ -409,7 +354,7 @@ class EngineMonitor:
 
     def _cleared(self, instance: InstanceId, epoch: int) -> list[BlockEvent]:
         segment = SegmentId(instance)
-        return [BlocksCleared(segment, tier, epoch) for tier in _TIERS]
+        return [BlocksCleared(segment, tier, epoch) for tier in TIERS]
 
     async def _close_feeds(self) -> None:
         while self.feeds:  # if this is cancelled, `close` closes the rest

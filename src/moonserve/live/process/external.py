@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from prometheus_client.registry import Collector
 
-from moonserve.live.control.engines_api import EnginesApi, FleetMetrics
+from moonserve.live.control.engines_api import EnginesApi, fleet_metrics
+from moonserve.live.control.views import Figures
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.registry_engines import RegistryEngines
@@ -77,7 +79,7 @@ class ExternalEngines(Part):
 
     def collectors(self) -> list[Collector]:
         """What the fleet counts."""
-        return [FleetMetrics(self.fleet, self._conductor)]
+        return [Figures(partial(fleet_metrics, self.fleet, self._conductor))]
 
     async def prepare(self) -> None:
         """Read the tokenizers of the engines, which join as they answer. Raises ConfigError."""
