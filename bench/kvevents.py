@@ -88,10 +88,10 @@ def ways() -> dict[str, Doing]:
     """What is done with a frame, each with state of its own."""
 
     def to_stream(payload: bytes) -> None:
-        alone.batch(decode_batch(payload))
+        alone.facts(decode_batch(payload))
 
     def to_index(payload: bytes) -> None:
-        for fact in stream.batch(decode_batch(payload)):
+        for fact in stream.facts(decode_batch(payload)):
             if isinstance(fact, BlocksStored):
                 index.stored(fact.segment, fact.keys, fact.parent, fact.tier, fact.epoch)
             elif isinstance(fact, BlocksRemoved):

@@ -36,7 +36,7 @@ class Follower:
 
     def batch(self, batch: KvBatch) -> None:
         self.events += [it for it in batch.events if isinstance(it, StoredEvent | RemovedEvent)]
-        self.facts += (facts := self.stream.batch(batch))
+        self.facts += (facts := self.stream.facts(batch))
         feed(self.index, facts)
 
     def reset(self, why: str, restarted: bool) -> None:

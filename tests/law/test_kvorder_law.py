@@ -59,10 +59,10 @@ class OrderAgainstEngine(RuleBasedStateMachine):
     def do(self, steps: list[Step]) -> None:
         for step in steps:
             if isinstance(step, Reset):
-                feed(self.index, self.stream.reset())
+                feed(self.index, self.stream.cleared())
                 assert self.index.entries == 0
             else:
-                feed(self.index, self.stream.batch(step))
+                feed(self.index, self.stream.facts(step))
 
     def publish(self, event: KvEvent, copies: int) -> None:
         self.ts += 1.0

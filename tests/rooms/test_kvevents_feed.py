@@ -61,11 +61,11 @@ class Gateway:
 
     def batch(self, batch: KvBatch) -> None:
         self.batches += 1
-        feed(self.index, self.stream.batch(batch))
+        feed(self.index, self.stream.facts(batch))
 
     def reset(self, why: str, restarted: bool) -> None:
         self.resets.append((why, restarted))
-        feed(self.index, self.stream.reset())
+        feed(self.index, self.stream.cleared())
         assert self.index.entries == 0
 
     def has(self, tokens: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from moonserve.core.kv.events import (
 from moonserve.core.kv.facts import BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import Namespace, chain_keys
-from moonserve.core.kv.stream import KvEventStream
+from moonserve.core.kv.stream import Bounds, KvEventStream
 from moonserve.core.kv.vllm_hash import algorithm_of, block_hash, event_hash, root_hash
 from moonserve.core.units import SegmentId
 from moonserve.live.kvevents.wire import read_live
@@ -37,7 +37,7 @@ def keys_of(tokens: Sequence[int], **fields: str) -> list[bytes]:
 
 def stream(pool: SegmentId | None = None, **bounds: int) -> KvEventStream:
     """One of an engine with our block size."""
-    return KvEventStream(ME, 7, PLAIN, pool, **bounds)
+    return KvEventStream(ME, 7, PLAIN, pool, Bounds(**bounds))
 
 
 def batch(*events: KvEvent) -> KvBatch:
@@ -53,7 +53,7 @@ class Indexed:
         self.index = PrefixIndex()
 
     def tell(self, *events: KvEvent) -> None:
-        feed(self.index, self.stream.batch(batch(*events)))
+        feed(self.index, self.stream.facts(batch(*events)))
 
     def has(self, keys: Sequence[bytes], holder: SegmentId = ME) -> int:
         """Leading blocks that a holder has."""
@@ -196,12 +196,12 @@ def test_a_block_stored_twice_goes_with_its_second_removal() -> None:
     """The index gets the first store and the last removal: engines store a hash twice at times."""
     it = stream()
     first = stored(A, SIZE)
-    assert len(it.batch(batch(first))) == 1
-    assert it.batch(batch(first)) == []
+    assert len(it.facts(batch(first))) == 1
+    assert it.facts(batch(first)) == []
     gone = RemovedEvent(first.block_hashes, "GPU", 0)
-    assert it.batch(batch(gone)) == []
-    assert it.batch(batch(gone)) == [BlocksRemoved(ME, (*keys_of(A),), "device", 7)]
-    assert it.batch(batch(gone)) == []
+    assert it.facts(batch(gone)) == []
+    assert it.facts(batch(gone)) == [BlocksRemoved(ME, (*keys_of(A),), "device", 7)]
+    assert it.facts(batch(gone)) == []
     assert it.stats.unknown_removed == 4
 
 
@@ -244,12 +244,12 @@ def test_a_child_waits_for_its_parent() -> None:
 
 def test_orphans_are_bounded() -> None:
     """The oldest of too many orphans are given up, and counted."""
-    it = stream(max_orphans=2)
+    it = stream(orphans=2)
     chains = [[*range(n, n + 2 * SIZE)] for n in (0, 100, 200)]
     for chain in chains:
-        it.batch(batch(stored(chain, SIZE, 1)))
+        it.facts(batch(stored(chain, SIZE, 1)))
     assert it.stats.orphans_dropped == 1
-    heads = [it.batch(batch(stored(chain[:SIZE], SIZE))) for chain in chains]
+    heads = [it.facts(batch(stored(chain[:SIZE], SIZE))) for chain in chains]
     told = [sum(len(f.keys) for f in facts if isinstance(f, BlocksStored)) for facts in heads]
     assert told == [1, 2, 2]
 
@@ -266,7 +266,7 @@ def test_a_parent_may_be_gone_when_its_child_comes() -> None:
 
 def test_a_chain_stored_anew_around_a_block_that_stayed() -> None:
     """A hole in a chain is filled by a second copy of what comes after it, counted as such."""
-    it = Indexed(stream(max_retired=0))
+    it = Indexed(stream(retired=0))
     names = stored(A, SIZE).block_hashes
     it.tell(stored(A, SIZE), RemovedEvent(names[:1], "GPU", 0), stored(A, SIZE))
     assert (it.has(keys_of(A)), it.stream.blocks) == (4, 4)
@@ -294,7 +294,7 @@ def test_clearing_empties_the_device_only() -> None:
     still be a parent."""
     it = Indexed(stream(POOL))
     it.tell(stored(A, SIZE), stored(A, SIZE, medium="cpu"))
-    assert it.stream.batch(batch(ClearedEvent())) == [BlocksCleared(ME, "device", 7)]
+    assert it.stream.facts(batch(ClearedEvent())) == [BlocksCleared(ME, "device", 7)]
     assert it.has(keys_of(A), POOL) == 4
     assert it.stream.blocks == 0
 
@@ -303,7 +303,7 @@ def test_a_reset_forgets_all_but_the_pool() -> None:
     """After lost batches no earlier block counts, on any tier; the same hash is new again."""
     it = Indexed(stream(POOL))
     it.tell(stored(A, SIZE), stored(A, SIZE, medium="CPU"), stored(A, SIZE, medium="cpu"))
-    feed(it.index, it.stream.reset())
+    feed(it.index, it.stream.cleared())
     assert (it.has(keys_of(A)), it.has(keys_of(A), POOL)) == (0, 4)
     it.tell(stored(A, SIZE, 1))
     assert it.has(keys_of(A)) == 0, "its parent was never told to this stream"
@@ -314,14 +314,14 @@ def test_a_reset_forgets_all_but_the_pool() -> None:
 def test_another_block_size_is_said_and_not_indexed() -> None:
     """Blocks of another size than the namespace's are not indexed; `mismatch` has the size."""
     it = stream()
-    assert it.batch(batch(stored(A, 16))) == []
+    assert it.facts(batch(stored(A, 16))) == []
     assert (it.mismatch, it.stats.mismatches) == (16, 8)
 
 
 def test_blocks_filled_in_part_are_left_out() -> None:
     """A smaller block of an engine with our size is no mismatch of the engine."""
     it = stream()
-    it.batch(batch(stored(A, SIZE), StoredEvent([9], None, [1] * 8, 8, None, "GPU")))
+    it.facts(batch(stored(A, SIZE), StoredEvent([9], None, [1] * 8, 8, None, "GPU")))
     assert (it.mismatch, it.stats.mismatches) == (None, 1)
 
 
@@ -400,7 +400,7 @@ def test_nonsense_is_counted_and_not_indexed(event: StoredEvent) -> None:
 
 def test_blocks_are_bounded() -> None:
     """An engine that never removes is believed up to a bound."""
-    it = Indexed(stream(max_blocks=3))
+    it = Indexed(stream(blocks=3))
     it.tell(stored(A, SIZE))
     assert it.has(keys_of(A)) == it.stream.blocks == 3
     assert it.stream.stats.refused == 1

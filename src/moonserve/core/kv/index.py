@@ -22,6 +22,8 @@ from collections.abc import Hashable, Sequence
 from itertools import compress
 from typing import TypeAlias
 
+import msgspec
+
 from moonserve.core.kv.facts import Tier
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 
@@ -462,25 +464,16 @@ def parting(
     return low
 
 
-class _PromisedRun:
+class _PromisedRun(msgspec.Struct, eq=False):
     """Blocks that the same promised chains share, up to number `stop` of each chain."""
 
-    __slots__ = ("after", "counts", "keys", "stop")
-
-    def __init__(
-        self,
-        keys: Sequence[BlockKey],
-        stop: int,
-        counts: dict[SegmentId, int],
-        after: dict[BlockKey, _PromisedRun],
-    ) -> None:
-        self.keys = keys
-        """One of these chains, from its head."""
-        self.stop = stop
-        self.counts = counts
-        """Holder -> how many of the chains it was promised."""
-        self.after = after
-        """The runs that follow, by their first key."""
+    keys: Sequence[BlockKey]
+    """One of these chains, from its head."""
+    stop: int
+    counts: dict[SegmentId, int]
+    """Holder -> how many of the chains it was promised."""
+    after: dict[BlockKey, _PromisedRun]
+    """The runs that follow, by their first key."""
 
 
 class PendingPrefixes:

@@ -32,8 +32,13 @@ from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, StoredEv
 from moonserve.core.kv.facts import TIERS, Tier
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.kv.keys import token_bytes
-from moonserve.core.kv.stream import BlockChange, BlockStream, StreamStats
+from moonserve.core.kv.stream import BlockChange, BlockStream
 from moonserve.core.units import SegmentId, Tokens
+
+SEED = 1337
+"""The default seed; dynamo's indexer has the same."""
+_U64 = (1 << 64) - 1
+_pair = Struct("<QQ").pack
 
 
 class Space(msgspec.Struct, frozen=True, order=True):
@@ -231,12 +236,6 @@ class TieredIndex:
         return found
 
 
-SEED = 1337
-"""The default seed; dynamo's indexer has the same."""
-
-_pair = Struct("<QQ").pack
-
-
 def local_hashes(tokens: Sequence[int], block_size: Tokens, seed: int = SEED) -> list[int]:
     """The local hash of every full block, in order. OverflowError: a token id is no u32."""
     raw, width = token_bytes(tokens), 4 * block_size
@@ -253,41 +252,28 @@ def rolling(local: Iterable[int], seed: int = SEED, parent: int | None = None) -
     return hashes
 
 
-_U64 = (1 << 64) - 1
-
-
-class RollingIndexer:
+class RollingIndexer(BlockStream[Key]):
     """See the module. Puts the blocks of one source into `space`."""
 
     def __init__(self, source: BlockSource, space: TieredIndex, lora: str, salt: str) -> None:
         """`lora`, `salt`: of all blocks whose events name none."""
+        super().__init__(space.block_size)
         self._source = source
         self._space = space
         self._lora = lora
         self._salt = salt
-        self._stream = BlockStream[Key](space.block_size, self._keys)
-
-    @property
-    def stats(self) -> StreamStats:
-        """Counts of an engine's events. The events of a store are not counted."""
-        return self._stream.stats
-
-    @property
-    def mismatch(self) -> Tokens | None:
-        """The engine's block size if it is not the space's, else None."""
-        return self._stream.mismatch
 
     def batch(self, batch: KvBatch) -> None:
         """Take the next batch."""
         if self._source.shared:
             self._take_from_store(batch)
             return
-        for change in self._stream.changes(batch):
+        for change in self.changes(batch):
             self._apply(change)
 
     def reset(self, restarted: bool = False) -> None:
         """Remove all blocks of the source, whether its engine restarted or batches were lost."""
-        self._stream.forget()
+        self.forget()
         for tier in TIERS:
             self._space.cleared(self._source, tier)
 
@@ -301,8 +287,8 @@ class RollingIndexer:
             case "cleared":
                 self._space.cleared(self._source, change.place)
 
-    def _keys(self, event: StoredEvent, at: int, parent: Key | None) -> list[Key]:
-        """See core.kv.stream.Keys."""
+    def named(self, event: StoredEvent, at: int, parent: Key | None) -> list[Key]:
+        """See BlockStream."""
         size = event.block_size
         local = local_hashes(event.token_ids[at * size :], size, self._space.seed)
         lora, salt, extras = covered(event, parent is None)

@@ -105,9 +105,7 @@ class Guess:
         for key in reversed(keys):  # the end of a chain is evicted first
             held[key] = None
             held.move_to_end(key)
-        if gone := self._evicted():
-            facts.append(BlocksRemoved(self._segment, gone, "device", self.epoch))
-        return facts
+        return facts + self._evicted()
 
     def said(self, predicted: Tokens, cached: Tokens) -> list[BlocksStored | BlocksRemoved]:
         """The instance reused `cached` tokens of `predicted`. Returns the facts for the index.
@@ -118,13 +116,12 @@ class Guess:
             self._share = max(_LEAST, self._share * _SHRINK)
         elif predicted:
             self._share = min(1.0, self._share * _GROW)
-        if gone := self._evicted():
-            return [BlocksRemoved(self._segment, gone, "device", self.epoch)]
-        return []
+        return self._evicted()
 
-    def _evicted(self) -> tuple[BlockKey, ...]:
+    def _evicted(self) -> list[BlocksStored | BlocksRemoved]:
         over = len(self._keys) - self.room
-        return tuple([self._keys.popitem(last=False)[0] for _ in range(over)])
+        gone = tuple([self._keys.popitem(last=False)[0] for _ in range(over)])
+        return [BlocksRemoved(self._segment, gone, "device", self.epoch)] if gone else []
 
 
 _CROSSING_US: Micros = 10_000_000

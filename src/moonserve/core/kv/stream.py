@@ -13,9 +13,9 @@ hash; more kept than the bounds; a hash of one run of the engine believed in the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -58,9 +58,19 @@ K = TypeVar("K")
 Place: TypeAlias = Tier | Literal["pool"]
 """A tier of the engine's own, or the store that it shares with other engines."""
 
-Keys: TypeAlias = Callable[[StoredEvent, int, K | None], list[K]]
-"""(event, at, parent) -> keys of the event's blocks from number `at` on. `parent` is the key of the
-block before; None: block `at` heads its chain. May raise OverflowError on an invalid token id."""
+
+class Bounds(msgspec.Struct, frozen=True):
+    """How much one BlockStream keeps."""
+
+    blocks: int = 2_000_000
+    """Blocks held."""
+    orphans: int = 1_024
+    """Events whose parent is not known."""
+    retired: int = 65_536
+    """Hashes of removed blocks: a child may still follow."""
+
+
+_BOUNDS = Bounds()
 
 
 class StreamStats(msgspec.Struct):
@@ -91,48 +101,33 @@ class StreamStats(msgspec.Struct):
     """Blocks left out because the stream was full."""
 
 
-class _EngineBlock(Generic[K]):
-    """A block that the engine holds or held lately: its key, and its copies per tier (20 bits
-    each)."""
+class _EngineBlock(msgspec.Struct, Generic[K], eq=False):
+    """A block that the engine holds or held lately."""
 
-    __slots__ = ("count", "key", "parent")
-
-    def __init__(self, key: K, parent: K | None) -> None:
-        self.key = key
-        self.parent = parent
-        self.count = 0
+    key: K
+    parent: K | None
+    count: int = 0
+    """Its copies, with 20 bits for each tier; see core.kv.index.ONE_COPY."""
 
 
-class BlockChange(Generic[K]):
+class BlockChange(msgspec.Struct, Generic[K], eq=False):
     """Blocks that were stored at or removed from one place; or a place that was cleared."""
 
-    __slots__ = ("keys", "parent", "place", "what")
-
-    def __init__(
-        self,
-        what: Literal["stored", "removed", "cleared"],
-        place: Place,
-        keys: list[K],
-        parent: K | None,
-    ) -> None:
-        self.what = what
-        self.place = place
-        self.keys = keys
-        """A run of one chain if stored, in no order if removed, empty if cleared."""
-        self.parent = parent
-        """If stored, the key of the block before keys[0]; None: keys[0] heads its chain."""
+    what: Literal["stored", "removed", "cleared"]
+    place: Place
+    keys: list[K]
+    """A run of one chain if stored, in no order if removed, empty if cleared."""
+    parent: K | None = None
+    """If stored, the key of the block before keys[0]; None: keys[0] heads its chain."""
 
 
-class Orphan:
+class Orphan(msgspec.Struct, eq=False):
     """A stored event that waits for its parent, and its blocks that were removed meanwhile."""
 
-    __slots__ = ("event", "parent", "place", "removed")
-
-    def __init__(self, event: StoredEvent, parent: EngineHash, place: Place) -> None:
-        self.event = event
-        self.parent = parent
-        self.place = place
-        self.removed: list[EngineHash] = []
+    event: StoredEvent
+    parent: EngineHash
+    place: Place
+    removed: list[EngineHash] = []
 
 
 class Orphans:
@@ -197,8 +192,8 @@ class Orphans:
                 del self._missing[hash]
 
 
-class BlockStream(Generic[K]):
-    """See the module. One per engine rank and index.
+class BlockStream(ABC, Generic[K]):
+    """See the module. One per engine rank and index; `named` is the index's.
 
     A hybrid model has several caches ("groups"). The first one that holds every block of a prefix
     counts; the events of the others are only counted.
@@ -207,16 +202,11 @@ class BlockStream(Generic[K]):
     def __init__(
         self,
         block_size: Tokens,
-        keys: Keys[K],
-        *,
         pooled: bool = False,
-        max_blocks: int = 2_000_000,
-        max_orphans: int = 1_024,
-        max_retired: int = 65_536,
+        bounds: Bounds = _BOUNDS,
     ) -> None:
         """`block_size`: the index's. `pooled`: whether events of a store that engines share have
-        place "pool"; otherwise they count as the engine's own memory. Bounds: blocks held, orphaned
-        events, and hashes of removed blocks (a child may still follow)."""
+        place "pool"; otherwise they count as the engine's own memory."""
         self.stats = StreamStats()
         self.algorithm: Algorithm | Literal["other"] | None = None
         """How the engine hashes, by its first event of a plain chain; None: no such event yet.
@@ -225,19 +215,25 @@ class BlockStream(Generic[K]):
         """The engine's block size, as its events have it. If it is not the index's, nothing
         changes."""
         self._size = block_size
-        self._keys = keys
         self._pooled = pooled
-        self._max_blocks = max_blocks
-        self._max_retired = max_retired
+        self._bounds = bounds
         self._known: dict[EngineHash, _EngineBlock[K]] = {}
         """Blocks held on some tier."""
         self._retired: OrderedDict[EngineHash, _EngineBlock[K]] = OrderedDict()
         """Blocks held on no tier, or in the pool only; the latest last."""
-        self._orphans = Orphans(max_orphans)
+        self._orphans = Orphans(bounds.orphans)
         self._kinds: dict[int, str] = {}
         self._group: int | None = None
         """The cache of a hybrid model that counts; None: not known yet."""
         self._changes: list[BlockChange[K]] = []
+
+    @abstractmethod
+    def named(self, event: StoredEvent, at: int, parent: K | None) -> list[K]:
+        """The keys of the event's blocks from number `at` on.
+
+        parent: the key of the block before; None: block `at` heads its chain. May raise
+        OverflowError on an invalid token id.
+        """
 
     @property
     def blocks(self) -> int:
@@ -353,7 +349,7 @@ class BlockStream(Generic[K]):
             return []
         parent = None if before is None else before.key
         try:
-            keys = self._keys(event, at, parent)
+            keys = self.named(event, at, parent)
         except OverflowError:  # an invalid token id
             self.stats.unplaced += len(event.block_hashes) - at
             return found
@@ -397,7 +393,7 @@ class BlockStream(Generic[K]):
                 self.stats.reports += 1
                 continue
             if not block.count:
-                if len(self._known) >= self._max_blocks:
+                if len(self._known) >= self._bounds.blocks:
                     self.stats.refused += 1
                     self._retire(hash, block)
                     continue
@@ -419,7 +415,7 @@ class BlockStream(Generic[K]):
         """Keep the name of a removed block for a while: a child may still follow."""
         self._retired[hash] = block
         self._retired.move_to_end(hash)
-        if len(self._retired) > self._max_retired:
+        if len(self._retired) > self._bounds.retired:
             self._retired.popitem(last=False)
 
     def _adopt(self, hashes: Sequence[EngineHash]) -> None:
@@ -443,7 +439,7 @@ class BlockStream(Generic[K]):
         if last and last.what == "removed" and last.place == place:
             last.keys += gone
         else:
-            self._changes.append(BlockChange("removed", place, gone, None))
+            self._changes.append(BlockChange("removed", place, gone))
 
     def _remove(self, hash: EngineHash, place: Place) -> K | None:
         """Take away one copy. Returns the block's key if it was the last one at that place."""
@@ -469,7 +465,7 @@ class BlockStream(Generic[K]):
                 del self._known[hash]
                 self._retire(hash, block)
         self._orphans.clear("device")
-        self._changes.append(BlockChange("cleared", "device", [], None))
+        self._changes.append(BlockChange("cleared", "device", []))
 
 
 class KvEventStream(BlockStream[BlockKey]):
@@ -481,30 +477,26 @@ class KvEventStream(BlockStream[BlockKey]):
         epoch: int,
         namespace: Namespace,
         pool: SegmentId | None = None,
-        *,
-        max_blocks: int = 2_000_000,
-        max_orphans: int = 1_024,
-        max_retired: int = 65_536,
+        bounds: Bounds = _BOUNDS,
     ) -> None:
         """`holder`: whose blocks these are; `namespace`: that of requests without LoRA and salt;
         `pool`: the holder of a store that engines share, None: there is none."""
-        super().__init__(
-            namespace.block_size,
-            partial(event_keys, namespace, namespace.root()),
-            pooled=pool is not None,
-            max_blocks=max_blocks,
-            max_orphans=max_orphans,
-            max_retired=max_retired,
-        )
+        super().__init__(namespace.block_size, pool is not None, bounds)
+        self._plain = namespace
+        self._root = namespace.root()
         self._holder = holder
         self._epoch = epoch
         self._pool = pool
 
-    def batch(self, batch: KvBatch) -> list[BlockEvent]:
+    def named(self, event: StoredEvent, at: int, parent: BlockKey | None) -> list[BlockKey]:
+        """See BlockStream."""
+        return event_keys(self._plain, self._root, event, at, parent)
+
+    def facts(self, batch: KvBatch) -> list[BlockEvent]:
         """Take the next batch. Returns what it changes, in order."""
         return [self._fact(change) for change in self.changes(batch)]
 
-    def reset(self) -> list[BlockEvent]:
+    def cleared(self) -> list[BlockEvent]:
         """Forget all; see `forget`."""
         return [BlocksCleared(self._holder, tier, self._epoch) for tier in self.forget()]
 

@@ -20,14 +20,12 @@ from moonserve.core.errors import (
     DeadlineExceeded,
     EngineFailed,
     ModelNotFound,
-    MoonserveError,
     NobodyAlive,
     Overloaded,
 )
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse
-from moonserve.core.schedule.decision import Decision
 from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
@@ -171,6 +169,8 @@ def _key(text: str) -> BlockKey:
 
 
 MAX_RESERVATIONS = 16_384
+_SHOWN = ("url", "connector", "bootstrap", "dp_rank", "chunk_tokens")
+"""Fields of an InstanceInfo that callers get as they are."""
 
 
 class ReleaseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -190,24 +190,24 @@ class ReleaseBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """failed: the call's address refused the connection."""
 
 
-class _Reservation:
+class _Reservation(msgspec.Struct, eq=False):
     """A request that another gateway has reserved and not yet released."""
 
-    def __init__(self, request: Request, keys: tuple[BlockKey, ...], ttl_s: float) -> None:
-        self.request = request
-        self.keys = keys
-        self.ttl_s = ttl_s
-        self.inbox: asyncio.Queue[Action] = asyncio.Queue()  # a few actions per call
-        self.number = 0
-        """Number of the call that the caller makes now."""
-        self.reply: dict[str, Any] = {}
-        """The last reply to the caller."""
-        self.decodes = False
-        """Whether prefill has ended."""
-        self.joint = False
-        """Whether one call does prefill and decode."""
-        self.timer: asyncio.TimerHandle | None = None
-        self.lock = asyncio.Lock()
+    request: Request
+    keys: tuple[BlockKey, ...]
+    ttl_s: float
+    number: int = 0
+    """Number of the call that the caller makes now."""
+    reply: dict[str, Any] = {}
+    """The last reply to the caller."""
+    decodes: bool = False
+    """Whether prefill has ended."""
+    joint: bool = False
+    """Whether one call does prefill and decode."""
+    timer: asyncio.TimerHandle | None = None
+    inbox: asyncio.Queue[Action] = msgspec.field(default_factory=asyncio.Queue)
+    """A few actions per call."""
+    lock: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
 
 class PlacementApi:
@@ -291,22 +291,20 @@ class PlacementApi:
                 if held.joint:
                     return self._go_on(held)
                 return await self._next(held)
-            case "failed" if body.retry:
-                length = held.request.length
-                self._conductor.tell(
-                    CallFailed(request, number, body.why, True, length, held.keys, body.unreachable)
-                )
-                return await self._next(held)
             case "decode_ended":
                 if not held.decodes:  # prefill ends as well, which was not reported
                     self._conductor.tell(PrefillEnded(request, number, final=False))
                     number += not held.joint
                 self._conductor.tell(DecodeEnded(request, number, body.tokens))
             case "failed":
-                why, unreachable = body.why, body.unreachable
+                retry, length = body.retry, held.request.length if body.retry else 0
                 self._conductor.tell(
-                    CallFailed(request, number, why, False, 0, held.keys, unreachable)
+                    CallFailed(
+                        request, number, body.why, retry, length, held.keys, body.unreachable
+                    )
                 )
+                if retry:
+                    return await self._next(held)
             case "cancelled":
                 pass
         self._over(held, body.outcome)
@@ -314,24 +312,21 @@ class PlacementApi:
 
     async def _next(self, held: _Reservation) -> dict[str, Any]:
         """The caller's next step. If there is none, the reservation ends, and this raises."""
-        outcome = "failed"
         try:
             async with asyncio.timeout(held.ttl_s):
                 action = await self._action(held)
-            if isinstance(action, Refuse):
-                outcome = "refused"
-                raise error_for(action)
-            if isinstance(action, GiveUp):
-                raise EngineFailed(action.why)
         except TimeoutError:
-            self._over(held, outcome)
+            self._over(held, "failed")
             raise DeadlineExceeded(f"no instance was free within {held.ttl_s:g} s") from None
         except asyncio.CancelledError:
             self._over(held, "cancelled")
             raise
-        except MoonserveError:
-            self._over(held, outcome)
-            raise
+        if isinstance(action, Refuse):
+            self._over(held, "refused")
+            raise error_for(action)
+        if isinstance(action, GiveUp):
+            self._over(held, "failed")
+            raise EngineFailed(action.why)
         held.number = action.number
         held.decodes = isinstance(action, Decode)
         if isinstance(action, Decode):
@@ -373,11 +368,19 @@ class PlacementApi:
 
 def _placement(action: Prefill) -> dict[str, Any]:
     decision, lease = action.decision, lease_of(action.request, action.number)
-    placement = {
+    placement: dict[str, Any] = {
         "id": action.request,
         "prefill": _instance(action.to),
         "decode": _instance(action.decode),
-        **_predicted(decision),
+        "policy": decision.policy,
+        "prompt_tokens": decision.prompt_tokens,
+        "reused_tokens": decision.reused_tokens,
+        "pool_tokens": decision.pool_tokens,
+        "holder": decision.holder,
+        "one_call": decision.joint,
+        "waited_ms": decision.waited_us / 1_000,
+        "predicted_ttft_ms": decision.predicted_ttft_us / 1_000,
+        "predicted_tbt_ms": decision.predicted_tbt_us / 1_000,
     }
     if not action.number:  # a dry run: there is no call
         return placement
@@ -402,26 +405,8 @@ def _params(action: Prefill, lease: LeaseId) -> dict[str, Any] | msgspec.Raw | N
     return None
 
 
-def _predicted(decision: Decision) -> dict[str, Any]:
-    return {
-        "policy": decision.policy,
-        "prompt_tokens": decision.prompt_tokens,
-        "reused_tokens": decision.reused_tokens,
-        "pool_tokens": decision.pool_tokens,
-        "holder": decision.holder,
-        "one_call": decision.joint,
-        "waited_ms": decision.waited_us / 1_000,
-        "predicted_ttft_ms": decision.predicted_ttft_us / 1_000,
-        "predicted_tbt_ms": decision.predicted_tbt_us / 1_000,
-    }
-
-
 def _instance(info: InstanceInfo) -> dict[str, Any]:
     return {
         "instance": info.id,
-        "url": info.url,
-        "connector": info.connector,
-        "bootstrap": info.bootstrap,
-        "dp_rank": info.dp_rank,
-        "chunk_tokens": info.chunk_tokens,
+        **{name: getattr(info, name) for name in _SHOWN},
     }

@@ -145,26 +145,16 @@ _Key: TypeAlias = tuple[str, str, int]
 """(instance, tenant, rank): the standard's name of a stream."""
 
 
-class _Registration:
+class _Registration(msgspec.Struct, eq=False):
     """One stream that is followed: its events go into its space."""
 
-    def __init__(
-        self,
-        key: _Key,
-        registered: Registered,
-        source: BlockSource,
-        space: Space,
-        tiered: TieredIndex,
-    ) -> None:
-        self.key = key
-        self.registered = registered
-        self.source = source
-        self.space = space
-        self.tiered = tiered
-        self.indexer = RollingIndexer(
-            source, tiered, registered.lora_name, registered.additionalsalt
-        )
-        self.feed: Feed | None = None
+    key: _Key
+    registered: Registered
+    source: BlockSource
+    space: Space
+    tiered: TieredIndex
+    indexer: RollingIndexer
+    feed: Feed | None = None
 
 
 class IndexerApi:
@@ -231,7 +221,8 @@ class IndexerApi:
         if tiered.seed != new.seed:
             what = f"other streams of this model, tenant and block size have {tiered.seed}"
             raise Conflict(f"seed: {what}", "seed")
-        made = self._registrations[key] = _Registration(key, new, source, space, tiered)
+        indexer = RollingIndexer(source, tiered, new.lora_name, new.additionalsalt)
+        made = self._registrations[key] = _Registration(key, new, source, space, tiered, indexer)
         tiered.join(source)
         address = EventAddress(new.endpoint, new.replay_endpoint, new.topic)
         try:

@@ -21,7 +21,7 @@ from moonserve.core.kv.events import KvBatch
 from moonserve.core.kv.facts import TIERS, BlockEvent, BlocksCleared
 from moonserve.core.kv.inferred import Reported
 from moonserve.core.kv.keys import Namespace
-from moonserve.core.kv.stream import KvEventStream, StreamStats
+from moonserve.core.kv.stream import KvEventStream
 from moonserve.core.schedule.facts import (
     Beat,
     InstanceInfo,
@@ -32,51 +32,13 @@ from moonserve.core.schedule.facts import (
 )
 from moonserve.core.schedule.observed import Watch
 from moonserve.core.schedule.view import InstanceView
-from moonserve.core.units import InstanceId, SegmentId, Tokens, seconds_to_us
+from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.live.external.handshake import EngineFacts, handshake, models
 from moonserve.live.external.member import Member, Mismatch, Page, RankPage
 from moonserve.live.kvevents.follower import Feed, Follow
 from moonserve.live.kvevents.wire import EventAddress
 from moonserve.live.ports import ClusterFeed
 from moonserve.live.text.tools import TextTools
-
-POOL = SegmentId("shared-store")
-"""The holder of what engines put into a store that they share."""
-
-
-class ConductorIndexer:
-    """A BlockIndexer: an engine rank's events as facts about one instance, in one epoch of it."""
-
-    def __init__(self, info: InstanceInfo, shares_store: bool, sink: EngineMonitor) -> None:
-        """`shares_store`: whether events of a shared store are facts about POOL."""
-        assert info.segment is not None, "external engines hold their own KV"
-        self.info = info
-        self.sink = sink
-        pool = POOL if shares_store else None
-        self._stream = KvEventStream(info.segment, info.epoch, info.namespace, pool)
-
-    @property
-    def stats(self) -> StreamStats:
-        """See BlockIndexer."""
-        return self._stream.stats
-
-    @property
-    def mismatch(self) -> Tokens | None:
-        """See BlockIndexer."""
-        return self._stream.mismatch
-
-    def batch(self, batch: KvBatch) -> None:
-        """See BlockIndexer."""
-        facts = self._stream.batch(batch)
-        if facts:  # mostly none
-            self.sink.blocks(*facts)
-
-    def reset(self, restarted: bool) -> None:
-        """See BlockIndexer."""
-        self.sink.blocks(*self._stream.reset())
-        if restarted:
-            self.sink.restarted()
-
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +47,32 @@ _MAX_SEQS = 256
 _CHUNK_TOKENS = 8_192
 _LEAST_GAPS = 16
 """Gaps between tokens that must lie between two polls, for a meaningful mean."""
+POOL = SegmentId("shared-store")
+"""The holder of what engines put into a store that they share."""
+
+
+class ConductorIndexer(KvEventStream):
+    """A BlockIndexer: an engine rank's events as facts about one instance, in one epoch of it."""
+
+    def __init__(self, info: InstanceInfo, shares_store: bool, sink: EngineMonitor) -> None:
+        """`shares_store`: whether events of a shared store are facts about POOL."""
+        assert info.segment is not None, "external engines hold their own KV"
+        pool = POOL if shares_store else None
+        super().__init__(info.segment, info.epoch, info.namespace, pool)
+        self.info = info
+        self.sink = sink
+
+    def batch(self, batch: KvBatch) -> None:
+        """See BlockIndexer."""
+        facts = self.facts(batch)
+        if facts:  # mostly none
+            self.sink.blocks(*facts)
+
+    def reset(self, restarted: bool) -> None:
+        """See BlockIndexer."""
+        self.sink.blocks(*self.cleared())
+        if restarted:
+            self.sink.restarted()
 
 
 class Times(msgspec.Struct, frozen=True):
