@@ -12,8 +12,7 @@ from moonserve.core.kv.index import Match
 from moonserve.core.request import EffectiveSlo, Slo
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.decide import Verdict, decide
-from moonserve.core.schedule.decode_choice import choose_decode
-from moonserve.core.schedule.estimate import Ask, Estimate, Fetch, Options, Roles
+from moonserve.core.schedule.estimate import Ask, Estimate, Fetch, Options, Roles, choose_decode
 from moonserve.core.schedule.policies import POLICIES, policy_of
 from moonserve.core.schedule.policy_state import PolicyState
 from moonserve.core.schedule.tuning import Tuning

@@ -10,9 +10,8 @@ import pytest
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
-from moonserve.core.schedule.actions import Prefill, Refuse
+from moonserve.core.schedule.actions import Decision, Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.decision import Decision
 from moonserve.core.schedule.facts import Arrived, Joined
 from moonserve.core.schedule.policies import POLICIES
 from moonserve.core.schedule.tuning import Tuning

@@ -8,7 +8,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Request, Stopping
-from moonserve.core.schedule.prediction_errors import ErrorSeries
+from moonserve.core.schedule.decode_forecast import ErrorSeries
 from moonserve.core.schedule.residency import (
     Lengths,
     Oracle,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonserve.core.schedule.tenants import Tenants
+from moonserve.core.schedule.objectives import Tenants
 
 SECOND = 1_000_000
 

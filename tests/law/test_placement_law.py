@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from moonserve.core.kv.index import Match
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.decide import decide
-from moonserve.core.schedule.decode_choice import choose_decode
-from moonserve.core.schedule.estimate import Ask, Roles
+from moonserve.core.schedule.estimate import Ask, Roles, choose_decode
 from moonserve.core.schedule.policy_state import PolicyState
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from moonserve.core.kv.index import Match
+from moonserve.core.schedule.actions import Candidate, Decision, Stage
 from moonserve.core.schedule.decide import decide
-from moonserve.core.schedule.decision import Candidate, Decision, Stage
 from moonserve.core.schedule.estimate import Ask, Roles
 from moonserve.core.schedule.explain import Explanation, explanation, why
 from moonserve.core.schedule.policy_state import PolicyState

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.decision import Decision
+from moonserve.core.schedule.actions import Decision, Spread
 from moonserve.core.schedule.facts import Fact, SpreadUpTo
 from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.sim.call import Call

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from moonserve.core.schedule.actions import Prefill
-from moonserve.core.schedule.decision import Stage
+from moonserve.core.schedule.actions import Prefill, Stage
 from moonserve.core.schedule.pipeline import HIDDEN, Form, shared_us
 from moonserve.core.units import Bytes, Micros, Tokens
 from moonserve.sim.call import Call, Part

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from moonserve.core.schedule.actions import Prefill, Spread
-from moonserve.core.schedule.decision import Candidate, Decision
+from moonserve.core.schedule.actions import Candidate, Decision, Prefill, Spread
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.cpp import Relay

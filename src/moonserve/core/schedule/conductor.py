@@ -18,14 +18,21 @@ from moonserve.core.kv.facts import OfBlocks
 from moonserve.core.kv.index import PendingPrefixes, PrefixIndex
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule import admission, connectors, groups
-from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.schedule.actions import (
+    Abort,
+    Action,
+    Decision,
+    Decode,
+    GiveUp,
+    Prefill,
+    Refuse,
+    Release,
+)
+from moonserve.core.schedule.admission import DecodeEntry
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.decide import Verdict, decide
-from moonserve.core.schedule.decision import Decision
-from moonserve.core.schedule.decode_choice import choose_decode
-from moonserve.core.schedule.decode_entry import DecodeEntry
-from moonserve.core.schedule.decode_forecast import DecodeForecast
-from moonserve.core.schedule.estimate import Ask, Roles
+from moonserve.core.schedule.decode_forecast import DecodeForecast, PredictionErrors
+from moonserve.core.schedule.estimate import Ask, Roles, choose_decode
 from moonserve.core.schedule.facts import (
     ORDER,
     Arrived,
@@ -47,13 +54,11 @@ from moonserve.core.schedule.facts import (
 from moonserve.core.schedule.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
 from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.membership import Membership
-from moonserve.core.schedule.objectives import Objectives
+from moonserve.core.schedule.objectives import Objectives, Tenants
 from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.policy_state import PolicyState
-from moonserve.core.schedule.prediction_errors import PredictionErrors
 from moonserve.core.schedule.retry import RetryCalendar
 from moonserve.core.schedule.retry_after import RetryAfter
-from moonserve.core.schedule.tenants import Tenants
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView, Promised, preferred
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom

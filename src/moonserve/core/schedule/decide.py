@@ -19,9 +19,16 @@ import msgspec
 
 from moonserve.core.request import Slo
 from moonserve.core.schedule import connectors
-from moonserve.core.schedule.decision import Candidate, Decision
-from moonserve.core.schedule.decode_choice import choose_decode, roomy_decode
-from moonserve.core.schedule.estimate import Ask, Candidates, Estimate, Options, Roles
+from moonserve.core.schedule.actions import Candidate, Decision
+from moonserve.core.schedule.estimate import (
+    Ask,
+    Candidates,
+    Estimate,
+    Options,
+    Roles,
+    choose_decode,
+    roomy_decode,
+)
 from moonserve.core.schedule.groups import split
 from moonserve.core.schedule.pipeline import Group, Work
 from moonserve.core.schedule.policies import Policy, policy_of

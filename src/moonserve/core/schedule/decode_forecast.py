@@ -8,21 +8,62 @@ Source: arXiv 2407.00079 "Mooncake", section 7.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from moonserve.core.request import Request
-from moonserve.core.schedule.decode_choice import DecodeLoad
+from moonserve.core.schedule.estimate import DecodeLoad
 from moonserve.core.schedule.facts import ClientGone, DecodeEnded, PrefillEnded
 from moonserve.core.schedule.forecast import forecast, room_in_us
 from moonserve.core.schedule.handoff import LifeFact
 from moonserve.core.schedule.objectives import Objectives
 from moonserve.core.schedule.policies import policy_of
-from moonserve.core.schedule.prediction_errors import PredictionErrors
 from moonserve.core.schedule.residency import Residency, predictor_of
 from moonserve.core.schedule.retry import RetryCalendar
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import Micros, RequestId, Tokens
+
+_KEPT = 1_024
+
+
+class ErrorSeries:
+    """The errors of one prediction: their mean over all time, and the latest of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum = 0.0
+        self.latest: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        """Pairs (predicted, actual), the newest last."""
+
+    def add(self, predicted: float, actual: float) -> None:
+        """Note one more prediction and what came of it."""
+        self.count += 1
+        self._sum += predicted - actual
+        self.latest.append((predicted, actual))
+
+    @property
+    def bias(self) -> float | None:
+        """Mean of predicted less actual; None before the first."""
+        return self._sum / self.count if self.count else None
+
+    def quantile(self, q: float) -> float | None:
+        """That quantile of the sizes of the latest errors; None before the first."""
+        if not self.latest:
+            return None
+        ordered = sorted(abs(predicted - actual) for predicted, actual in self.latest)
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+class PredictionErrors:
+    """The series of one Conductor."""
+
+    def __init__(self) -> None:
+        self.tbt = ErrorSeries()
+        """Time between tokens (us), predicted on admission for when the prefill has ended."""
+        self.output = ErrorSeries()
+        """Output lengths (tokens), predicted when decode begins."""
+
 
 GROWTH = 1.01
 """Contexts grow while they decode: so much is kept of every TBT objective."""

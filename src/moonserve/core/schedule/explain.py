@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.decision import Candidate, Decision
+from moonserve.core.schedule.actions import Candidate, Decision, Spread
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 
 _PER_MS = 1_000

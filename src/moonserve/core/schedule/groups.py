@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from moonserve.core.request import Slo
-from moonserve.core.schedule.decision import Stage
+from moonserve.core.schedule.actions import Stage
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.pipeline import (
     Group,

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import msgspec
 
 from moonserve.core.request import Request
-from moonserve.core.schedule.decision import Decision, Stage
+from moonserve.core.schedule.actions import Decision, Stage
 from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,

@@ -23,8 +23,7 @@ import msgspec
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
 from moonserve.core.kv.index import PendingPrefixes, PrefixIndex, parting
 from moonserve.core.request import Request
-from moonserve.core.schedule.actions import Spread
-from moonserve.core.schedule.decision import Decision
+from moonserve.core.schedule.actions import Decision, Spread
 from moonserve.core.schedule.facts import Leading, SpreadUpTo
 from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.tuning import Tuning

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from moonserve.core.schedule.actions import Stage
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.decision import Stage
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import Micros, Tokens
 

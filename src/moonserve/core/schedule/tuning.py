@@ -50,7 +50,7 @@ class Tuning(msgspec.Struct, frozen=True):
     low_share: float = 0.8
     """Requests of a priority below 0 are held to this share of the objectives, so that they are
     refused first. Those of a tenant above its share are held to this or more; see
-    core.schedule.tenants. An idle instance accepts both for their whole objectives."""
+    core.schedule.objectives. An idle instance accepts both for their whole objectives."""
     alone_tokens: Tokens = 256
     """If an external decode instance lacks at most this many tokens of a prompt, it gets the
     request without a prefill elsewhere; 0: never."""

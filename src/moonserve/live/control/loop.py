@@ -23,6 +23,8 @@ from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.actions import (
     Abort,
     Action,
+    Candidate,
+    Decision,
     Decode,
     GiveUp,
     Prefill,
@@ -31,10 +33,9 @@ from moonserve.core.schedule.actions import (
     Spread,
 )
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.decision import Candidate, Decision
+from moonserve.core.schedule.decode_forecast import PredictionErrors
 from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, Promises, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
-from moonserve.core.schedule.prediction_errors import PredictionErrors
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView, Promised
 from moonserve.core.units import (

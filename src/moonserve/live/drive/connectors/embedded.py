@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moonserve.core.schedule.decision import Decision, Stage
+from moonserve.core.schedule.actions import Decision, Stage
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import LeaseId
 
