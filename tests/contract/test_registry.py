@@ -13,8 +13,7 @@ import pytest
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.ports import Registry
 from moonserve.live.registry import etcd as registry_etcd
-from moonserve.live.registry.address import Address, parse
-from moonserve.live.registry.etcd import EtcdRegistry
+from moonserve.live.registry.etcd import Address, EtcdRegistry, parse
 from tests.support.etcd import Etcd
 from tests.support.registry import MemoryRegistry, Shared
 

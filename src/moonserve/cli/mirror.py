@@ -94,7 +94,7 @@ class Watch:
         """The run is over: fit the profile."""
         self._instances, self._stats = self._look()
         waits = [after - before for after, before in zip(self._waits(), self._before, strict=True)]
-        self.profile = self._fit(name, answers, *waits)
+        self.profile = self._fit(name, answers, waits)
 
     def simulate(self, trace: Trace) -> dict[str, Any]:
         """The figures of the same rows on the same cluster, simulated with the fitted profile."""
@@ -163,19 +163,10 @@ class Watch:
                 sums[2 * at + 1] += _value(page, f"{name}_count")
         return (*sums, self._stats.waited_us / 1e6, self._stats.placed)
 
-    def _fit(
-        self,
-        name: str,
-        answers: Sequence[ReplayResult],
-        first_s: float,
-        firsts: float,
-        hand_s: float,
-        hands: float,
-        waited_s: float,
-        placed: float,
-    ) -> Profile:
+    def _fit(self, name: str, answers: Sequence[ReplayResult], waited: Sequence[float]) -> Profile:
         """Fit the means over the instances of a role; the rest of what clients waited belongs to
         the calls."""
+        first_s, firsts, hand_s, hands, waited_s, placed = waited
         ttft_us = _mean([a.tokens_us[0] - a.late_us for a in answers if a.tokens_us])
         waits = ((first_s, firsts), (waited_s, placed))
         inside_us = sum(1e6 * seconds / count for seconds, count in waits if count)

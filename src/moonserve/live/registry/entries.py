@@ -18,8 +18,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.ports import Registry
-from moonserve.live.registry.address import parse
-from moonserve.live.registry.etcd import EtcdRegistry
+from moonserve.live.registry.etcd import EtcdRegistry, parse
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,18 +16,20 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import msgspec
 
 from moonserve.core.errors import ConfigError, RegistryError
-from moonserve.live.registry.address import Address
 from moonserve.live.registry.history import History, Read
 from moonserve.live.tasks import keep_doing
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_FORM = "write it like etcd://127.0.0.1:2379 or etcd://a:2379,b:2379/prefix"
+_PORT = 2379
 _CALL_S = 2.0
 _OPEN_S = 5.0
 _READ_AGAIN_S = 10.0
@@ -35,6 +37,39 @@ _PAUSE_S = 0.5
 _REMOVED_S = 60
 _GATHER_S = 0.02  # changes come in bursts, which are read together
 _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backoff_ms": 1_000}
+
+
+class Address(msgspec.Struct, frozen=True):
+    """The members of one etcd, and the root of moonserve's keys, which ends with a slash.
+
+    Users write it as etcd://host:port[,host:port][/prefix].
+    """
+
+    hosts: tuple[tuple[str, int], ...]
+    root: str
+
+    def __str__(self) -> str:
+        return ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in self.hosts)
+
+
+def parse(text: str) -> Address:
+    """Parse the address of a registry. Raises ConfigError."""
+    scheme, at, rest = text.partition("://")
+    members, _, prefix = rest.partition("/")
+    if scheme != "etcd" or not at or not members:
+        raise ConfigError(f"{text!r} is no registry address; {_FORM}", "registry")
+    hosts = []
+    for member in members.split(","):
+        try:
+            parts = urlsplit(f"//{member}")
+            host = parts.hostname
+            port = parts.port or _PORT
+        except ValueError:
+            host = None
+        if not host or "@" in member:
+            raise ConfigError(f"{member!r} is no address of etcd; {_FORM}", "registry")
+        hosts.append((host, port))
+    return Address(tuple(hosts), f"/{prefix.strip('/') or 'moonserve'}/")
 
 
 class Entry(msgspec.Struct, eq=False):
