@@ -6,7 +6,7 @@ stdout unless --output names a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -33,6 +33,28 @@ _output = click.option(
 _requests = click.option(
     "-n", "--requests", type=_COUNT, default=1_000, show_default=True, help="How many."
 )
+
+
+_SHAPE = {
+    "turns": (3.0, "Mean requests of a session."),
+    "open-sessions": (256, "Sessions that may still go on."),
+    "system-prompts": (16, "How many are shared."),
+    "zipf": (1.0, "Skew of the system prompts' popularity."),
+    "system-tokens": (1024, "Median length of system prompts."),
+    "hot-share": (0.0, "Share of sessions that begin with one more, common prompt."),
+    "hot-tokens": (8_192, "Length of that common prompt."),
+    "user-tokens": (800, "Median tokens that a turn adds."),
+    "output-tokens": (300, "Median of answers."),
+    "sigma": (1.0, "Spread of the log of lengths."),
+    "most-tokens": (131_072, "The longest input."),
+}
+"""Fields of sim.synthesize.Shape as options: their defaults and help texts."""
+
+
+def _shape_options(command: Callable[..., None]) -> Callable[..., None]:
+    for name, (default, text) in reversed(_SHAPE.items()):
+        command = click.option(f"--{name}", default=default, show_default=True, help=text)(command)
+    return command
 
 
 @click.group()
@@ -165,32 +187,7 @@ def scale(file: Path, speed: float, lengths: int, block_size: int, output: TextI
 @click.option("--seed", default=0, show_default=True, help="The same seed, the same trace.")
 @_requests
 @click.option("--rps", default=1.0, show_default=True, help="Requests a second, in the mean.")
-@click.option("--turns", default=3.0, show_default=True, help="Mean requests of a session.")
-@click.option(
-    "--open-sessions", default=256, show_default=True, help="Sessions that may still go on."
-)
-@click.option("--system-prompts", default=16, show_default=True, help="How many are shared.")
-@click.option(
-    "--zipf", default=1.0, show_default=True, help="Skew of the system prompts' popularity."
-)
-@click.option(
-    "--system-tokens", default=1024, show_default=True, help="Median length of system prompts."
-)
-@click.option(
-    "--hot-share",
-    default=0.0,
-    show_default=True,
-    help="Share of sessions that begin with one more, common prompt.",
-)
-@click.option(
-    "--hot-tokens", default=8_192, show_default=True, help="Length of that common prompt."
-)
-@click.option(
-    "--user-tokens", default=800, show_default=True, help="Median tokens that a turn adds."
-)
-@click.option("--output-tokens", default=300, show_default=True, help="Median of answers.")
-@click.option("--sigma", default=1.0, show_default=True, help="Spread of the log of lengths.")
-@click.option("--most-tokens", default=131_072, show_default=True, help="The longest input.")
+@_shape_options
 @click.option("--block-size", default=512, show_default=True, help="Tokens of one block.")
 @_output
 def synthesize(
