@@ -97,16 +97,18 @@ class Followers:
 
         if self._subscriptions is None:
             self._subscriptions = Subscriptions()
-        feed = EventFeed(address, _IndexerSink(address, indexer), self._subscriptions)
-        await feed.start()
-        return _Following(feed, indexer)
+        following = _Following(indexer)
+        following.feed = EventFeed(address, following, self._subscriptions)
+        await following.feed.start()
+        return following
 
 
-class _IndexerSink:
-    """The Sink of an EventFeed: gives what it receives to an indexer."""
+class _Following:
+    """A Feed, and the Sink of its EventFeed: gives what it receives to an indexer."""
 
-    def __init__(self, address: EventAddress, indexer: BlockIndexer) -> None:
-        self._address = address
+    feed: EventFeed
+
+    def __init__(self, indexer: BlockIndexer) -> None:
         self._indexer = indexer
         self._warned = False
 
@@ -118,7 +120,7 @@ class _IndexerSink:
             self._warned = True
             log.warning(
                 "%s: KV events are not used: their blocks have %d tokens, the index's do not",
-                self._address.endpoint,
+                self.feed.address.endpoint,
                 size,
             )
 
@@ -126,30 +128,22 @@ class _IndexerSink:
         """See subscriber.Sink."""
         self._indexer.reset(restarted)
 
-
-class _Following:
-    """A Feed: an EventFeed and the indexer that it feeds."""
-
-    def __init__(self, feed: EventFeed, indexer: BlockIndexer) -> None:
-        self._feed = feed
-        self._indexer = indexer
-
     def counts(self) -> FeedCounts:
         """See Feed."""
-        order = self._feed.order
+        order = self.feed.order
         size = self._indexer.mismatch
         return FeedCounts(
-            connected=self._feed.connected,
+            connected=self.feed.connected,
             trusted=order.complete or not order.stats.batches,
             batches=order.stats.batches,
             gaps=order.stats.gaps,
             resets=order.stats.untrusted,
             restarts=order.stats.restarts,
             orphans=self._indexer.stats.orphans,
-            malformed=self._feed.malformed,
+            malformed=self.feed.malformed,
             fault="" if size is None else f"their blocks have {size} tokens",
         )
 
     async def close(self) -> None:
         """See Feed."""
-        await self._feed.close()
+        await self.feed.close()
