@@ -17,10 +17,10 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -62,14 +62,12 @@ _BAD = (
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED_CHUNKED = b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 
-Answer: TypeAlias = "Callable[[HttpRequest, Accepted], Coroutine[Any, Any, None]]"
-
 
 class Connections:
     """What the connections of one server share."""
 
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
+    def __init__(self, app: App) -> None:
+        self.app = app
         self.open: set[Accepted] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         """The tasks that answer requests. A task leaves this set as its last step."""
@@ -336,7 +334,7 @@ class Accepted(asyncio.Protocol):
 
     async def _answer(self, request: HttpRequest) -> None:
         try:
-            await self._shared.answer(request, self)
+            await self._shared.app.serve(request, self)
         finally:
             if self._task is not None:
                 self._shared.tasks.discard(self._task)
@@ -578,7 +576,7 @@ async def serve(
     Raises ConfigError if it cannot listen there; `setting` is the name of the port's setting.
     shared: other processes listen there too, and each new connection goes to one of them.
     """
-    connections = Connections(app.serve)
+    connections = Connections(app)
     loop = asyncio.get_running_loop()
     try:
         listener = await loop.create_server(

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonserve.live.text.detok import StopMatcher
-from moonserve.live.text.tools import TokenText
+from moonserve.live.text.tools import StopMatcher, TokenText
 
 
 class TextStream:

@@ -31,8 +31,8 @@ from moonserve.live.http.message import (
 from moonserve.live.http.server import App, Reply
 from moonserve.live.openai.reply import event, reply_head
 from moonserve.live.openai.text import TextStream
-from moonserve.live.text.detok import Detokenizer
 from moonserve.live.text.tokenizer import Tokenizer
+from moonserve.live.text.tools import Detokenizer
 from moonserve.live.worker.job import Job
 from moonserve.live.worker.parts import Fetch
 from moonserve.live.worker.runner import Runner
