@@ -151,7 +151,8 @@ class RpcConnection(Switched):
             beat_us = seconds_to_us(self._limits.beat_s)
             # The half allows for timers that are not exact.
             silent_us = self._limits.missed_beats * beat_us + beat_us // 2
-            self._beat(Liveness(silent_us, pause_us=2 * beat_us), self._limits.beat_s)
+            liveness = Liveness(silent_us, pause_us=2 * beat_us, grace_us=silent_us)
+            self._beat(liveness, self._limits.beat_s)
 
     @property
     def is_open(self) -> bool:
