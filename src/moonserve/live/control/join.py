@@ -6,7 +6,7 @@ Conductor. Nothing is decided here, except whether an instance may join.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -50,15 +50,24 @@ class Internal:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/internal/join"): guarded(self._join, self._token),
-            ("POST", "/internal/beat"): guarded(self._beat, self._token),
-            ("POST", "/internal/leave"): guarded(self._leave, self._token),
-            ("POST", "/internal/blocks"): guarded(self._blocks, self._token),
+            ("POST", "/internal/join"): self._handler(InstanceInfo, self.admit),
+            ("POST", "/internal/beat"): self._handler(BeatBody, self._beat),
+            ("POST", "/internal/leave"): self._handler(LeaveBody, self._leave),
+            ("POST", "/internal/blocks"): self._handler(BlocksBody, self._blocks),
         }
 
-    async def _join(self, request: HttpRequest) -> Response:
-        self.admit(_decode(await request.body(), InstanceInfo))
-        return _reply({})
+    def _handler(self, shape: type[T], take: Callable[[T], None]) -> Handler:
+        """A handler that decodes a body of this shape and passes it to `take`."""
+
+        async def handle(request: HttpRequest) -> Response:
+            try:
+                body = msgspec.msgpack.decode(await request.body(), type=shape)
+            except msgspec.DecodeError as error:
+                raise BadRequest(f"body is no msgpack {shape.__name__}: {error}", "body") from None
+            take(body)
+            return Response(200, msgspec.msgpack.encode({}), content_type=CONTENT_TYPE)
+
+        return guarded(handle, self._token)
 
     def admit(self, info: InstanceInfo) -> None:
         """Let an instance join. Raises BadRequest, Incompatible."""
@@ -81,22 +90,17 @@ class Internal:
                 )
         self._conductor.tell(Joined(info))
 
-    async def _beat(self, request: HttpRequest) -> Response:
-        beat = _decode(await request.body(), BeatBody)
+    def _beat(self, beat: BeatBody) -> None:
         view = self._conductor.views().get(beat.id)
         if view is None or view.info.epoch != beat.epoch:
             raise UnknownInstance(f"instance {beat.id} has not joined; join again", "id")
         self._conductor.tell(Beat(beat.id, beat.epoch, beat.load))
-        return _reply({})
 
-    async def _leave(self, request: HttpRequest) -> Response:
-        leave = _decode(await request.body(), LeaveBody)
+    def _leave(self, leave: LeaveBody) -> None:
         self._conductor.tell(Left(leave.id, leave.epoch))
-        return _reply({})
 
-    async def _blocks(self, request: HttpRequest) -> Response:
-        self.seen(_decode(await request.body(), BlocksBody).events)
-        return _reply({})
+    def _blocks(self, blocks: BlocksBody) -> None:
+        self.seen(blocks.events)
 
     def seen(self, events: Sequence[BlocksStored | BlocksRemoved]) -> None:
         """A worker has seen these changes of Mooncake's pool. Raises BadRequest."""
@@ -119,14 +123,3 @@ def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:
                 f"instances of model {info.model} cannot exchange KV; start all with the same",
                 f"namespace.{field.name}",
             )
-
-
-def _decode(body: bytes, shape: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(body, type=shape)
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"body is no msgpack {shape.__name__}: {error}", "body") from None
-
-
-def _reply(value: object) -> Response:
-    return Response(200, msgspec.msgpack.encode(value), content_type=CONTENT_TYPE)

@@ -46,6 +46,18 @@ from moonserve.live.registry.entries import (
 from moonserve.live.store.reports import POOL
 from moonserve.live.tasks import keep_doing
 
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+"""Promises are sent at most this long after they changed,"""
+_AGAIN_S = 0.25
+"""and again after this pause while there are any, since work gets done; otherwise after"""
+_IDLE_S = 1.0
+_CALL_S = 2.0
+_SILENT_S = 3.0
+"""The promises of a gateway that is silent for so long are dropped."""
+_BOOT_S = 10.0
+"""Longest wait for the index at the start."""
 INDEX_PATH = "/internal/index"
 _PAGE = 1_024
 """Keys in one event."""
@@ -126,21 +138,6 @@ async def first_of(
         else:
             return f"{count} blocks from {url}"
     return f"incomplete: {why}" if urls else why
-
-
-log = logging.getLogger(__name__)
-
-_LOOK_S = 0.02
-"""Promises are sent at most this long after they changed,"""
-_AGAIN_S = 0.25
-"""and again after this pause while there are any, since work gets done; otherwise after"""
-_IDLE_S = 1.0
-_CALL_S = 2.0
-_SILENT_S = 3.0
-"""The promises of a gateway that is silent for so long are dropped."""
-_BOOT_S = 10.0
-"""Longest wait for the index at the start."""
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class PeerPromises(msgspec.Struct, frozen=True):
