@@ -215,11 +215,9 @@ class EnginesApi:
         changed = []
         try:
             for spec in specs:
-                try:
+                with spec.named():
                     if await self._fleet.add(SOURCE, spec.untrusted()):
                         changed.append(spec.name)
-                except ConfigError as error:
-                    raise spec.fault(error) from None
         finally:
             self._changed()
         return changed

@@ -120,10 +120,8 @@ class Fleet:
             if kept.source == source and name not in names:
                 await self.remove(source, name)
         for spec in specs:
-            try:
+            with spec.named():
                 await self.add(source, spec)
-            except ConfigError as error:
-                raise spec.fault(error) from None
 
     async def add(self, source: str, spec: InstanceSpec) -> bool:
         """Add an engine, or replace its description. Returns whether anything changed.

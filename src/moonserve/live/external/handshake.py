@@ -190,10 +190,10 @@ def _max_len(member: Member, said: Tokens | None) -> Tokens:
 
 def _block_size(member: Member, page: Page, server: ServerInfo, warnings: list[str]) -> Tokens:
     wanted = member.spec.block_size
+    flag = "--page-size" if member.spec.engine == "sglang" else "--block-size"
     labels = [page.cache.get(name, "") for name in ("hash_block_size", "block_size")]
     said = next((int(label) for label in labels if label.isdecimal()), server.page_size)
     if said and wanted and said != wanted:
-        flag = "--page-size" if member.spec.engine == "sglang" else "--block-size"
         raise Mismatch(
             f"its KV blocks have {said} tokens, not {wanted}: correct block_size, or start it "
             f"with {flag} {wanted}",
@@ -202,7 +202,7 @@ def _block_size(member: Member, page: Page, server: ServerInfo, warnings: list[s
     if 0 < (said or wanted or _BLOCK_SIZE) < _SMALL:
         warnings.append(
             f"KV blocks of {said or wanted} tokens make the index slow and large: start it with "
-            f"{'--page-size' if member.spec.engine == 'sglang' else '--block-size'} {_BLOCK_SIZE}"
+            f"{flag} {_BLOCK_SIZE}"
         )
     if not said:
         taken = (

@@ -123,10 +123,8 @@ class RegistryEngines:
         of them is put there.
         """
         for spec in specs:
-            try:
+            with spec.named():
                 await self._fleet.check(SOURCE, spec.untrusted())
-            except ConfigError as error:
-                raise spec.fault(error) from None
         changed = list(await register(self._registry, specs))
         entries = {it.name: msgspec.json.encode(it) for it in specs}
         await self._until(lambda: all(self._is_read(*entry) for entry in entries.items()))

@@ -7,6 +7,8 @@ engine for the rest. Nothing here opens a connection.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
@@ -118,10 +120,14 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         return self
 
-    def fault(self, error: ConfigError) -> ConfigError:
-        """The error with the engine's name in its field."""
-        what = str(error).removeprefix(f"{error.field}: ")
-        return ConfigError(what, f"{self.name}.{error.field}")
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Put the engine's name into the field of a ConfigError that is raised here."""
+        try:
+            yield
+        except ConfigError as error:
+            what = str(error).removeprefix(f"{error.field}: ")
+            raise ConfigError(what, f"{self.name}.{error.field}") from None
 
     def place(self) -> str:
         """Its URL in one spelling; see `normal`."""
