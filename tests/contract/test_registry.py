@@ -13,7 +13,7 @@ import pytest
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.ports import Registry
 from moonserve.live.registry import etcd as registry_etcd
-from moonserve.live.registry.etcd import Address, EtcdRegistry, parse
+from moonserve.live.registry.etcd import EtcdRegistry, RegistryAddress, parse
 from tests.support.etcd import Etcd
 from tests.support.registry import MemoryRegistry, Shared
 
@@ -370,7 +370,7 @@ def test_a_wrong_address_is_said_at_once_and_an_absent_etcd_in_time(
     for text in ("http://x:1", "etcd://", "etcd://:1", "etcd://a:b", "etcd://u:p@a:1", "127.0.0.1"):
         with pytest.raises(ConfigError, match="etcd://127"):
             parse(text)
-    assert parse("etcd://a,[::1]:5/p/") == Address((("a", 2379), ("::1", 5)), "/p/")
+    assert parse("etcd://a,[::1]:5/p/") == RegistryAddress((("a", 2379), ("::1", 5)), "/p/")
     assert parse("etcd://a").root == "/moonserve/"
     begin = time.monotonic()
     with pytest.raises(ConfigError, match=r"no etcd answers at 127\.0\.0\.1:9") as said:

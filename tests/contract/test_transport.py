@@ -14,7 +14,7 @@ import pytest
 
 from moonserve.core.errors import TransferFailed
 from moonserve.core.store.words import Address
-from moonserve.live.transfer.batch import EngineSettings, Lost, Request
+from moonserve.live.transfer.batch import EngineSettings, TransferLost, TransferRequest
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport
 from moonserve.live.transfer.ports import Op, Path, Slice, Transport
@@ -38,9 +38,9 @@ class World:
     owner: Owner | None
     """None for local: a segment of this process."""
 
-    def requests(self, op: Op, *pieces: tuple[int, bytes | bytearray]) -> list[Request]:
+    def requests(self, op: Op, *pieces: tuple[int, bytes | bytearray]) -> list[TransferRequest]:
         """One request per (offset, memory)."""
-        return [Request(op, memoryview(memory), FAR, offset) for offset, memory in pieces]
+        return [TransferRequest(op, memoryview(memory), FAR, offset) for offset, memory in pieces]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -111,8 +111,8 @@ def test_one_batch_reads_and_writes(world: World) -> None:
     """A batch may go in both directions, and each request goes in its own."""
     got = bytearray(SLICE * 2)
     batch = [
-        Request("read", memoryview(got), FAR, 0),
-        Request("write", memoryview(b"x" * SLICE), FAR, 2 * SLICE),
+        TransferRequest("read", memoryview(got), FAR, 0),
+        TransferRequest("write", memoryview(b"x" * SLICE), FAR, 2 * SLICE),
     ]
     assert world.engine.submit(batch, soon()).wait() == []
     assert got == world.memory[: 2 * SLICE]
@@ -125,7 +125,7 @@ def test_nothing_outside_the_segment_is_reached(world: World) -> None:
     wrong = [-1, SIZE - 7, SIZE, 1 << 62]
     requests = world.requests("read", *((offset, bad) for offset in wrong), (SIZE - 8, good))
     lost = world.engine.submit(requests, soon()).wait()
-    assert lost == [Lost(i, 0, 8, "refused") for i in range(len(wrong))]
+    assert lost == [TransferLost(i, 0, 8, "refused") for i in range(len(wrong))]
     assert good == world.memory[-8:]
     assert bad == bytes(8)
     before = bytes(world.memory)
@@ -142,8 +142,8 @@ def test_another_segment_is_never_taken_for_the_one_meant(world: World) -> None:
     before = bytes(world.memory)
     got = bytearray(8)
     requests = [
-        Request("read", memoryview(got), "stale:segment", 0),
-        Request("write", memoryview(b"!" * 8), "stale:segment", 0),
+        TransferRequest("read", memoryview(got), "stale:segment", 0),
+        TransferRequest("write", memoryview(b"!" * 8), "stale:segment", 0),
     ]
     assert {it.request for it in world.engine.submit(requests, soon()).wait()} == {0, 1}
     assert got == bytes(8)
@@ -179,7 +179,7 @@ def test_once_waited_for_nothing_is_written_any_more(world: World, cancel: bool)
     time.sleep(0.3)
     assert got == then
     for start in range(0, SIZE, SLICE):
-        if Lost(0, start, start + SLICE, "late") not in lost:
+        if TransferLost(0, start, start + SLICE, "late") not in lost:
             assert then[start : start + SLICE] == world.memory[start : start + SLICE]
     assert bool(lost) == (world.kind not in ("local", "shm"))
     assert world.engine.in_flight_bytes() == 0

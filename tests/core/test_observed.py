@@ -9,7 +9,7 @@ import pytest
 
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import HitSample, PassSample
-from moonserve.core.schedule.observed import Call, Part, Watch
+from moonserve.core.schedule.observed import CallWatch, ObservedCall, Part
 from moonserve.core.units import Micros, Tokens
 
 A800 = (67_900.0, 109.55, 7.413e-4, 2.5645, 21_600.0, 4_200.0, 0.03446)
@@ -64,16 +64,18 @@ class Engine:
             yield from ((now_us + round(self.rng.expovariate(1 / 1_000)), it) for it in ended)
 
 
-def began(watch: Watch, now_us: Micros, part: Part, prompt: Tokens, predicted: Tokens) -> Call:
+def began(
+    watch: CallWatch, now_us: Micros, part: Part, prompt: Tokens, predicted: Tokens
+) -> ObservedCall:
     """A call that was sent."""
-    call = Call(part, prompt, predicted)
+    call = ObservedCall(part, prompt, predicted)
     watch.began(now_us, call)
     return call
 
 
 def learned(engine: Engine) -> float:
     """Mean relative error of the prefill times predicted after the engine's 50 requests."""
-    watch, cost, calls = Watch(CHUNK), Cost(), dict[int, Call]()
+    watch, cost, calls = CallWatch(CHUNK), Cost(), dict[int, ObservedCall]()
     for now_us, what, number in engine.log():
         length, cached = engine.prompts[number]
         if what == "sent":
@@ -111,7 +113,7 @@ def test_prefill_is_learned_though_requests_wait(
 
 def test_waiting_is_not_taken_for_computing() -> None:
     """Two prompts sent together are one span: each alone would count the other's time again."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     first, second = (began(watch, 0, "prefill", 1_000, 0) for _ in range(2))
     watch.answered(100_000, first, 0)
     assert watch.take(100_000)[0] == ()
@@ -122,7 +124,7 @@ def test_waiting_is_not_taken_for_computing() -> None:
 
 def test_a_prompt_of_many_chunks_is_many_passes() -> None:
     """A prompt of three chunks gives one sample, of three passes."""
-    watch = Watch(100)
+    watch = CallWatch(100)
     call = began(watch, 0, "whole", 300, 0)
     watch.answered(90_000, call, 0)
     (sample,), _ = watch.take(90_000)
@@ -132,7 +134,7 @@ def test_a_prompt_of_many_chunks_is_many_passes() -> None:
 def test_a_reply_that_does_not_stream_ends_with_its_decoding() -> None:
     """Its time is that of its prefill and of a pass for each further token; only where it was
     alone, since who shared passes is not known."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     call = began(watch, 0, "whole", 1_000, 0)
     call.count = 11
     watch.answered(300_000, call, 0)
@@ -150,8 +152,8 @@ def test_nothing_is_learned_of_prompts_beside_a_reply_that_does_not_stream() -> 
     """It decodes by now, or prefills still: the time between others' prompts may be no prefill. One
     token is none to decode: such a reply is as good as a stream's."""
     for tokens, learned in ((90, 0), (1, 1)):
-        watch = Watch(CHUNK)
-        hidden = Call("whole", 1_000, 0, streams=False)
+        watch = CallWatch(CHUNK)
+        hidden = ObservedCall("whole", 1_000, 0, streams=False)
         if tokens > 1:
             watch.began(0, hidden)
         for second in range(1, 9):
@@ -173,7 +175,7 @@ def test_nothing_is_learned_of_prompts_beside_a_reply_that_does_not_stream() -> 
 
 def test_what_was_cached_may_be_said_at_the_end() -> None:
     """A streamed reply reports its cached tokens last; the span waits for that."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     call = began(watch, 0, "whole", 1_000, 512)
     watch.answered(50_000, call)
     assert watch.take(50_000) == ((), ())
@@ -187,7 +189,7 @@ def test_what_was_cached_may_be_said_at_the_end() -> None:
 def test_spans_with_failures_or_others_are_not_learned_from() -> None:
     """A call that failed and others' queue spoil a span."""
     for fault in ("failed", "others"):
-        watch = Watch(CHUNK)
+        watch = CallWatch(CHUNK)
         call, other = began(watch, 0, "prefill", 1_000, 0), began(watch, 0, "prefill", 1_000, 0)
         if fault == "others":
             watch.others(10, 2, 0, 0)
@@ -200,7 +202,7 @@ def test_spans_with_failures_or_others_are_not_learned_from() -> None:
 
 def test_decode_steps_are_learned_between_changes() -> None:
     """Tokens per request and time since the last one came or went are a step's time."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     calls = [began(watch, 0, "decode", 1_000, 0) for _ in range(2)]
     for call in calls:
         watch.answered(0, call)
@@ -215,7 +217,7 @@ def test_decode_steps_are_learned_between_changes() -> None:
 
 def test_no_decode_step_is_learned_while_somebody_prefills() -> None:
     """Passes with a prefill in them are longer, and no measure of decoding."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     call = began(watch, 0, "whole", 1_000, 0)
     watch.answered(0, call, 0)
     watch.take(0)
@@ -226,7 +228,7 @@ def test_no_decode_step_is_learned_while_somebody_prefills() -> None:
 
 def test_decode_of_others_counts_as_load() -> None:
     """External decodes are in the batch, and so in the sample."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     watch.others(0, 0, 3, 5_000)
     call = began(watch, 0, "decode", 1_000, 0)
     watch.answered(0, call)
@@ -237,7 +239,7 @@ def test_decode_of_others_counts_as_load() -> None:
 
 def test_what_is_never_said_is_taken_to_be_as_predicted() -> None:
     """An engine that reports no cached tokens teaches its costs; claims are not judged."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     call = began(watch, 0, "whole", 1_000, 512)
     watch.answered(50_000, call)
     watch.ended(80_000, call)
@@ -247,10 +249,10 @@ def test_what_is_never_said_is_taken_to_be_as_predicted() -> None:
 
 def test_no_decode_step_is_learned_beside_one_that_is_not_seen() -> None:
     """A decode without streaming is in the batch, since an unknown time."""
-    watch = Watch(CHUNK)
+    watch = CallWatch(CHUNK)
     seen = began(watch, 0, "decode", 1_000, 0)
     watch.answered(0, seen)
-    hidden = Call("decode", 1_000, 0, streams=False)
+    hidden = ObservedCall("decode", 1_000, 0, streams=False)
     watch.began(0, hidden)
     seen.count = 40
     assert watch.take(400_000)[0] == ()

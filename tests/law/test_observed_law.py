@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.core.schedule.observed import Call, Part, Watch
+from moonserve.core.schedule.observed import CallWatch, ObservedCall, Part
 
 PARTS: tuple[Part, ...] = ("prefill", "decode", "whole")
 STEPS = st.lists(
@@ -24,14 +24,14 @@ STEPS = st.lists(
 def test_samples_are_of_work_that_was_done(steps: list[tuple[str, int, int, Part, bool]]) -> None:
     """Every sample has a time above zero and work, no more prompt tokens than were sent, no more
     decodes than were out; a claim is judged once; nothing is kept of calls that are over."""
-    watch, now_us, out = Watch(256), 0, dict[int, Call]()
+    watch, now_us, out = CallWatch(256), 0, dict[int, ObservedCall]()
     sent = asked = waiting = 0
     passes, hits = [], []
     for what, number, wait_us, part, said in steps:
         now_us += wait_us
         call = out.get(number)
         if what == "begin" and call is None:
-            out[number] = call = Call(part, 1_000, 512, streams=said)
+            out[number] = call = ObservedCall(part, 1_000, 512, streams=said)
             watch.began(now_us, call)
             sent, asked = sent + 1_000 * (part != "decode"), asked + (part != "decode")
         elif what == "answer" and call is not None:

@@ -11,13 +11,13 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
-from moonserve.live.http.server import Part, Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.process.parts import Process
 
 CONFIG = GatewayConfig(model="", port=0)
 
 
-class Noted(Part):
+class Noted(ProcessPart):
     """Notes what happens to it; fails where it is told to."""
 
     def __init__(self, name: str, notes: list[str], fails: str = "") -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from moonserve.cli import cli, mirror
-from moonserve.cli.mirror import Watch, _value
+from moonserve.cli.mirror import ClusterWatch, _value
 from moonserve.cli.replay import prompt_of, summary
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.profiles import PROFILES, Profile
@@ -275,11 +275,11 @@ class Gateway:
 
 def fitted(
     monkeypatch: pytest.MonkeyPatch, ttft_us: int, count: int = 4, late_us: int = 0
-) -> Watch:
+) -> ClusterWatch:
     """A profile from answers that all came so late."""
     monkeypatch.setattr(mirror, "Client", Gateway)
     monkeypatch.setattr(Gateway, "after", False)
-    watch = Watch(Gateway(""), 32)  # type: ignore[arg-type]
+    watch = ClusterWatch(Gateway(""), 32)  # type: ignore[arg-type]
     monkeypatch.setattr(Gateway, "after", True)
     answer = ReplayResult("r", late_us, "completed", "", [ttft_us + late_us])
     watch.end("t", [answer] * count)

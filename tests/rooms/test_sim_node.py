@@ -7,7 +7,7 @@ import msgspec
 from moonserve.core.schedule.profiles import PROFILES
 from moonserve.core.units import RequestId
 from moonserve.sim.call import Call
-from moonserve.sim.clock import Clock
+from moonserve.sim.clock import VirtualClock
 from moonserve.sim.node import Node
 from moonserve.sim.setup import Setup
 
@@ -16,7 +16,7 @@ def test_the_room_of_one_cancelled_in_a_pass_is_seen_when_the_pass_ends() -> Non
     """Its blocks are free only then: who waits for them begins then, with nobody else's help."""
     profile = msgspec.structs.replace(PROFILES["a800"], kv_tokens=12 * 512)
     info = Setup(prefill=1, decode=1, profile=profile).instances(512)[0]
-    clock = Clock()
+    clock = VirtualClock()
     begun: list[str] = []
     node = Node(
         info,

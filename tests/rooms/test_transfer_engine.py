@@ -15,7 +15,7 @@ import pytest
 from moonserve.core.errors import ConfigError, DeadlineExceeded, TransferFailed
 from moonserve.core.store.words import Address
 from moonserve.core.transfer.lanes import LaneTerms
-from moonserve.live.transfer.batch import EngineSettings, Lost, Request
+from moonserve.live.transfer.batch import EngineSettings, TransferLost, TransferRequest
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import MemoryLink
 from moonserve.live.transfer.ports import Op, Path, Slice, parse_location
@@ -111,9 +111,9 @@ def engine_of(script: Script, *paths: Path, lanes: int = 1, **more: object) -> T
     return engine
 
 
-def read(into: bytearray, offset: int = 0) -> list[Request]:
+def read(into: bytearray, offset: int = 0) -> list[TransferRequest]:
     """A batch of one."""
-    return [Request("read", memoryview(into), FAR, offset)]
+    return [TransferRequest("read", memoryview(into), FAR, offset)]
 
 
 def test_a_broken_lane_costs_no_slice(script: Script) -> None:
@@ -217,11 +217,11 @@ def test_a_cancel_cuts_its_own_batch_only(script: Script) -> None:
     got = bytearray(PAGE)
     second = engine.submit(read(got, PAGE), soon(60))
     first.cancel()
-    assert first.wait() == [Lost(0, 0, PAGE, "late")]
+    assert first.wait() == [TransferLost(0, 0, PAGE, "late")]
     assert second.wait() == []
     assert got == script.memory[PAGE : 2 * PAGE]
     first.cancel()
-    assert first.wait() == [Lost(0, 0, PAGE, "late")]
+    assert first.wait() == [TransferLost(0, 0, PAGE, "late")]
     assert not engine.stats()[0].on_probation
     engine.close()
 
@@ -232,7 +232,7 @@ def test_a_run_no_thread_has_taken_up_is_taken_back(script: Script) -> None:
     engine = engine_of(script, path("a"), path("b"), threads=1)
     first = engine.submit(read(bytearray(PAGE)), soon(60))
     second = engine.submit(read(bytearray(PAGE), 7 * PAGE), soon(0.1))
-    assert second.wait() == [Lost(0, 0, PAGE, "late")]
+    assert second.wait() == [TransferLost(0, 0, PAGE, "late")]
     first.cancel()
     first.wait()
     engine.close()
@@ -264,9 +264,9 @@ def test_bytes_in_flight_are_bounded(script: Script) -> None:
     started = time.monotonic()
     refused = engine.submit(read(bytearray(2 * PAGE)), soon(0.1))
     assert time.monotonic() - started >= 0.1
-    assert refused.wait() == [Lost(0, 0, 2 * PAGE, "late")]
+    assert refused.wait() == [TransferLost(0, 0, 2 * PAGE, "late")]
     assert engine.in_flight_bytes() == 3 * PAGE
-    ends: list[list[Lost]] = []
+    ends: list[list[TransferLost]] = []
     large = threading.Thread(
         target=lambda: ends.append(engine.submit(read(bytearray(9 * PAGE)), soon()).wait())
     )
@@ -297,7 +297,7 @@ def test_what_is_forgotten_is_cut_off(script: Script) -> None:
     assert hung.wait(5)
     engine.forget(FAR)
     assert [it.why for it in queued.wait()] == ["late"] * 3
-    assert engine.submit(read(bytearray(9)), soon()).wait() == [Lost(0, 0, 9, "unknown")]
+    assert engine.submit(read(bytearray(9)), soon()).wait() == [TransferLost(0, 0, 9, "unknown")]
     assert engine.transfer("read", FAR, [Slice(0, memoryview(bytearray(9)))], soon()) == [False]
     hung.clear()
     engine.register(FAR, [path("a")])

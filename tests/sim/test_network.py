@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from moonserve.sim.clock import Clock
+from moonserve.sim.clock import VirtualClock
 from moonserve.sim.network import Network
 
 _RATE = 1e6  # bytes a second: a byte takes a microsecond
@@ -14,7 +14,7 @@ class Rig:
     """A network, and when each transfer was done."""
 
     def __init__(self, *wide: str) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.network = Network(self.clock, _RATE, frozenset(wide))
         self.done_us: dict[str, int] = {}
 
@@ -83,7 +83,7 @@ def test_a_wide_sender_is_never_congested() -> None:
 
 def test_simultaneous_calls_keep_their_order() -> None:
     """Calls of one instant are made as they were scheduled; what is past happens now."""
-    clock, made = Clock(), []
+    clock, made = VirtualClock(), []
     clock.at(5, lambda: made.append("a"))
     clock.at(5, lambda: clock.at(1, lambda: made.append("c")))
     clock.at(5, lambda: made.append("b"))
@@ -95,7 +95,7 @@ def test_simultaneous_calls_keep_their_order() -> None:
 
 def test_an_instant_settles_before_time_moves_on() -> None:
     """`settle` sees all that fell on one microsecond, and is asked again while it does anything."""
-    clock, seen, open_work = Clock(), [], [3]
+    clock, seen, open_work = VirtualClock(), [], [3]
 
     def settle() -> bool:
         seen.append((clock.now_us, open_work[0]))
@@ -111,7 +111,7 @@ def test_an_instant_settles_before_time_moves_on() -> None:
 
 def test_a_run_may_stop_and_go_on() -> None:
     """Up to a time, and later the rest: nothing is lost between."""
-    clock, made = Clock(), []
+    clock, made = VirtualClock(), []
     clock.at(1, lambda: made.append(1))
     clock.at(9, lambda: made.append(9))
     assert clock.run(lambda: False, until_us=5)

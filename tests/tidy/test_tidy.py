@@ -428,6 +428,18 @@ def test_no_files_import_each_other() -> None:
     assert not list(circles(circle[:2]))
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    """No two classes of the product share a name."""
+    named: dict[str, list[str]] = {}
+    for file in house():
+        if file.path.startswith("src/") and file.path.endswith(".py"):
+            for node in ast.walk(file.tree):
+                if isinstance(node, ast.ClassDef):
+                    named.setdefault(node.name, []).append(file.path)
+    twice = {name: paths for name, paths in named.items() if len(paths) > 1}
+    assert not twice, f"give each its own name: {twice}"
+
+
 def test_no_file_names_a_machine() -> None:
     """What is in the repository means the same on every machine."""
     complaints = [f"{file.path}:{text}" for file in house() for text in names_no_machine(file)]

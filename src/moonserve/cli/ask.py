@@ -19,7 +19,7 @@ from moonserve.cli.output import print_json
 from moonserve.core.errors import ConfigError, EngineFailed
 
 
-class Decision(msgspec.Struct):
+class ShownDecision(msgspec.Struct):
     """What GET /api/decisions/<id> returns, as far as `ask` shows it."""
 
     prefill: str
@@ -120,7 +120,7 @@ def story(answer: Answer) -> Iterator[str]:
     if answer.decision is None:
         return
     try:
-        decision = msgspec.convert(answer.decision, Decision)
+        decision = msgspec.convert(answer.decision, ShownDecision)
     except msgspec.ValidationError:  # a newer gateway may use another form
         return
     reused = f"expected to reuse {decision.reused_tokens:,} of {answer.prompt_tokens:,} tokens"

@@ -70,7 +70,7 @@ class _Stats(msgspec.Struct):
     waited_us: Micros
 
 
-class Watch:
+class ClusterWatch:
     """Looks at a cluster when created, and again at `end`; then has a profile of the time
     between."""
 

@@ -46,7 +46,7 @@ def write_csv(rows: Sequence[Mapping[str, object]], out: TextIO) -> None:
     table.writerows(rows)
 
 
-class Output(click.File):
+class OutputFile(click.File):
     """An option's file, replaced as a whole when it is written; "-" is stdout."""
 
     def __init__(self, mode: str = "w") -> None:

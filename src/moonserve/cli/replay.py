@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from moonserve.cli.client import URL, Client
-from moonserve.cli.output import Output, check_apart, input_path, print_json, write_csv
+from moonserve.cli.output import OutputFile, check_apart, input_path, print_json, write_csv
 from moonserve.core.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ _IDS = range(1_000, 8_000)
     help="Another seed gives other tokens, of which nothing is cached.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--rows", type=Output(), help="Write a CSV of all requests.")
+@click.option("--rows", type=OutputFile(), help="Write a CSV of all requests.")
 @click.option(
     "--profile-out",
-    type=Output(),
+    type=OutputFile(),
     help="Write a profile for `moonserve simulate`, fitted from this run.",
 )
 @click.option("--compare", is_flag=True, help="Then simulate the same, and print both.")
@@ -95,9 +95,9 @@ def replay(
     model = model or client.first_model()
     watch = None
     if profile_out or compare:
-        from moonserve.cli.mirror import Watch
+        from moonserve.cli.mirror import ClusterWatch
 
-        watch = Watch(client, read.block_size)
+        watch = ClusterWatch(client, read.block_size)
     answers = _run(url.rstrip("/"), model, read, concurrency, seed)
     found: dict[str, Any] = {"trace": read.name, "speed": speed, "model": model}
     found |= summary(read, answers)

@@ -23,7 +23,7 @@ from moonserve.cli.figures import (
     titles,
     unusual,
 )
-from moonserve.cli.output import Output, check_apart, input_path, print_json, write_csv
+from moonserve.cli.output import OutputFile, check_apart, input_path, print_json, write_csv
 from moonserve.cli.settings import size_of
 from moonserve.cli.simulated import simulated
 from moonserve.core.errors import ConfigError
@@ -95,12 +95,12 @@ def _setup(
 @_option("--limit", type=_SOME, metavar="ROWS", help="Only the first requests of TRACE.")
 @_option("--block-size", type=_SOME, default=512, metavar="N", help="Tokens of one block in TRACE.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--report", type=Output(), help="Write a page with plots.")
-@click.option("--rows", type=Output(), help="Write a CSV of all requests.")
+@click.option("--report", type=OutputFile(), help="Write a page with plots.")
+@click.option("--rows", type=OutputFile(), help="Write a CSV of all requests.")
 @click.option(
     "--explain", metavar="REQUEST", help="Show why a request was placed as it was; r000042."
 )
-@click.option("--cprofile", type=Output("wb"), help="Write a CPU profile (pstats).")
+@click.option("--cprofile", type=OutputFile("wb"), help="Write a CPU profile (pstats).")
 def simulate(
     trace: Path,
     speed: float,

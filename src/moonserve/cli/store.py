@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moonserve.cli.client import URL, Client
-from moonserve.cli.output import Output, json_option, print_json
+from moonserve.cli.output import OutputFile, json_option, print_json
 from moonserve.cli.roles import run_role
 from moonserve.cli.settings import (
     advertise_host_option,
@@ -208,7 +208,7 @@ def stat(key: str, is_text: bool, url: str, as_json: bool) -> None:
 
 @store.command()
 @click.argument("key")
-@click.option("--output", "-o", type=Output("wb"), default="-", help="Write it to this file.")
+@click.option("--output", "-o", type=OutputFile("wb"), default="-", help="Write it to this file.")
 @_text
 @_url
 def get(key: str, output: Any, is_text: bool, url: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moonserve.core.schedule.explain import Explanation, Row
+from moonserve.core.schedule.explain import CandidateRow, Explanation
 from moonserve.show.table import table
 
 _HEADS = ("", "candidate", "from", "local", "reused", "transfer", "queue", "compute", "total")
@@ -53,7 +53,7 @@ def _attempts(told: Explanation) -> str:
     return f", in {told.attempts} attempts" if told.attempts > 1 else ""
 
 
-def _cells(row: Row, chosen: bool) -> tuple[str, ...]:
+def _cells(row: CandidateRow, chosen: bool) -> tuple[str, ...]:
     return (
         "*" if chosen else "",
         row.instance,

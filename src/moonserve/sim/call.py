@@ -10,7 +10,7 @@ import msgspec
 from moonserve.core.units import Micros, RequestId, Tokens
 
 
-class Part(msgspec.Struct, eq=False):
+class StagePart(msgspec.Struct, eq=False):
     """Makes a prefill call a stage of a group: it has a pass of its own, beside the batch."""
 
     pieces: int
@@ -35,7 +35,7 @@ class Call(msgspec.Struct, eq=False):
     """The call ends after this many output tokens."""
     load: Callable[[Callable[[Tokens], None]], None]
     """Loads the KV, then calls its argument with the number of tokens that the KV covers."""
-    part: Part | None = None
+    part: StagePart | None = None
     cached: Tokens = 0
     began_us: Micros | None = None
     busy_us: Micros = 0

@@ -12,7 +12,7 @@ from moonserve.core.schedule.actions import Decision, Spread
 from moonserve.core.schedule.facts import Fact, SpreadUpTo
 from moonserve.core.units import Bytes, InstanceId, Micros, Tokens
 from moonserve.sim.call import Call
-from moonserve.sim.clock import Clock
+from moonserve.sim.clock import VirtualClock
 from moonserve.sim.network import Network
 from moonserve.sim.node import Node
 from moonserve.sim.segments import Segments
@@ -28,7 +28,7 @@ class Carrier:
         self,
         setup: Setup,
         block_size: Tokens,
-        clock: Clock,
+        clock: VirtualClock,
         nodes: Mapping[InstanceId, Node],
         segments: Segments,
         tell: Callable[[list[Fact]], None],

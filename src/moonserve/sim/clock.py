@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from moonserve.core.units import Micros
 
 
-class Clock:
+class VirtualClock:
     """The clock. It makes simultaneous calls in the order in which they were scheduled."""
 
     def __init__(self) -> None:

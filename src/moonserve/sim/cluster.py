@@ -44,7 +44,7 @@ from moonserve.core.schedule.facts import (
 from moonserve.core.units import Micros, RequestId, SegmentId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.carrier import Carrier
-from moonserve.sim.clock import Clock
+from moonserve.sim.clock import VirtualClock
 from moonserve.sim.cpp import Relay
 from moonserve.sim.node import Node
 from moonserve.sim.segments import Segments, full_keys, next_turns
@@ -60,7 +60,7 @@ class Simulation:
         setup.check()
         self.trace = trace
         self.setup = setup
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.digest = Digest()
         self.events: list[Event] | None = [] if keep_events else None
         cost = setup.profile.cost()

@@ -14,7 +14,7 @@ from typing import Protocol
 from moonserve.core.schedule.actions import Prefill, Stage
 from moonserve.core.schedule.pipeline import HIDDEN, Form, shared_us
 from moonserve.core.units import Bytes, Micros, Tokens
-from moonserve.sim.call import Call, Part
+from moonserve.sim.call import Call, StagePart
 from moonserve.sim.node import Node
 
 Load = Callable[[Callable[[Tokens], None]], None]
@@ -88,7 +88,7 @@ class Relay:
         if self._form == "layers":
             count = len(self.nodes)
             work_us = shared_us(cost, stage.start, stage.end, stage.pieces, count)
-        part = Part(stage.pieces, work_us, whole=not at)
+        part = StagePart(stage.pieces, work_us, whole=not at)
         admitted = partial(self._admitted, load)
         return Call(action.request, action.number, stage.end, stage.end, 1, admitted, part)
 

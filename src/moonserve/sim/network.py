@@ -14,7 +14,7 @@ from math import ceil
 import msgspec
 
 from moonserve.core.units import Bytes, Micros
-from moonserve.sim.clock import Clock
+from moonserve.sim.clock import VirtualClock
 
 
 class _Flow(msgspec.Struct, eq=False):
@@ -35,7 +35,7 @@ class Network:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         bytes_per_s: float,
         wide: frozenset[str] = frozenset(),
         base_us: Micros = 0,

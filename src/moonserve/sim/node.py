@@ -19,7 +19,7 @@ from moonserve.core.schedule.cost import Cost, pass_sample
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import Micros, RequestId, Tokens
 from moonserve.sim.call import Call
-from moonserve.sim.clock import Clock
+from moonserve.sim.clock import VirtualClock
 
 _GREEDY = Sampling(temperature=0.0)
 
@@ -32,7 +32,7 @@ class Node:
         self,
         info: InstanceInfo,
         cost: Cost,
-        clock: Clock,
+        clock: VirtualClock,
         tell: Callable[[Node, Call, Progress], None],
         begin: Callable[[Node, Call], None],
         ahead: int,

@@ -141,7 +141,7 @@ class Misses:
         self._open = still
 
 
-class Found(msgspec.Struct, frozen=True):
+class SpeedFound(msgspec.Struct, frozen=True):
     """The highest speed that attains, and the lowest speed above it that was seen to miss."""
 
     speed: float | None
@@ -156,7 +156,7 @@ def max_speed(
     guess: float,
     tolerance: float = 0.05,
     figure: Figure = "attainment",
-) -> Found:
+) -> SpeedFound:
     """The highest multiple of `tolerance` at which the share `figure` is `target` or more.
 
     It doubles steps from `guess` to a bracket, so that a good guess needs few simulations, and then
@@ -176,17 +176,17 @@ def max_speed(
     while attains(high):
         low, high, stride = high, high + stride, 2 * stride
         if high * tolerance > MOST:
-            return Found(round(low * tolerance, 9), None)
+            return SpeedFound(round(low * tolerance, 9), None)
     while not attains(low):
         if low == 1:
-            return Found(None, at(round(tolerance, 9)))
+            return SpeedFound(None, at(round(tolerance, 9)))
         low, high, stride = max(1, low - stride), low, 2 * stride
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if attains(middle) else (low, middle)
     while attains(low + 1) or attains(low + 2):
         low += 1 if attains(low + 1) else 2
-    return Found(round(low * tolerance, 9), at(round((low + 1) * tolerance, 9)))
+    return SpeedFound(round(low * tolerance, 9), at(round((low + 1) * tolerance, 9)))
 
 
 # Bounds.
@@ -314,7 +314,7 @@ def plan(
         else:
             first = trials(to_beat + tolerance)
             if first.attainment < target:
-                found, not_above = Found(None, first), to_beat or None
+                found, not_above = SpeedFound(None, first), to_beat or None
             else:
                 found = max_speed(trials, target, to_beat + tolerance, tolerance)
         binds = _binds(trace, made(prefill), target, found.missed)

@@ -16,7 +16,7 @@ from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 _PER_MS = 1_000
 
 
-class Row(msgspec.Struct, frozen=True):
+class CandidateRow(msgspec.Struct, frozen=True):
     """One prefill instance that could have been chosen."""
 
     instance: InstanceId
@@ -32,7 +32,7 @@ class Row(msgspec.Struct, frozen=True):
     """The policy's score; the lowest won."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class PromptPart(msgspec.Struct, frozen=True):
     """The part that one instance of a group prefills."""
 
     instance: InstanceId
@@ -62,7 +62,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     waited_ms: float | None = None
     """At the Conductor, before the decision; part of the TTFTs."""
     predicted_ttft_ms: float | None = None
-    group: list[Part] = []
+    group: list[PromptPart] = []
     """The instances that prefill together; empty: one. Candidates' figures are for one alone."""
     alone: str | None = None
     """Why one instance does it, if several may."""
@@ -81,7 +81,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     """Which prefix was copied because of it, from where to where, and why."""
     considered: int = 0
     """The number of candidates; `candidates` shows the best of them."""
-    candidates: list[Row] = []
+    candidates: list[CandidateRow] = []
     """The chosen one first."""
 
 
@@ -108,7 +108,7 @@ def explanation(
         holder=decision.holder,
         waited_ms=decision.waited_us / _PER_MS,
         predicted_ttft_ms=decision.predicted_ttft_us / _PER_MS,
-        group=[Part(stage.instance, stage.start, stage.end) for stage in decision.stages],
+        group=[PromptPart(stage.instance, stage.start, stage.end) for stage in decision.stages],
         alone=decision.alone,
         held=decision.tightened,
         predicted_tbt_ms=decision.predicted_tbt_us / _PER_MS,
@@ -117,8 +117,8 @@ def explanation(
     )
 
 
-def _row(candidate: Candidate) -> Row:
-    return Row(
+def _row(candidate: Candidate) -> CandidateRow:
+    return CandidateRow(
         instance=candidate.instance,
         local_tokens=candidate.local_tokens,
         reused_tokens=candidate.reused_tokens,

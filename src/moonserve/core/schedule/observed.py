@@ -41,7 +41,7 @@ _Moment: TypeAlias = tuple[Micros, int, int]
 """A time, and the sums over time up to then: of the number of decodes, and of their contexts."""
 
 
-class Call:
+class ObservedCall:
     """One call that is out. `count`: tokens that came; the receiver raises it."""
 
     __slots__ = (
@@ -83,7 +83,7 @@ class _Span:
     def __init__(self, start: _Moment) -> None:
         self.start = self.end = start
         """It ends with the last answer."""
-        self.calls: list[Call] = []
+        self.calls: list[ObservedCall] = []
         self.unknown = 0
         """Calls whose cached tokens are not reported yet."""
         self.passes = 0
@@ -99,17 +99,17 @@ class _Span:
         return max(_APART_US, mean_us // 16)
 
 
-class Watch:
+class CallWatch:
     """See the module. `chunk`: the most prompt tokens in one pass."""
 
     def __init__(self, chunk: Tokens) -> None:
         self._chunk = chunk
-        self._prefilling: dict[Call, None] = {}
-        self._decoding: dict[Call, None] = {}
+        self._prefilling: dict[ObservedCall, None] = {}
+        self._decoding: dict[ObservedCall, None] = {}
         self._context: Tokens = 0
         """The sum of their contexts, as of the last look."""
-        self._looked: tuple[Call, ...] = ()
-        self._hidden: dict[Call, None] = {}
+        self._looked: tuple[ObservedCall, ...] = ()
+        self._hidden: dict[ObservedCall, None] = {}
         """Calls that may decode by now without showing it: they do not stream."""
         self._blind = 0
         """Calls that may prefill or decode by now without showing which: they do not stream."""
@@ -127,7 +127,7 @@ class Watch:
         self._passes: list[PassSample] = []
         self._hits: list[HitSample] = []
 
-    def began(self, now_us: Micros, call: Call) -> None:
+    def began(self, now_us: Micros, call: ObservedCall) -> None:
         """A call was sent."""
         if call.part != "decode":
             self._settle(now_us)
@@ -141,7 +141,7 @@ class Watch:
             self._hidden[call] = None
             self._steady = False
 
-    def answered(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
+    def answered(self, now_us: Micros, call: ObservedCall, cached: Tokens | None = None) -> None:
         """Its first token came, or all `count` of them at once. cached: as the engine reports it;
         None: not reported yet."""
         if call.heard:
@@ -157,7 +157,7 @@ class Watch:
             self._context += call._context
         self._changed(call)
 
-    def ended(self, now_us: Micros, call: Call, cached: Tokens | None = None) -> None:
+    def ended(self, now_us: Micros, call: ObservedCall, cached: Tokens | None = None) -> None:
         """The call is over, for any reason; a second report has no effect."""
         call.heard = True
         self._settle(now_us)
@@ -196,7 +196,7 @@ class Watch:
 
     # Prefill.
 
-    def _prefilled(self, now_us: Micros, call: Call) -> None:
+    def _prefilled(self, now_us: Micros, call: ObservedCall) -> None:
         """Its part of the span is done. The span ends if no other call waits, or if it is long."""
         del self._prefilling[call]
         span = self._span
@@ -234,14 +234,14 @@ class Watch:
         if not (span.unknown or span.spoiled):
             self._learn(span)
 
-    def _known(self, call: Call, cached: Tokens | None) -> None:
+    def _known(self, call: ObservedCall, cached: Tokens | None) -> None:
         if cached is None or call.cached is not None or call.part == "decode":
             return
         self.said += 1
         self._counted(call, min(cached, call.prompt))
         self._hits.append(HitSample(call.predicted, min(cached, call.prompt)))
 
-    def _counted(self, call: Call, cached: Tokens) -> None:
+    def _counted(self, call: ObservedCall, cached: Tokens) -> None:
         """This part of its prompt was cached; the last call of a span completes the span."""
         call.cached = cached
         span = call._span
@@ -285,7 +285,7 @@ class Watch:
 
     # Decode.
 
-    def _changed(self, call: Call) -> None:
+    def _changed(self, call: ObservedCall) -> None:
         """A call goes on or is over: a new spell of decoding may begin."""
         self._hidden.pop(call, None)
         self._steady = not (self._prefilling or self._hidden)
@@ -297,7 +297,7 @@ class Watch:
         for call in self._looked:
             call._from = call.count
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: ObservedCall) -> None:
         if call in self._decoding:
             del self._decoding[call]
             self._context -= call._context
@@ -320,7 +320,7 @@ class Watch:
         self._steady_us = now_us
 
 
-def _is_blind(call: Call) -> bool:
+def _is_blind(call: ObservedCall) -> bool:
     return call.part == "whole" and not call.streams
 
 

@@ -37,7 +37,7 @@ _GOLDEN = 0.618
 _SPARSER, _DENSER, _DENSEST, _SPARSEST = 1.02, 0.995, 1.15, 2.0
 
 
-class Client(NamedTuple):
+class ReturningClient(NamedTuple):
     """What a refused request is recognised by when its client sends it again."""
 
     model: str
@@ -47,15 +47,17 @@ class Client(NamedTuple):
     length: Tokens
 
 
-def client_of(request: Request, keys: Sequence[BlockKey]) -> Client | None:
+def client_of(request: Request, keys: Sequence[BlockKey]) -> ReturningClient | None:
     """The client of a request that arrives with these keys.
 
     None: a prompt without a full block has no key, and its client is not recognised.
     """
-    return Client(request.model, request.tenant, keys[-1], request.length) if keys else None
+    return (
+        ReturningClient(request.model, request.tenant, keys[-1], request.length) if keys else None
+    )
 
 
-_FIRST = Client("", "", BlockKey(b""), 0)
+_FIRST = ReturningClient("", "", BlockKey(b""), 0)
 """Is sorted before every other."""
 
 
@@ -67,8 +69,8 @@ class RetryCalendar:
 
     def __init__(self, returns: bool = True) -> None:
         self._returns = returns
-        self._due: dict[Client, Micros] = {}
-        self._order: list[tuple[Micros, Client]] = []
+        self._due: dict[ReturningClient, Micros] = {}
+        self._order: list[tuple[Micros, ReturningClient]] = []
         """The same times, sorted, with their clients."""
         self._last_us: dict[str, Micros] = {}
         """The latest time that was given out, by model."""
@@ -169,10 +171,10 @@ class RetryCalendar:
         """How long until the latest time that was given out; 0 where that is past."""
         return max(0, self._last_us.get(model, 0) - now_us)
 
-    def _remember(self, client: Client, due_us: Micros) -> None:
+    def _remember(self, client: ReturningClient, due_us: Micros) -> None:
         self._due[client] = due_us
         insort(self._order, (due_us, client))
 
-    def _forget(self, client: Client) -> None:
+    def _forget(self, client: ReturningClient) -> None:
         due_us = self._due.pop(client)
         del self._order[bisect_left(self._order, (due_us, client))]

@@ -18,7 +18,7 @@ from moonserve.live.api.limiter import Limiter, Limits
 from moonserve.live.drive.calls import Caller, CallLimits, Guesses
 from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.external import EngineCalls, Piece
-from moonserve.live.drive.lost import Answer, Passed
+from moonserve.live.drive.lost import EngineAnswer, Passed
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import PromptReader
 from moonserve.live.drive.request import RequestDriver
@@ -137,7 +137,7 @@ class EngineExchange(Exchange):
             piece = await self._driver.next()
         except Passed as passed:
             return _response(passed.answer)
-        if isinstance(piece, Answer):
+        if isinstance(piece, EngineAnswer):
             return _response(piece)
         assert piece is not None, "a stream begins with a piece"
         self._first = piece
@@ -145,12 +145,12 @@ class EngineExchange(Exchange):
 
     async def _more(self) -> bytes | None:
         piece = await self._driver.next()
-        assert not isinstance(piece, Answer), "a stream has begun"
+        assert not isinstance(piece, EngineAnswer), "a stream has begun"
         return piece
 
     async def _close(self) -> None:
         await self._driver.aclose()
 
 
-def _response(answer: Answer) -> Response:
+def _response(answer: EngineAnswer) -> Response:
     return Response(answer.status, answer.body, answer.headers, answer.content_type)

@@ -33,7 +33,7 @@ from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
-from moonserve.live.http.server import Part, Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
@@ -94,7 +94,7 @@ def _open_pool(
     return LocalPool(MasterService(master, LoopClock().now_us), config.token, tell)
 
 
-class Control(Part):
+class Control(ProcessPart):
     """See the module. `start` and `stop` are called on the event loop."""
 
     def __init__(

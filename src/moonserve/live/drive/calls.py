@@ -17,7 +17,7 @@ from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, InstanceId, Tokens
 from moonserve.live.drive.engines import Engines
-from moonserve.live.drive.lost import Answer, CallLost, Passed
+from moonserve.live.drive.lost import CallLost, EngineAnswer, Passed
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import PromptInfo, PromptReader
 from moonserve.live.http.client import ClientStream, HttpClient
@@ -128,7 +128,7 @@ class Caller(msgspec.Struct, frozen=True):
         request: Request,
         body: bytes,
         limit_s: float,
-    ) -> Answer:
+    ) -> EngineAnswer:
         """Make a call and return its whole reply. Raises CallLost, Passed, UpstreamError,
         DeadlineExceeded."""
         url, headers = self._target(to, asked, request)
@@ -140,7 +140,7 @@ class Caller(msgspec.Struct, frozen=True):
         _judge(to, answer)
         return answer
 
-    async def rest(self, to: InstanceInfo, stream: ClientStream) -> Answer:
+    async def rest(self, to: InstanceInfo, stream: ClientStream) -> EngineAnswer:
         """Read the rest of a reply that has begun, and leave the stream. Raises as `whole` does."""
         try:
             answer = _read(stream.status, stream.headers, await stream.read())
@@ -177,14 +177,14 @@ class Caller(msgspec.Struct, frozen=True):
         return member.url + PATHS[asked.form], headers
 
 
-def _read(status: int, headers: Mapping[str, str], body: bytes) -> Answer:
-    answer = Answer(status, body, headers.get("content-type", JSON))
+def _read(status: int, headers: Mapping[str, str], body: bytes) -> EngineAnswer:
+    answer = EngineAnswer(status, body, headers.get("content-type", JSON))
     if status in _BUSY:
         answer.headers["retry-after"] = headers.get("retry-after", "1")
     return answer
 
 
-def _judge(to: InstanceInfo, answer: Answer) -> None:
+def _judge(to: InstanceInfo, answer: EngineAnswer) -> None:
     """Raises CallLost or Passed if the answer is an error."""
     status = answer.status
     if status == 200:

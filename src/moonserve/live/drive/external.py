@@ -22,8 +22,8 @@ from moonserve.live.drive.connectors.mooncake import Mooncake
 from moonserve.live.drive.connectors.nixl import Nixl
 from moonserve.live.drive.connectors.sglang import Sglang
 from moonserve.live.drive.handover import Handed, HandoverConnector, PrefillCall
-from moonserve.live.drive.lease import Watch
-from moonserve.live.drive.lost import Answer, CallLost
+from moonserve.live.drive.lease import LeaseWatch
+from moonserve.live.drive.lost import CallLost, EngineAnswer
 from moonserve.live.drive.passing import Passing
 from moonserve.live.drive.prompt_info import PromptInfo
 from moonserve.live.drive.request import Life
@@ -32,7 +32,7 @@ from moonserve.live.http.message import JSON
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.ports import OutgoingCall
 
-Piece: TypeAlias = Answer | bytes
+Piece: TypeAlias = EngineAnswer | bytes
 """A whole reply, or whole events of a stream."""
 
 _CONNECTORS: Mapping[Connector, HandoverConnector] = {
@@ -170,7 +170,7 @@ class EngineCalls:
         whole = caller.whole(to, asked, self._request, body, limit_s)
         if body is asked.raw:
             return self._whole(await whole, life)
-        with Watch(caller.engines.member(to.id), to, self._request.id, life.inbox, first_s):
+        with LeaseWatch(caller.engines.member(to.id), to, self._request.id, life.inbox, first_s):
             return self._whole(await whole, life)
 
     async def _begun(
@@ -194,7 +194,7 @@ class EngineCalls:
         self._count()
         return first
 
-    def _whole(self, answer: Answer, life: Life) -> Answer:
+    def _whole(self, answer: EngineAnswer, life: Life) -> EngineAnswer:
         """Account for a reply that came at once, and correct its usage."""
         self.reply = Passing(self._cached)
         answer.body = self.reply.answered(answer.body)

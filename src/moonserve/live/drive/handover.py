@@ -18,7 +18,7 @@ from moonserve.core.schedule.actions import Prefill
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
 from moonserve.live.drive.calls import Caller
-from moonserve.live.drive.lost import Answer, CallLost
+from moonserve.live.drive.lost import CallLost, EngineAnswer
 from moonserve.live.external.member import Member
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import UNREADABLE
@@ -154,7 +154,7 @@ class HandoverConnector(Protocol):
         """Call the prefill engine. Raises as Caller.whole does."""
 
 
-def _parsed(to: InstanceInfo, answer: Answer) -> ReadReply:
+def _parsed(to: InstanceInfo, answer: EngineAnswer) -> ReadReply:
     try:
         return read_reply(answer.body)
     except UNREADABLE as error:

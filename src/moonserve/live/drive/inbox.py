@@ -18,7 +18,7 @@ from moonserve.live.drive.lost import CallLost
 T = TypeVar("T")
 
 
-class Inbox:
+class ActionInbox:
     """Actions for the request of the task that made the inbox. Only that task reads it. Implements
     ports.Inbox."""
 

@@ -17,7 +17,7 @@ from moonserve.core.errors import MoonserveError
 from moonserve.core.schedule.actions import Abort
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import RequestId
-from moonserve.live.drive.inbox import Inbox
+from moonserve.live.drive.inbox import ActionInbox
 from moonserve.live.external.member import Member, RankPage
 
 _LOOK_S = 1.0
@@ -40,11 +40,16 @@ class Queue:
         return seen.waiting > 0 and entered - self._entered < self._ahead
 
 
-class Watch:
+class LeaseWatch:
     """Watches one call. Enter it when the call goes out."""
 
     def __init__(
-        self, member: Member, to: InstanceInfo, request: RequestId, inbox: Inbox, left_s: float
+        self,
+        member: Member,
+        to: InstanceInfo,
+        request: RequestId,
+        inbox: ActionInbox,
+        left_s: float,
     ) -> None:
         """`inbox` is that of `request`, whose call goes to `to`; its KV is held for `left_s`
         seconds."""

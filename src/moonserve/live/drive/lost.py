@@ -17,7 +17,7 @@ from moonserve.live.http.message import JSON
 _ADDRESS = re.compile(r"^(?:\[[^\]]+\]|[^\s:]+):\d+: ")
 
 
-class Answer(msgspec.Struct):
+class EngineAnswer(msgspec.Struct):
     """A whole reply of an engine, for the client."""
 
     status: int
@@ -29,7 +29,7 @@ class Answer(msgspec.Struct):
 class Passed(MoonserveError):
     """The client gets an engine's own error answer, and no other engine is called."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: EngineAnswer) -> None:
         super().__init__(f"the engine answered {answer.status}")
         self.answer = answer
 
@@ -44,7 +44,7 @@ class CallLost(MoonserveError):
         why: str,
         *,
         member: InstanceId | None = None,
-        busy: Answer | None = None,
+        busy: EngineAnswer | None = None,
         retry: bool = True,
         unreachable: bool = False,
     ) -> None:

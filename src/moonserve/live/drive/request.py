@@ -33,7 +33,7 @@ from moonserve.core.schedule.facts import (
     StageEnded,
 )
 from moonserve.core.units import MICROS_PER_SECOND, BlockKey, InstanceId, Tokens, seconds_to_us
-from moonserve.live.drive.inbox import Inbox
+from moonserve.live.drive.inbox import ActionInbox
 from moonserve.live.drive.lost import CallLost, Passed, plain
 from moonserve.live.ports import Conducting
 
@@ -43,7 +43,7 @@ PieceT = TypeVar("PieceT")
 PieceT_co = TypeVar("PieceT_co", covariant=True)
 
 
-class Reply(Protocol):
+class ReplyState(Protocol):
     """How far a reply has come."""
 
     @property
@@ -71,7 +71,7 @@ class Life(Protocol):
     """What a call reports while it is out. `RequestDriver` implements it."""
 
     @property
-    def inbox(self) -> Inbox:
+    def inbox(self) -> ActionInbox:
         """The Conductor's actions for this request."""
 
     def stage_ended(self, member: InstanceId) -> None:
@@ -99,7 +99,7 @@ class Calls(Protocol[PieceT_co]):
     """Pause before the instance that has just failed is called once more."""
 
     @property
-    def reply(self) -> Reply:
+    def reply(self) -> ReplyState:
         """How far the reply has come."""
 
     async def prefill(self, action: Prefill, life: Life) -> PieceT_co | None:
@@ -143,7 +143,7 @@ class RequestDriver(Generic[PieceT]):
         self._keys = keys
         self._conductor = conductor
         self._calls = calls
-        self.inbox = Inbox()
+        self.inbox = ActionInbox()
         self._opened = False
         self._lives = False
         """Whether the Conductor still counts the request."""

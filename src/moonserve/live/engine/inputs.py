@@ -40,7 +40,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SingleGroup:
     """Singles with similar context lengths, padded to the longest: [batch, context]."""
 
     first: int
@@ -60,7 +60,7 @@ class Inputs:
     positions: Tensor
     slots: Tensor
     spans: tuple[Span, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[SingleGroup, ...]
     sampling: tuple[Chunk, ...]
     """The chunks that sample, in the order of `sample_rows`."""
     sample_rows: Tensor
@@ -116,7 +116,7 @@ def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
         for chunk, end in zip(spans, ends, strict=False)
         for span in _spans(chunk, int(end), layout)
     ]
-    groups: list[Group] = []
+    groups: list[SingleGroup] = []
     first = int(ends[-1]) - len(singles)
     for _, members in groupby(singles, key=_length_class):
         group = _group(list(members), first, layout)
@@ -179,7 +179,7 @@ def _spans(chunk: Chunk, last: int, layout: Layout) -> Iterator[Span]:
         yield Span(first + begin, first + begin + rows, context, gather, mask)
 
 
-def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> Group:
+def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> SingleGroup:
     tables = [_table(chunk, layout) for chunk in chunks]
     width = max(len(table) for table in tables)
     padded = np.zeros((len(chunks), width), dtype=np.int64)  # block 0 as padding: it is masked
@@ -192,4 +192,4 @@ def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> Group:
         mask = torch.zeros(len(chunks), 1, 1, context, dtype=layout.dtype)
         beyond = torch.arange(context) >= lengths[:, None]
         mask.masked_fill_(beyond[:, None, None], float("-inf"))
-    return Group(first, first + len(chunks), context, layout.block_rows(padded), mask)
+    return SingleGroup(first, first + len(chunks), context, layout.block_rows(padded), mask)

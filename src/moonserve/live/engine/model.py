@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from moonserve.live.engine.inputs import Group, Inputs, Layout, Span
+from moonserve.live.engine.inputs import Inputs, Layout, SingleGroup, Span
 from moonserve.live.engine.weights import Layer, Weights
 from moonserve.live.model.config import ModelConfig
 
@@ -104,7 +104,7 @@ class Model:
             enable_gqa=True,
         )[0].transpose(0, 1)
 
-    def _group(self, index: int, group: Group, queries: Tensor) -> Tensor:
+    def _group(self, index: int, group: SingleGroup, queries: Tensor) -> Tensor:
         """Compute attention of one token of each request, padded to the longest context."""
         kv_heads = self.config.kv_heads
         dim = self.config.head_dim

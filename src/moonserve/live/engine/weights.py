@@ -61,7 +61,7 @@ class Weights:
     inv_freq: Tensor
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A source of tensors, with Hugging Face's names and row order."""
 
     def tensor(self, name: str) -> Tensor:
@@ -170,7 +170,7 @@ def _inv_freq(config: ModelConfig) -> Tensor:
 
 def _fuse(
     config: ModelConfig,
-    source: Source,
+    source: TensorSource,
     inv_freq: Tensor,
     dtype: torch.dtype,
     progress: Callable[[str], None],

@@ -15,7 +15,7 @@ import msgspec
 from moonserve.core.errors import BadRequest, ConfigError, NobodyAlive
 from moonserve.core.kv.inferred import Reported
 from moonserve.core.schedule import observed
-from moonserve.core.schedule.observed import Part, Watch
+from moonserve.core.schedule.observed import CallWatch, Part
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 from moonserve.live.external.handshake import EngineFacts, beside
 from moonserve.live.external.member import Member
@@ -54,7 +54,7 @@ class _Kept(msgspec.Struct):
     task: asyncio.Task[None]
 
 
-class WatchedCall(observed.Call):
+class WatchedCall(observed.ObservedCall):
     """An OutgoingCall, reported to its instance's Watch with the gateway's clock."""
 
     __slots__ = ("_now_us", "_watch")
@@ -65,7 +65,7 @@ class WatchedCall(observed.Call):
         prompt: Tokens,
         predicted: Tokens,
         streams: bool,
-        watch: Watch,
+        watch: CallWatch,
         now_us: Callable[[], Micros],
     ) -> None:
         super().__init__(part, prompt, predicted, streams)
@@ -261,7 +261,7 @@ class Fleet:
         monitor = self._by_id.get(instance)
         watch = None if monitor is None else monitor.watches.get(instance)
         now_us = self._conductor.now_us
-        return WatchedCall(part, prompt, predicted, streams, watch or Watch(1), now_us)
+        return WatchedCall(part, prompt, predicted, streams, watch or CallWatch(1), now_us)
 
     def _of(self, model: str) -> list[EngineMonitor]:
         monitors = [kept.monitor for kept in self._kept.values()]

@@ -30,7 +30,7 @@ from moonserve.core.schedule.facts import (
     Left,
     PassSample,
 )
-from moonserve.core.schedule.observed import Watch
+from moonserve.core.schedule.observed import CallWatch
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId, SegmentId, seconds_to_us
 from moonserve.live.external.handshake import EngineFacts, handshake, models
@@ -117,7 +117,7 @@ class EngineMonitor:
         """Why the engine is not up."""
         self.facts: EngineFacts | None = None
         """From the last handshake that succeeded."""
-        self.watches: dict[InstanceId, Watch] = {}
+        self.watches: dict[InstanceId, CallWatch] = {}
         self.feeds: dict[InstanceId, Feed] = {}
         self.epoch = 0
         self._conductor = conductor
@@ -207,7 +207,7 @@ class EngineMonitor:
         await self._close_feeds()
         chunk = self.member.spec.chunk_tokens or _CHUNK_TOKENS
         self._said.clear()
-        self.watches = {instance: Watch(chunk) for instance in self.member.infos}
+        self.watches = {instance: CallWatch(chunk) for instance in self.member.infos}
         for rank, info in enumerate(self.member.infos.values()):
             self._conductor.tell(*self._cleared(info.id, self.epoch))
             if found.events and self._follow is not None:

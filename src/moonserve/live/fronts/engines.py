@@ -42,7 +42,7 @@ class RemoteFleet:
         """
         self._conductor, self._http = conductor, http
         self._load_text, self._environ = load_text, environ
-        self._engines: dict[str, tuple[wire.Engine, Member]] = {}
+        self._engines: dict[str, tuple[wire.EngineState, Member]] = {}
         self._by_id: dict[InstanceId, Member] = {}
         self._tells: set[InstanceId] = set()
         self._texts: dict[str, TextTools | None] = {}
@@ -92,7 +92,7 @@ class RemoteFleet:
         self._conductor.notify(wire.CallBegan(number, instance, part, prompt, predicted, streams))
         return Noted(number, self._conductor)
 
-    def update(self, engines: list[wire.Engine]) -> None:
+    def update(self, engines: list[wire.EngineState]) -> None:
         """Take over all engines that there are now. A restarted engine is a new member."""
         before, self._engines = self._engines, {}
         for engine in engines:
@@ -105,7 +105,7 @@ class RemoteFleet:
         self._by_id = {instance: it for it in members for instance in it.infos}
         self._tells = {instance for engine in engines for instance in engine.tells}
 
-    def _made(self, engine: wire.Engine) -> Member:
+    def _made(self, engine: wire.EngineState) -> Member:
         key = self._environ.get(engine.spec.api_key_env, "") if engine.spec.api_key_env else ""
         return Member(engine.spec, self._http, key)
 
@@ -144,7 +144,7 @@ class Noted:
         self._conductor.notify(wire.CallEnded(self._number, self.count, cached))
 
 
-def _same(old: wire.Engine, new: wire.Engine) -> bool:
+def _same(old: wire.EngineState, new: wire.EngineState) -> bool:
     """Whether both are the same start of the same engine."""
     starts = [{info.id: info.epoch for info in engine.infos} for engine in (old, new)]
     return old.spec == new.spec and starts[0] == starts[1]

@@ -41,7 +41,7 @@ class RemoteConductor:
         self,
         path: str,
         counts: Callable[[], list[Family]],
-        on_engines: Callable[[list[wire.Engine]], None] = lambda engines: None,
+        on_engines: Callable[[list[wire.EngineState]], None] = lambda engines: None,
         on_gone: Callable[[], None] = lambda: None,
         limits: ConnectionLimits = wire.LIMITS,
     ) -> None:
@@ -53,7 +53,7 @@ class RemoteConductor:
         self.now_us = LoopClock().now_us
         self._path = path
         self._counts = counts
-        self._link: _Link | None = None
+        self._link: _ConductorLink | None = None
         self._infos: list[InstanceInfo] = []
         self._inboxes: dict[RequestId, Inbox] = {}
         self._url = ""
@@ -137,7 +137,9 @@ class RemoteConductor:
         while True:
             self._lost.clear()
             try:
-                await loop.create_unix_connection(lambda: _Link(self, self._limits), self._path)
+                await loop.create_unix_connection(
+                    lambda: _ConductorLink(self, self._limits), self._path
+                )
             except OSError as error:
                 tries += 1
                 if tries == _LONG:
@@ -155,12 +157,12 @@ class RemoteConductor:
             raise BadRequest(f"no such operation at a front: {op!r}; there is {wire.COUNT!r}")
         return msgspec.msgpack.encode(self._counts())
 
-    def received(self, message: wire.ToFront, link: _Link) -> None:
+    def received(self, message: wire.ToFront, link: _ConductorLink) -> None:
         """Act on one message."""
         match message:
             case wire.Welcome(url):  # not before: a process that hangs accepts connections too
                 self._link, self._url = link, url
-            case wire.Engines(engines):
+            case wire.EngineStates(engines):
                 self._on_engines(engines)
             case wire.Instances(infos):
                 self._infos = infos
@@ -180,7 +182,7 @@ class RemoteConductor:
         self._lost.set()
 
 
-class _Link(RpcConnection):
+class _ConductorLink(RpcConnection):
     def __init__(self, owner: RemoteConductor, limits: ConnectionLimits) -> None:
         super().__init__(
             "the Conductor",

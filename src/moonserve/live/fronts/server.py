@@ -47,9 +47,9 @@ class FrontServer:
         self._url = url
         self._fleet = fleet
         self._limits = limits
-        self._engines: list[wire.Engine] = []
+        self._engines: list[wire.EngineState] = []
         """The external engines as fronts know them."""
-        self._links: set[_Link] = set()
+        self._links: set[_FrontLink] = set()
         self._listener: asyncio.Server | None = None
         self._gone: list[Family] = []
         """The counters and histograms of fronts that are gone."""
@@ -58,7 +58,7 @@ class FrontServer:
     async def listen(self, path: str) -> None:
         """Accept fronts at this unix socket from now on."""
         loop = asyncio.get_running_loop()
-        make = lambda: _Link(self, self._limits)  # noqa: E731
+        make = lambda: _FrontLink(self, self._limits)  # noqa: E731
         self._listener = await loop.create_unix_server(make, path)
 
     async def close(self) -> None:
@@ -79,13 +79,13 @@ class FrontServer:
             return
         monitors = [monitor for _, monitor in self._fleet.monitors()]
         engines = [
-            wire.Engine(it.member.spec, list(it.member.infos.values()), list(it.feeds))
+            wire.EngineState(it.member.spec, list(it.member.infos.values()), list(it.feeds))
             for it in monitors
         ]
         if engines != self._engines:
             self._engines = engines
             for link in self._links:
-                link.notify(wire.Engines(engines))
+                link.notify(wire.EngineStates(engines))
 
     def _send_instances(self) -> None:
         self.look()
@@ -100,13 +100,13 @@ class FrontServer:
 
     # For the links
 
-    def joined(self, link: _Link) -> None:
+    def joined(self, link: _FrontLink) -> None:
         """A front has connected."""
         self._links.add(link)
-        link.notify(wire.Welcome(self._url), wire.Engines(self._engines))
+        link.notify(wire.Welcome(self._url), wire.EngineStates(self._engines))
         link.notify(wire.Instances(self._conductor.instances()))
 
-    def left(self, link: _Link) -> None:
+    def left(self, link: _FrontLink) -> None:
         """A front is gone, and its clients with it: end its requests and calls."""
         self._links.discard(link)
         self._gone = summed([self._gone, lasting(link.counted)])
@@ -116,7 +116,7 @@ class FrontServer:
             self._conductor.tell(ClientGone(request))
             self._conductor.close(request, "cancelled")
 
-    def received(self, message: wire.ToConductor, link: _Link) -> None:
+    def received(self, message: wire.ToConductor, link: _FrontLink) -> None:
         """Hand one message to the Conductor. A message about another front's request is dropped."""
         conductor = self._conductor
         match message:
@@ -154,7 +154,7 @@ class FrontServer:
                     conductor.tell(fact)
 
 
-class _Link(RpcConnection):
+class _FrontLink(RpcConnection):
     """The connection to one front, and the inbox of all its requests."""
 
     def __init__(self, server: FrontServer, limits: ConnectionLimits) -> None:

@@ -125,7 +125,7 @@ class CallEnded(msgspec.Struct, frozen=True, tag=True):
     cached: Tokens | None
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineState(msgspec.Struct, frozen=True):
     """An external engine: its instances that have joined, and those of them that send KV events."""
 
     spec: InstanceSpec
@@ -133,10 +133,10 @@ class Engine(msgspec.Struct, frozen=True):
     tells: list[InstanceId]
 
 
-class Engines(msgspec.Struct, frozen=True, tag=True):
+class EngineStates(msgspec.Struct, frozen=True, tag=True):
     """All external engines. Sent whenever one of them changes."""
 
-    engines: list[Engine]
+    engines: list[EngineState]
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -154,4 +154,4 @@ class Instances(msgspec.Struct, frozen=True, tag=True):
 ToConductor: TypeAlias = (
     DriverFact | Opened | FirstToken | Kept | Closed | CallBegan | CallAnswered | CallEnded
 )
-ToFront: TypeAlias = Welcome | Engines | Instances | Prefill | Decode | Abort | Refuse | GiveUp
+ToFront: TypeAlias = Welcome | EngineStates | Instances | Prefill | Decode | Abort | Refuse | GiveUp

@@ -167,7 +167,7 @@ def error_response(error: MoonserveError) -> Response:
     return json_response(error_reply(error), error.status, headers)
 
 
-class Source(Protocol):
+class BodySource(Protocol):
     """The connection of a request, as HttpRequest uses it."""
 
     def pause(self) -> None:
@@ -196,7 +196,7 @@ class HttpRequest:
         path: str,
         query_string: bytes,
         headers: dict[str, str],
-        source: Source,
+        source: BodySource,
     ) -> None:
         self.method = method
         self.target = target

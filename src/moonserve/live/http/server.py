@@ -600,7 +600,7 @@ def bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigErro
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", "host")
 
 
-class Part:
+class ProcessPart:
     """A part of a process: what it serves over HTTP, what it counts, and how it starts and stops.
 
     The parts override what they have (Control, ExternalEngines, the links between fronts and

@@ -22,7 +22,7 @@ from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.server import Part, Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import ClusterFeed, Registry
 from moonserve.live.tasks import keep_doing
@@ -32,7 +32,7 @@ FILE = "the cluster file"
 """The source of engines that are given at the start."""
 
 
-class EngineSettings(msgspec.Struct, frozen=True):
+class ExternalSettings(msgspec.Struct, frozen=True):
     """The external engines of one gateway."""
 
     specs: Sequence[InstanceSpec]
@@ -42,12 +42,12 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """A file that keeps what is described over HTTP for the next start; None: it is forgotten."""
 
 
-class ExternalEngines(Part):
+class ExternalEngines(ProcessPart):
     """See the module."""
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: ExternalSettings,
         conductor: ClusterFeed,
         http: HttpClient,
         token: str,

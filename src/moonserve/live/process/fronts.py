@@ -29,9 +29,9 @@ from moonserve.live.health import Health
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
-from moonserve.live.http.server import Part, Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.model.catalog import resolve
-from moonserve.live.process.external import EngineSettings
+from moonserve.live.process.external import ExternalSettings
 from moonserve.live.process.gateway import (
     Deciding,
     Text,
@@ -49,7 +49,7 @@ _LOOK_S = 0.5
 """How often the Conductor's process looks for external engines whose events began or ended."""
 
 
-class FrontsLink(Part):
+class FrontsLink(ProcessPart):
     """The Conductor's end of the link to the fronts."""
 
     def __init__(self, deciding: Deciding, path: str) -> None:
@@ -114,7 +114,7 @@ class ConductorProcess(Process):
         """
         engines = None
         if specs is not None:
-            engines = EngineSettings(specs, Times(), Path(f"{path}.engines"))
+            engines = ExternalSettings(specs, Times(), Path(f"{path}.engines"))
         config, registry = await registered(with_engines(config, engines))
         http = HttpClient()
         name = resolve(config.model).name if specs is None else ""
@@ -124,7 +124,7 @@ class ConductorProcess(Process):
         return one
 
 
-class ConductorLink(Part):
+class ConductorLink(ProcessPart):
     """A front's end of the link to the Conductor."""
 
     def __init__(self, conductor: RemoteConductor, forward: Forward) -> None:

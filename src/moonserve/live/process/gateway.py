@@ -28,12 +28,12 @@ from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.health import Health
 from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.server import Part
+from moonserve.live.http.server import ProcessPart
 from moonserve.live.kvevents.follower import Followers
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Conducting, Registry
-from moonserve.live.process.external import EngineSettings, ExternalEngines
+from moonserve.live.process.external import ExternalEngines, ExternalSettings
 from moonserve.live.process.parts import Process, run
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
@@ -74,7 +74,7 @@ class Deciding:
         health: Health,
         registry: Registry | None,
         model: str | Text,
-        engines: EngineSettings | None,
+        engines: ExternalSettings | None,
         port: int | None = None,
     ) -> None:
         """model: its name, or its text side if this process has that. engines: the external ones;
@@ -104,7 +104,7 @@ class Deciding:
             settled=None if external is None else external.settled,
             port=port,
         )
-        self.parts: list[Part] = [self.control, *([] if external is None else [external])]
+        self.parts: list[ProcessPart] = [self.control, *([] if external is None else [external])]
 
 
 class Gateway(Process):
@@ -139,7 +139,7 @@ class Gateway(Process):
         """
         require_token_beyond_loopback(config.host, config.token, "workers and engines")
         text = None if specs is not None else await asyncio.to_thread(read_text, config.model)
-        engines = None if specs is None else EngineSettings(specs, times or Times())
+        engines = None if specs is None else ExternalSettings(specs, times or Times())
         config, registry = await registered(with_engines(config, engines))
         http, health = HttpClient(), Health()
         deciding = Deciding(config, http, health, registry, text or "", engines)
@@ -148,7 +148,7 @@ class Gateway(Process):
         return gateway
 
 
-def with_engines(config: GatewayConfig, engines: EngineSettings | None) -> GatewayConfig:
+def with_engines(config: GatewayConfig, engines: ExternalSettings | None) -> GatewayConfig:
     """The configuration for external engines: they use no pool of this gateway and form no groups.
 
     Without external engines, return the configuration unchanged.

@@ -13,7 +13,7 @@ from moonserve.core.units import Bytes
 from moonserve.live.api.front import Front
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.server import App, Handler, Part, Routes, Server, serve
+from moonserve.live.http.server import App, Handler, ProcessPart, Routes, Server, serve
 from moonserve.live.process.supervise import beat, say, stop_event
 
 INTERNAL_BODY_BYTES: Bytes = 64 << 20
@@ -26,7 +26,7 @@ class Process:
         self,
         config: GatewayConfig,
         http: HttpClient,
-        parts: Sequence[Part],
+        parts: Sequence[ProcessPart],
         front: Front | None = None,
         *,
         name: str,
@@ -70,7 +70,7 @@ class Process:
             await self.stop(0)
             raise
 
-    def _mounted(self, of: Callable[[Part | Front], Routes]) -> Routes:
+    def _mounted(self, of: Callable[[ProcessPart | Front], Routes]) -> Routes:
         mounted = {} if self._front is None else of(self._front)
         for part in self._parts:
             mounted = mounted | of(part)

@@ -39,7 +39,7 @@ _GATHER_S = 0.02  # changes come in bursts, which are read together
 _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backoff_ms": 1_000}
 
 
-class Address(msgspec.Struct, frozen=True):
+class RegistryAddress(msgspec.Struct, frozen=True):
     """The members of one etcd, and the root of moonserve's keys, which ends with a slash.
 
     Users write it as etcd://host:port[,host:port][/prefix].
@@ -52,7 +52,7 @@ class Address(msgspec.Struct, frozen=True):
         return ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in self.hosts)
 
 
-def parse(text: str) -> Address:
+def parse(text: str) -> RegistryAddress:
     """Parse the address of a registry. Raises ConfigError."""
     scheme, at, rest = text.partition("://")
     members, _, prefix = rest.partition("/")
@@ -69,7 +69,7 @@ def parse(text: str) -> Address:
         if not host or "@" in member:
             raise ConfigError(f"{member!r} is no address of etcd; {_FORM}", "registry")
         hosts.append((host, port))
-    return Address(tuple(hosts), f"/{prefix.strip('/') or 'moonserve'}/")
+    return RegistryAddress(tuple(hosts), f"/{prefix.strip('/') or 'moonserve'}/")
 
 
 class Entry(msgspec.Struct, eq=False):
@@ -84,7 +84,7 @@ class Entry(msgspec.Struct, eq=False):
         await self.registry.withdraw(self)
 
 
-class Candidate(msgspec.Struct, eq=False):
+class LeaderCandidate(msgspec.Struct, eq=False):
     """One process as a candidate for a duty; at most one candidate has the duty."""
 
     registry: EtcdRegistry
@@ -114,7 +114,7 @@ class EtcdRegistry:
     """The port ports.Registry over etcd. `open` makes it."""
 
     def __init__(
-        self, aetcd: Any, usage_error: type[Exception], address: Address, ttl_s: float
+        self, aetcd: Any, usage_error: type[Exception], address: RegistryAddress, ttl_s: float
     ) -> None:
         self._aetcd = aetcd
         # OSError includes TimeoutError; usage_error is of a connection that was just closed.
@@ -135,7 +135,7 @@ class EtcdRegistry:
         self._entries: dict[str, bytes] = {}
         self._put: dict[str, bytes] = {}
         """The entries that are put under the present lease."""
-        self._candidates: dict[str, Candidate] = {}
+        self._candidates: dict[str, LeaderCandidate] = {}
         self._busy = asyncio.Lock()
         self._away = False
         self._patient_until_s = 0.0
@@ -144,7 +144,7 @@ class EtcdRegistry:
         self._histories: list[History] = []
 
     @classmethod
-    async def open(cls, address: Address, ttl_s: float = 5.0) -> EtcdRegistry:
+    async def open(cls, address: RegistryAddress, ttl_s: float = 5.0) -> EtcdRegistry:
         """Connect. Raises ConfigError if etcd does not answer in time: the address may be wrong."""
         try:
             import aetcd
@@ -311,9 +311,9 @@ class EtcdRegistry:
                 listening.cancel()
             await self._quietly(client.close())
 
-    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Candidate:
+    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> LeaderCandidate:
         """See ports.Registry."""
-        candidate = Candidate(self, duty, who, changed)
+        candidate = LeaderCandidate(self, duty, who, changed)
         self._candidates[duty] = candidate
         try:
             await self._calling(self._register())
@@ -344,7 +344,7 @@ class EtcdRegistry:
             self._put.pop(entry.key, None)
             await self._quietly(self._delete_own(self._full(entry.key), entry.value))
 
-    async def stand_down(self, candidate: Candidate) -> None:
+    async def stand_down(self, candidate: LeaderCandidate) -> None:
         """Give up a duty and the candidacy. Candidate.close calls it."""
         if self._candidates.get(candidate.duty) is candidate:
             del self._candidates[candidate.duty]
@@ -428,7 +428,7 @@ class EtcdRegistry:
         for candidate in list(self._candidates.values()):
             await self._stand(candidate)
 
-    async def _stand(self, candidate: Candidate) -> None:
+    async def _stand(self, candidate: LeaderCandidate) -> None:
         """Take the duty if no process has it."""
         key = self._full(candidate.key)
         of = self._client.transactions

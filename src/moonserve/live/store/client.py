@@ -29,7 +29,7 @@ from moonserve.core.units import MAX_BYTES, BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store import operations, wire
 from moonserve.live.store.copying import Copier, Write
 from moonserve.live.store.disk import open_disk
-from moonserve.live.store.link import FAILURES, Link, now_us, text, to_the_end
+from moonserve.live.store.link import FAILURES, MasterLink, now_us, text, to_the_end
 from moonserve.live.store.link import Rpc as Rpc
 from moonserve.live.store.owner import Owner
 from moonserve.live.store.settings import StoreSettings as StoreSettings
@@ -57,7 +57,7 @@ class StoreClient:
     def __init__(self, rpc: Rpc, settings: StoreSettings) -> None:
         """Reserve the memory and listen; `open` does this and mounts. Raises ConfigError."""
         self.settings = settings
-        self.link = Link(rpc, settings.call_s)
+        self.link = MasterLink(rpc, settings.call_s)
         self.transfer = Transfer(
             settings.token,
             shared_memory=settings.shared_memory,

@@ -17,7 +17,7 @@ import xxhash
 
 from moonserve.core.store.words import Address, Found, Replica, Ticket
 from moonserve.core.units import Bytes, SegmentId
-from moonserve.live.store.link import Link, to_the_end
+from moonserve.live.store.link import MasterLink, to_the_end
 from moonserve.live.store.settings import StoreSettings
 from moonserve.live.transfer.client import Slice, Transfer
 from moonserve.live.transfer.ports import Op
@@ -52,7 +52,7 @@ class Copier:
     """Reads and writes by one Transfer, in threads; the link has the addresses of segments."""
 
     def __init__(
-        self, link: Link, transfer: Transfer, threads: Executor, settings: StoreSettings
+        self, link: MasterLink, transfer: Transfer, threads: Executor, settings: StoreSettings
     ) -> None:
         """settings: they have the node and rack of this process."""
         self._link = link

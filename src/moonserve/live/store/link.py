@@ -41,7 +41,7 @@ _PUT_TTL_US: Final = Terms().put_ttl_us  # no command line gives a master anothe
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Link:
+class MasterLink:
     """Calls to one master, the recent writes of this process, and the addresses of segments."""
 
     def __init__(self, rpc: Rpc, call_s: float) -> None:

@@ -26,7 +26,7 @@ from moonserve.core.errors import ConfigError, StoreError
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.store.words import Found
 from moonserve.core.units import LEAST_MOONCAKE_BYTES, BlockKey, Bytes, LeaseId, SegmentId
-from moonserve.live.store.mooncake_calls import Lane, Lanes, called
+from moonserve.live.store.mooncake_calls import CallLanes, Lane, called
 from moonserve.live.store.reports import POOL, Reports, Tell
 from moonserve.live.store.settings import MooncakeProtocol
 from moonserve.live.transfer.mooncake_master import require
@@ -75,7 +75,7 @@ class MooncakeStore:
         self.store = store
         self._module = module
         self._reports = Reports(tell)
-        self._lanes = Lanes(store, settings.lanes, _LANE_BYTES, settings.call_s)
+        self._lanes = CallLanes(store, settings.lanes, _LANE_BYTES, settings.call_s)
 
     @classmethod
     async def open(cls, settings: MooncakeSettings, tell: Tell) -> MooncakeStore:

@@ -50,7 +50,7 @@ class Lane:
         return await _end(self.call, within_s, call)
 
 
-class Lanes:
+class CallLanes:
     """A few lanes; the one used last is given first, while it is in the cache."""
 
     def __init__(self, store: Any, count: int, size: Bytes, wait_s: float) -> None:

@@ -22,7 +22,7 @@ from moonserve.core.store.owners import CopyQueue, SegmentContents
 from moonserve.core.store.words import Change, Copy, Gone, Held, Holder, Medium, Mount, Orders
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId
 from moonserve.live.store import operations, wire
-from moonserve.live.store.link import FAILURES, Link, now_us, text
+from moonserve.live.store.link import FAILURES, MasterLink, now_us, text
 from moonserve.live.store.settings import StoreSettings
 from moonserve.live.transfer.client import Slice, Transfer
 from moonserve.live.transfer.region import Region
@@ -69,7 +69,7 @@ class Owner:
 
     def __init__(
         self,
-        link: Link,
+        link: MasterLink,
         transfer: Transfer,
         threads: Executor,
         region: Region,

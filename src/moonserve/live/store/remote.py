@@ -32,7 +32,7 @@ from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_
 from moonserve.live.http.server import Handler
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 from moonserve.live.store import operations, wire
-from moonserve.live.store.link import FAILURES, Link, text
+from moonserve.live.store.link import FAILURES, MasterLink, text
 from moonserve.live.store.pool import Pool
 from moonserve.live.store.wire import PATH, PROTOCOL
 
@@ -128,7 +128,7 @@ class RemotePool(Pool):
         """on_events: called with the master's events, in order."""
         self._http = http
         self._rpc = HttpRpc(http, url, token)
-        self._link = Link(self._rpc, _CALL_S)
+        self._link = MasterLink(self._rpc, _CALL_S)
         self._on_events = on_events
         self._epochs: dict[tuple[SegmentId, str], BlocksCleared] = {}
         """By segment and tier: the event that removes all that was reported of it."""

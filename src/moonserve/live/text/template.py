@@ -188,7 +188,7 @@ class _Named(msgspec.Struct):
     template: str
 
 
-class _TokenizerConfig(msgspec.Struct):
+class _TemplateConfig(msgspec.Struct):
     """The field of tokenizer_config.json that is read: one template, or several with names."""
 
     chat_template: str | list[_Named] | None = None
@@ -205,7 +205,7 @@ def _of_folder(folder: Path) -> str | None:
         raise BadModel(f"cannot read {file}: {error}") from error
     if not config.exists():
         return None
-    found = read_json(config, _TokenizerConfig).chat_template
+    found = read_json(config, _TemplateConfig).chat_template
     if found is None or isinstance(found, str):
         return found
     return next((entry.template for entry in found if entry.name == "default"), None)

@@ -20,7 +20,7 @@ from moonserve.live.transfer.memory import MemoryLink
 from moonserve.live.transfer.ports import Link, Op, Path, Slice, Transport
 
 
-class Request(NamedTuple):
+class TransferRequest(NamedTuple):
     """Read or write `memory` (contiguous, format "B") at `offset` of the segment at `location`."""
 
     op: Op
@@ -29,7 +29,7 @@ class Request(NamedTuple):
     offset: Bytes
 
 
-class Lost(NamedTuple):
+class TransferLost(NamedTuple):
     """Bytes start..stop of one request that may not have arrived, and the reason."""
 
     request: int
@@ -39,23 +39,25 @@ class Lost(NamedTuple):
     """A core.transfer.lanes.Loss, or "unknown": no such segment is registered."""
 
 
-class Batch:
+class TransferBatch:
     """Requests under way. TransferEngine.submit makes it."""
 
-    def __init__(self, size: Bytes, deadline_s: float, stop: Callable[[Batch], None]) -> None:
+    def __init__(
+        self, size: Bytes, deadline_s: float, stop: Callable[[TransferBatch], None]
+    ) -> None:
         """`stop`: the engine's method that ends a batch early."""
         self.size = size
         self.deadline_s = deadline_s
-        self.groups: list[Group] = []
+        self.groups: list[TransferGroup] = []
         self.left = 0
         """Slices that have not ended."""
         self.cancelled = False
-        self.lost: list[Lost] = []
+        self.lost: list[TransferLost] = []
         self._stop = stop
         self._under_way = threading.Lock()  # a lock alone is lighter than an Event
         self._under_way.acquire()
 
-    def wait(self) -> list[Lost]:
+    def wait(self) -> list[TransferLost]:
         """Wait until all slices have ended, at about the deadline at the latest.
 
         Returns what did not arrive.
@@ -74,16 +76,16 @@ class Batch:
         """End the batch soon; `wait` returns when it has ended, with what did not arrive."""
         self._stop(self)
 
-    def lose(self, requests: Sequence[Request], why: str) -> None:
+    def lose(self, requests: Sequence[TransferRequest], why: str) -> None:
         """Note that none of these requests was started."""
-        self.lost += [Lost(i, 0, len(it.memory), why) for i, it in enumerate(requests)]
+        self.lost += [TransferLost(i, 0, len(it.memory), why) for i, it in enumerate(requests)]
 
 
-class Group(msgspec.Struct, eq=False):
+class TransferGroup(msgspec.Struct, eq=False):
     """The slices of one batch that go in one direction to one segment."""
 
     id: int
-    batch: Batch
+    batch: TransferBatch
     peer: Peer
     op: Op
     slices: list[Slice] = []
@@ -92,7 +94,7 @@ class Group(msgspec.Struct, eq=False):
     left: int = 0
     """Slices that have not ended."""
 
-    def add(self, number: int, request: Request, slice_bytes: Bytes) -> None:
+    def add(self, number: int, request: TransferRequest, slice_bytes: Bytes) -> None:
         """Cut request number `number` of the batch into slices."""
         memory = request.memory
         if len(memory) <= slice_bytes:
@@ -104,16 +106,16 @@ class Group(msgspec.Struct, eq=False):
             self.slices.append(Slice(request.offset + start, part))
             self.origins.append((number, start))
 
-    def lost(self, index: int, why: str) -> Lost:
+    def lost(self, index: int, why: str) -> TransferLost:
         """Return the loss of one slice."""
         number, start = self.origins[index]
-        return Lost(number, start, start + len(self.slices[index].memory), why)
+        return TransferLost(number, start, start + len(self.slices[index].memory), why)
 
 
 class Task:
     """A run on a lane, from its assignment to its end."""
 
-    def __init__(self, group: Group, run: Run) -> None:
+    def __init__(self, group: TransferGroup, run: Run) -> None:
         self.group = group
         self.run = run
         self.link = group.peer.links[run.lane]

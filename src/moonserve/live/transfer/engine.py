@@ -20,14 +20,14 @@ from moonserve.core.errors import DeadlineExceeded, MoonserveError, TransferFail
 from moonserve.core.transfer.lanes import Fault
 from moonserve.core.units import MICROS_PER_SECOND, Bytes, Micros
 from moonserve.live.transfer.batch import (
-    Batch,
     EngineSettings,
-    Group,
     LaneStats,
-    Lost,
     Peer,
-    Request,
     Task,
+    TransferBatch,
+    TransferGroup,
+    TransferLost,
+    TransferRequest,
 )
 from moonserve.live.transfer.in_flight import InFlightBudget
 from moonserve.live.transfer.memory import MemoryLink
@@ -48,7 +48,7 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._budget = InFlightBudget(self._lock, self.settings.in_flight_bytes)
         self._peers: dict[str, Peer] = {}
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, TransferGroup] = {}
         self._next_group = 0
         self._idle: dict[Link, None] = {}
         """Links that may be connected and carry nothing; the longest idle is first."""
@@ -153,13 +153,15 @@ class TransferEngine:
             self._express(peer, op, slices, deadline_s, done)
         left = [index for index, arrived in enumerate(done) if not arrived]
         if left:
-            requests = [Request(op, slices[i].memory, location, slices[i].offset) for i in left]
+            requests = [
+                TransferRequest(op, slices[i].memory, location, slices[i].offset) for i in left
+            ]
             lost = {left[it.request] for it in self._queued(requests, deadline_s)}
             for index in left:
                 done[index] = index not in lost
         return done
 
-    def _queued(self, requests: Sequence[Request], deadline_s: float) -> list[Lost]:
+    def _queued(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TransferLost]:
         """Do the same as submit and wait, but let this thread do one lane's share."""
         batch, tasks = self._start(requests, deadline_s)
         try:
@@ -170,7 +172,7 @@ class TransferEngine:
             batch.wait()
             raise
 
-    def submit(self, requests: Sequence[Request], deadline_s: float) -> Batch:
+    def submit(self, requests: Sequence[TransferRequest], deadline_s: float) -> TransferBatch:
         """Start a batch. It ends by `deadline_s` (time.monotonic), complete or with losses.
 
         It waits while too many bytes are in flight. A batch without a turn by then is lost.
@@ -181,8 +183,10 @@ class TransferEngine:
 
     # Starting and ending. The methods down to _take_ends run under the lock, except _start.
 
-    def _start(self, requests: Sequence[Request], deadline_s: float) -> tuple[Batch, list[Task]]:
-        batch = Batch(sum(len(it.memory) for it in requests), deadline_s, self._stop)
+    def _start(
+        self, requests: Sequence[TransferRequest], deadline_s: float
+    ) -> tuple[TransferBatch, list[Task]]:
+        batch = TransferBatch(sum(len(it.memory) for it in requests), deadline_s, self._stop)
         for location in dict.fromkeys(it.location for it in requests):
             peer = self._peers.get(location)
             if peer is not None:
@@ -192,22 +196,22 @@ class TransferEngine:
                 batch.lose(requests, "late")
                 batch.end()
                 return batch, []
-            groups: dict[tuple[str, Op], Group] = {}
+            groups: dict[tuple[str, Op], TransferGroup] = {}
             for number, request in enumerate(requests):
                 group = groups.get((request.location, request.op))
                 if group is None:
                     peer = self._peers.get(request.location)
                     if peer is None or peer.lanes is None:
-                        batch.lost.append(Lost(number, 0, len(request.memory), "unknown"))
+                        batch.lost.append(TransferLost(number, 0, len(request.memory), "unknown"))
                         continue
                     self._next_group += 1
-                    group = Group(self._next_group, batch, peer, request.op)
+                    group = TransferGroup(self._next_group, batch, peer, request.op)
                     groups[request.location, request.op] = self._groups[group.id] = group
                 group.add(number, request, self.settings.slice_bytes)
             batch.groups = list(groups.values())
             return batch, self._enqueue(batch)
 
-    def _enqueue(self, batch: Batch) -> list[Task]:
+    def _enqueue(self, batch: TransferBatch) -> list[Task]:
         for group in batch.groups:
             group.left = len(group.slices)
             batch.left += group.left
@@ -235,7 +239,7 @@ class TransferEngine:
         self._take_ends(peer)
         return tasks
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: TransferGroup) -> None:
         """End a group's waiting slices, and cut off its runs on lanes."""
         peer = group.peer
         assert peer.lanes is not None
@@ -262,11 +266,11 @@ class TransferEngine:
             if not batch.left:
                 self._finish(batch)
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: TransferBatch) -> None:
         self._budget.free(batch.size)
         batch.end()
 
-    def _stop(self, batch: Batch) -> None:
+    def _stop(self, batch: TransferBatch) -> None:
         """End a batch early. It takes the lock itself."""
         with self._lock:
             batch.cancelled = True
@@ -321,7 +325,7 @@ class TransferEngine:
             except RuntimeError:  # the engine was closed meanwhile, and the task was revoked
                 self._drive([task])
 
-    def _drive(self, tasks: Sequence[Task], batch: Batch | None = None) -> None:
+    def _drive(self, tasks: Sequence[Task], batch: TransferBatch | None = None) -> None:
         """Carry a task, then the tasks that its end starts: all of them, or only the batch's."""
         mine = tasks[0] if tasks else None
         self._spawn(tasks[1:])
