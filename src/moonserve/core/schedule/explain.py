@@ -32,7 +32,7 @@ class CandidateRow(msgspec.Struct, frozen=True):
     """The policy's score; the lowest won."""
 
 
-class PromptPart(msgspec.Struct, frozen=True):
+class GroupPart(msgspec.Struct, frozen=True):
     """The part that one instance of a group prefills."""
 
     instance: InstanceId
@@ -62,7 +62,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     waited_ms: float | None = None
     """At the Conductor, before the decision; part of the TTFTs."""
     predicted_ttft_ms: float | None = None
-    group: list[PromptPart] = []
+    group: list[GroupPart] = []
     """The instances that prefill together; empty: one. Candidates' figures are for one alone."""
     alone: str | None = None
     """Why one instance does it, if several may."""
@@ -108,7 +108,7 @@ def explanation(
         holder=decision.holder,
         waited_ms=decision.waited_us / _PER_MS,
         predicted_ttft_ms=decision.predicted_ttft_us / _PER_MS,
-        group=[PromptPart(stage.instance, stage.start, stage.end) for stage in decision.stages],
+        group=[GroupPart(stage.instance, stage.start, stage.end) for stage in decision.stages],
         alone=decision.alone,
         held=decision.tightened,
         predicted_tbt_ms=decision.predicted_tbt_us / _PER_MS,
