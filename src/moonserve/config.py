@@ -49,7 +49,7 @@ def _flag(commands: str, metavar: str, text: str) -> Flag:
 
 
 class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is logged on stderr: `{level: INFO, modules: {core.schedule.conductor: DEBUG}}`."""
+    """What is logged on stderr: `{level: INFO, modules: {live.control.loop: DEBUG}}`."""
 
     level: Level = "INFO"
     modules: dict[str, Level] = {}
@@ -457,7 +457,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
             try:
                 nested["modules"] = yaml.safe_load(text)
             except yaml.YAMLError as err:
-                raise ConfigError("write it like {core.schedule.conductor: DEBUG}", name) from err
+                raise ConfigError("write it like {live.control.loop: DEBUG}", name) from err
         elif name in of_file:
             raise ConfigError("is read from the YAML file only (see --config)", name)
         elif difflib.get_close_matches(name, names, 1, 0.9):

@@ -5,7 +5,7 @@
     ├── Unauthorized        401  the cluster token is missing or wrong
     ├── ModelNotFound       404  no such model here
     ├── BodyTooLarge        413  over a stated limit
-    ├── Overloaded          429  refused before any work was spent; `reason`, `retry_after_s`
+    ├── Overloaded          429  refused for a lack of capacity; `reason`, `retry_after_s`
     ├── EngineFailed        502  an instance failed and no retry was left
     ├── NobodyAlive         503  no instance could serve this
     ├── DeadlineExceeded    504  a wait ran past its deadline
@@ -68,9 +68,10 @@ class BodyTooLarge(BadRequest):
 
 
 class Overloaded(MoonserveError):
-    """Refused before any prefill was spent on it; try again after `retry_after_s`.
+    """Refused for a lack of capacity; try again after `retry_after_s`.
 
-    None: no retry helps, since an idle cluster could not serve it either.
+    No prefill was spent on it, except for the reason `tbt_slo_late`. retry_after_s None: no retry
+    helps, since an idle cluster could not serve it either.
     """
 
     status = 429

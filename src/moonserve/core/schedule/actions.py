@@ -163,7 +163,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """No instance can take the request. No work was spent on it, except for `tbt_slo_late`.
+    """Refuse the request: no instance can take it, it would miss an objective, or too many wait.
+
+    No work was spent on it, except for the reason `tbt_slo_late`.
 
     `retry_after_us`: it may be accepted by then. None: no instance is alive, or an idle cluster
     could not meet its objective either.

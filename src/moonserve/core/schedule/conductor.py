@@ -119,7 +119,8 @@ class Conductor:
         """Take the facts of one instant, in rank order, and return what is to be done."""
         facts = sorted(facts, key=ORDER)
         gone: list[RequestId] = []
-        """Clients that left, perhaps before their request was placed: arrivals come later."""
+        """Clients that left and whose request may still be among this step's facts: ClientGone
+        sorts before Arrived."""
         for fact in facts:
             match fact:  # the most frequent first
                 case ClientGone(name) if name not in self._lives:
@@ -188,8 +189,8 @@ class Conductor:
     ) -> Decision | Refuse:
         """What the request would get if it arrived now; nothing changes.
 
-        With a policy that lets requests wait: as if it were its turn already. A refusal has no
-        Retry-After slot booked.
+        With late binding: as if it were first in the waiting room now. A refusal has no Retry-After
+        slot booked.
         """
         life = Handoff(request, keys, now_us)
         verdict = self._decide(life, self._roles(request.model), now_us)
@@ -209,18 +210,19 @@ class Conductor:
         self._unpark(now_us)
 
     def _lose(self, instance: InstanceId, why: str | None) -> None:
-        """An instance is gone. Its calls are aborted; without a `why` it still finishes them."""
+        """Remove an instance and abort its calls. If `why` is None, it leaves in order: its calls
+        go on."""
         self.view.remove(instance)
         if why is None:
             return
         for life in self._lives.values():
             if instance in life.at:
-                life.at = [instance]  # of a group, one that is lost ends it
+                life.at = [instance]  # one lost member ends the whole group call
                 why_all = f"instance {instance} is gone: {why}"
                 self._actions.append(Abort(life.request.id, life.number, why_all))
 
     def _forget(self, absent: InstanceId | None) -> None:
-        """Nothing listens there: place nothing on it until it joins again, a heartbeat from now."""
+        """Remove an instance that refuses connections. It joins again with its next heartbeat."""
         if absent is not None:
             self._lose(absent, "it refuses connections")
 
@@ -356,7 +358,11 @@ class Conductor:
         self._actions += self.hot.placed(request, life.keys, decision, now_us)
 
     def _promise_prefix(self, life: Handoff, decision: Decision, first: InstanceInfo) -> None:
-        """The first instance will hold what it computes, unless it only fetches it."""
+        """Promise the prompt's blocks on the first instance, which will keep what it computes.
+
+        Nothing is promised if it loads a part from others and does not keep it: its own blocks
+        would begin after a gap.
+        """
         kept = decision.reused_tokens <= decision.chosen.local_tokens or decision.copies
         if first.segment is not None and kept:
             keys = life.keys[: life.shares[0].end // first.namespace.block_size]
@@ -367,7 +373,7 @@ class Conductor:
     ) -> None:
         """Count the decode there, which begins `lag_us` from now with a predicted TBT of `tbt_us`.
 
-        An objective that is missed from the start binds no other request.
+        If this request already misses its TBT goal, other requests need not protect it.
         """
         request = life.request
         goal_us = self._objectives.own(request).tbt_us
@@ -424,10 +430,10 @@ class Conductor:
                 self._decode(life, now_us)
 
     def _decode_on(self, life: Handoff, decision: Decision, now_us: Micros) -> None:
-        """The call that has prefilled decodes on; no other goes out."""
+        """The prefill of a joint call has ended. One call does both: only the promises change."""
         self._end_prefill(life, now_us)
         view = self.view.instances.get(decision.decode)
-        # Without a promise it is another start of that instance.
+        # No promise there means that the instance has restarted.
         if view is not None and life.request.id in view.residencies.promised:
             view.begin_decode(life.request.id, now_us)
 
@@ -448,7 +454,8 @@ class Conductor:
             view, _ = choose_decode(context, preferred(able, life.failed), goal_us)
         if self._held.pop(request.id, None) is None:
             self.errors.tbt.add(decision.predicted_tbt_us, view.tbt_now_us(context))
-        if life.attempts == 1:  # else its client may have tokens
+        # Later attempts are never refused: the client may already have tokens.
+        if life.attempts == 1:
             view, refusal = self._entry.choose(life, view, able, decision, now_us)
             if refusal is not None and now_us < self._entry.patient_us(life):
                 self._held[request.id] = life
@@ -458,7 +465,8 @@ class Conductor:
                 return
         if view.info.id != decision.decode:
             self._unreserve(life, now_us)
-        # Promised again: the instance may be another one, or have restarted.
+        # Promise once more: the view may be another instance, or a restarted one without our
+        # promise.
         self._promise_decode(life, view, now_us, 0, view.tbt_now_us(context))
         view.begin_decode(request.id, now_us)
         number = life.decoding(view.info.id)
@@ -537,7 +545,7 @@ class Conductor:
         is_late = now_us > first.begin_us
         decodes = self.view.decodes(request.model)
         if admission.yields(request, verdict, slo, decodes, is_late):
-            room.crowd(first, is_late)  # nothing is gained by a prefill now
+            room.crowd(first, is_late)  # decode has no room, so do not prefill yet
             return
         refusal = admission.unwanted_in_decode(request, verdict, slo, self.tuning, self.view)
         if refusal is not None and not life.attempts:

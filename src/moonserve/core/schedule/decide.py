@@ -59,7 +59,8 @@ class Verdict(msgspec.Struct, frozen=True):
     misses_tbt: bool
     """Its own, or that of a request that decodes there."""
     tbt_us: Micros
-    """Predicted once it has joined, with the output to be expected; the most, where forecast."""
+    """Predicted TBT after it has joined, at its expected final length. With a forecast: the highest
+    value."""
     breaks_us: Micros | None
     """The tightest TBT objective that this breaks for a request that decodes there."""
     state: PolicyState
@@ -101,7 +102,8 @@ class _Decode(msgspec.Struct):
     likely_us: Micros
     """Predicted TBT: the mean."""
     most_us: Micros
-    """The same, with the output to be expected; the most, where forecast."""
+    """Predicted TBT after it has joined, at its expected final length. With a forecast: the highest
+    value."""
 
 
 def decide(
@@ -123,7 +125,8 @@ def decide(
 
 
 def _candidates(ask: Ask, roles: Roles, policy: Policy, tuning: Tuning) -> _Field | None:
-    """The instances that can take the request at all, those that failed it only if need be."""
+    """The instances that can take the request. Those that failed this request: only if no other is
+    left."""
     need = ask.length
     prefills = [v for v in roles.prefills if v.takes_prefill and v.kv_tokens >= need]
     decodes = [v for v in roles.decodes if v.takes_decode and v.kv_tokens >= need]
@@ -158,8 +161,8 @@ def _likely(
 ) -> Sequence[InstanceView]:
     """The instances that may be among the KEPT with the lowest TTFT; no other can be.
 
-    An instance's TTFT is at least what is left of its queue and the least of transfer and compute.
-    An instance for which this exceeds the TTFT of KEPT others is left out.
+    An instance's TTFT is at least (the rest of its queue) + (the smallest transfer + compute of any
+    kind). An instance for which this exceeds the TTFT of KEPT others is left out.
     """
     if len(views) <= 2 * KEPT:
         return views

@@ -54,7 +54,7 @@ class Ask(msgspec.Struct, frozen=True):
     avoid: Collection[InstanceId] = ()
     """Instances that failed this request: taken only if no other is left."""
     decode_load: DecodeLoad | None = None
-    """How full decode will be, where the decodes promised there do not say it well."""
+    """Forecast of decode load. None: the promised decodes suffice."""
 
 
 class Roles(msgspec.Struct, frozen=True):
@@ -292,11 +292,15 @@ def choose_decode(
 ) -> tuple[InstanceView, bool]:
     """The instance for a request of this context, and whether all its members then meet their TBT.
 
-    near: the prefill instance. If it decodes too, the KV is there already and it is chosen; if the
-    request `leaves`, only with every objective met. Else the lowest predicted TBT after joining
-    wins: among those with a slot and KV room, if there are any, and with every objective met, if
-    that can be. Ties go to the instance that has the KV, to the prefill's rack, to the fewest
-    members, to the first.
+    near: the prefill instance, where the KV is already. leaves: whether the request may leave it.
+
+    1. `near`, if it decodes and has a slot, or if no instance has one. With `leaves`, only if it
+       meets every objective.
+    2. Else the instances with KV room for the request; all of them, if none has room.
+    3. Of these, those that break no objective; all of these, if each breaks one.
+    4. The lowest predicted TBT after joining.
+    5. Ties: an instance of near's rack wins, also if its TBT is up to 2 % above the lowest
+       (_NEAR). Else the fewest members win, then the first; `near` counts as the first.
     """
     home = near if near is not None and near in views else None
     if home is not None and (home.has_slot(context) or not any(v.has_slot(context) for v in views)):
@@ -329,9 +333,10 @@ def roomy_decode(
     load: DecodeLoad,
     ends_us: Micros,
 ) -> tuple[InstanceView, Micros, Micros]:
-    """`first`, or the next that meets every objective at `ends_us`; and the TBTs found there.
+    """`first`, if it meets every objective at `ends_us`; and the TBTs found there.
 
-    If no request has an objective, nothing is forecast. If all instances miss, it is `first`.
+    Else the first of three others that does: those with KV room and the lowest TBT by the promised
+    decodes. Else `first`. If no request has an objective, nothing is forecast.
     """
     if goal_us is None and first.strictest_us() is None:
         tbt_us = first.tbt_us(context)

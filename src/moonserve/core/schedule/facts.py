@@ -223,7 +223,11 @@ class SpreadUpTo(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillEnded(_OfRequest, frozen=True, tag=True):
-    """Prefill gave the next token and its KV is in the store. `final`: that was the last token."""
+    """Prefill returned the next token. `final`: that was the last token.
+
+    Of our own workers, no put of its KV is left; some may have failed or been dropped. External
+    engines hand the KV on themselves.
+    """
 
     rank: ClassVar[int] = 4
     number: int

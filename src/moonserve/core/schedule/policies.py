@@ -1,9 +1,14 @@
 """Placement policies by name: which prefill instance wins, by which score.
 
 A policy is one function from Options, the terms of every candidate, to one score per candidate.
-The lowest score wins. To add one, write the function and enter it in POLICIES. Each docstring names
-its source; the rules of other routers are in core.schedule.peer_policies. core.schedule.decide
-calls them. A policy never changes anything: not the options, not a view, not its state.
+The lowest score wins. Each docstring names its source. The four rules of other routers stand in
+core.schedule.peer_policies. late_binding uses Algorithm 1's score. core.schedule.decide calls them.
+
+To add a policy, write one function and one entry in POLICIES. The entry says what the policy may
+fetch from other instances ("never", "threshold" or "cheaper") and sets its flags (see Policy).
+
+A policy may draw from `state.rng`, a copy that `decide` makes if the policy's flag `draws` is set.
+It changes nothing else: not the options, not a view, not the rest of its state.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ class Policy(msgspec.Struct, frozen=True):
     late: bool = False
     """Whether requests wait at the Conductor until an instance is about to be free."""
     prunes: bool = False
-    """Whether only candidates that may have one of the lowest TTFTs need a score."""
+    """Whether instances that surely cannot win are skipped before scoring."""
     draws: bool = False
     """Whether it draws from PolicyState.rng."""
     looks_back: bool = False

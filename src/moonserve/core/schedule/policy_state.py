@@ -1,7 +1,8 @@
 """What a policy remembers from one decision to the next.
 
-The Conductor keeps one PolicyState and replaces it with the one that `decide` returns. A dry run
-drops the new one, so that it leaves no trace.
+The Conductor keeps one PolicyState. It replaces it with the one that `decide` returns and, for
+policies that look back, with the one that `assigned` returns. A dry run drops the new state, so
+that it leaves no trace.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ request takes from those behind it count beside its own TTFT, and more so as loa
 - Deferred requests go when no other request waits, and else get SHARE of the prefill time, first
   come first served. That bounds their wait: a request with W seconds of deferred work before it,
   its own included, begins by the time that W / SHARE seconds of prefill were given to others.
-- Tenants take turns by the prefill time that they received (start-time fair queueing, Goyal, Vin
-and
-  Cheng, 1996); the rules above are the order within the tenant whose turn it is.
+- Tenants take turns by the prefill time that they received (start-time fair queueing; Goyal, Vin
+  and Cheng, 1996). The rules above are the order within the tenant whose turn it is.
 
 Only the Conductor calls it.
 """

@@ -15,8 +15,8 @@ What holds at every moment:
 - A released lease is dead: later calls under its name succeed and hold nothing. Such calls happen,
   because a client releases a lease without waiting for the calls it has cancelled.
 - An extent may be reused while a reader with an expired lease, or a writer with an expired put or
-  copy, still touches it. So readers verify the checksum after the copy: such an object is lost, but
-  never wrong.
+  copy, still touches it. So readers verify the checksum after the copy: the reader sees a wrong
+  checksum and discards the bytes.
 - A master that restarts first gathers what segment owners and clients remember, and answers no
   question about objects until then.
 """
@@ -59,8 +59,9 @@ from moonserve.core.store.words import (
 from moonserve.core.units import Bytes, LeaseId, Micros, SegmentId
 
 _SILENT_US: Micros = 2_000_000
-"""After this time without a beat, another start of an owner may take over its segment. Owners beat
-several times meanwhile: twice a second, or four times a segment's time to live."""
+"""A new start of an owner may take over its segment after this time without a beat, or after half
+of a segment's time to live if that is shorter. Owners beat several times meanwhile:
+twice a second, or four times in a time to live if that is more often."""
 _MAX_KNOWN = 4_096
 """The most names of segments that are remembered after they left."""
 
@@ -106,8 +107,8 @@ class Master:
         succeeds. False: refused, because another start of the owner is mounted (`holder` says
         where), or because a page is missing: the owner has to start again.
 
-        One owner has a name at a time. Another start of it takes over, and all replicas are
-        dropped, once the first has left or has been silent for longer than beats take. So a
+        One owner has a name at a time. A new start takes the name when the old one has left or was
+        silent too long (_SILENT_US). The old replicas are then dropped. So a
         restarted owner is back soon, and of two live owners the second is refused. An older epoch
         never takes over: it may be a late message.
         """

@@ -169,8 +169,8 @@ class ConductorLoop:
         return self.core.errors
 
     def watch_instances(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after every step in which an instance joined or left, until `instances`
-        is called."""
+        """Have `changed` called after each step while the list of instances has changed and nobody
+        has read it with `instances`."""
         self._watchers.append(changed)
 
     def tell(self, *facts: Fact) -> None:
@@ -300,7 +300,8 @@ class ConductorLoop:
         source: SegmentId | None,
         number: int | None,
     ) -> None:
-        """Ask the store for copies; report to the Conductor how far its own copies will come."""
+        """Ask the store for copies. For copies that the Conductor ordered, report how many blocks
+        will arrive, if not all."""
         count = 0
         try:
             if self._copy is not None:

@@ -6,7 +6,7 @@ calls are made and what a piece is: `embedded.TokenCalls` for our own workers,
 `external.EngineCalls` for external engines.
 
 The driver runs in the task that serves the client and starts no other. An action of the Conductor
-that ends a call cancels that task's wait, and nothing else: see `inbox`.
+that ends a call interrupts only the wait for an instance: see `inbox`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Calls(Protocol[PieceT_co]):
         """The next piece of the call that has begun; None: the reply has ended."""
 
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
-        """Length and block keys of all tokens from which another instance has to go on."""
+        """Length and block keys of prompt plus generated tokens; of the prompt alone if the calls
+        do not resume."""
 
     def ended(self) -> None:
         """Account for the reply, which is whole."""
@@ -257,7 +258,7 @@ class RequestDriver(Generic[PieceT]):
             piece = await self.inbox.until_lost(self._call(action))
         except Passed as passed:
             self._end(f"engine answered {passed.answer.status}")
-            self._lives = True  # the Conductor learns of its end by ClientGone
+            self._lives = True  # set again, so that `aclose` sends ClientGone
             raise
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
             await self._fail(error, retry=True)

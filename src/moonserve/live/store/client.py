@@ -45,11 +45,12 @@ _DISK_BUSY_S = 0.05
 class StoreClient:
     """A KVStore, and the other calls of the master. Made by `open`, ended by `close`.
 
-    If the master is out of reach, the pool looks empty to a KVStore's user: find and put return
-    that, and a warning is logged. If the caller is cancelled, put and release still run to
+    If the master is out of reach, the pool looks empty to a KVStore's user. find returns what
+    it found before that, usually nothing; put returns how many were stored before. A warning is
+    logged. If the caller is cancelled, put and release still run to
     completion (bounded by call_s and transfer_s), so that no ticket is left behind. A cancelled
-    read ends when no thread writes to a buffer any more. A cancelled find ends at once, and a
-    release after it ends its lease.
+    read ends when no thread writes to a buffer any more. After a cancelled find, release
+    still works: a released name stays dead.
 
     The other calls raise MoonserveError or OSError if the master does not answer.
     """

@@ -61,7 +61,7 @@ class WorkerKV:
 
     @property
     def pending_puts(self) -> int:
-        """Puts that have begun and have not ended."""
+        """Puts that are queued or running."""
         return self._unfinished.total()
 
     @property
@@ -72,7 +72,8 @@ class WorkerKV:
     # Leases.
 
     def take_lease(self, job: Job) -> None:
-        """The job may take its lease from now on: `release` or `hand_over` must follow."""
+        """This worker is responsible for the job's lease from now on: `release` or `hand_over` must
+        follow."""
         self._leases[job.request] = job.lease
 
     def release(self, job: Job) -> None:
@@ -83,7 +84,10 @@ class WorkerKV:
             self._bench.spawn(self._release(job.request, lease))
 
     async def hand_over(self, active: ActiveJob, last: Piece) -> None:
-        """Leave the KV to the decode worker: send the last piece once all of it is in the store."""
+        """Leave the KV to the decode worker: send the last piece once no put is left.
+
+        A put may have failed or been dropped; the decode worker then recomputes its blocks.
+        """
         bench = self._bench
         job = active.job
         ended_us = bench.clock.now_us()
@@ -113,8 +117,8 @@ class WorkerKV:
     async def load(self, active: ActiveJob) -> Tokens | None:
         """Fill the job's first blocks with the leading run of wanted keys that the store has.
 
-        Returns how many prompt tokens have their KV now. None: the deadline passed while the store
-        may still write to the blocks, which are freed when it has ended; the job has lost them.
+        Returns how many prompt tokens have their KV now. None: the time is over, but the
+        store may still write to the blocks. They are freed when it has ended; do not use them.
         """
         bench = self._bench
         job = active.job
@@ -201,8 +205,8 @@ class WorkerKV:
         """Put what a finished chunk completed, in the background; never waits.
 
         Blocks of the prompt are put at once, those of generated tokens as decode_kv says. token:
-        what the pass sampled. The caller calls it before the batch accounts for the pass, because
-        the blocks are held from here on.
+        what the pass sampled. Call it before `batch.apply`: `apply` may free the blocks, and this
+        call holds them.
         """
         job = active.job
         end = chunk.start + len(chunk.tokens)
@@ -218,7 +222,10 @@ class WorkerKV:
             self._put(job, (keys.tail,), parent, (chunk.blocks[len(keys.full)],))
 
     def store(self, active: ActiveJob, computed: Tokens, blocks: Sequence[int], last: bool) -> None:
-        """Put the full blocks among the first `computed` tokens that are due; last: none follow."""
+        """Queue the computed full blocks that may be stored now.
+
+        computed: how many tokens have their KV; last: this request computes no more.
+        """
         job = active.job
         size = self._block_size
         keys = active.keys
@@ -232,7 +239,9 @@ class WorkerKV:
         if off or full <= first:
             return
         if not job.send_kv and self._pending_blocks > _MAX_PENDING_BLOCKS:
-            return  # the store is slow: a later chunk puts these too, or they are never missed
+            # The store is behind: skip. A later chunk stores them; if not, they are only
+            # recomputed.
+            return
         grown = active.grown
         parent = grown[first - 1] if first else None
         if full > len(grown):
@@ -292,7 +301,7 @@ class WorkerKV:
         ]
         try:
             async with asyncio.timeout(self._deadlines.put_s):
-                # Beside the prompt: there it outlives this worker, and the next turn looks there.
+                # Put them on the segment that has the prompt, where the next turn looks.
                 await self._store.put(items, put.lease, put.parent, put.job.near)
             self._bench.samples.add_stage("put", put.job.lease, began_us, len(items))
         except (MoonserveError, OSError) as error:  # TimeoutError is an OSError

@@ -118,7 +118,7 @@ class Runner:
         return list(self._bench.samples.stages)
 
     def measured(self, samples: Iterable[PassSample]) -> None:
-        """Passes that ran before this runner had the engine; the next heartbeat reports them."""
+        """Report passes measured during start-up, with the next heartbeat."""
         self._bench.samples.add_passes(samples)
 
     def take_load(self) -> InstanceLoad:
@@ -223,7 +223,7 @@ class Runner:
             self._deliver(self._active[progress.request], progress)
 
     def _deliver(self, active: ActiveJob, progress: Progress) -> None:
-        """Send the job the token of a pass; a prefill's last one waits until its KV is stored."""
+        """Send the job the token of a pass. A prefill's last token waits until no put is left."""
         job = active.job
         computed = min(progress.computed_after, len(job.prompt)) - progress.computed_before
         if computed > 0:
