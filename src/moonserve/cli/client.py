@@ -32,7 +32,9 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is no address; write it like http://127.0.0.1:8000", "url")
         self._timeout_s = timeout_s
-        self._host, self._secure, self._url = parts.hostname, parts.scheme == "https", url
+        self._host = parts.hostname
+        self._secure = parts.scheme == "https"
+        self._url = url
 
     def first_model(self) -> str:
         """The name of a model that the gateway serves."""

@@ -110,7 +110,8 @@ def _shared_memory() -> Iterator[Finding]:
     if not folder.is_dir():
         yield Finding("shared memory", "ok", "no /dev/shm on this system")
         return
-    need, free = 2 * Settings().segment_bytes, shutil.disk_usage(folder).free
+    need = 2 * Settings().segment_bytes
+    free = shutil.disk_usage(folder).free
     detail = f"{free >> 20} MiB free in /dev/shm, a default cluster takes up to {need >> 20}"
     if free >= need:
         yield Finding("shared memory", "ok", detail)

@@ -40,7 +40,8 @@ def setup_of(read: Trace, setup: Setup, options: Mapping[str, Any]) -> dict[str,
     given = dict(options)
     given["prefill"], given["decode"] = setup.prefill, setup.decode
     given["cache_blocks"] = "infinite" if setup.cache_blocks is None else setup.cache_blocks
-    given["ttft_slo_s"], given["tbt_slo_ms"] = given.pop("ttft_slo"), given.pop("tbt_slo")
+    given["ttft_slo_s"] = given.pop("ttft_slo")
+    given["tbt_slo_ms"] = given.pop("tbt_slo")
     if setup.profile.name not in PROFILES:
         given["profile"] = setup.profile
     rows = hashlib.sha256(msgspec.msgpack.encode(read.rows))
@@ -157,7 +158,9 @@ def explanation_of(served: Served) -> Explanation:
     """The decision for a request, and its result."""
     from moonserve.core.schedule.explain import explanation, why, why_spread
 
-    decision, first_us, ended_us = served.judged, served.first_us, served.ended_us
+    decision = served.judged
+    first_us = served.first_us
+    ended_us = served.ended_us
     candidates = served.judged_among
     because = served.why
     if decision is not None and served.attempts:

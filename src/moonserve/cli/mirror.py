@@ -114,7 +114,8 @@ class ClusterWatch:
         """The cluster, as the simulator takes it. Only the profile is measured."""
         from moonserve.sim.setup import Setup
 
-        at_prefill, at_decode = self._of("prefill"), self._of("decode")
+        at_prefill = self._of("prefill")
+        at_decode = self._of("decode")
         mixed = at_prefill[0].role == "both"
         room = {it.id: it.capacity_bytes for it in self._stats.store.segments}
         blocks = [room.get(it.id, 0) // it.block_bytes for it in at_prefill]

@@ -129,7 +129,8 @@ def worker(
     **flags: str | None,
 ) -> None:
     """Run one prefill or decode worker."""
-    settings, name = read_settings(config, flags), check_name(name)
+    settings = read_settings(config, flags)
+    name = check_name(name)
     if cards and settings.store == "mooncake":
         raise ConfigError(
             "is for the embedded store only; leave it out with store mooncake", "card"

@@ -208,7 +208,8 @@ def _breakdown(text: str) -> Breakdown:
     if found is None or (found[1] == "slow") != (found[4] is not None):
         form = "kill:INSTANCE@SECONDS, join:INSTANCE@SECONDS or slow:INSTANCE@SECONDSxTIMES"
         raise ConfigError(f"{text} is not {form}", "--fault")
-    at_s, factor = float(found[3]), float(found[4] or 1)
+    at_s = float(found[3])
+    factor = float(found[4] or 1)
     if not 0.001 <= factor <= 1_000:
         raise ConfigError(f"{text}: from 0.001 to 1000 times as slow is possible", "--fault")
     if at_s > _LATEST_S:

@@ -135,7 +135,8 @@ def segment(
 
     When it is asked to stop, the segment first moves the objects in its memory elsewhere.
     """
-    settings, name = read_settings(config, flags), check_name(name)
+    settings = read_settings(config, flags)
+    name = check_name(name)
     from moonserve.live.process.store import SegmentConfig, run_segment
 
     share = store_share(

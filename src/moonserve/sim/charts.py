@@ -12,7 +12,10 @@ from html import escape
 import msgspec
 
 _WIDTH, _HEIGHT = 520.0, 240.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 14.0, 10.0, 38.0
+_LEFT = 48.0
+_RIGHT = 14.0
+_TOP = 10.0
+_BOTTOM = 38.0
 _SHADES = 12
 _MOST_CELLS = 8_000
 
@@ -66,7 +69,8 @@ class _Scale:
         rough = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step + 1e-9)
+        first = math.ceil(self.low / step)
+        last = math.floor(self.high / step + 1e-9)
         ticks = [round(k * step, 9) for k in range(first, last + 1)]
         # no two ticks have the same text
         return list({number(tick): tick for tick in ticks}.values())
@@ -110,7 +114,9 @@ def heatmap(
     """One row per band; a larger share is darker; x runs from `first` to `last`."""
     if not bands or not bands[0].shares:
         return _figure(title, "<p class='empty'>nothing to show</p>")
-    width, left, right = 1080.0, 56.0, 46.0
+    width = 1080.0
+    left = 56.0
+    right = 46.0
     row = min(18.0, max(5.0, 480.0 / len(bands)))
     every = math.ceil(11.0 / row)  # so that names do not overlap
     height = row * len(bands)
@@ -149,7 +155,8 @@ def _cells(band: Band, x_of: _Scale, y: float, row: float) -> list[str]:
     for at in range(1, len(shades) + 1):
         if at < len(shades) and shades[at] == shades[begin]:
             continue
-        x, end = x_of(x_of.low + begin * step), x_of(x_of.low + at * step)
+        x = x_of(x_of.low + begin * step)
+        end = x_of(x_of.low + at * step)
         shade = 0.05 + 0.95 * shades[begin] / _SHADES
         parts.append(
             f"<rect x='{x:.1f}' y='{y:.1f}' width='{end - x:.1f}' height='{row - 1:.1f}' "
@@ -170,7 +177,8 @@ def _y_axis(y_of: _Scale, shares: bool) -> list[str]:
 
 
 def _x_axis(x_of: _Scale, y: float, label: str) -> list[str]:
-    start, end = x_of(x_of.low), x_of(x_of.high)
+    start = x_of(x_of.low)
+    end = x_of(x_of.high)
     parts = [f"<path d='M{start:.1f} {y:g}H{end:.1f}' class='axis'/>"]
     for tick in x_of.ticks(max(5, round((end - start) / 70))):
         x = x_of(tick)

@@ -84,7 +84,9 @@ class Relay:
             self.begin()
 
     def _call(self, action: Prefill, at: int, load: Load) -> Call:
-        stage, cost, work_us = self.stages[at], self.nodes[at].cost, None
+        stage = self.stages[at]
+        cost = self.nodes[at].cost
+        work_us = None
         if self._form == "layers":
             count = len(self.nodes)
             work_us = shared_us(cost, stage.start, stage.end, stage.pieces, count)
@@ -118,7 +120,8 @@ class Relay:
 
     def ended(self, call: Call, done: Callable[[], None]) -> None:
         """A stage's pass has ended; `done` is called when the next stage has its last piece."""
-        at, size = self.calls.index(call), len(self.nodes)
+        at = self.calls.index(call)
+        size = len(self.nodes)
         whole = at + 1 == size or self.stages[at].pieces == 1
 
         def taken() -> None:
@@ -159,7 +162,9 @@ class Relay:
 
     def _send(self, at: int, pieces: int, done: Callable[[], None]) -> None:
         """Send `pieces` pieces of stage `at` to the next stage."""
-        source, target, stage = self.nodes[at], self.nodes[at + 1], self.stages[at + 1]
+        source = self.nodes[at]
+        target = self.nodes[at + 1]
+        stage = self.stages[at + 1]
         tokens = float(stage.start)
         if self._form == "layers":
             tokens = HIDDEN * (stage.end - stage.start)

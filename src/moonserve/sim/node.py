@@ -179,7 +179,8 @@ class Node:
         self._pass = None
         self.dead = True
         self._plan += 1
-        calls, self._calls = list(self._calls.values()), {}
+        calls = list(self._calls.values())
+        self._calls = {}
         return calls
 
     def settle(self) -> bool:

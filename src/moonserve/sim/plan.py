@@ -174,7 +174,9 @@ def max_speed(
     low = high = max(1, round(guess / tolerance))
     stride = 1
     while attains(high):
-        low, high, stride = high, high + stride, 2 * stride
+        low = high
+        high = high + stride
+        stride = 2 * stride
         if high * tolerance > MOST:
             return SpeedFound(round(low * tolerance, 9), None)
     while not attains(low):

@@ -164,7 +164,8 @@ def _cdf(
     if goal is not None:
         met = int(np.searchsorted(ordered, goal.at, side="right"))
         place = int(np.searchsorted(xs, goal.at, side="right"))
-        xs, counts = np.insert(xs, place, goal.at), np.insert(counts, place, met)
+        xs = np.insert(xs, place, goal.at)
+        counts = np.insert(counts, place, met)
     return Line(name, tone, xs.tolist(), ((counts + below) / every).tolist())
 
 
@@ -287,7 +288,8 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
     """A heatmap of each instance: how busy it was or, if it only decodes, how many requests it
     ran."""
     per_s, unit = _clock(sim)
-    shares, nodes = _busy(sim), list(sim.nodes.values())
+    shares = _busy(sim)
+    nodes = list(sim.nodes.values())
     running = np.array([sample.running for sample in sim.samples], float)[:-1]
     decoding = [at for at, node in enumerate(nodes) if node.info.role == "decode"]
     most = max(1.0, running[:, decoding].max(initial=0.0))

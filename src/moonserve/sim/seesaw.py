@@ -25,7 +25,8 @@ _CLEAR = 0.1
 def loads(sim: Simulation) -> tuple[Series, Series, Series]:
     """Seconds, and the load of each pool at that time; empty if instances do both, or none
     arrived."""
-    rows, nodes = sim.trace.rows, list(sim.nodes.values())
+    rows = sim.trace.rows
+    nodes = list(sim.nodes.values())
     first_us, last_us = rows[len(rows) // _FILLING].at_us, rows[-1].at_us
     samples = [s for s in sim.samples if first_us <= s.at_us <= last_us]
     if sim.setup.mixed or not samples:

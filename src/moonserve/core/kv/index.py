@@ -170,7 +170,9 @@ class PrefixIndex:
         if self._is_late(holder, epoch, len(keys)) or not keys:
             return
         it = self._holders.get(holder) or self._add(holder, epoch)
-        keys, at, one = list(keys), 0, ONE_COPY[tier]
+        keys = list(keys)
+        at = 0
+        one = ONE_COPY[tier]
         while at < len(keys):
             piece = self._where.get(keys[at])
             known = piece is not None and it in piece.counts
@@ -204,7 +206,9 @@ class PrefixIndex:
         it = self._holders.get(holder)
         if late or it is None:
             return
-        keys, at, one = list(keys), 0, ONE_COPY[tier]
+        keys = list(keys)
+        at = 0
+        one = ONE_COPY[tier]
         while at < len(keys):
             piece = self._where.get(keys[at])
             count = 0 if piece is None else piece.counts.get(it, 0)
@@ -250,7 +254,8 @@ class PrefixIndex:
 
     def tiers(self, key: Hashable, holder: SegmentId) -> tuple[Tier, ...]:
         """The tiers on which `holder` has `key`, fastest first."""
-        it, piece = self._holders.get(holder), self._where.get(key)
+        it = self._holders.get(holder)
+        piece = self._where.get(key)
         count = 0 if it is None or piece is None else piece.counts.get(it, 0)
         return tuple(tier for tier, one in ONE_COPY.items() if count // one & COPIES)
 
@@ -274,7 +279,10 @@ class PrefixIndex:
 
         O(pieces on the way) look-ups.
         """
-        get, end, at, mask = self._where.get, len(keys), 0, -1
+        get = self._where.get
+        end = len(keys)
+        at = 0
+        mask = -1
         ended: list[tuple[int, int]] = []
         while at < end:
             piece = get(keys[at])
@@ -366,7 +374,9 @@ class PrefixIndex:
         head, tail = piece.keys[:at], piece.keys[at:]
         if len(head) < len(tail):
             new = ChainPiece(head, piece.parent, piece.mask, dict(piece.counts))
-            piece.keys, piece.parent, new.next = tail, head[-1], tail[0]
+            piece.keys = tail
+            piece.parent = head[-1]
+            new.next = tail[0]
             first, second = new, piece
         else:
             new = ChainPiece(tail, head[-1], piece.mask, dict(piece.counts))
@@ -452,7 +462,8 @@ def parting(
 
     The first key must be equal. By bisection: if two keys are equal, all keys before them are.
     """
-    low, high = 1, min(most, len(keys) - at)
+    low = 1
+    high = min(most, len(keys) - at)
     if own[start + high - 1] == keys[at + high - 1]:  # mostly
         return high
     while low < high:

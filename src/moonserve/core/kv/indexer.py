@@ -296,7 +296,8 @@ class RollingIndexer(BlockStream[Key]):
             if extra:
                 local[number] ^= xxh3_64_intdigest(msgspec.msgpack.encode(extra))
         if parent is None:
-            cover, above = mask(lora or self._lora, salted(self._salt, salt)), None
+            cover = mask(lora or self._lora, salted(self._salt, salt))
+            above = None
         else:
             cover, above = parent if isinstance(parent, tuple) else (0, parent)
         return [keyed(cover, each) for each in rolling(local, self._space.seed, above)]

@@ -32,7 +32,9 @@ _LEARNT = 16
 """Prompts after which the size of a piece follows the learnt ratio."""
 _STRAY = 1.25
 """How far the size of a piece may be off. Beyond that it changes, and earlier keys are useless."""
-_SHRINK, _GROW, _LEAST = 0.9, 1.02, 0.1
+_SHRINK = 0.9
+_GROW = 1.02
+_LEAST = 0.1
 
 
 def text_keys(root: bytes, text: bytes, piece: Bytes) -> list[BlockKey]:

@@ -140,7 +140,8 @@ class Order:
             self._ask(self._again)
             return steps
         more = done and self._fresh > 0
-        held, self._held = self._held, deque()
+        held = self._held
+        self._held = deque()
         while held and self.want is None:
             steps += self._take(*held.popleft(), more)
         self._held.extend(held)
@@ -192,7 +193,9 @@ class Order:
         self.want = self._known() if since is None else since
         self.stats.replays += 1
         self._doubt = self._next is not None
-        self._fresh, self._useless, self._again = 0, False, None
+        self._fresh = 0
+        self._useless = False
+        self._again = None
 
     def _give(self, seq: int, batch: KvBatch) -> KvBatch:
         if self._next is None:

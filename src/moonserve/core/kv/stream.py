@@ -503,9 +503,13 @@ class KvEventStream(BlockStream[BlockKey]):
     def _fact(self, change: BlockChange[BlockKey]) -> BlockEvent:
         if change.place == "pool":
             assert self._pool is not None, "without a pool, nothing is placed there"
-            holder, tier, epoch = self._pool, _POOL_TIER, 0
+            holder = self._pool
+            tier = _POOL_TIER
+            epoch = 0
         else:
-            holder, tier, epoch = self._holder, change.place, self._epoch
+            holder = self._holder
+            tier = change.place
+            epoch = self._epoch
         if change.what == "stored":
             return BlocksStored(holder, tuple(change.keys), change.parent, tier, epoch)
         if change.what == "removed":

@@ -154,7 +154,8 @@ def fits(tokens: Tokens, *roles: Sequence[InstanceView]) -> bool:
 
 def nobody(request: Request, view: ClusterView, now_us: Micros) -> Refuse:
     """The refusal if no pair of instances takes it: not alive, full, or too small."""
-    prefills, decodes = view.prefills(request.model), view.decodes(request.model)
+    prefills = view.prefills(request.model)
+    decodes = view.decodes(request.model)
     if not prefills or not decodes:
         return Refuse(request.id, _lacking(request.model, view))
     for role, views in (("prefill", prefills), ("decode", decodes)):

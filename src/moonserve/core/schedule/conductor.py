@@ -285,7 +285,8 @@ class Conductor:
     def _place(self, life: Handoff, now_us: Micros) -> None:
         """Bind the request to its instances, now or when one is about to be free."""
         request = life.request
-        prefills, decodes = self.view.prefills(request.model), self.view.decodes(request.model)
+        prefills = self.view.prefills(request.model)
+        decodes = self.view.decodes(request.model)
         if self._policy.late and admission.fits(life.length, prefills, decodes):
             self._wait(life, prefills, now_us)
             return
@@ -502,7 +503,8 @@ class Conductor:
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""
         room = self._rooms[model]
-        prefills, decodes = self.view.prefills(model), self.view.decodes(model)
+        prefills = self.view.prefills(model)
+        decodes = self.view.decodes(model)
         self._refuse_hopeless(room, len(prefills), now_us)
         if not prefills or not decodes:
             for waiter in room.everybody():

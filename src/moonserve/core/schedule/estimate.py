@@ -254,7 +254,9 @@ class Estimate:
         if fetch == "cheaper" and reused > local:
             alone_us = cost.prefill_us(length, local * size, chunk)
             if transfer_us + compute_us >= alone_us:
-                reused, transfer_us, compute_us = local, 0, alone_us
+                reused = local
+                transfer_us = 0
+                compute_us = alone_us
         row = self._known[local, kind] = reused, transfer_us, compute_us
         return row
 

@@ -72,7 +72,8 @@ def _smallest(
     members: Sequence[InstanceView], work: Work, group: Group, within_us: Micros, now_us: Micros
 ) -> Group:
     """By halving: the smallest group in time among those that `groups` left out, or this one."""
-    low, high = len(group.stages) // 2, len(group.stages)
+    low = len(group.stages) // 2
+    high = len(group.stages)
     while high > _SMALL and high - low > 1:
         size = (low + high) // 2
         found = _planned(members[:size], work, now_us)

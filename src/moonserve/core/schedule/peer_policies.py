@@ -42,7 +42,8 @@ def sglang_cache_aware(options: Options, state: PolicyState) -> Sequence[float]:
     tokens for characters; the first for whichever of equal holders its tree names.
     """
     counts = [_requests(view) for view in options.views]
-    low, high = min(counts), max(counts)
+    low = min(counts)
+    high = max(counts)
     apart = high - low > SGLANG_BALANCE_ABS and high > SGLANG_BALANCE_REL * low
     cached = max(options.local) * options.block_size / options.ask.length
     if apart or cached <= SGLANG_CACHE_THRESHOLD:

@@ -152,7 +152,8 @@ def chain(members: Sequence[InstanceView], work: Work, now_us: Micros | None) ->
         mean_us = sum(step.work_us for step in steps) / count / layers
         ways_us = [step.base_us + step.link_us + mean_us for step in steps]
         behind_us = [sum(ways_us[at + 1 :]) for at in range(count)]
-        low_us, high_us = min(ready_us), max(ready_us) + 2.0 * total_us
+        low_us = min(ready_us)
+        high_us = max(ready_us) + 2.0 * total_us
         while high_us - low_us > _NEAR * high_us:
             by_us = (low_us + high_us) / 2
             cuts = _cuts(members, work, ready_us, [by_us - us for us in behind_us])

@@ -34,7 +34,10 @@ _MOST = 4_096
 _WEIGHT = 1 / 16
 _LEAST_SHARE = 0.1
 _GOLDEN = 0.618
-_SPARSER, _DENSER, _DENSEST, _SPARSEST = 1.02, 0.995, 1.15, 2.0
+_SPARSER = 1.02
+_DENSER = 0.995
+_DENSEST = 1.15
+_SPARSEST = 2.0
 
 
 class ReturningClient(NamedTuple):

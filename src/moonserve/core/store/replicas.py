@@ -166,7 +166,9 @@ class Copies:
         if task is None or task.target.segment != segment:
             return None
         self._forget(task)
-        catalog, stored, key = self._catalog, task.stored, task.stored.found.key
+        catalog = self._catalog
+        stored = task.stored
+        key = task.stored.found.key
         ledger = catalog.segments[segment]
         offset = task.target.offset
         exists = catalog.objects.get(key) is stored

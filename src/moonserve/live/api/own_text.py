@@ -86,7 +86,8 @@ class OwnText:
             self._live.discard(request.id)
             leave()
 
-        stream, ids = bool(fields.stream), bool(fields.return_token_ids)
+        stream = bool(fields.stream)
+        ids = bool(fields.return_token_ids)
         head = reply_head(request.id, form, stream, int(time.time()), request.model)
         writer = ReplyWriter(head, form, openai.wants_usage(fields))
         return TextExchange(generation, writer, stream, ids, ended)
@@ -100,7 +101,8 @@ class OwnText:
         self, http: HttpRequest, fields: _Fields, tenant: str, limiter: Limiter
     ) -> Request:
         """The request for the cluster. Raises BadRequest, ModelNotFound, Overloaded."""
-        slo, priority = headers.slo(http.headers), headers.priority(http.headers)
+        slo = headers.slo(http.headers)
+        priority = headers.priority(http.headers)
         card = self.card(fields.model)
         prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))

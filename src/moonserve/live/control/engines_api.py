@@ -187,7 +187,8 @@ class EnginesApi:
         return {("DELETE", PATH + "/"): self._remove}
 
     async def _list(self, request: HttpRequest) -> Response:
-        views, now_us = self._conductor.views(), self._conductor.now_us()
+        views = self._conductor.views()
+        now_us = self._conductor.now_us()
         listed = []
         for source, monitor in self._fleet.monitors():
             for instance in monitor.member.spec.ids():

@@ -116,7 +116,8 @@ class Internal:
 
 def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:
     for field in msgspec.structs.fields(info.namespace):
-        mine, theirs = getattr(info.namespace, field.name), getattr(other.namespace, field.name)
+        mine = getattr(info.namespace, field.name)
+        theirs = getattr(other.namespace, field.name)
         if mine != theirs:
             raise Incompatible(
                 f"{field.name} is {mine!r} here but {theirs!r} on instance {other.id}: "

@@ -296,7 +296,8 @@ class Several:
             is_new = _changed(self._promised, now)
             self._promised = now
             if is_new:
-                news, self._news = self._news, asyncio.Event()
+                news = self._news
+                self._news = asyncio.Event()
                 news.set()
             await asyncio.sleep(_LOOK_S)
 

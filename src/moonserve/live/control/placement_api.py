@@ -125,7 +125,8 @@ class PlacementRequests:
         if sum(each is not None for each in given) != 1:
             raise BadRequest("give one of prompt, token_ids and block_keys", "prompt")
         if ask.block_keys is not None:
-            keys, size = [_key(text) for text in ask.block_keys], namespace.block_size
+            keys = [_key(text) for text in ask.block_keys]
+            size = namespace.block_size
             length = ask.prompt_tokens or 0
             if length < 1 or len(keys) != length // size:
                 what = f"there must be one for each {size} of prompt_tokens, so {length // size}"
@@ -332,7 +333,8 @@ class PlacementApi:
         if isinstance(action, Decode):
             held.reply = {"id": held.request.id, "decode": _instance(action.to)}
         else:
-            held.reply, held.joint = _placement(action), action.decision.joint
+            held.reply = _placement(action)
+            held.joint = action.decision.joint
         return self._renewed(held)
 
     def _go_on(self, held: _Reservation) -> dict[str, Any]:

@@ -107,7 +107,9 @@ class EngineCalls:
 
     async def _make_whole(self, action: Prefill, life: Life) -> Piece | None:
         """Have one engine prefill and decode."""
-        to, decision, asked = action.to, action.decision, self._asked
+        to = action.to
+        decision = action.decision
+        asked = self._asked
         self._at = (to, decision.reused_tokens)
         # the first token is not visible, so it is assumed to come as predicted
         if not asked.stream:
@@ -247,7 +249,9 @@ class EngineCalls:
     def ended(self) -> None:
         """See Calls. Takes the engine's count of tokens."""
         reply, metrics = self.reply, self._caller.metrics
-        prompt, cached, tokens = reply.counted.prompt, reply.cached, reply.tokens
+        prompt = reply.counted.prompt
+        cached = reply.cached
+        tokens = reply.tokens
         self._caller.reader.learn(self._asked.model, self._prompt, prompt)
         metrics.prompt_tokens += prompt or self._prompt.length
         metrics.cached_tokens += cached or 0

@@ -53,7 +53,10 @@ class LeaseWatch:
     ) -> None:
         """`inbox` is that of `request`, whose call goes to `to`; its KV is held for `left_s`
         seconds."""
-        self._member, self._to, self._request, self._inbox = member, to, request, inbox
+        self._member = member
+        self._to = to
+        self._request = request
+        self._inbox = inbox
         self._number = inbox.number
         self._loop = asyncio.get_running_loop()
         self._until_s = self._loop.time() + left_s

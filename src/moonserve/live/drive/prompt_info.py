@@ -108,7 +108,8 @@ class PromptReader:
         if tools is not None and asked.prompts == 1 and not asked.tools:
             ids = await self._own(asked, tools, infos[0].max_len)
         if ids is None and asked.prompts == 1:
-            ids, how = await self._theirs(asked, infos[self._turn % len(infos)]), "engine"
+            ids = await self._theirs(asked, infos[self._turn % len(infos)])
+            how = "engine"
         if not ids:
             return None
         keys = chain_keys(self._root(asked, namespace), ids, namespace.block_size)

@@ -362,7 +362,9 @@ class RequestDriver(Generic[PieceT]):
 
 def error_for(refusal: Refuse) -> MoonserveError:
     """The error that the client of a refused request gets."""
-    why, reason, wait_us = refusal.why, refusal.reason, refusal.retry_after_us
+    why = refusal.why
+    reason = refusal.reason
+    wait_us = refusal.retry_after_us
     if reason == "duplicate_request_id":
         return BadRequest(why, "x-request-id", reason)
     if reason == "nobody_alive":

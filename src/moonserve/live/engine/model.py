@@ -68,7 +68,9 @@ class Model:
         inputs: Inputs,
         reached: Callable[[int], None] | None,
     ) -> Tensor:
-        heads, kv_heads, dim = self.config.heads, self.config.kv_heads, self.config.head_dim
+        heads = self.config.heads
+        kv_heads = self.config.kv_heads
+        dim = self.config.head_dim
         qkv = layer.qkv(normed).view(len(normed), -1, dim)
         rotated = qkv[:, : heads + kv_heads]
         # cos holds both halves, sin its first half negated: roll swaps the halves of each head.

@@ -217,7 +217,8 @@ def _kv_tokens(
 ) -> Tokens:
     if member.spec.kv_tokens:
         return member.spec.kv_tokens
-    size, blocks = page.cache.get("kv_cache_size_tokens", ""), page.cache.get("num_gpu_blocks", "")
+    size = page.cache.get("kv_cache_size_tokens", "")
+    blocks = page.cache.get("num_gpu_blocks", "")
     if size.isdecimal():
         return int(size)
     if blocks.isdecimal():

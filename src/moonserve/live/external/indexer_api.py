@@ -279,7 +279,8 @@ class IndexerApi:
         hashes = rolled if rolled is not None else asked.block_hashes
         if hashes is None:
             raise BadRequest("seq_hashes: is missing", "seq_hashes")
-        low, high = min(hashes, default=0), max(hashes, default=0)
+        low = min(hashes, default=0)
+        high = max(hashes, default=0)
         if not -(1 << 63) <= low <= high <= _U64:
             raise BadRequest(f"{field}: each must be of 64 bits", field)
         if low < 0:
@@ -355,7 +356,8 @@ def _check_address(text: str, field: str) -> None:
 
 def _check_same(key: _Key, new: Registered, before: Registered) -> None:
     for field in Registered.__struct_fields__:
-        mine, theirs = getattr(new, field), getattr(before, field)
+        mine = getattr(new, field)
+        theirs = getattr(before, field)
         if mine != theirs:
             what = "{}|{}|{} is registered".format(*key)
             raise Conflict(f"{field}: {what} with {theirs!r}; unregister it first", field)

@@ -283,7 +283,8 @@ class EngineMonitor:
 
     def _beat(self, page: Page) -> None:
         for rank, info in enumerate(self.member.infos.values()):
-            now_us, view = self._conductor.now_us(), self._conductor.views()[info.id]
+            now_us = self._conductor.now_us()
+            view = self._conductor.views()[info.id]
             said = page.rank(rank)
             watch = self.watches[info.id]
             watch.others(

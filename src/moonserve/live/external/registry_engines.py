@@ -97,7 +97,8 @@ class RegistryEngines:
                 if used.get(name) != value:
                     await self._use(name, value)
             self._read.set()
-            news, self._news = self._news, asyncio.Event()
+            news = self._news
+            self._news = asyncio.Event()
             news.set()
 
     async def _use(self, name: str, value: bytes) -> None:

@@ -176,7 +176,9 @@ class RemoteConductor:
         if self._link is not None:
             log.warning("the Conductor is gone; requests under way have failed")
             self._on_gone()
-        self._link, self._infos, self._url = None, [], ""
+        self._link = None
+        self._infos = []
+        self._url = ""
         for request, inbox in self._inboxes.items():
             inbox.put_nowait(Refuse(request, _GONE))
         self._lost.set()

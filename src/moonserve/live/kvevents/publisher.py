@@ -165,7 +165,9 @@ class SegmentEvents:
                 _bound(self._digests, _MAX_DIGESTS)
             self._waiting[key] = (before, run, salt)
             _bound(self._waiting, _MAX_WAITING)
-            parent, before, salt = digest, event_hash(digest), ""
+            parent = digest
+            before = event_hash(digest)
+            salt = ""
             for medium in self._segments:
                 self._look(medium, key)
 

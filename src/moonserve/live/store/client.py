@@ -315,7 +315,8 @@ class StoreClient:
         parent: Key | None,
         options: PutOptions,
     ) -> list[Outcome | None]:
-        sizes, asked_us = [(key, len(memory)) for key, memory in items], now_us()
+        sizes = [(key, len(memory)) for key, memory in items]
+        asked_us = now_us()
         outcomes = await self._start(
             wire.PutStartCall(self._segment, sizes, lease, parent, options)
         )

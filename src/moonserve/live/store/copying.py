@@ -72,7 +72,8 @@ class Copier:
         Each turn gets its share of the time, so that one silent peer leaves some for the others.
         """
         end_s = time.monotonic() + most_s
-        missing, corrupt = list(range(len(found))), []
+        missing = list(range(len(found)))
+        corrupt = []
         known = self._link.addresses  # a beat may replace it meanwhile
         orders = [self._near_first(it.replicas, known) for it in found]
         turns = max(map(len, orders), default=0)

@@ -274,7 +274,8 @@ def _records(path: Path) -> Iterator[Change]:
         if file.read(len(_MAGIC)) != _MAGIC:
             log.warning("%s is of another version: the objects of its segment are dropped", path)
             return
-        size, whole = path.stat().st_size, len(_MAGIC)
+        size = path.stat().st_size
+        whole = len(_MAGIC)
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
             # the length of an incomplete record may be anything

@@ -47,7 +47,8 @@ async def _until_empty(client: StoreClient, own: Sequence[Owner]) -> None:
         await owner.catch_up()
     mine = [owner.mounting.id for owner in own]
     loop = asyncio.get_running_loop()
-    least, since_s = _count(own), loop.time()
+    least = _count(own)
+    since_s = loop.time()
     while (left := _count(own)) and any(it not in mine for it in client.link.addresses):
         if left < least:
             least, since_s = left, loop.time()

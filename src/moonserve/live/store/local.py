@@ -157,7 +157,8 @@ class EventLog:
         """Add events of the master."""
         self._events.extend(events)
         self._at += len(events)
-        news, self._news = self._news, asyncio.Event()
+        news = self._news
+        self._news = asyncio.Event()
         news.set()
 
     async def answer(self, call: wire.EventsCall) -> wire.EventsReply:

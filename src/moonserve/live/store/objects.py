@@ -84,7 +84,8 @@ class Objects:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._most_s
         got: dict[Key, bytearray] = {}
-        left, why = list(dict.fromkeys(keys)), ""
+        left = list(dict.fromkeys(keys))
+        why = ""
         while left:
             try:
                 replies = await self._client.get(left, lease)

@@ -197,7 +197,9 @@ class RemotePool(Pool):
                 )
 
     async def _follow(self) -> None:
-        start, at, reached = 0, 0, True
+        start = 0
+        at = 0
+        reached = True
         while True:
             call = wire.EventsCall(start, at, _WAIT_S)
             try:

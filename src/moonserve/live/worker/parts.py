@@ -79,7 +79,8 @@ class PartProgress:
 
     def moved(self) -> None:
         """Something changed: everything that waits looks again."""
-        moved, self._moved = self._moved, asyncio.Event()
+        moved = self._moved
+        self._moved = asyncio.Event()
         moved.set()
 
     def fail(self, error: MoonserveError) -> None:
@@ -232,7 +233,8 @@ class Parts:
     def _start(self, it: _OpenPart) -> None:
         """The part has its blocks."""
         it.progress.moved()
-        arrived, self._arrived = self._arrived, asyncio.Event()
+        arrived = self._arrived
+        self._arrived = asyncio.Event()
         arrived.set()
         task = asyncio.create_task(self._run(it))
         self.computing.add(task)

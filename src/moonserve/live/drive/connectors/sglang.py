@@ -59,8 +59,12 @@ class Sglang:
 
     async def prefill(self, call: PrefillCall) -> Handed:
         """See HandoverConnector. Prefill's reply shows that both halves have met."""
-        caller, asked, action = call.caller, call.asked, call.action
-        to, limits, decision = action.to, caller.limits, action.decision
+        caller = call.caller
+        asked = call.asked
+        action = call.action
+        to = action.to
+        limits = caller.limits
+        decision = action.decision
         ranks, sequences = call.member.spec.dp_size, asked.choices * asked.prompts
         rooms = [room(secrets.randbits(63), to.dp_rank, ranks) for _ in range(sequences)]
         both = fields(call.member.bootstrap, rooms)
