@@ -22,7 +22,7 @@ from moonserve.live.http.message import (
     decode_json,
     json_response,
 )
-from moonserve.live.http.server import App, Server, serve
+from moonserve.live.http.server import App, Server, address_of, serve
 from tests.support.loops import both_loops  # noqa: F401 - autouse
 
 
@@ -39,6 +39,7 @@ class Rig:
         self.release = asyncio.Event()
         self.cleanup_s = 0.0
         self.seen: dict[str, str] = {}
+        self.address = "none"
         self.buffered: Callable[[], int] = lambda: 0
         self.app = App(
             {
@@ -69,6 +70,7 @@ class Rig:
 
     async def hello(self, request: HttpRequest) -> Response:
         self.seen = request.headers
+        self.address = request.address
         return Response(body=b"hello", content_type="text/plain")
 
     async def echo(self, request: HttpRequest) -> Response:
@@ -573,6 +575,19 @@ def test_a_repeated_header_is_one_with_commas() -> None:
         writer.close()
 
     run(use)
+
+
+def test_a_request_has_the_address_of_its_client() -> None:
+    """It is the other end's IP address as text, and no header changes it."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        await ask(url + "/", headers={"x-forwarded-for": "10.9.9.9"})
+        assert rig.address == "127.0.0.1"
+
+    run(use)
+    assert address_of(("::ffff:10.0.0.7", 5, 0, 0)) == "10.0.0.7"
+    assert address_of(("fe80::1", 5, 0, 2)) == "fe80::1"
+    assert [address_of(peer) for peer in ("", b"", None)] == ["", "", ""]
 
 
 async def replies(reader: asyncio.StreamReader, count: int) -> list[bytes]:

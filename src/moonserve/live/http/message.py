@@ -205,6 +205,8 @@ class HttpRequest:
         """Percent-decoded."""
         self.query_string = query_string
         self.headers = headers
+        self.address = ""
+        """The IP address of the connection's other end, as text; empty for a unix socket."""
         self.id = _request_id(headers.get("x-request-id"))
         self.arrived_s = 0.0
         """The loop's time when the headers were complete. From then on the client waits for the

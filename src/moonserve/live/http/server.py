@@ -63,6 +63,15 @@ _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED_CHUNKED = b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
+def address_of(peer: object) -> str:
+    """Return the IP address in a socket's peer name as text; empty for a unix socket.
+
+    An IPv4 client of an IPv6 socket has its IPv4 address, so that it is one client at both.
+    """
+    address = peer[0] if isinstance(peer, tuple) else ""
+    return str(address).removeprefix("::ffff:")
+
+
 class Connections:
     """What the connections of one server share."""
 
@@ -205,6 +214,7 @@ class Accepted(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register the connection and start its timer."""
         self.transport = cast(asyncio.Transport, transport)
+        self._address = address_of(transport.get_extra_info("peername"))
         self._shared.open.add(self)
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
 
@@ -282,6 +292,7 @@ class Accepted(asyncio.Protocol):
         target = url.decode("latin-1")
         text = path.decode("utf-8", "replace")
         request = HttpRequest(method, target, text, query, headers, self)
+        request.address = self._address
         request.arrived_s = self._loop.time()
         request.http_1_0 = old
         request.keep_alive = not old and parser.should_keep_alive()
