@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +16,7 @@ from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, O
 from moonserve.core.request import Sampling, Slo, Stopping
 from moonserve.core.units import seconds_to_us
 from moonserve.live.api.front import Front
-from moonserve.live.api.limiter import Limits
+from moonserve.live.api.limiter import Limits, _network
 from moonserve.live.api.own_text import OwnText
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
@@ -27,6 +27,9 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ONCE: dict[str, Any] = {"model": "m", "prompt": "once"}
+
+
+_Sent: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Rig:
@@ -773,9 +776,111 @@ def test_a_flood_in_flight_leaves_others_some_places() -> None:
             await asyncio.sleep(0)
         assert (await rig.post(CHAT, HI, **calm)).status == 429
         assert {reply.status for reply in await asyncio.gather(*running)} == {200}
-        assert not rig.gateway._limiter._in_flight
+        assert rig.gateway._limiter._in_flight.used == 0
 
     run(use, 0.1, *say("hello"), limits=Limits(max_in_flight=8))
+
+
+async def _send(rig: Rig, data: bytes, address: str = "127.0.0.1") -> _Sent:
+    """Open a connection from this address and send these bytes."""
+    local = (address, 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.server.port, local_addr=local)
+    writer.write(data)
+    return reader, writer
+
+
+def _head(size: int, tenant: str = "") -> bytes:
+    """The head of a request whose body has `size` bytes."""
+    named = f"x-moonserve-tenant: {tenant}\r\n" if tenant else ""
+    return f"POST {CHAT} HTTP/1.1\r\nhost: m\r\n{named}content-length: {size}\r\n\r\n".encode()
+
+
+async def _status(sent: _Sent) -> tuple[int, str]:
+    """The status of a reply and its reason of refusal."""
+    head = (await sent[0].readuntil(b"\r\n\r\n")).decode()
+    reason = head.partition("x-moonserve-reject-reason: ")[2].partition("\r")[0]
+    return int(head.split()[1]), reason
+
+
+def test_bodies_that_never_come_take_no_place_of_a_generation() -> None:
+    """A client that sends many heads and no body, each for another tenant, locks nobody out."""
+
+    async def use(rig: Rig) -> None:
+        heads = [await _send(rig, _head(150, f"t{i}")) for i in range(40)]
+        await asyncio.sleep(0.05)
+        assert rig.gateway.metrics.in_flight == 0
+        assert (await rig.post(CHAT, HI)).status == 200
+        for _, writer in heads:
+            writer.close()
+
+    run(use, limits=Limits(max_in_flight=8))
+
+
+@pytest.mark.parametrize("limits", [Limits(max_bodies=8), Limits(max_bodies_bytes=8_000)])
+def test_bodies_on_their_way_are_bounded_and_shared(limits: Limits) -> None:
+    """One address cannot take all places for bodies, whatever tenants it names."""
+
+    async def use(rig: Rig) -> None:
+        sent = [await _send(rig, _head(1_000, f"t{i}")) for i in range(9)]
+        await asyncio.sleep(0.05)
+        refused = await _send(rig, _head(1_000, "t9"))
+        assert await _status(refused) == (429, "gateway_bodies")
+        body = json.dumps(HI).encode()
+        body += b" " * (1_000 - len(body))
+        other = await _send(rig, _head(1_000), "127.0.0.2")
+        await asyncio.sleep(0.05)
+        other[1].write(body)
+        assert await _status(other) == (200, "")
+        sent[0][1].write(body)
+        assert await _status(sent[0]) == (200, "")
+        for _, writer in [*sent, refused, other]:
+            writer.close()
+        assert rig.gateway.metrics.rejected["gateway_bodies"] == 1
+        while rig.gateway._limiter._bodies.used:
+            await asyncio.sleep(0.001)
+        assert rig.gateway._limiter._bodies_bytes.used == 0
+
+    run(use, limits=limits)
+
+
+def test_a_full_gateway_refuses_before_the_body_has_come() -> None:
+    """A client that will be refused need not send its body first."""
+
+    async def use(rig: Rig) -> None:
+        first = asyncio.create_task(rig.post(CHAT, HI))
+        await rig.serving.waiting.wait()
+        refused = await _send(rig, _head(1_000))
+        assert await _status(refused) == (429, "gateway_in_flight")
+        refused[1].close()
+        assert (await first).status == 200
+
+    run(use, 0.1, *say("hello"), limits=Limits(max_in_flight=1))
+
+
+def test_a_flood_of_one_address_leaves_others_some_places() -> None:
+    """An address that invents tenants takes the tenants' reserve, not the one of addresses."""
+
+    async def use(rig: Rig) -> None:
+        body = json.dumps(HI).encode()
+        sent = [await _send(rig, _head(len(body), f"t{i}") + body) for i in range(9)]
+        while rig.gateway.metrics.in_flight < 9:
+            await asyncio.sleep(0)
+        assert (await rig.post(CHAT, HI, x_moonserve_tenant="new")).status == 429
+        other = await _send(rig, _head(len(body)) + body, "127.0.0.2")
+        assert await _status(other) == (200, "")
+        for one in sent:
+            assert await _status(one) == (200, "")
+        for _, writer in [*sent, other]:
+            writer.close()
+
+    run(use, 0.2, *say("hello"), limits=Limits(max_in_flight=8))
+
+
+def test_one_ipv6_network_is_one_address() -> None:
+    """A client has 2**64 addresses of IPv6; they count as one."""
+    assert _network("2001:db8:0:1::5") == _network("2001:db8:0:1:ffff::6%eth0")
+    assert _network("2001:db8:0:1::5") != _network("2001:db8:0:2::5")
+    assert _network("10.0.0.1") == "10.0.0.1"
 
 
 def test_two_live_requests_never_share_an_id() -> None:

@@ -50,6 +50,7 @@ FLOORS = {
         "units",
         "liveness",
         "errors",
+        "shares",
         "request",
         "kv",
         "engine",

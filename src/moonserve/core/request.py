@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from moonserve.core.shares import Party
 from moonserve.core.units import Micros, RequestId, Tokens
 
 
@@ -107,6 +108,14 @@ class Request(msgspec.Struct, frozen=True):
     """Its KV is shared with requests of the same salt only; see core.kv.keys.Namespace."""
     tenant: str = ""
     """The tenant that it belongs to. In overload every tenant gets an equal share."""
+    address: str = ""
+    """The address of its client, which shares places with others as a tenant does; see
+    core.shares."""
+
+    @property
+    def party(self) -> Party:
+        """Whose request it is."""
+        return Party(self.tenant, self.address)
 
     def since_us(self, now_us: Micros) -> Micros:
         """Since when its client waits, if the Conductor receives it now."""

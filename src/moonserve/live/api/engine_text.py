@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from moonserve.core.request import Request, Stopping
 from moonserve.core.units import RequestId, seconds_to_us
 from moonserve.live.api.exchange import Exchange
-from moonserve.live.api.limiter import Limiter, Limits
+from moonserve.live.api.limiter import Limiter, Limits, party_of
 from moonserve.live.drive.calls import Caller, CallLimits, Guesses
 from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.external import EngineCalls, Piece
@@ -111,6 +111,7 @@ class EngineText(Collector):
             arrived_us=seconds_to_us(http.arrived_s),
             whole=asked.whole,
             tenant=tenant,
+            address=party_of(http, tenant).address,
         )
         calls = EngineCalls(asked, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)

@@ -15,7 +15,7 @@ import msgspec
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Tokens
 from moonserve.live.api.exchange import Exchange
-from moonserve.live.api.limiter import Limiter, Limits
+from moonserve.live.api.limiter import Limiter, Limits, party_of
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
@@ -122,18 +122,23 @@ class Front:
         if why := self._health.undecided():
             raise NobodyAlive(why)
         tenant = headers.tenant(http.headers)
-        self._limiter.enter(tenant)
+        party = party_of(http, tenant)
+        self._limiter.check(party)
 
         def leave() -> None:
-            self._limiter.leave(http, tenant)
+            self._limiter.leave(http, party)
 
-        try:
+        with self._limiter.body(http, party):
             body = await http.body()
-            http.cancel_on_disconnect()
-            exchange = await self._backend.exchange(http, body, form, tenant, self._limiter, leave)
-        except BaseException:
-            leave()
-            raise
+            self._limiter.enter(party)
+            try:
+                http.cancel_on_disconnect()
+                exchange = await self._backend.exchange(
+                    http, body, form, tenant, self._limiter, leave
+                )
+            except BaseException:
+                leave()
+                raise
         streams = False
         try:
             reply = await exchange.begin()

@@ -1,18 +1,22 @@
-"""How many generations a gateway takes on at once, and the counts of its answers.
+"""How many generations a gateway takes on at once, and how many bodies; the counts of its answers.
 
-`Front` calls it for every backend.
+`Front` calls it for every backend. Tenants and addresses share both limits (core.shares). A request
+whose body has not arrived takes no place of a generation.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import secrets
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import lru_cache
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
+from moonserve.core.shares import Party, Shares
 from moonserve.core.units import Bytes, RequestId
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import (
@@ -27,14 +31,37 @@ from moonserve.live.http.server import Handler
 SHUTTING_DOWN = "this gateway is shutting down"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
+_DIGITS = 19
+"""A content-length of so many digits is over every limit."""
+
+
+def party_of(http: HttpRequest, tenant: str) -> Party:
+    """Whose request it is, for limits that clients share."""
+    return Party(tenant, _network(http.address))
+
+
+@lru_cache(1_024)
+def _network(address: str) -> str:
+    """The address of a client; of IPv6, the network of 64 bits that one client gets at least."""
+    if ":" not in address:
+        return address
+    try:
+        bits = int(ipaddress.IPv6Address(address.partition("%")[0]))
+    except ValueError:
+        return address
+    return f"{ipaddress.IPv6Address(bits >> 64 << 64)}/64"
 
 
 class Limits(msgspec.Struct, frozen=True):
     """The limits of one gateway. The HTTP server has the limit of a body's size."""
 
     max_in_flight: int = 1_024
-    """Generations at once; more are answered 429. Tenants below their equal share may use up to 1/8
-    more."""
+    """Generations at once; more are answered 429. Clients below their equal share may use up to 1/4
+    more: see core.shares."""
+    max_bodies: int = 256
+    """Bodies that may be on their way at once; more are answered 429, with the same exception."""
+    max_bodies_bytes: Bytes = 64 << 20
+    """Bytes of these bodies, as their heads announce them."""
     max_messages: int = 4_096
     offload_bytes: Bytes = 16 << 10
     """Longer prompts are tokenized in a thread of their own, so that other streams go on."""
@@ -52,8 +79,11 @@ class Limiter:
         self.metrics = metrics
         self.draining = False
         self._limits = limits
-        self._in_flight: Counter[str] = Counter()
-        """Generations under way, by tenant."""
+        self._in_flight = Shares()
+        """Generations under way."""
+        self._bodies = Shares()
+        """Bodies on their way."""
+        self._bodies_bytes = Shares()
         self._left = asyncio.Event()
 
     def readiness(self, alive: Sequence[str], hindrance: str, lack: str) -> Response:
@@ -106,21 +136,55 @@ class Limiter:
 
         return counted
 
-    def enter(self, tenant: str) -> None:
-        """Count one more generation; `leave` must follow. Raises NobodyAlive, Overloaded."""
+    def check(self, party: Party) -> None:
+        """Raise NobodyAlive or Overloaded if `enter` would do it now: before a body is received."""
         if self.draining:
             raise NobodyAlive(SHUTTING_DOWN)
-        most, all_now = self._limits.max_in_flight, self.metrics.in_flight
-        if self._in_flight[tenant] * len(self._in_flight) < all_now:
-            most += most // 8
-        if all_now >= most:
+        all_now = self.metrics.in_flight
+        if all_now >= self._in_flight.limit(self._limits.max_in_flight, party):
             raise Overloaded(
                 f"{all_now} requests are being served, the limit of this gateway",
                 "gateway_in_flight",
                 1.0,
             )
+
+    def enter(self, party: Party) -> None:
+        """Count one more generation; `leave` must follow. Raises NobodyAlive, Overloaded."""
+        self.check(party)
         self.metrics.in_flight += 1
-        self._in_flight[tenant] += 1
+        self._in_flight.take(party)
+
+    @contextlib.contextmanager
+    def body(self, http: HttpRequest, party: Party) -> Iterator[None]:
+        """Count a body while the block receives and decodes it. Raises Overloaded.
+
+        A body that has arrived with its head is not counted, so small ones find room always.
+        """
+        if not http.unread():
+            yield
+            return
+        limits = self._limits
+        declared = http.headers.get("content-length", "")
+        size = http.max_body_bytes
+        if declared.isascii() and declared.isdigit() and len(declared) < _DIGITS:
+            size = max(1, min(size, int(declared)))
+        count_limit = self._bodies.limit(limits.max_bodies, party)
+        bytes_limit = self._bodies_bytes.limit(limits.max_bodies_bytes, party)
+        bytes_used = self._bodies_bytes.used
+        if self._bodies.used >= count_limit or (bytes_used and bytes_used + size > bytes_limit):
+            raise Overloaded(
+                f"{self._bodies.used} request bodies with {bytes_used} bytes are on their way, the"
+                " limit of this gateway; send the request again later",
+                "gateway_bodies",
+                1.0,
+            )
+        self._bodies.take(party)
+        self._bodies_bytes.take(party, size)
+        try:
+            yield
+        finally:
+            self._bodies.give(party)
+            self._bodies_bytes.give(party, size)
 
     def named(self, http: HttpRequest, taken: bool) -> RequestId:
         """The id of a request. taken: another request under way has the id that the client sent.
@@ -132,12 +196,10 @@ class Limiter:
             http.id = f"{http.id}-{secrets.token_hex(4)}"
         return RequestId(http.id)
 
-    def leave(self, http: HttpRequest, tenant: str) -> None:
+    def leave(self, http: HttpRequest, party: Party) -> None:
         """Count the end of a generation, however it ended."""
         self.metrics.in_flight -= 1
-        self._in_flight[tenant] -= 1
-        if not self._in_flight[tenant]:
-            del self._in_flight[tenant]
+        self._in_flight.give(party)
         self.metrics.disconnects += http.gone
         self._left.set()
 

@@ -17,7 +17,7 @@ from moonserve.core.request import Request
 from moonserve.core.units import RequestId, seconds_to_us
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.generation import Generation, TextExchange
-from moonserve.live.api.limiter import Limiter, Limits
+from moonserve.live.api.limiter import Limiter, Limits, party_of
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import HttpRequest
 from moonserve.live.openai import headers
@@ -118,4 +118,5 @@ class OwnText:
             arrived_us=seconds_to_us(http.arrived_s),
             cache_salt=fields.cache_salt or "",
             tenant=tenant,
+            address=party_of(http, tenant).address,
         )

@@ -39,6 +39,9 @@ from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
 from moonserve.live.text.tools import ModelText, TextTools
 
+_LARGEST_BODIES = 8
+"""So many bodies of the largest size may be on their way at least."""
+
 
 class Text(msgspec.Struct, frozen=True):
     """The text side of the served model."""
@@ -177,6 +180,7 @@ def front_of(
     """
     limits = Limits(
         max_in_flight=config.max_in_flight,
+        max_bodies_bytes=max(Limits().max_bodies_bytes, _LARGEST_BODIES * config.max_body_bytes),
         shares_ids=config.workers > 1 or bool(config.registry),
     )
     if fleet is not None:

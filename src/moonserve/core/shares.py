@@ -1,0 +1,81 @@
+"""Equal shares of whatever is limited in number: places, bytes, requests.
+
+The gateway's limiter, its queue of long prompts, the Conductor and the workers use it. It never
+refuses anything itself: it counts, and says how far above a limit a client may go.
+
+A client is known by two names, its tenant and its address. A name can be invented (nothing proves a
+tenant's name unless API keys are on), and one tenant may have many addresses. So both count, and a
+client with an equal share by both names may go further than one with an equal share by one of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_RESERVE = 8
+"""Each of the two reserves is this part of the limit."""
+_LEAST_SHARE = 16
+"""A name with at most this part of what is used is below its share, however many names there are:
+many invented names must not make the shares of others small."""
+
+
+class Party(NamedTuple):
+    """Whose request it is. `""` as address: it is unknown, and counts as one address."""
+
+    tenant: str = ""
+    address: str = ""
+
+
+class Shares:
+    """What is used of one limited thing, by tenant and by address.
+
+    A party without a tenant is a tenant of its own for each address.
+    """
+
+    def __init__(self) -> None:
+        self.used = 0
+        self._tenants: dict[str, int] = {}
+        self._addresses: dict[str, int] = {}
+
+    def rank(self, party: Party) -> int:
+        """How many of the party's two names use less than an equal share: 0, 1 or 2."""
+        by_tenant = self._is_below(self._tenants, _tenant(party))
+        return by_tenant + self._is_below(self._addresses, party.address)
+
+    def limit(self, places: int, party: Party) -> int:
+        """How much may be used in all when this party takes something, where `places` is the limit.
+
+        Above the limit are two reserves, each 1/8 of it: the first for parties of rank 1 and 2, the
+        second for those of rank 2. So one tenant alone may use all places, also by many addresses,
+        and so may one address by many names of tenants; a client beside them finds room all the
+        same.
+        """
+        return extended(places, self.rank(party))
+
+    def take(self, party: Party, size: int = 1) -> None:
+        """Count `size` more for the party; `give` must follow."""
+        tenant = _tenant(party)
+        self.used += size
+        self._tenants[tenant] = self._tenants.get(tenant, 0) + size
+        self._addresses[party.address] = self._addresses.get(party.address, 0) + size
+
+    def give(self, party: Party, size: int = 1) -> None:
+        """The party gives back what it took."""
+        self.used -= size
+        for counts, name in ((self._tenants, _tenant(party)), (self._addresses, party.address)):
+            counts[name] -= size
+            if not counts[name]:
+                del counts[name]
+
+    def _is_below(self, counts: dict[str, int], name: str) -> bool:
+        return counts.get(name, 0) * min(len(counts), _LEAST_SHARE) < self.used
+
+
+def extended(places: int, rank: int) -> int:
+    """The limit `places` for a party of this rank: see `Shares.limit`."""
+    return places + rank * (places // _RESERVE)
+
+
+def _tenant(party: Party) -> str:
+    """The tenant's name; no name of a tenant has a space."""
+    return party.tenant or f"address {party.address}"
