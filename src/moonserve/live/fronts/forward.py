@@ -122,17 +122,22 @@ class _Pipe(Switched):
         super().take_over(transport, lost)
         if self._other is None:
             transport.pause_reading()
+        elif self._other.transport.is_closing():
+            self._other = None
+            transport.close()
         else:
             self._other._other = self
-            if self._other.transport.is_closing():
-                transport.close()
-            else:
-                self._other.transport.resume_reading()
+            self._other.transport.resume_reading()
+
+    def unused(self) -> None:
+        """The second has no connection: close the first."""
+        if self._other is not None:
+            self._other.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Write to the other connection."""
-        assert self._other is not None
-        self._other.transport.write(data)
+        if self._other is not None:
+            self._other.transport.write(data)
 
     def pause_writing(self) -> None:
         """This end does not read: stop reading from the other."""
@@ -145,7 +150,9 @@ class _Pipe(Switched):
             self._other.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close both."""
+        """Close both, and separate them: a closed connection is no reference cycle."""
         if self._other is not None:
             self._other.transport.close()
+            self._other._other = None
+            self._other = None
         super().connection_lost(exc)

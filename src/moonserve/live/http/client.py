@@ -13,8 +13,8 @@ import asyncio
 import math
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from functools import lru_cache
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import lru_cache, partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -115,11 +115,15 @@ class Connection(asyncio.Protocol):
         self._chunks: deque[bytes] = deque()
         self.on_body = self._chunks.append
         """The parser calls it with each piece of the body: a stream has one piece per token."""
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser
+        """There while the connection is open, because it holds this object: a connection that is
+        closed, or never opened, is no reference cycle."""
         self._buffered = 0
         """About the bytes that have come and are not taken; framing counts until all are taken."""
         self._paused = False
-        self._error: MoonserveError | None = None
+        self._error: Callable[[], MoonserveError] | None = None
+        """Makes the error of a connection that has failed. The error itself would keep all frames
+        that it passed, and with them this connection."""
         self._waiter: asyncio.Future[None] | None = None
         self._waiting_since_s = 0.0
 
@@ -129,7 +133,7 @@ class Connection(asyncio.Protocol):
         """Send one request (head and body) and return when the reply's headers are here."""
         assert not self._busy
         if self._error is not None or self._transport is None:
-            raise self._error or UpstreamError(f"{self._peer}: not connected", sent=False)
+            raise self._failure(sent=False)
         self._busy = True
         self._head_done = self.reply_began = self._until_close = False
         self.headers = {}
@@ -185,7 +189,7 @@ class Connection(asyncio.Protocol):
     def switch(self, to: Switched) -> None:
         """After a reply of 101: `to` has the connection from now on. Raises UpstreamError."""
         if self._transport is None:
-            raise self._error or UpstreamError(f"{self._peer}: not connected", sent=True)
+            raise self._failure(sent=True)
         to.take_over(self._transport, self.connection_lost)
 
     def watch_until(self, time_s: float) -> None:
@@ -209,19 +213,20 @@ class Connection(asyncio.Protocol):
         why = "no reply before the deadline"
         if self._idle_s < math.inf:
             why = f"silent for {self._idle_s:g} s in the middle of its reply"
-        self._cut(DeadlineExceeded(f"{self._peer}: {why}"))
+        self._cut(partial(DeadlineExceeded, f"{self._peer}: {why}"))
 
     def abort(self) -> None:
         """Close at once and drop unsent bytes."""
         if self._transport is not None:
             self._transport.abort()
-        self._fail(UpstreamError(f"{self._peer}: this client closed the connection", sent=True))
+        closed = f"{self._peer}: this client closed the connection"
+        self._fail(partial(UpstreamError, closed, sent=True))
 
     # Waiting: one consumer, woken by the parser's callbacks.
 
     async def _wait(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error()
         self._waiter = self._loop.create_future()
         self._waiting_since_s = self._loop.time()
         try:
@@ -233,13 +238,19 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fail(self, error: MoonserveError) -> None:
+    def _failure(self, *, sent: bool) -> MoonserveError:
+        """Return the error of a connection that cannot be used."""
+        if self._error is not None:
+            return self._error()
+        return UpstreamError(f"{self._peer}: not connected", sent=sent)
+
+    def _fail(self, error: Callable[[], MoonserveError]) -> None:
         if self._error is None:
             self._error = error
             self._keep_alive = False
         self._wake()
 
-    def _cut(self, error: MoonserveError) -> None:
+    def _cut(self, error: Callable[[], MoonserveError]) -> None:
         self._fail(error)
         self.abort()
 
@@ -248,6 +259,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register the connection and turn Nagle's delay off."""
         self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)
         self._watch.add(self)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -257,22 +269,25 @@ class Connection(asyncio.Protocol):
         """Parse; the callbacks below collect what was parsed."""
         if not self._busy:
             # Bytes without a request: the next request would get them as its reply.
-            self._cut(BadReply(f"{self._peer}: sent a reply without a request", sent=False))
+            why = f"{self._peer}: sent a reply without a request"
+            self._cut(partial(BadReply, why, sent=False))
             return
         self.reply_began = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             if not self.may_switch:
-                self._cut(BadReply(f"{self._peer}: bad reply: unexpected status 101", sent=True))
+                why = f"{self._peer}: bad reply: unexpected status 101"
+                self._cut(partial(BadReply, why, sent=True))
             return
         except httptools.HttpParserError as error:
-            self._cut(BadReply(f"{self._peer}: bad reply: {error}", sent=True))
+            self._cut(partial(BadReply, f"{self._peer}: bad reply: {error}", sent=True))
             return
         if not self._head_done:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
-                self._cut(UpstreamError(f"{self._peer}: reply head over 64 KiB", sent=True))
+                why = f"{self._peer}: reply head over 64 KiB"
+                self._cut(partial(UpstreamError, why, sent=True))
             return
         self._buffered += len(data)
         if self._buffered > _HIGH_BYTES and not self._paused and self._transport is not None:
@@ -289,7 +304,8 @@ class Connection(asyncio.Protocol):
             self._busy = False
         where = "in the middle of its reply" if self.reply_began else "before a reply"
         why = f" ({exc})" if exc is not None else ""
-        self._fail(UpstreamError(f"{self._peer}: closed {where}{why}", sent=True))
+        self._fail(partial(UpstreamError, f"{self._peer}: closed {where}{why}", sent=True))
+        del self._parser
 
     # What the parser calls.
 

@@ -223,6 +223,8 @@ class HttpRequest:
         self._chunks: list[bytes] = []
         self._size = 0
         self._complete = False
+        self._taken = False
+        """Whether a handler has read the body."""
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
         self._watched: asyncio.Task[Any] | None = None
@@ -233,11 +235,13 @@ class HttpRequest:
         return dict(parse_qsl(self.query_string.decode("latin-1"), keep_blank_values=True))
 
     async def body(self) -> bytes:
-        """Return the whole body.
+        """Return the whole body, once: afterwards only the caller holds it.
 
         Raises BodyTooLarge, at once if content-length is too large, and BodyTooSlow. If the client
         disconnects before the end, the handler is cancelled, as by `cancel_on_disconnect`.
         """
+        assert not self._taken, "a handler reads the body once"
+        self._taken = True
         limit = self.max_body_bytes
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
@@ -258,9 +262,9 @@ class HttpRequest:
             raise BodyTooLarge(f"body is over the limit of {limit} bytes")
         if self.gone:
             raise asyncio.CancelledError
-        if len(self._chunks) > 1:
-            self._chunks = [b"".join(self._chunks)]
-        return self._chunks[0] if self._chunks else b""
+        chunks = self._chunks
+        self._chunks = []
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def disconnected(self) -> None:
         """Return when the client has disconnected. One waiter per request.
@@ -340,8 +344,9 @@ class HttpRequest:
         self._wake()
 
     def lost(self) -> None:
-        """The client has disconnected."""
+        """The client has disconnected; what came of its body is dropped."""
         self.gone = self._complete = True
+        self._chunks.clear()
         self._wake()
         if self._watched is not None:
             self._watched.cancel()

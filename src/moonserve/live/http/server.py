@@ -173,13 +173,15 @@ class Accepted(asyncio.Protocol):
 
     def switch(self, to: Switch) -> None:
         """Send 101 and hand the connection over; the request lasts until the connection ends."""
-        if not self.transport.is_closing():
-            self._switched = True
-            self.transport.write(
-                b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
-                b"upgrade: %s\r\n\r\n" % to.name.encode()
-            )
-            to.protocol.take_over(self.transport, self.connection_lost)
+        if self.transport.is_closing():
+            to.protocol.unused()
+            return
+        self._switched = True
+        self.transport.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
+            b"upgrade: %s\r\n\r\n" % to.name.encode()
+        )
+        to.protocol.take_over(self.transport, self.connection_lost)
 
     # What HttpRequest calls, as message.Source.
 
@@ -245,14 +247,20 @@ class Accepted(asyncio.Protocol):
             self._client_reads = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wake all that wait for this client."""
+        """Wake all that wait for this client.
+
+        A closed connection is no reference cycle: its memory is free as soon as its handler ends.
+        """
         self._shared.open.discard(self)
         self._shared.lost.set()
         self._timer.cancel()
         self.resume_writing()
+        for request in (self._request, self._parsed):
+            if request is not None:
+                request.lost()
         self._behind.clear()
-        for request in {self._request, self._parsed} - {None}:
-            cast(HttpRequest, request).lost()
+        self._request = self._parsed = None
+        del self._parser
 
     # What the parser calls.
 
@@ -349,6 +357,7 @@ class Accepted(asyncio.Protocol):
         finally:
             if self._task is not None:
                 self._shared.tasks.discard(self._task)
+                self._task = None
             self._over()
 
     def _over(self) -> None:

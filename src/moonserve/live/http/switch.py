@@ -25,9 +25,13 @@ class Switched(asyncio.Protocol):
         self._http_lost = lost
         transport.set_protocol(self)
 
+    def unused(self) -> None:
+        """The connection ended before this protocol could take it over."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
         self._http_lost(exc)
+        del self._http_lost  # it belongs to the connection: a closed one is no reference cycle
 
 
 class Switch(msgspec.Struct):

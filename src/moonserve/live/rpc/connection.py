@@ -187,6 +187,7 @@ class RpcConnection(Switched):
                 lost = f"{self.peer}: connection lost amid a call{why}"
                 future.set_exception(UpstreamError(lost, sent=True))
         self._writable.set()
+        self._rest.clear()
         super().connection_lost(exc)
         self.lost()
 
@@ -240,6 +241,7 @@ class RpcConnection(Switched):
             return await future
         finally:
             del self._calls[number]
+            del future  # it holds the error, and the error's traceback holds this frame
 
     def _send(self, number: int, kind: int, body: bytes) -> None:
         """Send one frame. The peer refuses a body over its limit."""
