@@ -22,6 +22,7 @@ import msgspec
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Tokens
 from moonserve.invalid import in_words, nearest
+from moonserve.logs import LineHandler, RepeatLimit
 
 ENV_PREFIX = "MOONSERVE_"
 Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -602,12 +603,15 @@ def _named(
 
 
 class _Line(logging.Formatter):
-    """One record, one line: time, level, module below moonserve, message, error if any."""
+    """One record, one line: time, level, module below moonserve, message, error if any, and the
+    remark of RepeatLimit."""
 
     def format(self, record: logging.LogRecord) -> str:
         name = record.name.removeprefix("moonserve.")
         text = f"{self.formatTime(record, '%H:%M:%S')}.{int(record.msecs):03d} "
         text += f"{record.levelname:<7} {name}: {record.getMessage()}"
+        if remark := record.__dict__.get("remark"):
+            text += f" ({remark})"
         if record.exc_info:
             text += " | " + self.formatException(record.exc_info).replace("\n", " | ")
         return text.replace("\n", " ")
@@ -616,9 +620,11 @@ class _Line(logging.Formatter):
 def apply_logging(settings: Logging) -> None:
     """Log to stderr, one line per record, at these levels; replaces earlier handlers.
 
+    A reader of stderr that pauses delays no caller, and repeated warnings are limited: see logs.
     Raises ConfigError where a module does not exist. Modules of core never log.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LineHandler(sys.stderr)
+    handler.addFilter(RepeatLimit())
     handler.setFormatter(_Line())
     logging.basicConfig(level="WARNING", handlers=[handler], force=True)
     logging.getLogger("moonserve").setLevel(settings.level)

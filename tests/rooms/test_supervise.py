@@ -157,7 +157,7 @@ def test_a_child_that_beat_and_hangs_is_killed_and_started_again(
 
 
 def test_gives_up_and_stops_the_others() -> None:
-    """A child that dies too often ends all children with an error that names it and its code."""
+    """A child that dies too often at the start ends all, with an error that names it and why."""
     told: list[tuple[str, str]] = []
     pids: list[int] = []
 
@@ -170,7 +170,7 @@ def test_gives_up_and_stops_the_others() -> None:
         running = asyncio.create_task(boss.run())
         await until(lambda: "ok" in boss.pids)
         pids.append(boss.pids["ok"])
-        with pytest.raises(GaveUp, match=r"bad died with exit code 3, 5 times"):
+        with pytest.raises(GaveUp, match=r"bad died with exit code 3, 5 times in a row"):
             await asyncio.wait_for(running, 20)
 
     asyncio.run(scene())
@@ -189,6 +189,56 @@ def test_no_restart_where_none_can_help() -> None:
 
     asyncio.run(scene())
     assert not told
+
+
+READY_FIRST = (
+    "import os, socket, sys, time\nfrom pathlib import Path\n"
+    "beats = socket.socket(fileno=os.dup(0))\n"
+    "if not Path({mark!r}).exists():\n"
+    "    Path({mark!r}).touch(); beats.send(b'.'); print('up', flush=True)\n"
+    "sys.exit({code})"
+)
+"""A child that is ready at its first start only, and always ends with this code."""
+
+
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_deaths_of_a_child_that_was_ready_never_end_the_others(tmp_path: Path, code: int) -> None:
+    """A child that has been ready may die as often as it does, with any exit code."""
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        bad = READY_FIRST.format(mark=str(tmp_path / "mark"), code=code)
+        children = [child("ok", OBEDIENT), child("bad", bad)]
+        rules = Restarts(backoff_s=0.01, longest_s=0.04, limit=3)
+        boss = Supervisor(children, lambda *line: told.append(line), rules)
+        running = asyncio.create_task(boss.run())
+        await until(lambda: sum("starting it again" in line for _, line in told) >= 7)
+        assert "ok" in boss.pids
+        assert not running.done()
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    pauses = [line.rpartition(" in ")[2] for _, line in told if "starting it again" in line]
+    assert pauses[:7] == ["0.01 s", "0.02 s", *["0.04 s"] * 5]
+
+
+def test_pauses_begin_anew_for_a_child_that_ran_well() -> None:
+    """A death after a long life is followed by the shortest pause."""
+    told: list[str] = []
+
+    async def scene() -> None:
+        rules = Restarts(backoff_s=0.01, healthy_s=0.0)
+        boss = Supervisor(
+            [child("w", "raise SystemExit(3)")], lambda _, line: told.append(line), rules
+        )
+        running = asyncio.create_task(boss.run())
+        await until(lambda: len(told) >= 6)
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    assert set(told) == {"DIED WITH EXIT CODE 3; starting it again in 0.01 s"}
 
 
 def test_cancelled_run_leaves_no_child() -> None:

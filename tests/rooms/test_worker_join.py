@@ -173,7 +173,7 @@ def test_unsent_samples_are_bounded() -> None:
 
 
 def test_a_refusal_is_final_and_says_why() -> None:
-    """A wrong token or an incompatible worker ends at once, with the gateway's reason."""
+    """A wrong token or a wrong description ends the worker at once, with the gateway's reason."""
 
     async def main() -> None:
         gateway, http = Gateway(), HttpClient()
@@ -182,11 +182,50 @@ def test_a_refusal_is_final_and_says_why() -> None:
             await GatewayMember(GatewayClient(http, url, "x"), INFO, InstanceLoad, FAST).run(
                 lambda: None
             )
+        for gateway.answer in (400, 403):
+            with pytest.raises(ConfigError, match=r"400 because|token"):
+                await GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, FAST).run(
+                    lambda: None
+                )
+        await gateway.stop()
+        await http.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [404, 408, 409, 413, 429, 500, 503])
+def test_a_refusal_that_may_pass_is_tried_again(status: int) -> None:
+    """A worker joins as soon as the gateway takes it, whatever it answered for a while."""
+
+    async def main() -> None:
+        gateway, http = Gateway(), HttpClient()
+        gateway.answer = status
+        url = await gateway.start()
+        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, FAST)
+        task = asyncio.create_task(member.run(lambda: None))
+        for _ in range(5):
+            await gateway.hears("join")
+        gateway.answer = 200
+        await gateway.hears("beat")
+        task.cancel()
+        await gateway.stop()
+        await http.close()
+
+    run(main())
+
+
+def test_a_conflict_that_lasts_is_final() -> None:
+    """A worker whose name or KV stands against another instance's gives up after a while."""
+
+    async def main() -> None:
+        gateway, http = Gateway(), HttpClient()
         gateway.answer = 409
+        url = await gateway.start()
+        times = BeatTimes(beat_s=0.02, backoff_s=(0.02,), conflict_s=0.3)
+        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, times)
         with pytest.raises(ConfigError, match="409 because"):
-            await GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, FAST).run(
-                lambda: None
-            )
+            await member.run(lambda: None)
+        assert len(gateway.said) > 3
         await gateway.stop()
         await http.close()
 

@@ -15,6 +15,7 @@ import click
 
 from moonserve import __version__
 from moonserve.core.errors import ConfigError, MoonserveError
+from moonserve.logs import LINES
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("moonserve.cli.up:up", "Start a whole cluster on this machine."),
@@ -78,6 +79,7 @@ class _Cli(click.Group):
         try:
             return super().invoke(ctx)
         except MoonserveError as err:
+            LINES.flush()  # the error may name the lines above it
             click.echo(f"error: {err}", err=True)
             ctx.exit(2 if isinstance(err, ConfigError) else 1)
         except KeyboardInterrupt:

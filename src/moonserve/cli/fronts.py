@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
 import msgspec
 
 from moonserve.cli.settings import child_env
 from moonserve.config import ENV_PREFIX
 from moonserve.core.errors import ConfigError
+from moonserve.logs import LINES
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
@@ -88,7 +88,7 @@ def children_of(settings: Settings, port: int, path: str, words: Sequence[str] =
 
 
 async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()) -> None:
-    """Run until a signal comes or a process dies too often; words: see flags_of.
+    """Run until a signal comes or the start fails; words: see flags_of.
 
     Raises ConfigError, GaveUp.
     """
@@ -96,18 +96,17 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
     from moonserve.live.http.auth import require_token_beyond_loopback
     from moonserve.live.process.supervise import Supervisor, beat, say
 
-    beat()
     require_token_beyond_loopback(settings.host, token, "workers")
 
     ready: set[str] = set()
 
     def tell(name: str, line: str) -> None:
-        with contextlib.suppress(OSError):  # the reader is gone, but children must be stopped
-            click.echo(f"{name}: {line}", err=True)
+        LINES.put(sys.stderr, f"{name}: {line}")
         if line.startswith(_LISTENING) and name not in ready:
             ready.add(name)
             if len(ready) == settings.workers + 1:
                 say(f"{_LISTENING}http://{settings.host}:{port}")
+                beat()
 
     with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:
         boss = Supervisor(children_of(settings, port, str(folder / "link"), words), tell)

@@ -5,7 +5,6 @@ Starts the processes, waits until all have joined, prints where the gateway is, 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -27,6 +26,7 @@ from moonserve.cli.settings import (
     settings_options,
 )
 from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
+from moonserve.logs import LINES
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
@@ -192,17 +192,19 @@ def _say_hello(settings: Settings, port: int) -> None:
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
     program = "moonserve" if shutil.which("moonserve") else f"{sys.executable} -m moonserve"
     hint = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    click.echo(f"\nReady at {url}\n")
-    click.echo(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
-    click.echo(f'  {program} ask "Why is the sky blue?"{hint}\n')
-    sys.stdout.flush()
+    LINES.put(
+        sys.stdout,
+        f"\nReady at {url}\n\n"
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
+        f'  {program} ask "Why is the sky blue?"{hint}\n',
+    )
 
 
 def _tell(name: str, line: str) -> None:
     """Print one line of one process, with its name before it."""
     text = line.removeprefix(f"{name}: ")  # a worker prints its name, for a start by hand
-    with contextlib.suppress(OSError):  # the reader is gone, but the cluster must be stopped
-        click.echo(click.style(f"{name:>7} | ", dim=True) + text, err=True)
+    styled = click.style(f"{name:>7} | ", dim=True) + text
+    LINES.put(sys.stderr, styled if sys.stderr.isatty() else click.unstyle(styled))
 
 
 def _cores() -> int:

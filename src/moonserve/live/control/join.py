@@ -33,7 +33,8 @@ class UnknownInstance(BadRequest):
 
 
 class Incompatible(BadRequest):
-    """An instance whose KV could not be exchanged with the others of its model."""
+    """An instance that another one stands against: a newer start of it, or one of its model with
+    which it could not exchange KV. It may join when the other has left."""
 
     status = 409
 
@@ -75,7 +76,7 @@ class Internal:
             raise BadRequest("block_size, chunk_tokens and max_seqs must be 1 or more", "namespace")
         if info.model not in self._models:
             served = ", ".join(self._models)
-            raise Incompatible(f"this gateway serves {served}, not {info.model}", "model")
+            raise BadRequest(f"this gateway serves {served}, not {info.model}", "model")
         if not urlsplit(info.url).hostname:
             raise BadRequest(f"{info.url!r} is no URL such as http://host:port", "url")
         for view in self._conductor.views().values():

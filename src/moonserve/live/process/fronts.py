@@ -40,6 +40,7 @@ from moonserve.live.process.gateway import (
     read_text,
     with_engines,
 )
+from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.parts import Process, run
 from moonserve.live.store.settings import check_reachable
 from moonserve.live.tasks import keep_doing
@@ -85,7 +86,8 @@ class FrontsLink(ProcessPart):
 
     async def _metrics(self, request: HttpRequest) -> Response:
         """The sums over all fronts, and the Conductor's own."""
-        own = families([it for part in self._deciding.parts for it in part.collectors()])
+        collectors = [it for part in self._deciding.parts for it in part.collectors()]
+        own = families([ProcessMetrics(), *collectors])
         counts = [own] if self._server is None else [await self._server.counts(), own]
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Summed(summed(counts)))

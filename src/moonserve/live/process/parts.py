@@ -14,6 +14,7 @@ from moonserve.live.api.front import Front
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Handler, ProcessPart, Routes, Server, serve
+from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.supervise import beat, say, stop_event
 
 INTERNAL_BODY_BYTES: Bytes = 64 << 20
@@ -38,6 +39,8 @@ class Process:
         self._front = front
         self._name = name
         self._server: Server | None = None
+        if front is not None:
+            front.metrics.registry.register(ProcessMetrics())
 
     @property
     def port(self) -> int:

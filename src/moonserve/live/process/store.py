@@ -23,6 +23,7 @@ from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
+from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.supervise import say, stop_event
 from moonserve.live.registry.entries import (
     MASTER,
@@ -173,6 +174,7 @@ async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack)
 async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:
     """Serve health and the lanes' metrics. Raises ConfigError if the port is taken."""
     registry = CollectorRegistry(auto_describe=False)
+    registry.register(ProcessMetrics())
     registry.register(LaneMetrics(client.transfer.stats))
 
     async def health(request: HttpRequest) -> Response:

@@ -7,7 +7,8 @@ when it ends. A child's stdin is a socket. The supervisor holds the other end: t
 byte each second, and reads the end of file when the supervisor is gone.
 
     stop():  rank by rank: SIGTERM -> grace_s -> SIGKILL      kill(): SIGKILL, all, now
-    unexpected death: reported, then a restart after a back-off; too many deaths end all children
+    unexpected death: reported, then a restart after a pause that doubles from death to death
+    before anything is ready: a wrong setting, or too many deaths, ends all children
     an event loop that stands still for silence_s: SIGKILL, then as any unexpected death
 """
 
@@ -18,14 +19,15 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError
+from moonserve.logs import LINES
 
 _LIFELINE = "MOONSERVE_LIFELINE"
 _LINE_LIMIT = 64 << 10
@@ -34,7 +36,7 @@ _BEAT_S = 1.0
 
 
 class GaveUp(MoonserveError):
-    """A child died too often, and the supervisor stopped all children."""
+    """The start failed, and the supervisor stopped all children."""
 
 
 class Child(msgspec.Struct, frozen=True):
@@ -50,18 +52,28 @@ class Child(msgspec.Struct, frozen=True):
     """The time from SIGTERM to SIGKILL."""
     silence_s: float = 30.0
     """How long the child's event loop may stand still before the supervisor kills it. A child that
-    never beat is not watched: it is another program, or still starts."""
+    never beat is not watched: it is another program, or still starts. With its first beat it is
+    ready."""
 
 
 class Restarts(msgspec.Struct, frozen=True):
-    """How often one child may die before the supervisor gives up, and how long it pauses."""
+    """How soon a child that died is started again, and when a start has failed.
 
-    limit: int = 5
-    window_s: float = 60.0
+    Once a child has been ready, its deaths never end the others: they may be able to serve, and the
+    cause, such as one request, may pass.
+    """
+
     backoff_s: float = 0.5
-    """Doubles with each death in the window."""
+    """The pause after the first death; it doubles with each further one."""
+    longest_s: float = 30.0
+    """The longest pause."""
+    healthy_s: float = 10.0
+    """The pauses begin anew for a child that ran for so long."""
+    limit: int = 5
+    """So many deaths of one child in a row end all, if no child has been ready yet."""
     hopeless: tuple[int, ...] = (2,)
-    """Exit codes after which a restart cannot help; moonserve exits with 2 for a wrong setting."""
+    """Exit codes of a child that was never ready that end all: a restart cannot help. moonserve
+    exits with 2 for a wrong setting."""
 
 
 class Supervisor:
@@ -78,6 +90,8 @@ class Supervisor:
         self._tell = tell
         self._restarts = restarts or Restarts()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._ready: set[str] = set()
+        """Names of the children that have ever been ready."""
         self._stopping = asyncio.Event()
         self._stopping_task: asyncio.Task[None] | None = None
         """The stop that a signal began."""
@@ -90,7 +104,7 @@ class Supervisor:
     async def run(self) -> None:
         """Keep all children alive until `stop`. No child is left behind, however this ends.
 
-        Raises GaveUp when a child died too often, OSError when one cannot be started.
+        Raises GaveUp when the start fails (see Restarts), OSError when a child cannot be started.
         """
         keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
         try:
@@ -150,25 +164,24 @@ class Supervisor:
             await process.wait()
 
     async def _keep(self, child: Child) -> None:
-        """Run one child again and again, until a stop or too many deaths."""
-        deaths: deque[float] = deque()
+        """Run one child again and again, until a stop or a failed start."""
+        rules = self._restarts
         loop = asyncio.get_running_loop()
+        deaths = 0
         while not self._stopping.is_set():
+            began_s = loop.time()
             code = await self._run_once(child)
             if self._stopping.is_set():
                 return
             how = _how_it_ended(code)
-            if code in self._restarts.hopeless:
+            if code in rules.hopeless and child.name not in self._ready:
                 raise GaveUp(f"{child.name} {how}; a restart cannot help; see its lines above")
-            deaths.append(loop.time())
-            while deaths[0] < loop.time() - self._restarts.window_s:
-                deaths.popleft()
-            if len(deaths) >= self._restarts.limit:
-                raise GaveUp(
-                    f"{child.name} {how}, {len(deaths)} times within "
-                    f"{self._restarts.window_s:g} s; see its lines above"
-                )
-            pause_s = self._restarts.backoff_s * 2 ** (len(deaths) - 1)
+            if loop.time() - began_s >= rules.healthy_s:
+                deaths = 0
+            deaths += 1
+            if deaths >= rules.limit and not self._ready:
+                raise GaveUp(f"{child.name} {how}, {deaths} times in a row; see its lines above")
+            pause_s = min(rules.longest_s, rules.backoff_s * 2 ** min(deaths - 1, 30))
             self._tell(child.name, f"{how.upper()}; starting it again in {pause_s:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
@@ -199,6 +212,7 @@ class Supervisor:
             finally:
                 lines.cancel()
                 beats.cancel()
+                self._has_beaten(child, ours)  # it may have beaten and died between two looks
                 del self._processes[child.name]
             return code
 
@@ -210,21 +224,31 @@ class Supervisor:
         This counts its own looks rather than the clock: a pause of the supervisor or of the whole
         machine then counts as one missed beat.
         """
-        beats.setblocking(False)
         began, missed = False, 0
         while missed * _BEAT_S < child.silence_s:
             await asyncio.sleep(_BEAT_S)
-            try:
-                if not beats.recv(4096):
-                    return  # the child closed its end
-                began, missed = True, 0
-            except BlockingIOError:
-                missed += began
-            except ConnectionError:
-                return
+            match self._has_beaten(child, beats):
+                case None:
+                    return
+                case True:
+                    began, missed = True, 0
+                case False:
+                    missed += began
         self._tell(child.name, f"hangs: no sign of life for {child.silence_s:g} s: killed")
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+
+    def _has_beaten(self, child: Child, beats: socket.socket) -> bool | None:
+        """Whether the child has beaten since the last look; None: it closed its end."""
+        try:
+            beaten = bool(beats.recv(4096, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return None
+        if beaten:
+            self._ready.add(child.name)
+        return beaten or None
 
     async def _pump(self, name: str, stream: asyncio.StreamReader) -> None:
         rest = b""
@@ -276,15 +300,16 @@ def stop_event() -> asyncio.Event:
 
 
 def say(line: str) -> None:
-    """Print a line for the supervisor. A closed stdout is ignored, since the process must go on."""
-    with contextlib.suppress(OSError):
-        print(line, flush=True)
+    """Print a line for the supervisor. A closed or full stdout does not stop the process."""
+    LINES.put(sys.stdout, line)
 
 
 def beat() -> None:
-    """In a child: report to the supervisor each second from now on that the event loop runs.
+    """In a child: report to the supervisor that it is ready, and then each second that the event
+    loop runs.
 
-    Call it after everything that may block for long, such as reading a model.
+    Call it when the process serves, after everything that may block for long, such as reading a
+    model.
     """
     if os.environ.get(_LIFELINE) == "stdin":
         _beat(socket.socket(fileno=os.dup(0)), asyncio.get_running_loop())

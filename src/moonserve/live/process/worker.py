@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -31,6 +30,7 @@ from moonserve.live.http.server import Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
+from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.registry.entries import open_registry
 from moonserve.live.store.client import StoreClient, StoreSettings
@@ -49,6 +49,7 @@ from moonserve.live.worker.metrics import Metrics
 from moonserve.live.worker.passes import warm_up
 from moonserve.live.worker.runner import Runner
 from moonserve.live.worker.workbench import Workbench
+from moonserve.logs import LINES
 
 if TYPE_CHECKING:
     from moonserve.live.kvevents.publisher import Publisher
@@ -93,6 +94,7 @@ class Worker:
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
+        metrics.registry.register(ProcessMetrics())
         metrics.cache(shape.block_size, shape.num_blocks)
         if isinstance(store, StoreClient):
             metrics.registry.register(LaneMetrics(store.transfer.stats))
@@ -209,7 +211,6 @@ async def run_worker(
                 stack.callback(_limit_clean_up, worker)
                 worker.runner.measured(samples)
                 say(f"listening on {worker.info.url}")
-                beat()
                 await _belong(worker, gateways, stop, say)
     finally:
         if worker is not None and worker.runner.hung:
@@ -220,8 +221,16 @@ async def run_worker(
 
 async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: Say) -> None:
     """Be a member until `stop` is set. Raises the error that ends the membership before."""
-    running = gateways.run(worker.info, worker.load, lambda url: say(f"joined {url}"))
-    beating = asyncio.create_task(running)
+    ready = False
+
+    def joined(url: str) -> None:
+        nonlocal ready
+        say(f"joined {url}")
+        if not ready:
+            ready = True
+            beat()
+
+    beating = asyncio.create_task(gateways.run(worker.info, worker.load, joined))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({beating, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -254,9 +263,7 @@ def _end_process(say: Say) -> None:
     At its exit, the interpreter would wait for the hanging thread of the engine for ever.
     """
     say("the engine hangs: ending this process")
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    LINES.flush()
     os._exit(1)
 
 

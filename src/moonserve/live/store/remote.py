@@ -47,6 +47,8 @@ _MOUNT_DEADLINE_S = 120.0
 _WAIT_S = 20.0
 _PAUSE_S = 0.5
 _MAX_LEASES = 10_000
+_FOR_NOW = (408, 409, 425, 429)
+"""Statuses below 500 of a server that may answer otherwise soon."""
 _LIMITS = ConnectionLimits(frame_bytes=wire.MAX_REPLY_BYTES)
 
 
@@ -110,7 +112,7 @@ class HttpRpc:
             said = f"it answers {reply.status}"
         if reply.status == 401:
             return ConfigError(f"{self.url} does not accept it; set MOONSERVE_TOKEN", "token")
-        if reply.status >= 500:
+        if reply.status >= 500 or reply.status in _FOR_NOW:
             return StoreError(f"the store's master {self.url} cannot answer: {said}")
         return ConfigError(f"{self.url} is no store's master: {said}", _URL)
 

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 _CALL_S = 5.0
 _MAX_UNSENT = 256
+_REFUSED = (400, 401, 403)
+"""Replies that another attempt cannot change: this worker's description or its token is wrong."""
+_CONFLICT = 409
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -34,6 +37,9 @@ class BeatTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Longest call of a beat; after it a new beat is better, as the gateway waits 5 s for one."""
     backoff_s: tuple[float, ...] = (0.2, 0.4, 0.8, 1.6, 3.0)
     """Pauses after one, two, ... failures in a row; the last one repeats."""
+    conflict_s: float = 30.0
+    """How long a worker keeps trying to join while another instance stands against it: an earlier
+    start of its own, for example, is given up after 5 s of silence."""
 
 
 class GatewayClient:
@@ -45,12 +51,13 @@ class GatewayClient:
         self._headers = {"content-type": CONTENT_TYPE} | bearer(token)
 
     async def call(self, path: str, body: bytes, timeout_s: float = _CALL_S) -> ClientResponse:
-        """POST to /internal/<path>. Raises UpstreamError, DeadlineExceeded, ConfigError on 401."""
+        """POST to /internal/<path>. Raises UpstreamError, DeadlineExceeded; ConfigError if the
+        token is refused."""
         url = f"{self.url}/internal/{path}"
         reply = await self._http.request(
             "POST", url, headers=self._headers, body=body, timeout_s=timeout_s
         )
-        if reply.status == 401:
+        if reply.status in (401, 403):
             raise ConfigError(f"{self.url} does not accept this worker's token", "token")
         return reply
 
@@ -84,6 +91,7 @@ class GatewayMember:
         self._info = info
         self._load = load
         self._joined = False
+        self._conflict_since_s: float | None = None
         self._unsent = InstanceLoad()
         self.wanted = True
         """Whether to keep trying once the gateway does not answer any more."""
@@ -91,7 +99,8 @@ class GatewayMember:
     async def run(self, joined: Callable[[], None]) -> None:
         """Join and beat for ever, or as long as it is wanted; `joined` is called at every join.
 
-        Raises ConfigError where the gateway refuses this worker as it is, and whatever `load` does.
+        Raises ConfigError where the gateway refuses this worker for ever, and whatever `load` does.
+        All other failures are tried again.
         """
         failures = 0
         while True:
@@ -133,11 +142,20 @@ class GatewayMember:
 
     async def _join(self) -> None:
         reply = await self._gateway.call("join", _encode(self._info))
-        if 400 <= reply.status < 500:
+        if reply.status in _REFUSED or (reply.status == _CONFLICT and self._conflict_lasts()):
             raise ConfigError(f"the gateway refuses this worker: {_message(reply)}", "worker")
+        if reply.status != _CONFLICT:
+            self._conflict_since_s = None
         if reply.status != 200:
             raise MoonserveError(f"join: {_message(reply)}")
         self._joined = True
+
+    def _conflict_lasts(self) -> bool:
+        """Whether the gateway has refused this worker for another one's sake for too long."""
+        now_s = asyncio.get_running_loop().time()
+        if self._conflict_since_s is None:
+            self._conflict_since_s = now_s
+        return now_s - self._conflict_since_s >= self._times.conflict_s
 
     async def _beat(self) -> None:
         beat = BeatBody(self._info.id, self._info.epoch, self._unsent)
