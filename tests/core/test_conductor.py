@@ -1,12 +1,13 @@
 """The Conductor's step, fact by fact."""
 
 import msgspec
+import pytest
 
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
-from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.schedule.conductor import PAUSE_US, Conductor
 from moonserve.core.schedule.facts import (
     Arrived,
     Beat,
@@ -211,26 +212,123 @@ def test_a_request_outlives_the_restart_of_its_only_instance() -> None:
     assert conductor.promised() == Promised(1, 1, conductor.promised().prefill_us, 1)
 
 
-def test_a_restart_uses_up_no_attempt() -> None:
-    """Calls that no instance received count apart from calls that failed, and are bounded too."""
-    conductor = cluster("p0", "d0")
-    [call] = conductor.step(1, [arrived()])
+def fail(
+    conductor: Conductor, call: Prefill | Decode, now_us: int, length: int = 43, **more: bool
+) -> list[Action]:
+    """The call fails with so many tokens known."""
+    return conductor.step(now_us, [CallFailed(R, call.number, "x", True, length, KEYS, **more)])
+
+
+def placed(actions: list[Action]) -> Prefill:
+    """The one action, which is a prefill."""
+    [call] = actions
     assert isinstance(call, Prefill)
+    return call
+
+
+def begun(conductor: Conductor) -> Prefill:
+    """A request that has tokens, and whose first decode call has failed: its next prefill call."""
+    call = placed(conductor.step(1, [arrived()]))
     [decode] = conductor.step(2, [PrefillEnded(R, call.number, final=False)])
     assert isinstance(decode, Decode)
-    [call] = conductor.step(3, [CallFailed(R, decode.number, "reset", True, 42, KEYS)])
-    calls = 2
-    for turn in range(9):
-        assert isinstance(call, Prefill)
-        failed = CallFailed(R, call.number, "refused", True, 42, KEYS, unreachable=True)
-        ended = conductor.step(10 + turn, [failed])
-        if ended:
-            break
-        [call] = conductor.step(10 + turn, [Joined(info("p0", "prefill", epoch=2 + turn))])
-        calls += 1
-    assert calls == 2 * MAX_ATTEMPTS
+    return placed(fail(conductor, decode, 3))
+
+
+def test_a_restart_uses_up_no_attempt() -> None:
+    """Calls that no instance received end a request only once its patience is over."""
+    conductor = cluster("p0", "d0")
+    call = begun(conductor)
+    for turn in range(1, 31):
+        assert fail(conductor, call, turn * 1_000_000, unreachable=True) == []
+        joined = Joined(info("p0", "prefill", epoch=1 + turn))
+        call = placed(conductor.step(turn * 1_000_000, [joined]))
+    ended = fail(conductor, call, 31_000_000, unreachable=True)
     assert [type(action) for action in ended] == [GiveUp, Release]
     assert conductor.promised() == NOTHING
+
+
+def test_new_tokens_give_the_attempts_back() -> None:
+    """A stream may meet any number of faults, if decode gives tokens between them."""
+    conductor = cluster("p0", "d0", "d1")
+    call = begun(conductor)
+    for turn in range(4, 40, 2):
+        [decode] = conductor.step(turn, [PrefillEnded(R, call.number, final=False)])
+        assert isinstance(decode, Decode)
+        call = placed(fail(conductor, decode, turn + 1, 43 + turn))
+        assert call.decision.decode != decode.to.id, "the instance that failed last is avoided"
+
+
+def test_a_stream_that_fails_too_often_pauses() -> None:
+    """After three failed calls without a token it is placed once a second, until its patience is
+    over."""
+    conductor = cluster("p0", "d0")
+    call = placed(fail(conductor, begun(conductor), 4))
+    now_us = 5
+    calls = 3
+    while not (ended := fail(conductor, call, now_us)):
+        assert conductor.promised() == Promised(1, 0, 0, 0)
+        wake_us = conductor.wake_us(now_us)
+        assert wake_us == now_us + PAUSE_US
+        assert conductor.step(wake_us - 1, [Joined(info("p1", "prefill", epoch=now_us))]) == []
+        call = placed(conductor.step(wake_us, []))
+        now_us = wake_us + 5
+        calls += 1
+    assert [type(action) for action in ended] == [GiveUp, Release]
+    assert calls == 3 + 30
+    assert conductor.promised() == NOTHING
+
+
+def test_a_request_without_a_token_is_tried_three_times() -> None:
+    """Its client can send it again."""
+    conductor = cluster("p0", "d0")
+    call = placed(conductor.step(1, [arrived()]))
+    for turn in range(1, MAX_ATTEMPTS):
+        call = placed(fail(conductor, call, 1 + turn, len(PROMPT)))
+    ended = fail(conductor, call, 9, len(PROMPT))
+    assert [type(action) for action in ended] == [GiveUp, Release]
+
+
+def test_a_client_that_leaves_ends_a_pause() -> None:
+    """Nothing is left of the request."""
+    conductor = cluster("p0", "d0")
+    call = placed(fail(conductor, begun(conductor), 4))
+    assert fail(conductor, call, 5) == []
+    [released] = conductor.step(6, [ClientGone(R)])
+    assert isinstance(released, Release)
+    assert conductor.wake_us(6) is None
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_stream_waits_for_full_instances(has_tokens: bool) -> None:
+    """If instances are alive but full, patience ends a request without tokens, but no stream."""
+    conductor = Conductor()
+    small = msgspec.structs.replace(info("d0", "decode"), max_requests=1)
+    conductor.step(0, [Joined(info("p0", "prefill")), Joined(small)])
+    call: Prefill | Decode = placed(conductor.step(1, [arrived()]))
+    if has_tokens:
+        [decode] = conductor.step(2, [PrefillEnded(R, call.number, final=False)])
+        assert isinstance(decode, Decode)
+        call = decode
+    conductor.step(3, [Left(InstanceId("d0"), 1, "it was killed")])
+    conductor.step(4, [Joined(msgspec.structs.replace(small, epoch=2)), arrived("other")])
+    assert fail(conductor, call, 5, 43 if has_tokens else len(PROMPT)) == []
+    ended = []
+    for second in range(1, 40):
+        beats = [
+            Beat(InstanceId(id), epoch, InstanceLoad()) for id, epoch in (("p0", 1), ("d0", 2))
+        ]
+        ended += conductor.step(second * 1_000_000, [*beats, Tick()])
+    assert [type(action) for action in ended] == ([] if has_tokens else [GiveUp, Release])
+
+
+def test_a_pause_of_this_process_uses_up_no_patience() -> None:
+    """Workers could not join again while the gateway itself was stopped."""
+    conductor = cluster("p0", "d0")
+    conductor.step(0, [Tick()])
+    lost_prefill(conductor)
+    conductor.step(1_000_000, [Tick()])
+    assert conductor.step(60_000_000, [Tick()]) == []
+    placed(conductor.step(60_500_000, [Joined(info("p0", "prefill", epoch=2))]))
 
 
 def test_patience_ends() -> None:

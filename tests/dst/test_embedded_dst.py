@@ -2,22 +2,23 @@
 lost; clients leave.
 
 Safety while faults last: the tokens that a client gets are the greedy ones, without a gap or a
-repeat. Liveness after: every request has ended, nothing is promised, no call and no lease is left.
+repeat; no stream that has begun ends early. Liveness after: every request has ended, nothing is
+promised, no call and no lease is left.
 Time is virtual. A failing seed is the test's parameter.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from random import Random
 
 import msgspec
 import pytest
 
-from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive
-from moonserve.core.request import Request, Stopping
+from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, Overloaded
+from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule.facts import Joined, Left
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId, RequestId
 from tests.support import virtual_time
 from tests.support.cluster import info
@@ -54,10 +55,11 @@ class FaultyWire(ScriptedWire):
 class FaultyWorld(World):
     """Two instances of each role; they restart and are lost while `trouble` runs."""
 
-    def __init__(self, rng: Random, chunk_tokens: int) -> None:
-        super().__init__(wire=FaultyWire(rng))
+    def __init__(self, rng: Random, chunk_tokens: int, tuning: Tuning | None = None) -> None:
+        super().__init__(wire=FaultyWire(rng), tuning=tuning)
         self.rng = rng
         self.chunk_tokens = chunk_tokens
+        self.longest = 40 if tuning is None or tuning.cpp == 1 else 200
         self.epochs = dict.fromkeys(_NAMES, 0)
         for name in _NAMES:
             self.rejoin(name)
@@ -90,7 +92,7 @@ class FaultyWorld(World):
 
     async def one(self, number: int) -> str:
         """Send a request and judge what comes; returns how it ended."""
-        prompt = tuple(range(self.rng.randrange(1, 40)))
+        prompt = tuple(range(self.rng.randrange(1, self.longest)))
         count = self.rng.randrange(1, 12)
         request = Request(
             RequestId(f"r{number}"), "m", len(prompt), prompt, stopping=Stopping(count)
@@ -106,18 +108,16 @@ class FaultyWorld(World):
                     got += output.token_ids
                     finish = output.finish_reason
         except TimeoutError:
-            return self._judged("left", got, expected(count, prompt))
-        except (EngineFailed, NobodyAlive):
-            return self._judged("failed", got, expected(count, prompt))
+            assert got == expected(count, prompt)[: len(got)]
+            return "left"
+        except (EngineFailed, NobodyAlive, Overloaded):
+            assert not got, "a stream that has begun ends right"
+            return "failed"
         finally:
             await outputs.aclose()
         assert finish == "length"
         assert got == expected(count, prompt)
         return "whole"
-
-    def _judged(self, how: str, got: Sequence[int], right: Sequence[int]) -> str:
-        assert list(got) == list(right[: len(got)])
-        return how
 
     async def nothing_is_left(self) -> None:
         """Wait for the last turns; no promise, call, prefetch or lease is left."""
@@ -129,15 +129,24 @@ class FaultyWorld(World):
         assert len(self.released) == len(set(self.released)) == prefills, "one lease a prefill"
 
 
-@pytest.mark.parametrize("chunk_tokens", [1_000, 8])
+TUNINGS = {
+    "default": None,
+    "late": Tuning(policy="late_binding"),
+    "group": Tuning(cpp=2, slo=Slo(ttft_us=150), admission="none"),
+}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "chunk_tokens"), [("default", 1_000), ("default", 8), ("late", 8), ("group", 1_000)]
+)
 @pytest.mark.parametrize("seed", range(12))
-def test_faults(seed: int, chunk_tokens: int) -> None:
+def test_faults(seed: int, tuning: str, chunk_tokens: int) -> None:
     """Two prefill and two decode instances under any faults; prompts of one chunk and of several,
-    of which decode instances fetch KV ahead."""
+    of which decode instances fetch KV ahead; with late binding, and with groups."""
 
     async def main() -> None:
         rng = Random(seed)
-        world = FaultyWorld(rng, chunk_tokens)
+        world = FaultyWorld(rng, chunk_tokens, TUNINGS[tuning])
         faults = asyncio.create_task(world.trouble())
         clients = []
         for number in range(_REQUESTS):

@@ -12,7 +12,7 @@ from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.conductor import PAUSE_US, Conductor
 from moonserve.core.schedule.cost import LAPTOP_PASS, Cost
 from moonserve.core.schedule.facts import (
     Arrived,
@@ -52,9 +52,12 @@ OBJECTIVES = st.just(Slo()) | st.builds(
 class ConductorMachine(RuleBasedStateMachine):
     """A driver that executes actions, and a world that fails at random."""
 
+    resumes = True
+
     def __init__(self) -> None:
         super().__init__()
         self.tuning = Tuning()
+        self.rng = Random(1)
         self.conductor = Conductor()
         self.now_us = 0
         self.epochs: dict[str, int] = {}
@@ -63,6 +66,14 @@ class ConductorMachine(RuleBasedStateMachine):
         self.open: dict[RequestId, tuple[Request, Micros]] = {}
         """With the time of arrival."""
         self.attempts: dict[RequestId, int] = {}
+        self.failures: dict[RequestId, int] = {}
+        """Failed calls that an instance received, of requests without a token."""
+        self.known: dict[RequestId, int] = {}
+        """Length of the prompt and the tokens so far."""
+        self.token_us: dict[RequestId, Micros] = {}
+        """When decode last gave a token, or the request came."""
+        self.paired_us: Micros = 0
+        """When an instance of each role was last there."""
         self.leases: dict[RequestId, list[int]] = {}
         self.stages: dict[RequestId, list[InstanceId]] = {}
         """Members of each group that are not done, but for the last."""
@@ -96,8 +107,14 @@ class ConductorMachine(RuleBasedStateMachine):
         self.now_us += 1
         actions = self.conductor.step(self.now_us, facts)
         self.check_order(actions)
+        if self.able():
+            self.paired_us = self.now_us
         for action in actions:
             self.do(action)
+
+    def able(self) -> bool:
+        """Whether instances are there that can serve a request."""
+        return len({view.info.role for view in self.conductor.view.instances.values()}) == 2
 
     def check_order(self, actions: list[Action]) -> None:
         """No request is bound while one of higher priority goes on waiting.
@@ -142,11 +159,19 @@ class ConductorMachine(RuleBasedStateMachine):
                 assert action.request not in self.calls
             case GiveUp():
                 self.calls.pop(action.request, None)
+                self.check_end(action.request)
             case Release():
                 self.calls.pop(action.request, None)
                 self.idle.discard(action.request)
                 assert action.numbers == tuple(self.leases.pop(action.request))
                 del self.open[action.request]
+
+    def check_end(self, request: RequestId) -> None:
+        """A stream that has begun is given up only if decode gave no token for 30 s, or if no pair
+        of instances was there for 30 s."""
+        if self.known[request] > len(self.open[request][0].prompt):
+            since_us = min(self.token_us[request], self.paired_us)
+            assert self.now_us - since_us > self.tuning.patience_us
 
     def check_prefill(self, action: Prefill) -> None:
         """One of role prefill, another decodes."""
@@ -172,18 +197,21 @@ class ConductorMachine(RuleBasedStateMachine):
         self.stages[action.request] = [stage.instance for stage in stages[:-1]]
 
     def fail(self, call: Prefill | Decode, unreachable: bool = False) -> None:
-        """Report a failed call, with one more token known; of a group, the first may have been it.
-
-        So may one that nobody listens at.
-        """
-        member = next(iter(self.stages.pop(call.request, [])), None)
-        tokens = tuple(range(30))
-        keys = tuple(chain_keys(NAMESPACE.root(), tokens, BLOCK))
-        self.idle.add(call.request)  # unless the next actions say otherwise
-        failed = CallFailed(
-            call.request, call.number, "failed", True, 30, keys, unreachable, member
+        """Report a failed call; a decode call may have given tokens before. Of a group, the first
+        member may have failed. So may one that nobody listens at."""
+        request = call.request
+        member = next(iter(self.stages.pop(request, [])), None)
+        gave = self.resumes and isinstance(call, Decode) and not unreachable
+        if gave and self.rng.random() < 0.5:
+            self.known[request] += self.rng.randrange(1, 5)
+            self.token_us[request] = self.now_us
+        length = self.known[request]
+        self.failures[request] += not unreachable
+        keys = tuple(chain_keys(NAMESPACE.root(), range(length), BLOCK))
+        self.idle.add(request)  # unless the next actions say otherwise
+        self.step(
+            CallFailed(request, call.number, "failed", True, length, keys, unreachable, member)
         )
-        self.step(failed)
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
@@ -209,8 +237,17 @@ class ConductorMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 6, 31]))
     def silence(self, seconds: int) -> None:
         """No instance sends a heartbeat for a while."""
-        self.now_us += seconds * 1_000_000
-        self.step(Tick())
+        for _ in range(seconds):
+            self.now_us += 1_000_000
+            self.step(Tick())
+
+    @rule()
+    def sleep(self) -> None:
+        """This process stops for longer than a request's patience."""
+        self.now_us += 40_000_000
+        self.paired_us += 40_000_000
+        for request in self.token_us:
+            self.token_us[request] += 40_000_000
         self.step(Tick())
 
     @rule()
@@ -242,6 +279,9 @@ class ConductorMachine(RuleBasedStateMachine):
         self.attempts[name] = 0
         self.leases[name] = []
         self.idle.add(name)  # unless the next actions say otherwise
+        self.failures[name] = 0
+        self.known[name] = length
+        self.token_us[name] = self.now_us
         keys = tuple(chain_keys(NAMESPACE.root(), prompt, BLOCK))
         self.step(Arrived(request, keys), *[ClientGone(name)] * leaves)
         assert not leaves or name not in self.open, "nobody is there to be served"
@@ -281,6 +321,7 @@ class ConductorMachine(RuleBasedStateMachine):
         elif isinstance(call, Prefill):
             del self.calls[request]
             self.idle.add(request)  # unless a decode instance is there
+            self.known[request] += self.resumes
             self.step(PrefillEnded(request, call.number, final=how == "final"))
         else:
             del self.calls[request]
@@ -313,7 +354,8 @@ class ConductorMachine(RuleBasedStateMachine):
         prefills = [c for c in self.calls.values() if isinstance(c, Prefill)]
         assert promised.prefills <= sum(max(1, len(c.group)) for c in prefills)
         assert promised.decodes <= len(self.open)
-        assert all(n <= 2 * MAX_ATTEMPTS for n in self.attempts.values())
+        for name, (request, _) in self.open.items():
+            assert self.failures[name] < MAX_ATTEMPTS or self.known[name] > request.length
 
     @invariant()
     def late_binding_keeps_its_promises(self) -> None:
@@ -332,10 +374,19 @@ class ConductorMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_idle_cluster_keeps_nobody_waiting(self) -> None:
-        """With no call out and both roles alive, nobody waits."""
-        roles = {view.info.role for view in self.conductor.view.instances.values()}
-        if len(roles) == 2 and not self.calls:
-            assert not self.idle
+        """With no call out and instances that can serve, no request waits, unless it pauses."""
+        if self.able() and not self.calls:
+            assert len(self.idle) == self.paused()
+
+    def paused(self) -> int:
+        """How many requests pause; all of them have tokens, and the Conductor wakes for each."""
+        paused = self.conductor._paused
+        for name, until_us in paused.items():
+            assert self.failures[name] >= MAX_ATTEMPTS
+            assert until_us <= self.now_us + PAUSE_US
+        wake_us = self.conductor.wake_us(self.now_us)
+        assert not paused or (wake_us is not None and wake_us <= min(paused.values()))
+        return len(paused)
 
     def teardown(self) -> None:
         """When every client has left, the ledger is zero."""
@@ -345,7 +396,10 @@ class ConductorMachine(RuleBasedStateMachine):
 
 
 class ForeignMachine(ConductorMachine):
-    """The same before engines of others: pairs by connector, and some that do all of it."""
+    """The same before engines of others: pairs by connector, and some that do all of it. Their
+    calls are made again only before the client has a byte."""
+
+    resumes = False
 
     def described(self, name: str) -> InstanceInfo:
         """The description with which it joins."""
@@ -365,13 +419,10 @@ class ForeignMachine(ConductorMachine):
         assert decision.holder is None
         assert not decision.stages
 
-    @invariant()
-    def an_idle_cluster_keeps_nobody_waiting(self) -> None:
-        """With no call out and both halves of a pair alive, or one that does both, nobody waits."""
+    def able(self) -> bool:
+        """Whether both halves of a pair are there, or an engine that does both."""
         view = self.conductor.view.instances
-        able = "p2" in view or ("d0" in view and ("p0" in view or "p1" in view))
-        if able and not self.calls:
-            assert not self.idle
+        return "p2" in view or ("d0" in view and ("p0" in view or "p1" in view))
 
 
 TestConductor = ConductorMachine.TestCase

@@ -282,6 +282,21 @@ def test_a_resumed_request_keeps_the_tokens_it_had() -> None:
     assert again_ms <= max(gaps) < again_ms + 100, "the wait is a gap, with what ran before it"
 
 
+@pytest.mark.parametrize("policy", ["kvcache_centric", "late_binding"])
+@pytest.mark.parametrize("instance", ["p000", "d000"])
+def test_no_number_of_faults_ends_a_stream(instance: str, policy: str) -> None:
+    """A fault every three seconds, of all instances of a role: each time one is soon back."""
+    trace = trace_of((0, 5_000, 1_000, range(10)))
+    times = range(2_000_000, 40_000_000, 3_000_000)
+    kills = [Breakdown("kill", name, at) for at in times for name in ("d000", instance)]
+    joins = [Breakdown("join", name, at + 500_000) for at in times for name in ("d000", instance)]
+    faults = sorted([*kills, *joins], key=lambda fault: fault.at_us)
+    sim = ran(trace, prefill=1, decode=1, tuning=tuned(policy), breakdowns=tuple(faults))
+    complete(sim)
+    balanced(sim)
+    assert sim.served[0].attempts > 5
+
+
 def test_what_joins_again_is_empty_and_its_past_counts() -> None:
     """A killed instance has lost its cache; the work it did stays in the figures."""
     trace = trace_of((0, 5_000, 1, range(10)))

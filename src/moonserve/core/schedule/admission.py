@@ -152,16 +152,19 @@ def fits(tokens: Tokens, *roles: Sequence[InstanceView]) -> bool:
     return all(any(view.kv_tokens >= tokens for view in views) for views in roles)
 
 
-def nobody(request: Request, view: ClusterView, now_us: Micros) -> Refuse:
-    """The refusal if no pair of instances takes it: not alive, full, or too small."""
+def nobody(request: Request, length: Tokens, view: ClusterView, now_us: Micros) -> Refuse:
+    """The refusal if no pair of instances takes it: not alive, full, or too small.
+
+    length: of its prompt and the tokens generated so far.
+    """
     prefills = view.prefills(request.model)
     decodes = view.decodes(request.model)
     if not prefills or not decodes:
         return Refuse(request.id, _lacking(request.model, view))
     for role, views in (("prefill", prefills), ("decode", decodes)):
-        if not fits(request.length, views):
+        if not fits(length, views):
             why = f"no {role} instance of model {request.model} has KV memory for "
-            why += f"{request.length} tokens"
+            why += f"{length} tokens"
             return Refuse(request.id, why, "kv_memory", MICROS_PER_SECOND)
     full = "decode" if any(view.takes_prefill for view in prefills) else "prefill"
     why = f"every {full} instance of model {request.model} is full"

@@ -51,7 +51,15 @@ from moonserve.core.schedule.facts import (
     StageEnded,
     Tick,
 )
-from moonserve.core.schedule.handoff import End, Handoff, LifeFact, Place, StartDecode, Wait
+from moonserve.core.schedule.handoff import (
+    End,
+    Handoff,
+    LifeFact,
+    Pause,
+    Place,
+    StartDecode,
+    Wait,
+)
 from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.membership import Membership
 from moonserve.core.schedule.objectives import Objectives, Tenants
@@ -62,10 +70,20 @@ from moonserve.core.schedule.retry_after import RetryAfter
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView, Promised, preferred
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
-from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, Tokens
+from moonserve.core.units import (
+    MICROS_PER_SECOND,
+    BlockKey,
+    InstanceId,
+    Micros,
+    RequestId,
+    Tokens,
+)
 
 if TYPE_CHECKING:
     from random import Random  # noqa: TID251 - for its type only
+
+PAUSE_US: Micros = MICROS_PER_SECOND
+"""Between two calls of a request that has tokens and whose calls have failed too often."""
 
 
 class Conductor:
@@ -109,6 +127,9 @@ class Conductor:
         """Lives that wait for an instance to be free, by model served; with late binding."""
         self._parked: dict[RequestId, Micros] = {}
         """Lives that wait for an instance to join, and since when."""
+        self._paused: dict[RequestId, Micros] = {}
+        """Lives whose calls failed too often, and when they are placed again."""
+        self._ticked_us: Micros | None = None
         self._held: dict[RequestId, Handoff] = {}
         """Lives whose prefill has ended and that wait for room in decode."""
         self._actions: list[Action] = []
@@ -145,6 +166,7 @@ class Conductor:
                 case Tick():
                     self._tick(now_us)
         self._try_held(facts, now_us)
+        self._end_pauses(now_us)
         for model in list(self._rooms):
             self._bind(model, now_us)
         actions = self._actions
@@ -153,9 +175,10 @@ class Conductor:
 
     def wake_us(self, now_us: Micros) -> Micros | None:
         """When to step again though nothing happens; None: no need. Later than now."""
-        if not (self._held or self._rooms):
+        if not (self._held or self._rooms or self._paused):
             return None
         times = [self._entry.patient_us(life) for life in self._held.values()]
+        times += self._paused.values()
         ahead_us = self.tuning.bind_ahead_us
         refuses = admission.refuses_some(self.tuning)
         for model, room in self._rooms.items():
@@ -164,10 +187,22 @@ class Conductor:
         return min((time for time in times if time > now_us), default=None)
 
     def _tick(self, now_us: Micros) -> None:
+        slept_us = 0 if self._ticked_us is None else now_us - self._ticked_us
+        if slept_us > self.tuning.pause_us:
+            self._allow(slept_us)
+        self._ticked_us = now_us
         self.hot.expire(now_us)
         for instance in self._members.silent(now_us):
             self._lose(instance, "it sent no heartbeat for too long")
         self._unpark(now_us)
+
+    def _allow(self, slept_us: Micros) -> None:
+        """This process slept for so long: for lives that wait, this time has not passed."""
+        for request in self._parked:
+            self._parked[request] += slept_us
+        for life in self._lives.values():
+            if life.stalled_us is not None:
+                life.stalled_us += slept_us
 
     # What others read.
 
@@ -195,7 +230,7 @@ class Conductor:
         life = Handoff(request, keys, now_us)
         verdict = self._decide(life, self._roles(request.model), now_us)
         if verdict is None:
-            return admission.nobody(request, self.view, now_us)
+            return admission.nobody(request, life.length, self.view, now_us)
         refusal = admission.unwanted(request, verdict, self.tuning, self.view)
         return refusal or verdict.decision
 
@@ -242,7 +277,7 @@ class Conductor:
         if life is None:
             return
         absent = life.absent(fact)
-        match life.step(fact):
+        match life.step(fact, now_us, self.tuning.patience_us):
             case End(failure):
                 self._forecast.learn(fact, life.request, self._decoder(life), now_us)
                 self._end(life, failure, now_us)
@@ -254,12 +289,20 @@ class Conductor:
             case StartDecode():
                 self._decode(life, now_us)
             case Place():
-                self._unreserve(life, now_us)
-                life.unplaced()
+                self._unplace(life, now_us)
                 self._forget(absent)
                 self._place(life, now_us)
+            case Pause():
+                self._unplace(life, now_us)
+                self._forget(absent)
+                self._paused[life.request.id] = now_us + PAUSE_US
             case Wait():
                 pass
+
+    def _unplace(self, life: Handoff, now_us: Micros) -> None:
+        """No instance is chosen for the life any more, and nothing is promised."""
+        self._unreserve(life, now_us)
+        life.unplaced()
 
     def _end(self, life: Handoff, failure: str | None, now_us: Micros) -> None:
         """The life is over, with a failure or without: release all that was promised."""
@@ -268,6 +311,7 @@ class Conductor:
         self._unreserve(life, now_us)
         del self._lives[request.id]
         self._parked.pop(request.id, None)
+        self._paused.pop(request.id, None)
         if request.model in self._rooms:
             self._rooms[request.model].remove(request.id)
         if failure is not None:
@@ -291,13 +335,13 @@ class Conductor:
             self._wait(life, prefills, now_us)
             return
         verdict = self._decide_and_note(life, self._roles(request.model), now_us)
-        if verdict is None and (life.attempts or request.id in self._parked):
+        if verdict is None and (life.leases or request.id in self._parked):
             self._parked.setdefault(request.id, now_us)
         elif verdict is None:
-            self._refuse(life, admission.nobody(request, self.view, now_us), now_us)
+            self._refuse(life, admission.nobody(request, life.length, self.view, now_us), now_us)
         else:
             refusal = admission.unwanted(request, verdict, self.tuning, self.view)
-            if refusal is not None and not life.attempts:
+            if refusal is not None and not life.leases:
                 self._refuse(life, refusal, now_us)
             else:
                 self._bound(life, verdict, now_us)
@@ -414,12 +458,23 @@ class Conductor:
         return None if life.decision is None else self.view.instances.get(life.decision.decode)
 
     def _unpark(self, now_us: Micros) -> None:
-        """Try again to place lives without instances; those that waited too long have failed."""
+        """Try again to place lives without instances; those that waited too long have failed.
+
+        If all instances are full, a life that has tokens waits on: others will end.
+        """
         for request, since_us in list(self._parked.items()):
             life = self._lives[request]
             self._place(life, now_us)
             if request in self._parked and now_us - since_us > self.tuning.patience_us:
-                self._end(life, admission.nobody(life.request, self.view, now_us).why, now_us)
+                lack = admission.nobody(life.request, life.length, self.view, now_us)
+                if not life.begun or lack.reason != "instances_full":
+                    self._end(life, lack.why, now_us)
+
+    def _end_pauses(self, now_us: Micros) -> None:
+        """Place the lives again whose pause is over."""
+        for request in [name for name, until_us in self._paused.items() if until_us <= now_us]:
+            del self._paused[request]
+            self._place(self._lives[request], now_us)
 
     # Decode.
 
@@ -456,7 +511,7 @@ class Conductor:
         if self._held.pop(request.id, None) is None:
             self.errors.tbt.add(decision.predicted_tbt_us, view.tbt_now_us(context))
         # Later attempts are never refused: the client may already have tokens.
-        if life.attempts == 1:
+        if len(life.leases) == 1:
             view, refusal = self._entry.choose(life, view, able, decision, now_us)
             if refusal is not None and now_us < self._entry.patient_us(life):
                 self._held[request.id] = life
@@ -475,12 +530,13 @@ class Conductor:
 
     def _decode_nowhere(self, life: Handoff, now_us: Micros) -> None:
         """No instance that could decode it is there: prefill again, or give up."""
-        if life.exhausted:
-            model = life.request.model
-            self._end(life, f"no decode instance for model {model} is alive", now_us)
-            return
-        life.unplaced()
-        self._place(life, now_us)
+        match life.lacks_decode(now_us, self.tuning.patience_us):
+            case End():
+                model = life.request.model
+                self._end(life, f"no decode instance for model {model} is alive", now_us)
+            case _:
+                life.unplaced()
+                self._place(life, now_us)
 
     # Late binding.
 
@@ -489,7 +545,7 @@ class Conductor:
         request = life.request
         self._parked.pop(request.id, None)
         room = self._rooms.setdefault(request.model, WaitingRoom())
-        if len(room) >= self.tuning.max_waiting and not life.attempts:
+        if len(room) >= self.tuning.max_waiting and not life.leases:
             last = self._lives[room.gives_way(request)]
             self._refuse(last, admission.too_many(last.request, room, len(prefills)), now_us)
             if last is life:
@@ -497,8 +553,8 @@ class Conductor:
         slo = self._objectives.own(request)
         pool = self.index.match(life.keys).pool
         takes_us = groups.work_us(prefills, life.length, pool, slo, self.tuning)
-        came_us = now_us if life.attempts else life.arrived_us
-        room.add(Waiter.of(request, slo, came_us, takes_us, life.attempts > 0))
+        came_us = now_us if life.leases else life.arrived_us
+        room.add(Waiter.of(request, slo, came_us, takes_us, bool(life.leases)))
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""
@@ -550,7 +606,7 @@ class Conductor:
             room.crowd(first, is_late)  # decode has no room, so do not prefill yet
             return
         refusal = admission.unwanted_in_decode(request, verdict, slo, self.tuning, self.view)
-        if refusal is not None and not life.attempts:
+        if refusal is not None and not life.leases:
             self._refuse(life, refusal, now_us)
             return
         room.went(first)
@@ -560,5 +616,5 @@ class Conductor:
         """Refuse waiting requests that can no longer meet their TTFT, where that refuses."""
         for waiter in room.hopeless(now_us):
             life = self._lives[waiter.request]
-            if not life.attempts and admission.refuses_ttft(self.tuning, waiter.priority):
+            if not life.leases and admission.refuses_ttft(self.tuning, waiter.priority):
                 self._refuse(life, admission.too_late(waiter, room, servers, now_us), now_us)

@@ -4,9 +4,12 @@ out.
     PREFILL --PrefillEnded--> DECODE --DecodeEnded--> ENDED
        ^  \\                     |
        |   `--final token--> ENDED
-       `------CallFailed------- (either phase, while attempts last; on from the tokens known)
+       `------CallFailed------- (either phase, unless it is given up; on from the tokens known)
 
 If no instance is left for a retry, the life waits in PREFILL, with no call out, for one to join.
+A request without a token is given up after MAX_ATTEMPTS failed calls. One that has tokens is not:
+its client could not send it again. After as many failed calls without a token of decode between
+them it pauses before each further call, and is given up when `patience_us` have passed as well.
 Every call to an instance is numbered. An outcome with an older number has no effect, so that a late
 reply of an aborted call cannot move the life. Every life reaches ENDED once; the Conductor releases
 all its promises there. Only the Conductor calls it.
@@ -32,8 +35,9 @@ from moonserve.core.schedule.facts import (
 from moonserve.core.units import BlockKey, InstanceId, Micros, Tokens
 
 MAX_ATTEMPTS = 3
-"""Prefill calls of one request, and as many more for calls that no instance received: a restart
-must not use up the attempts that are meant for faults."""
+"""Failed calls after which a request without a token is given up, and another one pauses. Calls
+that no instance received do not count: a restart must not use up the attempts that are meant for
+faults."""
 
 
 class Phase(enum.Enum):
@@ -46,6 +50,10 @@ class Phase(enum.Enum):
 
 class Place(msgspec.Struct, frozen=True):
     """Choose instances (again) and prefill from what is known."""
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """As Place, but not at once: its calls have failed too often."""
 
 
 class StartDecode(msgspec.Struct, frozen=True):
@@ -62,7 +70,7 @@ class Wait(msgspec.Struct, frozen=True):
     """Nothing follows from this fact."""
 
 
-Next: TypeAlias = Place | StartDecode | End | Wait
+Next: TypeAlias = Place | Pause | StartDecode | End | Wait
 LifeFact: TypeAlias = PrefillEnded | DecodeEnded | CallFailed | ClientGone
 
 
@@ -79,24 +87,30 @@ class Handoff:
         self.phase = Phase.PREFILL
         self.number = 0
         """The number of the call that is out; outcomes of earlier calls are stale."""
-        self.attempts = 0
-        self.unseen = 0
-        """Calls that their instances never received."""
+        self.begun = False
+        """Whether it has a token beyond its prompt, which its client may have received."""
+        self.failures = 0
+        """Failed calls since decode last gave a token, if an instance received them."""
+        self.tries = 0
+        """All failed calls since then."""
+        self.stalled_us: Micros | None = None
+        """When the first call failed since then; None: none has."""
         self.decision: Decision | None = None
         self.shares: tuple[Stage, ...] = ()
         """The parts of the prefill call that is out, as long as they are promised."""
         self.leases: list[int] = []
-        """Numbers of the prefill calls so far; each has a lease of its own on the store."""
+        """Numbers of the prefill calls so far; each has a lease of its own on the store. Empty: it
+        was never placed."""
         self.at: list[InstanceId] = []
         """The instance of the call that is out, or is next; of a group, those that are not done."""
         self.failed: list[InstanceId] = []
-        """Instances that failed this request; it avoids them while there are others."""
+        """Instances that failed this request since decode last gave a token; it avoids them while
+        there are others."""
 
     def placed(self, decision: Decision) -> int:
         """A prefill call goes out; returns its number."""
         assert self.phase is Phase.PREFILL
         self.decision = decision
-        self.attempts += 1
         self.number += 1
         self.leases.append(self.number)
         self.shares = decision.shares
@@ -133,11 +147,6 @@ class Handoff:
         self.phase = Phase.ENDED
         self.at = []
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether it may not be tried again."""
-        return self.attempts - min(self.unseen, MAX_ATTEMPTS) >= MAX_ATTEMPTS
-
     def absent(self, fact: LifeFact) -> InstanceId | None:
         """The instance that refuses connections, if this fact reports that of the call now out."""
         if isinstance(fact, CallFailed) and fact.unreachable and fact.number == self.number:
@@ -148,8 +157,11 @@ class Handoff:
         """Which instance failed the call that is out."""
         return fact.member or (self.at[-1] if self.at else None)
 
-    def step(self, fact: LifeFact) -> Next:
-        """What follows from a fact; changes the phase accordingly."""
+    def step(self, fact: LifeFact, now_us: Micros, patience_us: Micros) -> Next:
+        """What follows from a fact; changes the phase accordingly.
+
+        patience_us: how long a request with tokens is tried again in spite of failures.
+        """
         if self.phase is Phase.ENDED:
             return Wait()
         if isinstance(fact, ClientGone):
@@ -163,6 +175,7 @@ class Handoff:
                 assert self.phase is Phase.PREFILL
                 assert self.decision is not None
                 self.phase = Phase.DECODE
+                self.begun |= self.decision.connector == "embedded"
                 self.at = [self.decision.decode]
                 return StartDecode()
             case DecodeEnded() if self.phase is Phase.PREFILL:
@@ -172,19 +185,41 @@ class Handoff:
             case DecodeEnded():
                 return self._over(None)
             case CallFailed():
-                return self._failed(fact)
+                return self._failed(fact, now_us, patience_us)
 
-    def _failed(self, fact: CallFailed) -> Next:
-        """Place again while attempts last; the Conductor calls `unplaced` first."""
+    def lacks_decode(self, now_us: Micros, patience_us: Micros) -> Next:
+        """Prefill has ended, but no instance can decode: what follows. The prefill is wasted."""
+        self.failures += 1
+        return self._again("no decode instance is alive", now_us, patience_us)
+
+    def _failed(self, fact: CallFailed, now_us: Micros, patience_us: Micros) -> Next:
+        """Place again unless it is given up; the Conductor calls `unplaced` first."""
+        fresh = fact.length - self.length
+        self.length = fact.length
+        self.keys = fact.keys
+        self.begun |= fresh > 0
+        if fresh > 1:  # decode has given a token too, not only prefill
+            self.failures = self.tries = 0
+            self.stalled_us = None
+            self.failed.clear()
         instance = self._who(fact)
         if instance is not None and instance not in self.failed:
             self.failed.append(instance)
-        self.unseen += fact.unreachable
-        if not fact.retry or self.exhausted:
+        self.failures += not fact.unreachable
+        if not fact.retry:
             return self._over(fact.why)
-        self.length = fact.length
-        self.keys = fact.keys
-        return Place()
+        return self._again(fact.why, now_us, patience_us)
+
+    def _again(self, why: str, now_us: Micros, patience_us: Micros) -> Next:
+        """Whether to place it again, after a failure."""
+        self.tries += 1
+        if self.stalled_us is None:
+            self.stalled_us = now_us
+        too_often = self.failures >= MAX_ATTEMPTS
+        too_long = self.tries >= MAX_ATTEMPTS and now_us - self.stalled_us > patience_us
+        if too_long or (too_often and not self.begun):
+            return self._over(why)
+        return Pause() if too_often else Place()
 
     def _over(self, failure: str | None) -> End:
         self.end()

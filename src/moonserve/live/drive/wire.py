@@ -147,12 +147,17 @@ class WireClient:
         return headers | bearer(self._token)
 
 
+_HOPELESS = (400, 413)
+"""Statuses that every instance would answer: the request itself is wrong. Other statuses 4xx are
+about the worker: it has restarted as another one, or its queue is full."""
+
+
 def _check(to: InstanceInfo, status: int, body: bytes) -> None:
     if status == 200:
         return
     text = body[:500].decode("utf-8", "replace")
     message = f"instance {to.id} answered {status}: {text}"
-    raise CallLost(message, retry=status >= 500 or status in (408, 429))
+    raise CallLost(message, retry=status not in _HOPELESS)
 
 
 def _kv_transfer_params(to: InstanceInfo, reply: ReadReply) -> dict[str, Any]:
