@@ -310,6 +310,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " at one time; 0: no copies",
         ),
     ] = 8 << 30
+    max_indexed_blocks: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=1 << 30),
+        _flag(
+            "up gateway",
+            "N",
+            "most KV blocks that the gateway's index knows, each counted once for each holder; a"
+            " full index forgets blocks that were not used for long, about 250 bytes each",
+        ),
+    ] = 4_000_000
     alone_tokens: Annotated[
         Tokens,
         msgspec.Meta(ge=0, le=1 << 20),

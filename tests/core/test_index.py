@@ -30,17 +30,49 @@ def test_the_pool_goes_on_where_each_holder_has_a_hole() -> None:
     assert (match.pool, match.by_holder) == (1_000, {A: 1, B: 500})
 
 
-def test_a_full_index_refuses_and_counts() -> None:
-    """A full index takes nothing new, counts what it refused, and keeps what it has."""
+def test_a_full_index_evicts_ends_of_chains_of_the_largest_holder() -> None:
+    """What a small holder reports has room: the largest one gives it, the deepest blocks first."""
+    index = PrefixIndex(max_entries=6)
+    index.stored(A, [0, 1, 2, 3, 4, 5], None)
+    index.stored(B, [0, 1], None)
+    assert (index.entries, index.evicted, index.refused) == (6, 2, 0)
+    assert index.match([0, 1, 2, 3, 4, 5]).by_holder == {A: 4, B: 2}
+    assert (index.blocks(A), index.blocks(B)) == (4, 2)
+    index.removed(A, [5, 4, 3])  # two of them were evicted: no error
+    assert (index.entries, index.blocks(A)) == (5, 3)
+
+
+def test_a_full_index_keeps_what_requests_are_placed_by() -> None:
+    """Of chains of one holder, those that were not used for the longest time are evicted first."""
+    index = PrefixIndex(max_entries=100)
+    chains = [list(range(10 * n, 10 * n + 10)) for n in range(30)]
+    for number, chain in enumerate(chains):
+        index.stored(A, chain, None)
+        index.touch(chains[0])
+        assert index.entries <= 100
+        assert len(index) == index.entries == index.blocks(A)
+        assert index.match(chain).pool == 10, number
+    assert index.match(chains[0]).by_holder == {A: 10}
+    assert index.match(chains[5]).by_holder == {}
+    assert index.evicted == 200
+
+
+def test_an_index_takes_no_more_than_its_bound_from_one_report() -> None:
+    """The rest is refused and counted."""
     index = PrefixIndex(max_entries=4)
-    index.stored(A, [0, 1, 2], None)
-    index.stored(B, [0, 1, 2], None)
-    assert (index.entries, index.refused) == (4, 2)
-    assert index.match([0, 1, 2]).by_holder == {A: 3, B: 1}
-    index.stored(SegmentId("c"), [0], None)
-    index.removed(A, [2, 1, 0])
-    index.removed(B, [2, 1, 0])
-    assert (index.entries, len(index), index.refused) == (0, 0, 3)
+    index.stored(A, [100, 101], None)
+    index.stored(B, list(range(9)), None)
+    assert (index.entries, index.refused) == (4, 5)
+    assert index.match(list(range(9))).by_holder == {B: 4}
+
+
+def test_chains_that_are_no_chains_are_evicted_too() -> None:
+    """Keys that name each other as parents end neither a report nor an eviction."""
+    index = PrefixIndex(max_entries=2)
+    index.stored(A, ["a"], "b")
+    index.stored(A, ["b"], "a")
+    index.stored(B, ["c", "d"], None)
+    assert (index.entries, index.match(["c", "d"]).pool) == (2, 2)
 
 
 def test_a_match_is_a_snapshot() -> None:

@@ -145,11 +145,47 @@ class IndexAgainstModel(RuleBasedStateMachine):
             for (tier, key), count in at.items():
                 for _ in range(count):
                     self.index.removed(name, [key], tier, self.epochs[name])
-        left = {
-            k: v for k, v in vars(self.index).items() if v and not k.startswith(("max", "late"))
-        }
+        counts = ("max", "late", "evicted", "refused")
+        left = {k: v for k, v in vars(self.index).items() if v and not k.startswith(counts)}
         assert set(left) <= {"_names", "_free", "_gone"}, left
         assert sorted(self.index._free) == list(range(len(self.index._names)))
+
+
+class FullIndexAgainstModel(IndexAgainstModel):
+    """The same reports to an index that has room for some of them only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(max_entries=17)
+
+    @rule(chain=st.sampled_from(ASKED))
+    def place(self, chain: Sequence[Hashable]) -> None:
+        """A request is placed by this chain."""
+        self.index.touch(chain)
+
+    @invariant()
+    def matches_are_what_a_walk_finds(self) -> None:
+        """It claims no more than is true, and keeps its bound and its counts."""
+        held = {name: {key for _, key in at} for name, at in self.counts.items()}
+        for chain in ASKED:
+            match = self.index.match(chain)
+            for name, n in match.by_holder.items():
+                assert n <= run(chain, held[name])
+            assert match.pool <= run(chain, set().union(*held.values()))
+        assert len(self.index) <= self.index.entries <= 17
+        of = {name: sum(len(rows[0]) for rows in self.index.inventory(name)) for name in held}
+        holders = self.index._holders.values()
+        pieces = {it.name: sum(len(piece.keys) for piece in it.pieces) for it in holders}
+        assert {it.name: it.blocks for it in holders} == pieces
+        assert sum(pieces.values()) == self.index.entries
+        assert all(of[name] >= n for name, n in pieces.items())
+
+    @invariant()
+    def tiers_are_told_fastest_first(self) -> None:
+        """A tier that it claims is true."""
+        for name, at in list(self.counts.items())[:5]:
+            for key in KEYS:
+                assert set(self.index.tiers(key, name)) <= {t for t in TIERS if (t, key) in at}
 
 
 def run(chain: Sequence[Hashable], held: set[Hashable]) -> int:
@@ -159,3 +195,5 @@ def run(chain: Sequence[Hashable], held: set[Hashable]) -> int:
 
 TestIndex = IndexAgainstModel.TestCase
 TestIndex.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestFullIndex = FullIndexAgainstModel.TestCase
+TestFullIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client import generate_latest
 
 from moonserve.core.errors import StoreError
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Action, GiveUp, Prefill, Refuse, Spread
 from moonserve.core.schedule.conductor import Conductor
@@ -237,3 +238,18 @@ def test_copies_are_asked_for_and_told_of() -> None:
         loop.stop()
 
     run(test)
+
+
+def test_metrics_show_how_full_the_index_is() -> None:
+    """The bound is the setting's; what it makes the index forget is counted."""
+    core = Conductor(Tuning(max_indexed_blocks=4))
+    keys = tuple(BlockKey(bytes([n])) for n in range(6))
+    core.step(0, [BlocksStored(SegmentId("p0"), keys[:4], None, "dram", 1)])
+    core.step(1, [BlocksStored(SegmentId("p1"), keys[:1], None, "dram", 1)])
+    core.step(2, [BlocksRemoved(SegmentId("p0"), keys[3:4], "dram", 1)])
+    loop = ConductorLoop(core, lambda lease: None)
+    page = generate_latest(Figures(partial(conductor_metrics, loop))).decode()  # type: ignore[arg-type]
+    assert "moonserve_index_blocks 4.0" in page
+    assert "moonserve_index_limit_blocks 4.0" in page
+    assert "moonserve_index_evicted_blocks_total 1.0" in page
+    assert core.index.match(keys).by_holder == {"p0": 3, "p1": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -55,7 +55,11 @@ class ScriptedFeed:
 
     def tell(self, blocks: int, medium: str = "GPU", tokens: list[int] = TOKENS) -> None:
         """So many leading blocks are stored."""
-        event = StoredEvent(list(range(blocks)), None, tokens[: blocks * SIZE], SIZE, medium=medium)
+        self.stored(range(blocks), tokens[: blocks * SIZE], medium)
+
+    def stored(self, names: Iterable[int], tokens: list[int], medium: str = "GPU") -> None:
+        """The blocks with these names are stored: a whole chain."""
+        event = StoredEvent(list(names), None, tokens, SIZE, medium=medium)
         self.indexer.batch(KvBatch(0.0, (event,)))
 
     def reset(self) -> None:
@@ -96,7 +100,7 @@ class Rig:
         return reply.status, error["param"]
 
 
-def run(use: Callable[[Rig], Awaitable[None]]) -> None:
+def run(use: Callable[[Rig], Awaitable[None]], max_blocks: int = 1_000) -> None:
     """With an API that follows nobody yet; no feed is left open."""
 
     async def main() -> None:
@@ -109,7 +113,7 @@ def run(use: Callable[[Rig], Awaitable[None]]) -> None:
                 feeds.append(ScriptedFeed(address, indexer))
                 return feeds[-1]
 
-            api = IndexerApi(TOKEN, follow)
+            api = IndexerApi(TOKEN, follow, max_blocks)
             server = await serve(App(api.routes()), "127.0.0.1", 0)
             rig = Rig(api, f"http://127.0.0.1:{server.port}", feeds)
             await use(rig)
@@ -362,6 +366,26 @@ def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await rig.bad("/query", {**ASK, "model": "n"}) == (404, "model")
 
     run(use)
+
+
+def test_a_full_index_forgets_what_nobody_asks_for() -> None:
+    """Each space has the bound; metrics count what was forgotten, in spaces that are gone too."""
+
+    async def use(rig: Rig) -> None:
+        await rig.good("/register", ONE)
+        rig.feeds[0].tell(4)
+        assert (await rig.good("/query", ASK))["default"]["a"]["GPU"] == 4 * SIZE
+        for start in (100, 200, 300):
+            rig.feeds[0].stored(range(start, start + 2), [start] * 2 * SIZE)
+        assert (await rig.good("/query", ASK))["default"]["a"]["GPU"] == 4 * SIZE
+        metrics = {it.name: it.samples[0].value for it in rig.api.metrics()}
+        counted = {"moonserve_indexer_blocks": 8, "moonserve_indexer_evicted_blocks": 2}
+        assert metrics == counted
+        await rig.good("/unregister", {"modelname": "m", "instance_id": "a"})
+        metrics = {it.name: it.samples[0].value for it in rig.api.metrics()}
+        assert metrics == counted | {"moonserve_indexer_blocks": 0}
+
+    run(use, max_blocks=8)
 
 
 def test_without_the_token_nobody_is_told_anything() -> None:

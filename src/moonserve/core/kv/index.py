@@ -11,6 +11,10 @@ is exact, whatever holes a holder has.
 PendingPrefixes is a radix tree of what instances will hold after the prefills promised to them. It
 has whole chains only, and so never touches a chain block by block.
 
+A full PrefixIndex makes room: it forgets blocks of the holder that has the most, those first that
+no request was placed by for the longest time, and of a chain its end first. A forgotten block costs
+a hit, nothing else: its holder still has it, and a later report of its removal changes nothing.
+
 What never happens here: a block of a holder that was not reported; an order that depends on hashes
 (keys may be any hashable); a key, bit or count that outlives the last block that it stood for.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import TypeAlias
 
 import msgspec
@@ -27,6 +32,8 @@ import msgspec
 from moonserve.core.kv.facts import Tier
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 
+MAX_ENTRIES = 4_000_000
+"""Blocks that an index knows by default, counted once for each holder: about 1 GiB of memory."""
 COPIES = (1 << 20) - 1
 """All bits of the copies on one tier."""
 ONE_COPY: dict[Tier, int] = {"device": 1, "dram": 1 << 20, "disk": 1 << 40}
@@ -36,6 +43,10 @@ Held: TypeAlias = tuple[tuple[Hashable, ...], Hashable | None, Tier, int]
 """Blocks that one holder has: (keys, the key before them, tier, epoch)."""
 _MAX_GONE = 4_096
 _FEW = 6
+_BATCH = 4_096
+"""Blocks that a full index forgets at a time, at most 1/64 of its bound: some milliseconds."""
+_DEEPEST = 64
+"""How many pieces are followed to the end of a chain; reports may be of no true chain."""
 _BITS = bytes.maketrans(b"01", b"\0\1")
 
 
@@ -86,14 +97,15 @@ def _spread(runs: dict[SegmentId, int], mask: int, length: int, names: Sequence[
 
 
 class HolderState:
-    """One holder: its bit in masks, and its pieces."""
+    """One holder: its bit in masks, its pieces, and how many blocks they have together."""
 
-    __slots__ = ("bit", "epoch", "name", "pieces")
+    __slots__ = ("bit", "blocks", "epoch", "name", "pieces")
 
     def __init__(self, name: SegmentId, epoch: int, bit: int) -> None:
         self.name = name
         self.epoch = epoch
         self.bit = bit
+        self.blocks = 0
         self.pieces: dict[ChainPiece, None] = {}
 
 
@@ -103,7 +115,7 @@ class ChainPiece:
     It never has a key twice, and is in `pieces` of exactly the holders in its `counts`.
     """
 
-    __slots__ = ("counts", "keys", "mask", "next", "parent")
+    __slots__ = ("counts", "keys", "mask", "next", "parent", "used")
 
     def __init__(
         self,
@@ -119,6 +131,8 @@ class ChainPiece:
         """The first key of the piece that last followed this one: a hint for joining."""
         self.mask = mask
         self.counts = counts
+        self.used = False
+        """Whether a request was placed by it since eviction looked at it last."""
         for holder in counts:
             holder.pieces[self] = None
 
@@ -131,16 +145,18 @@ class PrefixIndex:
     as often, on each tier separately. A report of an older epoch of a holder than the newest known
     one is late, and ignored. A newer epoch removes all that the older one held.
 
-    Bounds: `max_entries` (key, holder) pairs; more are refused and counted, so a full index knows
+    Bounds: `max_entries` (key, holder) pairs. A full index evicts others for new ones, so it knows
     too little, never too much. It remembers the epochs of the last 4,096 holders that are gone.
     """
 
-    def __init__(self, max_entries: int = 10_000_000) -> None:
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self.max_entries = max_entries
         self.entries = 0
         """How many (key, holder) pairs there are."""
         self.refused = 0
-        """Blocks refused because the index was full."""
+        """Blocks refused: a report had more of them than could be evicted for it."""
+        self.evicted = 0
+        """Blocks forgotten because the index was full."""
         self.late = 0
         """Blocks of late reports, which were ignored."""
         self._where: dict[Hashable, ChainPiece] = {}
@@ -171,6 +187,8 @@ class PrefixIndex:
             return
         it = self._holders.get(holder) or self._add(holder, epoch)
         keys = list(keys)
+        if self.entries + len(keys) > self.max_entries:
+            self._make_room(it, keys)
         at = 0
         one = ONE_COPY[tier]
         while at < len(keys):
@@ -193,6 +211,7 @@ class PrefixIndex:
                 piece.counts[it] = one
                 piece.mask |= it.bit
                 it.pieces[piece] = None
+                it.blocks += len(piece.keys)
                 self.entries += len(piece.keys)
             self._join(piece)
         if not it.pieces:
@@ -218,7 +237,7 @@ class PrefixIndex:
             start, stop = span(piece.keys, keys[at : at + len(piece.keys)])
             at += stop - start
             if count == one and len(piece.counts) == 1 and start > 0 and stop == len(piece.keys):
-                self._shorten(piece, start)
+                self._shorten(it, piece, start)
                 continue
             piece = self._cut(piece, start, stop)
             if count == one:
@@ -251,6 +270,19 @@ class PrefixIndex:
             self._remember(holder, max(epoch + 1, self._gone.get(holder, 0)))
         elif epoch >= it.epoch:
             self._drop(it, epoch + 1)
+
+    def touch(self, keys: Sequence[Hashable]) -> None:
+        """A request was placed by the chain `keys`: evict others before what is held of it."""
+        at = 0
+        while at < len(keys) and (piece := self._where.get(keys[at])) is not None:
+            piece.used = True
+            start = piece.keys.index(keys[at])
+            at += parting(piece.keys, start, keys, at, len(piece.keys) - start)
+
+    def blocks(self, holder: SegmentId) -> int:
+        """How many blocks a holder has."""
+        it = self._holders.get(holder)
+        return 0 if it is None else it.blocks
 
     def tiers(self, key: Hashable, holder: SegmentId) -> tuple[Tier, ...]:
         """The tiers on which `holder` has `key`, fastest first."""
@@ -344,6 +376,53 @@ class PrefixIndex:
             self._lose(it, piece)
         self._forget(it, oldest_epoch)
 
+    # Eviction
+
+    def _make_room(self, it: HolderState, keys: Sequence[Hashable]) -> None:
+        """Evict so that the holder `it` can have these blocks too, or as many as fit."""
+        where = self._where
+        new = sum(1 for key in keys if (piece := where.get(key)) is None or it not in piece.counts)
+        excess = self.entries + new - self.max_entries
+        if excess <= 0:
+            return
+        least = self.entries - max(excess, min(_BATCH, self.max_entries // 64))
+        while self.entries > max(0, least):
+            largest = max(self._holders.values(), key=_BLOCKS)
+            most = max(1, min(self.entries - least, largest.blocks // 8))
+            self._evict(largest, most)
+            if not largest.pieces and largest is not it:
+                self._forget(largest, largest.epoch)
+
+    def _evict(self, it: HolderState, most: int) -> None:
+        """Take up to `most` blocks from a holder: a second chance for pieces that were used."""
+        for piece in list(it.pieces):
+            if piece not in it.pieces:
+                continue  # it was joined to another one
+            end = self._end(it, piece)
+            if end.used or piece.used:
+                end.used = piece.used = False
+                del it.pieces[piece]
+                it.pieces[piece] = None
+                continue
+            count = min(most, len(end.keys))
+            end = self._cut(end, len(end.keys) - count, len(end.keys))
+            self._lose(it, end)
+            if end.mask:
+                self._join(end)
+            self.evicted += count
+            most -= count
+            if not most:
+                return
+
+    def _end(self, it: HolderState, piece: ChainPiece) -> ChainPiece:
+        """The last piece that the holder has of a chain that goes on from this piece."""
+        for _ in range(_DEEPEST):
+            after = self._where.get(piece.next)
+            if after is None or after.parent != piece.keys[-1] or it not in after.counts:
+                break
+            piece = after
+        return piece
+
     # Pieces
 
     def _new(self, keys: list[Hashable], parent: Hashable | None) -> ChainPiece:
@@ -382,6 +461,7 @@ class PrefixIndex:
             new = ChainPiece(tail, head[-1], piece.mask, dict(piece.counts))
             piece.keys, piece.next, new.next = head, tail[0], piece.next
             first, second = piece, new
+        new.used = piece.used
         self._where.update(dict.fromkeys(new.keys, new))
         return first, second
 
@@ -408,6 +488,7 @@ class PrefixIndex:
             kept, gone = head, tail
             head.keys += tail.keys
             head.next = tail.next
+        kept.used = kept.used or gone.used
         self._where.update(dict.fromkeys(gone.keys, kept))
         for holder in gone.counts:
             del holder.pieces[gone]
@@ -417,13 +498,16 @@ class PrefixIndex:
         """A holder has lost its last copy of a piece."""
         del piece.counts[it], it.pieces[piece]
         piece.mask ^= it.bit
+        it.blocks -= len(piece.keys)
         self.entries -= len(piece.keys)
         if not piece.mask:
             self._delete(piece.keys)
 
-    def _shorten(self, piece: ChainPiece, stop: int) -> None:
+    def _shorten(self, it: HolderState, piece: ChainPiece, stop: int) -> None:
         """The only holder has lost the end of a piece: the common case, done without a cut."""
-        self.entries -= len(piece.keys) - stop
+        lost = len(piece.keys) - stop
+        it.blocks -= lost
+        self.entries -= lost
         self._delete(piece.keys[stop:])
         del piece.keys[stop:]
 
@@ -431,6 +515,9 @@ class PrefixIndex:
         where = self._where
         for key in keys:
             del where[key]
+
+
+_BLOCKS = attrgetter("blocks")
 
 
 def span(own: list[Hashable], keys: list[Hashable]) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 
 from moonserve.core.kv.events import ClearedEvent, EngineHash, KvBatch, StoredEvent, covered
 from moonserve.core.kv.facts import TIERS, Tier
-from moonserve.core.kv.index import PrefixIndex
+from moonserve.core.kv.index import MAX_ENTRIES, PrefixIndex
 from moonserve.core.kv.keys import token_bytes
 from moonserve.core.kv.stream import BlockChange, BlockStream
 from moonserve.core.units import SegmentId, Tokens
@@ -109,11 +109,12 @@ class TierHits(
 class TieredIndex:
     """The blocks of one Space: one PrefixIndex, with a holder for each tier of each source."""
 
-    def __init__(self, block_size: Tokens, seed: int) -> None:
+    def __init__(self, block_size: Tokens, seed: int, max_blocks: int = MAX_ENTRIES) -> None:
+        """`max_blocks`: how many it knows at most, counted once for each source and tier."""
         self.block_size = block_size
         self.seed = seed
         """Of the hashes that the keys are made of."""
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(max_blocks)
         self._sources: dict[SegmentId, BlockSource] = {}
         """Sources that are no store, by their holder for the device."""
         self._ranks: dict[str, dict[SegmentId, str]] = {}
@@ -168,6 +169,15 @@ class TieredIndex:
     def entries(self) -> int:
         """How many (block, source, tier) triples it holds."""
         return self._index.entries
+
+    @property
+    def evicted(self) -> int:
+        """How many of these triples it has forgotten because it was full."""
+        return self._index.evicted
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """A query asked for this chain: forget others before it."""
+        self._index.touch(keys)
 
     @property
     def instances(self) -> Mapping[str, msgspec.Raw]:

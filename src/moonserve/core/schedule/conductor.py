@@ -108,7 +108,7 @@ class Conductor:
         """How far off the predictions were."""
         # What is known of the cluster.
         self.view = ClusterView()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(self.tuning.max_indexed_blocks)
         self._pending = PendingPrefixes()
         self._members = Membership(self.view, self.tuning, cost_of)
         self.hot = Hot(self.tuning, self.view, self.index, self._pending)
@@ -392,6 +392,7 @@ class Conductor:
         if self._policy.looks_back:
             for share in life.shares:
                 self._state = self._state.assigned(share.instance, now_us, share.work_us)
+        self.index.touch(life.keys)
         self._promise_prefix(life, decision, infos[0])
         decode = self.view.instances[decision.decode]
         lag_us = decision.predicted_ttft_us - decision.waited_us

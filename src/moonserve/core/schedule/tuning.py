@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from moonserve.core.kv.index import MAX_ENTRIES
 from moonserve.core.request import Slo
 from moonserve.core.schedule.pipeline import Form
 from moonserve.core.schedule.residency import PredictorName
@@ -72,6 +73,8 @@ class Tuning(msgspec.Struct, frozen=True):
     """How they share it; the form `layers` is for simulation."""
     bind_ahead_us: Micros = 0
     """Late binding: an instance gets its next request when this much of its work is left."""
+    max_indexed_blocks: int = MAX_ENTRIES
+    """The most blocks that the prefix index knows, each counted once for each holder."""
     dead_after_us: Micros = 5_000_000
     """An instance without a heartbeat for this long is taken for dead."""
     pause_us: Micros = 2_000_000

@@ -132,7 +132,7 @@ class Control(ProcessPart):
             health.report_unready(lambda: several.not_ready)
             health.report_alarms(registry.alarms)
         self._placement = PlacementApi(conductor, tools, config.token)
-        self._indexer = IndexerApi(config.token, follow)
+        self._indexer = IndexerApi(config.token, follow, config.tuning.max_indexed_blocks)
         self._ticker: asyncio.Task[None] | None = None
 
     def routes(self) -> Routes:
@@ -157,6 +157,7 @@ class Control(ProcessPart):
         loop = self._conductor
         reads: list[Callable[[], Iterable[Metric]]] = [
             partial(conductor_metrics, loop),
+            self._indexer.metrics,
             partial(alarm_metrics, self._health.alarms),
         ]
         if self._several is not None:

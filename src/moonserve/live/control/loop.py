@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.kv.index import Held
+from moonserve.core.kv.index import Held, PrefixIndex
 from moonserve.core.request import Request
 from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.actions import (
@@ -157,6 +157,11 @@ class ConductorLoop:
     def tuning(self) -> Tuning:
         """The Conductor's settings."""
         return self.core.tuning
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The prefix index, for its counts."""
+        return self.core.index
 
     @property
     def copies(self) -> Hot:

@@ -163,12 +163,25 @@ def by_label(family: Family, name: str, text: str, label: str, values: Mapping[S
 
 
 def conductor_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
-    """What the Conductor counts: goodput, wasted prefill, copies of hot prefixes, and the errors
-    of its predictions (bias: predicted less actual)."""
-    account, hot = conductor.account, conductor.copies
+    """What the Conductor counts: blocks of its index, goodput, wasted prefill, copies of hot
+    prefixes, and the errors of its predictions (bias: predicted less actual)."""
+    account, hot, index = conductor.account, conductor.copies, conductor.index
     counts: Family = CounterMetricFamily
     now: Family = GaugeMetricFamily
     for family, name, text, value in (
+        (
+            now,
+            "index_blocks",
+            "Blocks that the prefix index knows, each counted once for each holder.",
+            index.entries,
+        ),
+        (now, "index_limit_blocks", "The most blocks that it may know.", index.max_entries),
+        (
+            counts,
+            "index_evicted_blocks",
+            "Blocks that it forgot because it was full; their holders still have them.",
+            index.evicted,
+        ),
         (
             counts,
             "good_requests",

@@ -10,13 +10,15 @@ What never happens here: a decision of the Conductor changed by what was registe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moonserve.core.errors import BadRequest, ConfigError, Conflict, Overloaded
+from moonserve.core.kv.index import MAX_ENTRIES
 from moonserve.core.kv.indexer import (
     SEED,
     BlockSource,
@@ -160,12 +162,18 @@ class _Registration(msgspec.Struct, eq=False):
 class IndexerApi:
     """Handlers of the four paths, and of GET /services; `close` it."""
 
-    def __init__(self, token: str, follow: Follow | None = None) -> None:
-        """`follow`: the process's own, if it also follows engines elsewhere; None: a new one."""
+    def __init__(
+        self, token: str, follow: Follow | None = None, max_blocks: int = MAX_ENTRIES
+    ) -> None:
+        """`follow`: the process's own, if it also follows engines elsewhere; None: a new one.
+        `max_blocks`: how many blocks the index of each space knows at most."""
         self._token = token
+        self._max_blocks = max_blocks
         self._follow = follow or Followers().follow
         self._registrations: dict[_Key, _Registration] = {}
         self._spaces: dict[Space, TieredIndex] = {}
+        self._evicted = 0
+        """Blocks that were forgotten in spaces that are gone."""
         self._numbers = count()
 
     def routes(self) -> dict[tuple[str, str], Handler]:
@@ -177,6 +185,20 @@ class IndexerApi:
             ("POST", "/query_by_hash"): guarded(self._query_by_hash, self._token),
             ("GET", "/services"): guarded(self._services, self._token),
         }
+
+    def metrics(self) -> Iterator[Metric]:
+        """How many blocks the indexes of all spaces know, and how many they have forgotten."""
+        spaces = self._spaces.values()
+        yield GaugeMetricFamily(
+            "moonserve_indexer_blocks",
+            "Blocks that the Indexer API knows, each counted once for each stream and tier.",
+            value=sum(space.entries for space in spaces),
+        )
+        yield CounterMetricFamily(
+            "moonserve_indexer_evicted_blocks",
+            "Blocks that it forgot because the index of their space was full.",
+            value=self._evicted + sum(space.evicted for space in spaces),
+        )
 
     async def close(self) -> None:
         """Stop following all streams."""
@@ -217,7 +239,8 @@ class IndexerApi:
         instance, _, rank = key
         own = SegmentId(f"{instance} {rank} {next(self._numbers)}")
         source = BlockSource(own, instance, rank, shared=new.type == "Mooncake")
-        tiered = self._spaces.setdefault(space, TieredIndex(space.block_size, new.seed))
+        made_for = TieredIndex(space.block_size, new.seed, self._max_blocks)
+        tiered = self._spaces.setdefault(space, made_for)
         if tiered.seed != new.seed:
             what = f"other streams of this model, tenant and block size have {tiered.seed}"
             raise Conflict(f"seed: {what}", "seed")
@@ -259,6 +282,7 @@ class IndexerApi:
         is_last = not made.tiered.leave(made.source)
         if is_last and self._spaces.get(made.space) is made.tiered:
             del self._spaces[made.space]
+            self._evicted += made.tiered.evicted
 
     async def _query(self, request: HttpRequest) -> Response:
         asked = decode_open(await request.body(), Query)
@@ -291,6 +315,7 @@ class IndexerApi:
 
     def _answer(self, asked: Query, space: Space, keys: Sequence[Key]) -> Response:
         tiered = self._spaces[space]
+        tiered.touch(keys)
         answer: dict[str, Any] = dict(tiered.instances)
         answer.update(tiered.hits(keys))
         if asked.instance_id is not None:
