@@ -587,7 +587,7 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
         while not begun.is_set():
             await asyncio.sleep(0.001)
         second = asyncio.create_task(rig.post(*long))
-        while rig.backend._prompts._waiting_bytes < 80:
+        while rig.backend._prompts._waiting.used < 80:
             await asyncio.sleep(0.001)
         refused = await rig.post(*long)
         assert refused.status == 429
@@ -595,10 +595,10 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
         # Short prompts pass them all, and a client that leaves frees its place.
         assert (await rig.post(*_text(prompt="short"))).status == 200
         second.cancel()
-        while rig.backend._prompts._waiting_bytes > 40:
+        while rig.backend._prompts._waiting.used > 40:
             await asyncio.sleep(0.001)
         third = asyncio.create_task(rig.post(*long))
-        while rig.backend._prompts._waiting_bytes < 80:
+        while rig.backend._prompts._waiting.used < 80:
             await asyncio.sleep(0.001)
         assert len(threads) == 1
         go_on.set()
@@ -607,6 +607,61 @@ def test_long_prompts_take_turns_on_one_thread() -> None:
         assert len({*threads, threading.get_ident()}) == 2
 
     run(use, text=Slow(), limits=Limits(offload_bytes=10, max_tokenising_bytes=100))
+
+
+def test_clients_take_turns_at_the_tokenizer() -> None:
+    """A client with one long prompt waits for one text of a client with many, not for all."""
+    order: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(ByteText):
+        """Waits at the first text until the test lets it go on."""
+
+        def encode(self, text: str, *, add_bos: bool) -> list[int]:
+            order.append(text[0])
+            begun.set()
+            assert go_on.wait(10)
+            return super().encode(text, add_bos=add_bos)
+
+    async def use(rig: Rig) -> None:
+        flood = {"x_moonserve_tenant": "flood"}
+        asked = [asyncio.create_task(rig.post(*_text(prompt="f" * 40), **flood)) for _ in range(3)]
+        while not begun.is_set() or rig.backend._prompts._waiting.used < 120:
+            await asyncio.sleep(0.001)
+        asked.append(asyncio.create_task(rig.post(*_text(prompt="c" * 40))))
+        while rig.backend._prompts._waiting.used < 160:
+            await asyncio.sleep(0.001)
+        assert (await rig.post(*_text(prompt="f" * 40), **flood)).status == 429
+        go_on.set()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        assert order == ["f", "c", "f", "f"]
+
+    run(use, text=Slow(), limits=Limits(offload_bytes=10, max_tokenising_bytes=144))
+
+
+def test_large_bodies_take_turns_and_small_ones_pass() -> None:
+    """After a large body the loop belongs to the streams for a while; small bodies need no turn."""
+
+    async def use(rig: Rig) -> None:
+        large = json.dumps({**HI, "user": "x" * (1 << 20)}).encode()
+        assert (await rig.post(CHAT, large)).status == 200
+        waiting = asyncio.create_task(rig.post(CHAT, large))
+        limiter = rig.gateway._limiter
+        async with asyncio.timeout(5):
+            while not limiter._decoding._futures:
+                await asyncio.sleep(0)
+        assert (await rig.post(CHAT, HI)).status == 200
+        assert (await waiting).status == 200
+        left = asyncio.create_task(rig.post(CHAT, large))
+        while not limiter._decoding._futures:
+            await asyncio.sleep(0)
+        left.cancel()
+        async with asyncio.timeout(5):
+            while limiter._decoding._taken:
+                await asyncio.sleep(0.001)
+        assert not limiter._decoding._futures
+
+    run(use)
 
 
 def test_unknown_model_names_the_known() -> None:

@@ -64,6 +64,7 @@ FLOORS = {
             "clock",
             "ports",
             "tasks",
+            "turns",
             "http",
             "rpc",
             "model",

@@ -79,3 +79,52 @@ def extended(places: int, rank: int) -> int:
 def _tenant(party: Party) -> str:
     """The tenant's name; no name of a tenant has a space."""
     return party.tenant or f"address {party.address}"
+
+
+_MOST_NAMES = 1_024
+"""The most names whose received size is kept."""
+
+
+class Waiting:
+    """The order of those that wait for one thing that serves one at a time: a thread, a loop.
+
+    First goes the one whose tenant and address, taken together, have received least since nobody
+    waited last. If two have received the same, the one that came first goes first.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Party, int]] = {}
+        self._count = 0
+        self._given: dict[str, int] = {}
+
+    def add(self, party: Party, size: int) -> int:
+        """Let one wait that will receive `size`; returns its ticket."""
+        self._count += 1
+        self._waiting[self._count] = party, size
+        return self._count
+
+    def remove(self, ticket: int) -> None:
+        """It waits no more."""
+        self._waiting.pop(ticket, None)
+
+    def next(self) -> int | None:
+        """Remove the one that goes next, and return its ticket. None: nobody waits."""
+        if not self._waiting:
+            self._given = {}
+            return None
+        ticket = min(self._waiting, key=lambda one: self._received(self._waiting[one][0]))
+        party, size = self._waiting.pop(ticket)
+        if len(self._given) > _MOST_NAMES:
+            kept = {name for waiting, _ in self._waiting.values() for name in _names(waiting)}
+            self._given = {name: size for name, size in self._given.items() if name in kept}
+        for name in _names(party):
+            self._given[name] = self._given.get(name, 0) + size
+        return ticket
+
+    def _received(self, party: Party) -> int:
+        return sum(self._given.get(name, 0) for name in _names(party))
+
+
+def _names(party: Party) -> tuple[str, str]:
+    """The names of its tenant and of its address; no tenant's name has a space."""
+    return _tenant(party), f"at {party.address}"

@@ -98,7 +98,8 @@ class EngineText(Collector):
         caller = self._caller
         asked = ExternalRequest(form, body)
         infos = self._models.of(asked.model)
-        prompt = await self.reader.read_prompt(asked, infos)
+        party = party_of(http, tenant)
+        prompt = await self.reader.read_prompt(asked, infos, party)
         longest = infos[0].max_len
         default = _COMPLETION_TOKENS if form == "completion" else longest
         request = Request(
@@ -111,7 +112,7 @@ class EngineText(Collector):
             arrived_us=seconds_to_us(http.arrived_s),
             whole=asked.whole,
             tenant=tenant,
-            address=party_of(http, tenant).address,
+            address=party.address,
         )
         calls = EngineCalls(asked, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)

@@ -133,6 +133,7 @@ class Front:
             self._limiter.enter(party)
             try:
                 http.cancel_on_disconnect()
+                await self._limiter.decoding_turn(party, len(body))
                 exchange = await self._backend.exchange(
                     http, body, form, tenant, self._limiter, leave
                 )

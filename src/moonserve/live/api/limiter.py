@@ -27,10 +27,14 @@ from moonserve.live.http.message import (
     json_response,
 )
 from moonserve.live.http.server import Handler
+from moonserve.live.turns import Turns
 
 SHUTTING_DOWN = "this gateway is shutting down"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
+_SMALL_BODY_BYTES: Bytes = 64 << 10
+_DECODED_BYTES_PER_S: Bytes = 32 << 20
+"""Of large bodies; to decode them takes a sixth of that time or less."""
 _DIGITS = 19
 """A content-length of so many digits is over every limit."""
 
@@ -84,6 +88,7 @@ class Limiter:
         self._bodies = Shares()
         """Bodies on their way."""
         self._bodies_bytes = Shares()
+        self._decoding = Turns()
         self._left = asyncio.Event()
 
     def readiness(self, alive: Sequence[str], hindrance: str, lack: str) -> Response:
@@ -185,6 +190,18 @@ class Limiter:
         finally:
             self._bodies.give(party)
             self._bodies_bytes.give(party, size)
+
+    async def decoding_turn(self, party: Party, size: Bytes) -> None:
+        """Return when a body of this size may be decoded, which stops all streams meanwhile.
+
+        Small bodies need no turn. After a large one the streams have the loop for themselves for a
+        while, and then another client's body is next.
+        """
+        if size <= _SMALL_BODY_BYTES:
+            return
+        await self._decoding.begin(party, size)
+        loop = asyncio.get_running_loop()
+        loop.call_later(size / _DECODED_BYTES_PER_S, self._decoding.end)
 
     def named(self, http: HttpRequest, taken: bool) -> RequestId:
         """The id of a request. taken: another request under way has the id that the client sent.

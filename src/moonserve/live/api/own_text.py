@@ -95,7 +95,8 @@ class OwnText:
     def _parse(self, form: Form, body: bytes) -> _Fields:
         if form == "chat":
             return openai.parse_chat(body, self.limits.max_messages)
-        return openai.parse_completion(body)
+        longest = max((card.max_len for card in self._serving.models()), default=0)
+        return openai.parse_completion(body, longest)
 
     async def _request(
         self, http: HttpRequest, fields: _Fields, tenant: str, limiter: Limiter
@@ -104,7 +105,9 @@ class OwnText:
         slo = headers.slo(http.headers)
         priority = headers.priority(http.headers)
         card = self.card(fields.model)
-        prompt = await self._prompts.tokens(fields, self._tools(card.name), card.max_len)
+        party = party_of(http, tenant)
+        tools = self._tools(card.name)
+        prompt = await self._prompts.tokens(fields, tools, card.max_len, party)
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
         return Request(
             id=limiter.named(http, http.id in self._live),
@@ -118,5 +121,5 @@ class OwnText:
             arrived_us=seconds_to_us(http.arrived_s),
             cache_salt=fields.cache_salt or "",
             tenant=tenant,
-            address=party_of(http, tenant).address,
+            address=party.address,
         )

@@ -33,6 +33,7 @@ from moonserve.core.schedule.facts import (
     InstanceInfo,
     PrefillEnded,
 )
+from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens, lease_of
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
@@ -135,7 +136,8 @@ class PlacementRequests:
         tokens = ask.token_ids
         if tokens is None:
             fields = CompletionRequest(model=ask.model, prompt=ask.prompt or "")
-            tokens = await self._prompts.tokens(fields, self._text(ask.model), max_len)
+            tools = self._text(ask.model)
+            tokens = await self._prompts.tokens(fields, tools, max_len, Party(ask.tenant))
         if not 1 <= len(tokens) <= max_len:
             what = (
                 f"{len(tokens)} tokens are given; there must be 1 to {max_len}, the model's context"

@@ -11,9 +11,10 @@ counted.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -21,6 +22,7 @@ from moonserve.core.errors import BadRequest, MoonserveError
 from moonserve.core.kv.inferred import Ratio, text_keys
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, Bytes, Tokens
 from moonserve.live.drive.engines import Engines
 from moonserve.live.http.client import HttpClient
@@ -36,6 +38,11 @@ by an engine; text: not tokenized, keys over the text; unread: no prefix is know
 _TOKENIZE_S = 2.0
 _MAX_MESSAGES = 4_096
 _MAX_KEYS = 65_536
+_MAX_ITEMS = 32_768
+"""JSON with more marks of structure is not brought into a normal form: that takes too long."""
+_LONG_BYTES: Bytes = 64 << 10
+_LOOK = 64
+"""So many bytes of a list show what it begins with."""
 
 
 class PromptInfo(msgspec.Struct, frozen=True):
@@ -63,15 +70,20 @@ class PromptReader:
         """How many prompts were read in which way."""
 
     async def read_prompt(
-        self, asked: ExternalRequest, infos: Sequence[InstanceInfo]
+        self, asked: ExternalRequest, infos: Sequence[InstanceInfo], party: Party
     ) -> PromptInfo:
-        """Read this prompt; infos: instances of its model. Raises BadRequest."""
-        model, namespace = asked.model, infos[0].namespace
+        """Read this prompt; infos: instances of its model; party: whose it is.
+
+        Raises BadRequest, Overloaded.
+        """
+        model = asked.model
         exact = self._engines.follows_events(model)
-        found = self._given(asked, namespace)
+        found = self._given(asked, infos)
         if found is None and exact:
-            found = await self._tokens(asked, infos)
+            found = await self._tokens(asked, infos, party)
         if found is None:
+            if len(asked.raw) > _LONG_BYTES:
+                await asyncio.sleep(0)  # each step takes milliseconds: let streams go on between
             found = self._text(asked, infos, keyed=not exact)
         self.read[found.how] += 1
         return found
@@ -81,32 +93,33 @@ class PromptReader:
         if prompt and info.text_bytes:
             self._ratios[model].learn(info.text_bytes, prompt)
 
-    def _given(self, asked: ExternalRequest, namespace: Namespace) -> PromptInfo | None:
+    def _given(self, asked: ExternalRequest, infos: Sequence[InstanceInfo]) -> PromptInfo | None:
         """Read token ids that the client sent. Sets on `asked` how many prompts there are."""
+        namespace = infos[0].namespace
         raw = asked.prompt
         if asked.form == "chat" or raw[:1] == b'"':
             return None
-        prompts = decode_json(asked.prompt, list[Any])
-        if prompts and isinstance(prompts[0], int):
-            prompts = [prompts]
-        asked.prompts = len(prompts)
-        if len(prompts) != 1 or not isinstance(prompts[0], list):
+        if raw.count(b",") > max(info.max_len for info in infos) and _begins_with_ids(raw):
+            return None  # too long for every engine, which will refuse it
+        ids = _only_ids(raw)
+        if ids is None:
+            asked.prompts = _count_prompts(raw)
             return None
         try:
-            keys = chain_keys(self._root(asked, namespace), prompts[0], namespace.block_size)
+            keys = chain_keys(self._root(asked, namespace), ids, namespace.block_size)
         except (TypeError, OverflowError):
             return None  # the engine reports what is wrong with it
-        return PromptInfo(max(1, len(prompts[0])), tuple(keys), "ids")
+        return PromptInfo(max(1, len(ids)), tuple(keys), "ids")
 
     async def _tokens(
-        self, asked: ExternalRequest, infos: Sequence[InstanceInfo]
+        self, asked: ExternalRequest, infos: Sequence[InstanceInfo], party: Party
     ) -> PromptInfo | None:
         """Read the prompt by its tokens, made here or by an engine. None: neither is possible."""
         how: How = "tokens"
         tools, namespace = self._engines.text(asked.model), infos[0].namespace
         ids = None
         if tools is not None and asked.prompts == 1 and not asked.tools:
-            ids = await self._own(asked, tools, infos[0].max_len)
+            ids = await self._own(asked, tools, infos[0].max_len, party)
         if ids is None and asked.prompts == 1:
             ids = await self._theirs(asked, infos[self._turn % len(infos)])
             how = "engine"
@@ -116,7 +129,7 @@ class PromptReader:
         return PromptInfo(len(ids), tuple(keys), how)
 
     async def _own(
-        self, asked: ExternalRequest, tools: TextTools, max_len: Tokens
+        self, asked: ExternalRequest, tools: TextTools, max_len: Tokens, party: Party
     ) -> list[int] | None:
         """The ids as this gateway's template and tokenizer make them. None: they cannot."""
         try:
@@ -124,9 +137,9 @@ class PromptReader:
                 fields = openai.parse_chat(
                     b'{"model":"","messages":%b}' % asked.messages, _MAX_MESSAGES
                 )
-                return await self._prompts.tokens(fields, tools, max_len)
-            prompt = openai.parse_completion(b'{"model":"","prompt":%b}' % asked.prompt)
-            return await self._prompts.tokens(prompt, tools, max_len)
+                return await self._prompts.tokens(fields, tools, max_len, party)
+            prompt = openai.parse_completion(b'{"model":"","prompt":%b}' % asked.prompt, max_len)
+            return await self._prompts.tokens(prompt, tools, max_len, party)
         except BadRequest as error:
             if error.code == "context_length_exceeded":
                 raise
@@ -178,6 +191,31 @@ class PromptReader:
         return known[1]
 
 
+def _only_ids(raw: bytes) -> list[int] | None:
+    """The token ids, if the prompt is one list of them. Anything else ends the decoding at once."""
+    try:
+        return msgspec.json.decode(raw, type=list[int])
+    except UNREADABLE:
+        pass
+    try:
+        return msgspec.json.decode(raw, type=tuple[list[int]])[0]
+    except UNREADABLE:
+        return None
+
+
+def _begins_with_ids(raw: bytes) -> bool:
+    return raw[1:_LOOK].lstrip(b" \t\r\n[")[:1] != b'"'
+
+
+def _count_prompts(raw: bytes) -> int:
+    """How many prompts a list has: one, or 2 for several. A second one ends the decoding."""
+    try:
+        msgspec.json.decode(raw, type=tuple[msgspec.Raw])
+    except UNREADABLE:
+        return 2
+    return 1
+
+
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
@@ -185,11 +223,16 @@ class _Tokenized(msgspec.Struct):
 def _canonical(asked: ExternalRequest) -> bytes:
     """The prompt's text in a normal form: equal prompts give equal bytes, and a longer conversation
     begins with the bytes of a shorter one. So tools come first, as in templates, then the messages
-    without the end of the list."""
+    without the end of the list. JSON of very many items stays as it is."""
     if asked.form == "completion":
-        prompt = decode_json(asked.prompt, object)
-        return prompt.encode("utf-8", "replace") if isinstance(prompt, str) else asked.prompt
-    text = msgspec.json.encode(decode_json(asked.messages, object)).removesuffix(b"]")
-    if tools := asked.tools:
-        return msgspec.json.encode(decode_json(tools, object)) + text
-    return text
+        if asked.prompt[:1] != b'"':
+            return asked.prompt
+        return decode_json(asked.prompt, str).encode("utf-8", "replace")
+    text = _normal(asked.messages).removesuffix(b"]")
+    return _normal(asked.tools) + text if asked.tools else text
+
+
+def _normal(raw: bytes) -> bytes:
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_ITEMS:
+        return raw
+    return msgspec.json.encode(decode_json(raw, object))

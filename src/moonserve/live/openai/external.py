@@ -7,7 +7,7 @@ each other: a client could use them to reach another client's KV.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -24,6 +24,7 @@ _RESERVED = (
     "disagg_prefill_dp_rank",
 )
 _UNTOUCHED = msgspec.Raw(b"")
+_MAX_QUOTES = 64 << 10
 _NO_TOOLS = (b"null", b"[]")
 _PROMPTS: Mapping[Form, tuple[str, tuple[bytes, ...], str]] = {
     "chat": ("messages", (b"[",), "a list of messages"),
@@ -48,7 +49,7 @@ class _Body(msgspec.Struct):
     echo: bool | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
-    vllm_xargs: dict[str, msgspec.Raw] | None = None
+    vllm_xargs: msgspec.Raw = _UNTOUCHED
     """vLLM copies it into kv_transfer_params, so it must not contain any of the reserved fields."""
     kv_transfer_params: msgspec.Raw = _UNTOUCHED
     bootstrap_host: msgspec.Raw = _UNTOUCHED
@@ -57,11 +58,17 @@ class _Body(msgspec.Struct):
     disagg_prefill_dp_rank: msgspec.Raw = _UNTOUCHED
 
 
+class _Xargs(msgspec.Struct):
+    vllm_xargs: dict[str, msgspec.Raw] | None = None
+
+
 class ExternalRequest:
     """One client's request. Raises BadRequest for what the gateway can see without an engine."""
 
     def __init__(self, form: Form, raw: bytes) -> None:
         body = decode_json(raw, _Body)
+        _refuse_many_fields(raw, body)
+        xargs = _xargs(bytes(body.vllm_xargs))
         self.form = form
         self.raw = raw
         self.model = body.model
@@ -73,7 +80,7 @@ class ExternalRequest:
         for name in _RESERVED:
             if getattr(body, name) is not _UNTOUCHED:
                 raise BadRequest(f"{name}: only the gateway sets it; leave it out", name)
-            if name in (body.vllm_xargs or ()):
+            if name in xargs:
                 raise BadRequest(
                     f"vllm_xargs: only the gateway sets {name}; leave it out", "vllm_xargs"
                 )
@@ -121,3 +128,24 @@ class ExternalRequest:
 
     def _fields(self) -> dict[str, msgspec.Raw]:
         return decode_json(self.raw, dict[str, msgspec.Raw])
+
+
+def _refuse_many_fields(raw: bytes, body: _Body) -> None:
+    """Raise BadRequest if the fields beside the prompt would take long to take apart.
+
+    Quotation marks are counted, since each field has two: it is quick, and never too few.
+    """
+    if len(raw) <= _MAX_QUOTES:
+        return
+    prompt = sum(bytes(part).count(b'"') for part in (body.messages, body.prompt, body.tools))
+    if raw.count(b'"') - prompt > _MAX_QUOTES:
+        raise BadRequest(
+            f"request body: has more than {_MAX_QUOTES} quotation marks beside messages, prompt and"
+            " tools; send fewer fields"
+        )
+
+
+def _xargs(raw: bytes) -> Collection[str]:
+    """The names in vllm_xargs. Raises BadRequest."""
+    given = decode_json(b'{"vllm_xargs":%b}' % (raw or b"null"), _Xargs)
+    return given.vllm_xargs or ()

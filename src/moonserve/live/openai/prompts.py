@@ -1,7 +1,8 @@
 """From a request's prompt to token ids, within bounds of time and memory.
 
 The gateway's API and `live/drive` call it. A prompt that cannot fit the context is refused before
-any work is spent on it. Long prompts are tokenized one at a time, on a thread of their own.
+any work is spent on it. Long prompts are tokenized one at a time, on a thread of their own; clients
+take turns there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from functools import partial
 from typing import TypeAlias
 
 from moonserve.core.errors import BadRequest, Overloaded
+from moonserve.core.shares import Party, Shares
 from moonserve.core.units import Bytes, Tokens
 from moonserve.live.openai import request as openai
 from moonserve.live.text.tools import TextTools
+from moonserve.live.turns import Turns
 
 _COMPLETION_DEFAULT_TOKENS = 16
 _Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
@@ -25,16 +28,21 @@ class Prompts:
     """Tokenizes prompts; texts over `offload_bytes` on a thread that does nothing else.
 
     It is one thread, so that many long prompts leave the other cores to the streams. At most
-    `max_waiting_bytes` of text wait for it (or one text of any size).
+    `max_waiting_bytes` of text wait for it (or one text of any size), and a part of that more of
+    clients below their equal share: see core.shares.
     """
 
     def __init__(self, offload_bytes: Bytes, max_waiting_bytes: Bytes) -> None:
         self._offload_bytes = offload_bytes
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting_bytes = 0
+        self._waiting = Shares()
+        """Bytes of text."""
+        self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
-    async def tokens(self, fields: _Fields, tools: TextTools, max_len: Tokens) -> list[int]:
+    async def tokens(
+        self, fields: _Fields, tools: TextTools, max_len: Tokens, party: Party
+    ) -> list[int]:
         """The prompt's ids. Raises BadRequest, and Overloaded where too much text waits."""
         work: Callable[[], list[int]]
         if isinstance(fields, openai.ChatRequest):
@@ -49,21 +57,28 @@ class Prompts:
             size = _size(prompt)
             _refuse_hopeless("prompt", size, tools, max_len)
             work = partial(tools.encode, prompt, add_bos=True)
-        return work() if size <= self._offload_bytes else await self._offload(size, work)
+        return work() if size <= self._offload_bytes else await self._offload(size, work, party)
 
-    async def _offload(self, size: Bytes, work: Callable[[], list[int]]) -> list[int]:
-        if self._waiting_bytes and self._waiting_bytes + size > self._max_waiting_bytes:
+    async def _offload(self, size: Bytes, work: Callable[[], list[int]], party: Party) -> list[int]:
+        used = self._waiting.used
+        if used and used + size > self._waiting.limit(self._max_waiting_bytes, party):
             raise Overloaded(
-                f"{self._waiting_bytes} bytes of long prompts wait to be tokenized",
-                "tokenizer_queue",
-                1.0,
+                f"{used} bytes of long prompts wait to be tokenized", "tokenizer_queue", 1.0
             )
-        self._waiting_bytes += size
+        self._waiting.take(party, size)
         try:
             # If the client disconnects, its work leaves the queue.
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            await self._turns.begin(party, size)
+            return await self._in_thread(work)
         finally:
-            self._waiting_bytes -= size
+            self._waiting.give(party, size)
+
+    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
+        """Work that has its turn, which lasts until the thread is free, also if nobody waits."""
+        loop = asyncio.get_running_loop()
+        job = self._thread.submit(work)
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.end))
+        return await asyncio.wrap_future(job)
 
 
 def _chat_tokens(messages: list[dict[str, str]], tools: TextTools, max_len: Tokens) -> list[int]:

@@ -4,8 +4,12 @@ The gateway's API, the worker's wire and whatever tokenizes prompts call it. Eve
 BadRequest whose `param` is the field's path as OpenAI writes it ("messages[1].role"). Nothing here
 knows tokens: the length of a prompt is checked where it has been tokenized.
 
+A body is decoded once, on the event loop that all streams share. So nothing is decoded that may be
+long and that no check has bounded: such a field stays raw JSON until its length or its number of
+items is known.
+
 There are three kinds of fields. The structs below have the fields that are understood. A field of
-`_UNSUPPORTED` is refused unless it asks for nothing, because to ignore it would change the answer.
+`_Unserved` is refused unless it asks for nothing, because to ignore it would change the answer.
 All other fields are ignored because they change nothing here: user, store, metadata,
 parallel_tool_calls, service_tier, safety_identifier, prompt_cache_key, reasoning_effort, verbosity,
 and every unknown field.
@@ -13,6 +17,7 @@ and every unknown field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -32,6 +37,18 @@ _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1_024
 _MAX_STOP_IDS = 256
 _MAX_SALT_CHARS = 1_024
+_ITEMS_PER_MESSAGE = 4
+"""So many messages and parts may a conversation have on average."""
+_STOP_BYTES = 256 << 10
+"""More JSON than the longest allowed `stop` has, also where every character is escaped."""
+_STOP_IDS_BYTES = 8 << 10
+_NOTHING_BYTES = 256
+"""More JSON than any value has that asks for nothing."""
+_OPENED = 2
+"""Brackets of a list with one list of token ids."""
+_UNTOUCHED = msgspec.Raw(b"")
+_FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
+_NO_CALLS: tuple[object, ...] = ([], {}, "", False, 0)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -74,38 +91,68 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ContentPart(msgspec.Struct):
+class _ItemsLeft:
+    """How many messages and parts the body that is decoded now may still have.
+
+    msgspec gives a struct no context. One count is enough: to decode a body never waits.
+    """
+
+    count = 0
+
+    @classmethod
+    def take(cls) -> None:
+        """Count one. Raises BadRequest, which ends the decoding at once."""
+        cls.count -= 1
+        if cls.count < 0:
+            raise BadRequest(
+                "messages: too many messages and parts; send fewer, with more text in each",
+                "messages",
+            )
+
+
+class ContentPart(msgspec.Struct, gc=False):
     """One part of a message; only text parts are served."""
 
     type: str
     text: str | None = None
 
+    def __post_init__(self) -> None:
+        _ItemsLeft.take()
 
-class Message(msgspec.Struct):
+
+class Message(msgspec.Struct, gc=False):
     """One message of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
+    tool_calls: msgspec.Raw = _UNTOUCHED
+    function_call: msgspec.Raw = _UNTOUCHED
+
+    def __post_init__(self) -> None:
+        _ItemsLeft.take()
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """The fields that all generations have besides their model and prompt."""
+class _Common(msgspec.Struct, kw_only=True):
+    """The fields that every generation has, and that are short by their type."""
 
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
+
+
+class GenerationRequest(_Common, kw_only=True):
+    """The fields that all generations have besides their model and prompt."""
+
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -123,10 +170,77 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
 
 
+class _Unserved(_Common, kw_only=True):
+    """A body before its checks: the fields that our workers do not serve, and those that may be
+    long."""
+
+    n: msgspec.Raw = _UNTOUCHED
+    best_of: msgspec.Raw = _UNTOUCHED
+    echo: msgspec.Raw = _UNTOUCHED
+    suffix: msgspec.Raw = _UNTOUCHED
+    logprobs: msgspec.Raw = _UNTOUCHED
+    top_logprobs: msgspec.Raw = _UNTOUCHED
+    logit_bias: msgspec.Raw = _UNTOUCHED
+    presence_penalty: msgspec.Raw = _UNTOUCHED
+    frequency_penalty: msgspec.Raw = _UNTOUCHED
+    repetition_penalty: msgspec.Raw = _UNTOUCHED
+    min_p: msgspec.Raw = _UNTOUCHED
+    min_tokens: msgspec.Raw = _UNTOUCHED
+    tools: msgspec.Raw = _UNTOUCHED
+    tool_choice: msgspec.Raw = _UNTOUCHED
+    functions: msgspec.Raw = _UNTOUCHED
+    function_call: msgspec.Raw = _UNTOUCHED
+    response_format: msgspec.Raw = _UNTOUCHED
+    guided_json: msgspec.Raw = _UNTOUCHED
+    guided_regex: msgspec.Raw = _UNTOUCHED
+    structured_outputs: msgspec.Raw = _UNTOUCHED
+    modalities: msgspec.Raw = _UNTOUCHED
+    audio: msgspec.Raw = _UNTOUCHED
+    prediction: msgspec.Raw = _UNTOUCHED
+    web_search_options: msgspec.Raw = _UNTOUCHED
+    chat_template: msgspec.Raw = _UNTOUCHED
+    chat_template_kwargs: msgspec.Raw = _UNTOUCHED
+    continue_final_message: msgspec.Raw = _UNTOUCHED
+    add_generation_prompt: msgspec.Raw = _UNTOUCHED
+    prompt_embeds: msgspec.Raw = _UNTOUCHED
+    stop: msgspec.Raw = _UNTOUCHED
+    stop_token_ids: msgspec.Raw = _UNTOUCHED
+
+
+class _ChatBody(_Unserved, kw_only=True):
+    model: str
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+class _CompletionBody(_Unserved, kw_only=True):
+    model: str
+    prompt: msgspec.Raw
+
+
+class _Stops(msgspec.Struct):
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+
+
+class _Prompt(msgspec.Struct):
+    prompt: str | list[str | int | list[int]]
+
+
 def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
     """The request with every field checked. Raises BadRequest."""
-    request = decode_json(body, ChatRequest)
-    _refuse_unsupported(body)
+    _ItemsLeft.count = _ITEMS_PER_MESSAGE * max_messages
+    sent = decode_json(body, _ChatBody)
+    _refuse_unsupported(sent)
+    stops = _stops(sent)
+    request = ChatRequest(
+        model=sent.model,
+        messages=sent.messages,
+        max_completion_tokens=sent.max_completion_tokens,
+        stop=stops.stop,
+        stop_token_ids=stops.stop_token_ids,
+        **_common(sent),
+    )
     _check(request)
     _at_least_one("max_completion_tokens", request.max_completion_tokens)
     if not request.messages:
@@ -140,10 +254,21 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
     return request
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    """The request with every field checked but the range of token ids. Raises BadRequest."""
-    request = decode_json(body, CompletionRequest)
-    _refuse_unsupported(body)
+def parse_completion(body: bytes, max_ids: Tokens) -> CompletionRequest:
+    """The request with every field checked but the range of token ids.
+
+    max_ids: the longest context of any model. Raises BadRequest.
+    """
+    sent = decode_json(body, _CompletionBody)
+    _refuse_unsupported(sent)
+    stops = _stops(sent)
+    request = CompletionRequest(
+        model=sent.model,
+        prompt=_prompt(bytes(sent.prompt), max_ids),
+        stop=stops.stop,
+        stop_token_ids=stops.stop_token_ids,
+        **_common(sent),
+    )
     _check(request)
     return request
 
@@ -188,7 +313,7 @@ def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) 
     path = "prompt"
     if not isinstance(first, int):
         if len(prompt) > 1:
-            raise BadRequest("prompt: one prompt per request is supported", "prompt")
+            raise _one_prompt()
         if isinstance(first, str):
             return first
         prompt = [*first]
@@ -233,18 +358,62 @@ def wants_usage(request: GenerationRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
-def _refuse_unsupported(body: bytes) -> None:
-    for name, raw in decode_json(body, dict[str, msgspec.Raw]).items():
-        if (harmless := _UNSUPPORTED.get(name)) is None:
+def _common(sent: _Common) -> dict[str, Any]:
+    return {name: getattr(sent, name) for name in _Common.__struct_fields__}
+
+
+def _refuse_unsupported(sent: _Unserved) -> None:
+    for name, harmless in _UNSUPPORTED.items():
+        raw = getattr(sent, name)
+        if raw is _UNTOUCHED or _is_any_of(bytes(raw), harmless):
             continue
-        value = decode_json(raw, object)
-        # True == 1 in Python, not in JSON.
-        if value is not None and not any(
-            value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
-        ):
-            only = " or ".join(msgspec.json.encode(h).decode() for h in harmless)
-            what = f"only {only} is supported here" if only else "not supported here; leave it out"
-            raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
+        only = " or ".join(msgspec.json.encode(h).decode() for h in harmless)
+        what = f"only {only} is supported here" if only else "not supported here; leave it out"
+        raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
+
+
+def _is_any_of(raw: bytes, values: tuple[object, ...]) -> bool:
+    """Whether this JSON is null or one of the values."""
+    if len(raw) > _NOTHING_BYTES:
+        return False
+    value = decode_json(raw, object)
+    # True == 1 in Python, not in JSON.
+    return value is None or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
+    )
+
+
+def _stops(sent: _Unserved) -> _Stops:
+    """What ends a generation, decoded now that its length is known. Raises BadRequest."""
+    fields = []
+    for name, most in (("stop", _STOP_BYTES), ("stop_token_ids", _STOP_IDS_BYTES)):
+        raw = bytes(getattr(sent, name))
+        if len(raw) > most:
+            raise BadRequest(f"{name}: must have at most {most} bytes of JSON", name)
+        if raw:
+            fields.append(b'"%b":%b' % (name.encode(), raw))
+    return decode_json(b"{%b}" % b",".join(fields), _Stops) if fields else _Stops()
+
+
+def _prompt(raw: bytes, max_ids: Tokens) -> str | list[str | int | list[int]]:
+    """The prompt of a completion. Raises BadRequest, before it decodes more than `max_ids` ids."""
+    first = _FIRST_ITEM.match(raw)
+    if first is not None and first[1] == b'"':
+        try:
+            return [*msgspec.json.decode(raw, type=tuple[str])]  # a second text ends it at once
+        except msgspec.ValidationError:
+            raise _one_prompt() from None
+    if first is not None:
+        if raw.count(b"[") > _OPENED:
+            raise _one_prompt()
+        commas = raw.count(b",")
+        if commas >= max_ids:
+            raise context_exceeded("prompt", f"{commas + 1} tokens", max_ids)
+    return decode_json(b'{"prompt":%b}' % raw, _Prompt).prompt
+
+
+def _one_prompt() -> BadRequest:
+    return BadRequest("prompt: one prompt per request is supported", "prompt")
 
 
 def _check(request: GenerationRequest) -> None:
@@ -282,10 +451,10 @@ def _check_stops(request: GenerationRequest) -> None:
 def _check_message(message: Message, path: str) -> None:
     if message.role not in _ROLES:
         raise BadRequest(
-            f"{path}.role: {message.role!r} is not one of {', '.join(_ROLES)}", f"{path}.role"
+            f"{path}.role: {message.role[:40]!r} is not one of {', '.join(_ROLES)}", f"{path}.role"
         )
     for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
+        if not _is_any_of(bytes(getattr(message, name)) or b"null", _NO_CALLS):
             raise BadRequest(
                 f"{path}.{name}: not supported here", f"{path}.{name}", "unsupported_parameter"
             )
