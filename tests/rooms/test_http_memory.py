@@ -137,8 +137,9 @@ def test_a_connection_that_its_client_leaves_is_no_cycle(sent: bytes, resets: bo
                     writer.transport.abort()
                 writer.close()
                 del writer
+            while server._connections.open or server._connections.tasks:
+                await asyncio.sleep(0.01)
             assert await cycles() == []
-            assert not server._connections.tasks
 
     asyncio.run(main())
 
@@ -166,6 +167,26 @@ def test_a_body_is_free_when_its_handler_has_used_it() -> None:
             assert held == [0]
             writer.close()
             await server.stop(0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_cuts_its_call_is_gone_at_once(streams: bool) -> None:
+    """Our client resets the connection of a call that it gives up, so that its peer stops work."""
+
+    async def main() -> None:
+        async with served() as (_, server, url):
+            client = HttpClient()
+            path = url + ("/stream" if streams else "/long")
+            with suppress(DeadlineExceeded):
+                async with client.stream(
+                    "POST", path, body=b"hi", timeout_s=0.1, idle_timeout_s=5
+                ) as reply:
+                    await anext(reply)
+            await asyncio.sleep(0.02)
+            assert not server._connections.tasks
+            await client.close()
 
     asyncio.run(main())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import lru_cache, partial
@@ -32,6 +33,8 @@ _SHORT = 128
 _HIGH_BYTES = 256 << 10
 _LOW_BYTES = 64 << 10
 _MAX_HEAD_BYTES = 64 << 10
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER with no time: closing the socket resets the connection."""
 
 
 class UpstreamError(MoonserveError):
@@ -216,8 +219,15 @@ class Connection(asyncio.Protocol):
         self._cut(partial(DeadlineExceeded, f"{self._peer}: {why}"))
 
     def abort(self) -> None:
-        """Close at once and drop unsent bytes."""
+        """Close at once and drop unsent bytes.
+
+        Amid a reply the peer gets a reset. An ordinary end could be that of a client that sends no
+        more and still reads, so that the peer would work on.
+        """
         if self._transport is not None:
+            sock = self._transport.get_extra_info("socket")
+            if self._busy and sock is not None and not self._transport.is_closing():
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._transport.abort()
         closed = f"{self._peer}: this client closed the connection"
         self._fail(partial(UpstreamError, closed, sent=True))

@@ -186,7 +186,7 @@ class HttpRequest:
     `headers` has lower-case names; repeated headers are joined by commas (RFC 9110, 5.3). `id` is
     the client's x-request-id if that is valid (1 to 128 letters, digits and ._:@-), otherwise a new
     one; a handler may replace it, and the server sends it with the reply. The connection calls
-    `feed`, `complete` and `lost`.
+    `feed`, `complete`, `spoil` and `lost`.
     """
 
     def __init__(
@@ -225,6 +225,8 @@ class HttpRequest:
         self._complete = False
         self._taken = False
         """Whether a handler has read the body."""
+        self._wrong = ""
+        """Why the body cannot be read; empty: it can."""
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
         self._watched: asyncio.Task[Any] | None = None
@@ -262,9 +264,15 @@ class HttpRequest:
             raise BodyTooLarge(f"body is over the limit of {limit} bytes")
         if self.gone:
             raise asyncio.CancelledError
+        self.check()
         chunks = self._chunks
         self._chunks = []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def check(self) -> None:
+        """Raise BadRequest if what has come of the body is not HTTP."""
+        if self._wrong:
+            raise BadRequest(f"the request body is not valid HTTP: {self._wrong}")
 
     async def disconnected(self) -> None:
         """Return when the client has disconnected. One waiter per request.
@@ -342,6 +350,13 @@ class HttpRequest:
             self._paused = False
             self._source.resume()
         self._wake()
+
+    def spoil(self, why: str) -> None:
+        """The rest of the body cannot be read, nor what comes after it."""
+        self._wrong = why
+        self._chunks.clear()
+        self.keep_alive = False
+        self.complete()
 
     def lost(self) -> None:
         """The client has disconnected; what came of its body is dropped."""

@@ -54,13 +54,39 @@ KEEP_ALIVE_S = 75
 """How long a connection may be idle, or take to send a request's head. It is longer than the
 client's pool keeps a connection."""
 _MAX_HEAD_BYTES = 64 << 10
+_MAX_LENGTH_DIGITS = 19
+_MAX_BEHIND = 256
+"""The most pipelined requests of one connection that wait for a reply. One read has more bytes than
+so many heads need, and each request takes some kilobytes."""
+_FIRST_PROBE_S = 0.05
+_PROBE_FACTOR = 3
+_BODILESS = (204, 304)
+"""Replies that have no body, and no length (RFC 9110, 8.6)."""
 _STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NOT_HTTP = b"Invalid HTTP request received."
 _BAD = (
     _STATUS[400] + b"content-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
 )
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED_CHUNKED = b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class _Wrong(Exception):
+    """A request's head is not acceptable; `why` is the body of the 400."""
+
+    def __init__(self, why: bytes) -> None:
+        self.why = why
+
+
+def _check_head(version: str, headers: Mapping[str, str]) -> None:
+    """Raise _Wrong if the head breaks a rule of RFC 9112 that the parser does not check."""
+    if version not in ("1.0", "1.1"):
+        raise _Wrong(b"Only HTTP/1.0 and HTTP/1.1 are served here.")
+    if (version == "1.1" and "host" not in headers) or "," in headers.get("host", ""):
+        raise _Wrong(b"A request of HTTP/1.1 must have one Host header.")
+    if len(headers.get("content-length", "")) > _MAX_LENGTH_DIGITS:
+        raise _Wrong(b"Content-Length has too many digits.")
 
 
 def address_of(peer: object) -> str:
@@ -110,6 +136,16 @@ class Accepted(asyncio.Protocol):
         """The loop's time since which no request is being answered."""
         self._closing = False
         """Whether the reply under way is the last."""
+        self._refused = False
+        """Whether the client has sent what is not HTTP; all that it sends later is dropped."""
+        self._wrong: bytes | None = None
+        """Why what came after the requests is not HTTP; it is sent after their replies."""
+        self._half_closed = False
+        """Whether the client sends no more, but may still read."""
+        self._probe_s = _FIRST_PROBE_S
+        """The time until the next interim reply to a client that is half-closed."""
+        self._begun = False
+        """Whether the reply under way has begun."""
         self._chunked = False
         self._switched = False
         self._client_reads: asyncio.Future[None] | None = None
@@ -130,8 +166,13 @@ class Accepted(asyncio.Protocol):
         head: the reply's headers, each with its line end. length: of the whole body; None: it is
         unknown, and `write` frames its pieces.
         """
+        self._begun = True
         self._closing = self._closing or not request.keep_alive or request.unread()
-        if length is not None:
+        if self._half_closed and not self._behind:
+            self._closing = True
+        if status in _BODILESS:
+            end = b"connection: close\r\n\r\n" if self._closing else b"\r\n"
+        elif length is not None:
             end = b"connection: close\r\n\r\n" if self._closing else b"\r\n"
             end = b"content-length: %d\r\n%b" % (length, end)
         elif request.http_1_0:
@@ -157,10 +198,18 @@ class Accepted(asyncio.Protocol):
         return self._client_reads is not None
 
     async def drained(self, timeout_s: float) -> None:
-        """Return when the client has read enough. Raises TimeoutError if it does not."""
-        if self._client_reads is not None:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.shield(self._client_reads)
+        """Return when the client has read enough.
+
+        Raises TimeoutError if the client reads nothing for that time.
+        """
+        while self._client_reads is not None:
+            unsent = self.transport.get_write_buffer_size()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.shield(self._client_reads)
+            except TimeoutError:
+                if self.transport.get_write_buffer_size() >= unsent:
+                    raise
 
     def end(self) -> None:
         """End the reply: it is complete."""
@@ -222,6 +271,8 @@ class Accepted(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; the callbacks below collect what was parsed."""
+        if self._refused:
+            return
         self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -230,11 +281,28 @@ class Accepted(asyncio.Protocol):
             if self._passed_over:
                 self._read_on(data[upgrade.args[0] :])
             return
-        except (httptools.HttpParserError, UnicodeDecodeError):
-            self._refuse(b"Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._refuse(cause.why if isinstance(cause, _Wrong) else _NOT_HTTP)
             return
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._refuse(b"Request head too large.")
+
+    def eof_received(self) -> bool:
+        """The client sends no more. True: it may still read, and gets the replies to its requests.
+
+        A client that has left looks the same, until something is sent to it: see `_look`. If the
+        reply has begun, the client has left. TLS has no half-closed connections.
+        """
+        if self._request is None or self._parsed is not None or self._begun:
+            return False
+        if self.transport.get_extra_info("sslcontext") is not None:
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self._timer.cancel()
+            self._timer = self._loop.call_later(self._probe_s, self._look)
+        return True
 
     def pause_writing(self) -> None:
         """The client does not read fast enough."""
@@ -274,7 +342,7 @@ class Accepted(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header. Repeated headers are joined by commas (RFC 9110, 5.3)."""
+        """One header or trailer. Repeated headers are joined by commas (RFC 9110, 5.3)."""
         key = name.decode("latin-1").lower()
         text = value.decode("latin-1")
         headers = self._headers
@@ -289,13 +357,18 @@ class Accepted(asyncio.Protocol):
         parser = self._parser
         url = self._url
         headers = self._headers
+        self._headers = {}  # trailers come into it, and are dropped
+        version = parser.get_http_version()
+        _check_head(version, headers)
+        if len(self._behind) == _MAX_BEHIND:
+            raise _Wrong(b"Too many requests before the first reply.")
         if not url.startswith(b"/"):  # a proxy's absolute form, or OPTIONS *
             parts = httptools.parse_url(url) if url != b"*" else None
             url = b"*" if parts is None else (parts.path or b"/") + b"?" + (parts.query or b"")
         path, _, query = url.partition(b"?")
         if b"%" in path:
             path = unquote_to_bytes(path)
-        old = parser.get_http_version() == "1.0"
+        old = version == "1.0"
         method = parser.get_method().decode()
         target = url.decode("latin-1")
         text = path.decode("utf-8", "replace")
@@ -305,8 +378,8 @@ class Accepted(asyncio.Protocol):
         request.http_1_0 = old
         request.keep_alive = not old and parser.should_keep_alive()
         self._parsed = request
-        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        self._passed_over = has_body and parser.should_upgrade()
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "").strip("0 ")
+        self._passed_over = bool(has_body) and parser.should_upgrade()
         if self._request is None:
             self._start(request)
         else:
@@ -347,18 +420,24 @@ class Accepted(asyncio.Protocol):
         if self._closing:
             return
         self._request = request
-        self._chunked = False
+        self._chunked = self._begun = False
         self._task = task = self._loop.create_task(self._answer(request))
         self._shared.tasks.add(task)
 
     async def _answer(self, request: HttpRequest) -> None:
+        app = self._shared.app
         try:
-            await self._shared.app.serve(request, self)
+            await app.serve(request, self)
         finally:
             if self._task is not None:
                 self._shared.tasks.discard(self._task)
                 self._task = None
-            self._over()
+        try:
+            await self.drained(app.stall_timeout_s)
+        except TimeoutError:
+            log.warning("%s: client read nothing for %g s", request.id, app.stall_timeout_s)
+            self.transport.abort()
+        self._over()
 
     def _over(self) -> None:
         """A reply has ended: close the connection, or answer the next request."""
@@ -372,17 +451,43 @@ class Accepted(asyncio.Protocol):
             self._start(self._behind.popleft())
             if not self._behind:
                 self.transport.resume_reading()
+        elif self._wrong is not None:
+            self._end_with(self._wrong)
+        elif self._half_closed:
+            self.transport.close()
 
     def _refuse(self, why: bytes) -> None:
-        if self._request is None:
-            self.send(_BAD % (len(why), why))
+        """What the client sent is not HTTP: send a 400, and then close.
+
+        Requests that came before it are answered first.
+        """
+        self._refused = True
+        if self._parsed is not None:  # its handler finds out, and may have begun its reply
+            self._parsed.spoil(why.decode())
+            self._parsed = None
+        elif self._request is not None:
+            self._wrong = why
+        else:
+            self._end_with(why)
+
+    def _end_with(self, why: bytes) -> None:
         self._closing = True
+        self.send(_BAD % (len(why), why))
         self.transport.close()
 
     def _look(self) -> None:
-        """Close a connection that has been idle, or has not completed a head, for too long."""
+        """Close a connection that has been idle, or has not completed a head, for too long.
+
+        A client that is half-closed gets interim replies, at longer and longer intervals, until its
+        reply begins (RFC 9110, 15.2: clients drop them). If it has left, the second one fails.
+        """
         left_s = float(KEEP_ALIVE_S)
-        if self._request is None:
+        if self._half_closed and self._request is not None:
+            if not self._begun and not self._request.http_1_0:
+                self.send(_CONTINUE)
+            self._probe_s *= _PROBE_FACTOR
+            left_s = min(self._probe_s, left_s)
+        elif self._request is None:
             left_s += self._since_s - self._loop.time()
             if left_s <= 0:
                 unsent = self.transport.get_write_buffer_size()
@@ -426,7 +531,8 @@ class App:
         limits = {**body_limits, "": max_body_bytes}
         self._body_limits = sorted(limits.items(), key=lambda item: len(item[0]), reverse=True)
         self._body_timeout_s = body_timeout_s
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        """The longest time for which a client may read nothing of its reply."""
         self._date = (0, "")
 
     async def serve(self, request: HttpRequest, connection: Accepted) -> None:
@@ -453,6 +559,7 @@ class App:
 
     async def _answer(self, request: HttpRequest) -> Reply:
         try:
+            request.check()
             method = "GET" if request.method == "HEAD" else request.method
             return await self._handler(method, request.path)(request)
         except MoonserveError as error:
@@ -507,7 +614,8 @@ class App:
         self, request: HttpRequest, reply: Response, connection: Accepted
     ) -> None:
         request.stop_watching()
-        body = reply.body if request.method != "HEAD" else b""
+        bodiless = request.method == "HEAD" or reply.status in _BODILESS
+        body = b"" if bodiless else reply.body
         connection.begin(reply.status, self._head(request, reply), request, len(reply.body), body)
         if request.unread():
             await request.discard(_DISCARD_BYTES, _DISCARD_S)
@@ -526,9 +634,9 @@ class App:
                 if chunk:
                     connection.write(chunk)
                 if connection.full:
-                    await connection.drained(self._stall_timeout_s)
+                    await connection.drained(self.stall_timeout_s)
         except TimeoutError:
-            log.warning("%s: the client read nothing for %g s", request.id, self._stall_timeout_s)
+            log.warning("%s: client read nothing for %g s", request.id, self.stall_timeout_s)
             connection.abort()
         except Exception:
             # The status line is sent already, so the server can only end the connection early.
