@@ -21,10 +21,13 @@ from moonserve.live.engine.torch_engine import TorchEngine, greedy_reference  # 
 from tests.support.tiny import (  # noqa: E402
     DIM,
     EOS,
+    HIDDEN,
     KV_HEADS,
     LAYERS,
     VOCAB,
+    tiny_metadata,
     write_folder,
+    write_gguf,
     write_gguf_model,
 )
 
@@ -291,6 +294,12 @@ def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
         load(write_folder(tmp_path / "a", num_hidden_layers=3))
     with pytest.raises(ConfigError, match=r"embed_tokens.*100"):
         load(write_folder(tmp_path / "b", vocab_size=101))
+    tensors = {
+        "blk.0.attn_norm.weight": ("F32", (HIDDEN,), bytes(4 * HIDDEN)),
+        "blk.0.attn_q.weight": ("F32", (3, HIDDEN), bytes(12 * HIDDEN)),
+    }
+    with pytest.raises(ConfigError, match=r"q_proj\.weight has shape \(3, 64\)"):
+        load(write_gguf(tmp_path / "q.gguf", tiny_metadata(), tensors))
     broken = write_folder(tmp_path / "c") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="cannot read"):

@@ -108,6 +108,17 @@ def test_flipped_bytes_never_escape(tmp_path: Path) -> None:
     assert refused > 20
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("shape", [(0, 32), (0,), (2**62, 0)])
+def test_an_empty_tensor_is_a_config_error(
+    tmp_path: Path, kind: str, shape: tuple[int, ...]
+) -> None:
+    """A tensor without elements is refused at once, with its name and its shape."""
+    path = write_gguf(tmp_path / "m.gguf", {}, {"w": (kind, shape, b"")})
+    with pytest.raises(ConfigError, match=r"w .*shape .*empty"):
+        open_gguf(path)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     """A path that is not there, a folder, or another format is a ConfigError that names it."""
     with pytest.raises(ConfigError, match="absent"):

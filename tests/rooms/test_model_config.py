@@ -30,6 +30,15 @@ def test_generation_config_wins(tmp_path: Path) -> None:
     assert load_config(folder).eos_token_ids == (99,)
 
 
+LLAMA3: dict[str, object] = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -42,6 +51,13 @@ def test_generation_config_wins(tmp_path: Path) -> None:
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_attention_heads": 0}, "heads"),
         ({"num_key_value_heads": 3}, "KV heads"),
+        ({"head_dim": 1 << 40}, "head_dim"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": [1]}}, "rope_theta"),
+        ({"rope_theta": 1e300}, "rope base"),
+        ({"rope_scaling": LLAMA3 | {"factor": 10**400}}, "rope scaling"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "scaling"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 2**70}}, "scaling"),
     ],
 )
 def test_refusals_name_the_setting(tmp_path: Path, changes: dict[str, object], named: str) -> None:
@@ -58,6 +74,9 @@ def test_refusals_name_the_setting(tmp_path: Path, changes: dict[str, object], n
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.embedding_length": "x"}, "embedding_length"),
         ({"llama.rope.dimension_count": 8}, "rotary embedding of a part"),
+        ({"llama.block_count": 2.0}, "block_count is 2.0, not a whole number"),
+        ({"llama.rope.freq_base": float("nan")}, "rope base"),
+        ({"llama.attention.key_length": 2**31}, "head_dim"),
     ],
 )
 def test_gguf_refusals(tmp_path: Path, changes: dict[str, object], named: str) -> None:

@@ -232,6 +232,11 @@ def test_bad_folders(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_tokenizer(tmp_path)
     inner = Inner.from_str(vocabulary_of_gguf(toy_bytes("gpt-2")).inner.to_str())
+    huge = json.loads(inner.to_str())
+    huge["model"]["vocab"]["far"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(huge))
+    with pytest.raises(ConfigError, match="id 4000000000"):
+        load_tokenizer(tmp_path)
     inner.decoder = decoders.WordPiece()
     (tmp_path / "tokenizer.json").write_text(inner.to_str())
     with pytest.raises(ConfigError, match="WordPiece"):

@@ -97,7 +97,9 @@ class GgufSource:
 
     def _rows(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
         heads = self._heads.get(name.split(".")[-2])
-        return values if heads is None else _unpermute(values, heads)
+        if heads is None or len(values) % (2 * heads):
+            return values  # of the wrong shape, if it is a projection: `load_weights` refuses it
+        return _unpermute(values, heads)
 
     def tensor(self, name: str) -> Tensor:
         """See Source."""
@@ -128,8 +130,11 @@ class FolderSource:
         """See Source."""
         if name not in self._place:
             raise BadModel(f"{self._folder} has no tensor {name}; is it a llama-like model?")
-        with safe_open(self._place[name], "pt") as opened:
-            return torch.as_tensor(opened.get_tensor(name))
+        try:
+            with safe_open(self._place[name], "pt") as opened:
+                return torch.as_tensor(opened.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise BadModel(f"cannot read tensor {name} of {self._folder}: {error}") from error
 
     def quants(self, name: str) -> Quants | None:
         """Return None: this reader knows no 4-bit matrices in folders."""

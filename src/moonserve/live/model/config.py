@@ -26,6 +26,9 @@ FAMILIES: tuple[Family, ...] = ("llama", "qwen2")
 _WHOLE_HASH_BYTES = 1 << 30
 _SAMPLE_BYTES = 1 << 20
 _SAMPLES = 16
+_MAX_COUNT = 1 << 24
+_MAX_NUMBER = 1e12
+"""Far beyond any model: larger numbers come from a damaged file."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
@@ -60,19 +63,22 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def check(self, path: Path) -> ModelConfig:
         """Return self. Raises ConfigError if the numbers do not fit together."""
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) <= _MAX_COUNT:
                 raise BadModel(
-                    f"{path}: {name} is {getattr(self, name)}, but must be larger than 0"
+                    f"{path}: {name} is {getattr(self, name)}, but must be from 1 to {_MAX_COUNT}"
                 )
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise BadModel(
                 f"{path}: {self.heads} heads over {self.kv_heads} KV heads of {self.head_dim}"
                 " cannot be grouped; is the file damaged?"
             )
-        if min(self.vocab_size, self.max_len) <= 0 or min(self.rope_theta, self.norm_eps) <= 0:
+        numbers = [self.vocab_size, self.max_len, self.rope_theta, self.norm_eps]
+        if self.rope_scaling is not None:
+            numbers += msgspec.structs.astuple(self.rope_scaling)
+        if not all(0 < number < _MAX_NUMBER for number in numbers):  # nan is not, either
             raise BadModel(
-                f"{path}: the vocabulary's size, the context length, the rope base and the norm's"
-                " epsilon must be larger than 0"
+                f"{path}: the vocabulary's size, the context length, the rope base and scaling, and"
+                " the norm's epsilon must be larger than 0, and no number that a file cannot mean"
             )
         return self
 
@@ -93,16 +99,22 @@ def config_of_gguf(file: Gguf) -> ModelConfig:
         raise BadModel(f"{path} has architecture {arch!r}; use a model of one of {FAMILIES}")
     family: Family = "qwen2" if arch == "qwen2" else "llama"
 
-    def number(key: str, default: float | None = None) -> Any:
+    def number(key: str, default: float | None = None) -> float:
         value = meta.get(f"{arch}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadModel(f"{path}: metadata {arch}.{key} is {value!r}, not a number")
         return value
 
-    hidden = number("embedding_length")
-    heads = number("attention.head_count")
-    head_dim = number("attention.key_length", hidden // heads if heads else 0)
-    if number("rope.dimension_count", head_dim) != head_dim:
+    def count(key: str, default: int | None = None) -> int:
+        value = number(key, default)
+        if not isinstance(value, int):
+            raise BadModel(f"{path}: metadata {arch}.{key} is {value!r}, not a whole number")
+        return value
+
+    hidden = count("embedding_length")
+    heads = count("attention.head_count")
+    head_dim = count("attention.key_length", hidden // heads if heads else 0)
+    if count("rope.dimension_count", head_dim) != head_dim:
         raise BadModel(f"{path}: rotary embedding of a part of each head is not supported")
     if number("expert_count", 0):
         raise BadModel(f"{path}: mixture-of-experts models are not supported")
@@ -112,17 +124,17 @@ def config_of_gguf(file: Gguf) -> ModelConfig:
     tokens = meta.get("tokenizer.ggml.tokens")
     return ModelConfig(
         family=family,
-        layers=number("block_count"),
+        layers=count("block_count"),
         hidden=hidden,
         heads=heads,
-        kv_heads=number("attention.head_count_kv", heads),
+        kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate=number("feed_forward_length"),
-        rope_theta=float(number("rope.freq_base", 10_000.0)),
+        intermediate=count("feed_forward_length"),
+        rope_theta=number("rope.freq_base", 10_000.0),
         rope_scaling=None,  # a GGUF file has Llama 3's factors in a tensor, which the engine reads
-        norm_eps=float(number("attention.layer_norm_rms_epsilon")),
-        vocab_size=number("vocab_size", len(tokens) if isinstance(tokens, list) else 0),
-        max_len=number("context_length"),
+        norm_eps=number("attention.layer_norm_rms_epsilon"),
+        vocab_size=count("vocab_size", len(tokens) if isinstance(tokens, list) else 0),
+        max_len=count("context_length"),
         tie_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         bos_token_id=_token(meta, "bos"),
@@ -199,6 +211,8 @@ def _from_folder(folder: Path) -> ModelConfig:
         eos = read_json(generation, _HfGeneration).eos_token_id or eos
     rope = raw.rope_parameters or {}
     theta = raw.rope_theta or rope.get("rope_theta") or 10_000.0
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise BadModel(f"{folder}/config.json: rope_theta is {theta!r}, not a number")
     heads = raw.num_attention_heads
     return ModelConfig(
         family=family,
@@ -208,7 +222,7 @@ def _from_folder(folder: Path) -> ModelConfig:
         kv_heads=raw.num_key_value_heads or heads,
         head_dim=raw.head_dim or (raw.hidden_size // heads if heads else 0),
         intermediate=raw.intermediate_size,
-        rope_theta=float(theta),
+        rope_theta=theta,
         rope_scaling=_scaling(raw.rope_scaling or rope, folder),
         norm_eps=raw.rms_norm_eps,
         vocab_size=raw.vocab_size,
@@ -241,7 +255,7 @@ def _scaling(raw: dict[str, Any], folder: Path) -> RopeScaling | None:
             high_freq_factor=float(raw["high_freq_factor"]),
             original_max_len=int(raw["original_max_position_embeddings"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadModel(f"{folder}/config.json: rope scaling lacks {error}") from error
 
 

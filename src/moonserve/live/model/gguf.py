@@ -237,6 +237,8 @@ def _directory(cursor: _Cursor, count: int, metadata: dict[str, object]) -> dict
         if dims > _MAX_DIMS:
             raise cursor.fail(f"tensor {name} has {dims} dimensions")
         shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
+        if 0 in shape:
+            raise cursor.fail(f"tensor {name} has the shape {shape}, which is empty")
         entries.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0:

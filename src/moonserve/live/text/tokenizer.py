@@ -20,6 +20,9 @@ from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import open_gguf
 from moonserve.live.text.vocab import Alphabet, Vocabulary, piece_bytes, vocabulary_of_gguf
 
+_MAX_ID = 1 << 24
+"""Larger than in any model: a larger id comes from a damaged file."""
+
 
 class Tokenizer:
     """Text to ids and ids to bytes. It is immutable, and threads may share it.
@@ -145,7 +148,10 @@ def _vocabulary_of_folder(folder: Path) -> Vocabulary:
     inner.no_truncation()
     inner.no_padding()
     ids = inner.get_vocab(with_added_tokens=True)
-    pieces = [""] * (max(ids.values(), default=-1) + 1)
+    largest = max(ids.values(), default=-1)
+    if largest > _MAX_ID:
+        raise BadModel(f"{path}: a token has the id {largest}; is the file damaged?")
+    pieces = [""] * (largest + 1)
     for piece, id in ids.items():
         pieces[id] = piece
     alphabet, adds_space = _alphabet(parts, path)
