@@ -382,6 +382,21 @@ def test_ask_tells_how_to_start_a_gateway() -> None:
     assert "start one with: moonserve up" in result.stderr
 
 
+def test_doctor_says_where_segments_go_that_have_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small /dev/shm is a warning if the temporary folder takes the segments, with its price."""
+    from moonserve.cli.doctor import _shared_memory
+    from moonserve.live.transfer import region
+
+    monkeypatch.setattr(region, "folders", lambda: [Path("/proc"), tmp_path])
+    (finding,) = _shared_memory()
+    assert (finding.verdict, "--shm-size" in finding.remedy) == ("warn", True)
+    assert f"segments without room go to {tmp_path}" in finding.detail
+    monkeypatch.setattr(region, "folders", lambda: [Path("/proc")])
+    assert [it.verdict for it in _shared_memory()] == ["bad"]
+
+
 def test_doctor_prints_json() -> None:
     """`doctor --json` is a list of findings, each with a verdict."""
     result = run("doctor", "--json")

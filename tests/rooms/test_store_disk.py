@@ -167,6 +167,36 @@ def test_a_folder_has_one_owner_and_errors_name_the_setting(tmp_path: Path) -> N
         open_disk(tmp_path / "huge", 1 << 55)
 
 
+def test_only_this_user_reads_the_folder_and_its_files(tmp_path: Path) -> None:
+    """What is made has no rights for others, and an old journal loses those that it has."""
+    folder = tmp_path / "p0"
+    write(folder, 1)
+    (folder / "journal").chmod(0o644)
+    assert len(kept(folder)) == 1
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "data": 0o600,
+        "journal": 0o600,
+        "lock": 0o600,
+    }
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["data", "lock", "journal.new"])
+def test_a_link_in_the_folder_leads_nowhere(tmp_path: Path, name: str) -> None:
+    """A file elsewhere is not written by a link that another user has put into the folder."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "p0"
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    if name == "journal.new":
+        assert kept(folder) == []
+    else:
+        with pytest.raises(ConfigError, match="choose a folder that can be written"):
+            open_disk(folder, CAPACITY)
+    assert victim.read_text() == "precious"
+
+
 def test_what_is_refused_leaves_nothing_and_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

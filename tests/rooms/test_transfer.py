@@ -234,6 +234,35 @@ def test_no_room_is_said_with_its_remedy() -> None:
     assert not [path for path in region._ours() if f"-{os.getpid()}-" in path.name]
 
 
+def test_a_segment_that_is_not_in_shared_memory_is_logged(
+    tmp_path: File, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the best folder has no room, the log names the folder that is used, and the remedy."""
+    monkeypatch.setattr(region, "folders", lambda: [File("/proc"), tmp_path])
+    Region.create(4096).close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"is in {tmp_path}" in record.getMessage()
+    assert "/proc has 0 bytes free" in record.getMessage()
+    assert "--shm-size" in record.getMessage()
+
+
+def test_a_region_of_another_user_is_not_mapped(
+    memory: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could shorten it, which would end this process; the bytes then come by TCP."""
+    if os.geteuid() == 0:
+        os.chown(memory.path, 12_345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+    assert Region.attach(memory.name, memory.identity) is None
+    if os.geteuid() == 0:
+        os.chown(memory.path, 0, -1)
+        other = Region.attach(memory.name, memory.identity)
+        assert other is not None
+        other.close()
+
+
 def test_a_closed_region_leaves_no_file(memory: Region) -> None:
     """Close unlinks, also while a reader still holds a slice; that slice stays readable."""
     other = Region.create(4096)

@@ -105,18 +105,21 @@ def _memory() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """Whether /dev/shm has room for the two segments of a default cluster."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        yield Finding("shared memory", "ok", "no /dev/shm on this system")
-        return
+    """Whether /dev/shm has room for the two segments of a default cluster, and where else they
+    would be."""
+    from moonserve.live.transfer.region import folders
+
     need = 2 * Settings().segment_bytes
-    free = shutil.disk_usage(folder).free
-    detail = f"{free >> 20} MiB free in /dev/shm, a default cluster takes up to {need >> 20}"
-    if free >= need:
+    free = {folder: shutil.disk_usage(folder).free for folder in folders()}
+    best, other = next(iter(free)), list(free)[-1]
+    detail = f"{free[best] >> 20} MiB free in {best}, a default cluster takes up to {need >> 20}"
+    remedy = "give --segment-bytes less, or the container more (docker run --shm-size=2g)"
+    if free[best] >= need:
         yield Finding("shared memory", "ok", detail)
+    elif free[other] >= need:
+        detail += f"; segments without room go to {other}, with the speed of that folder"
+        yield Finding("shared memory", "warn", detail, remedy)
     else:
-        remedy = "give --segment-bytes less, or the container more (docker run --shm-size=2g)"
         yield Finding("shared memory", "bad", detail, remedy)
 
 

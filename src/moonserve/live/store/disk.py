@@ -4,6 +4,8 @@ live.store.client mounts it beside the segment in memory. The folder has `data`,
 bytes, mapped like memory; `journal`, which objects are where, appended to and rewritten when it has
 grown; and `lock`, held while a process owns the folder.
 
+Only this user can read the folder and its files: they have the KV of all clients.
+
 The bytes of a copy are on the disk before the journal has the object (sync, then append). So all
 objects of the journal are whole even after a power failure, except those overwritten meanwhile.
 Therefore opening reads everything and keeps the objects whose checksum is right. The journal itself
@@ -54,7 +56,7 @@ class DiskRegion(Region):
         Raises OSError; the file is then as it was before.
         """
         self._disk_lock_fd = lock_fd
-        self._data_fd = fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._data_fd = fd = _open_own(path)
         before = os.fstat(fd)
         try:
             head = os.pread(fd, len(_MAGIC), 0)
@@ -189,7 +191,8 @@ class DiskJournal:
         May raise OSError.
         """
         self._close_file()
-        self._file = self._fresh.open("wb")
+        self._fresh.unlink(missing_ok=True)
+        self._file = os.fdopen(_open_own(self._fresh), "wb")
         self._file.write(_MAGIC)
         self._written = 0
         self._append(self.held.values())
@@ -225,8 +228,8 @@ def open_disk(folder: Path, capacity_bytes: Bytes) -> tuple[DiskRegion, DiskJour
     files = [folder / name for name in ("data", "journal.new", "journal", "lock")]
     absent = [it for it in (*files, folder, *folder.parents) if not os.path.lexists(it)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        lock_fd = _open_own(folder / "lock")
     except OSError as error:
         raise _no_folder(folder, error) from None
     if not lock_file(lock_fd, folder / "lock"):
@@ -248,6 +251,11 @@ def open_disk(folder: Path, capacity_bytes: Bytes) -> tuple[DiskRegion, DiskJour
         _remove(absent)
         region.close()
         raise _no_folder(folder, error) from None
+
+
+def _open_own(path: Path) -> int:
+    """Open a file of the folder, made if it does not exist; never by a link of another user."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _no_folder(folder: Path, error: OSError) -> ConfigError:

@@ -33,6 +33,7 @@ HEADER_BYTES = 4096
 """One page, so that the data also starts on a page."""
 IDENTITY_BYTES = 16
 _MAGIC = b"moonserve-kv-1\0\0"
+_ROOT = 0
 _PREFIX = "moonserve-kv-"
 _NAME = re.compile(r"moonserve-kv-[0-9]+-[0-9a-f]{16}")
 _MAP_POPULATE: int = getattr(mmap, "MAP_POPULATE", 0)  # Linux: no page faults during copies
@@ -76,9 +77,19 @@ class Region:
                 tried.append(f"{folder} has {free.f_bavail * free.f_frsize} bytes free")
                 continue
             try:
-                return cls._create_in(folder, size)
+                region = cls._create_in(folder, size)
             except OSError as error:
                 tried.append(f"{folder}: {error.strerror}")
+                continue
+            if tried:
+                log.warning(
+                    "a segment of %d MiB is in %s, with that folder's speed, since %s; give the"
+                    " machine or container more shared memory (docker run --shm-size)",
+                    size >> 20,
+                    folder,
+                    "; ".join(tried),
+                )
+            return region
         raise ConfigError(
             f"there are no {size} bytes of shared memory ({'; '.join(tried)}); use a smaller "
             "segment, or give the machine or container more (docker run --shm-size)",
@@ -109,7 +120,8 @@ class Region:
 
     @classmethod
     def attach(cls, name: str, identity: bytes) -> Region | None:
-        """Map another process's region; None: it is not on this host, or its identity differs."""
+        """Map another process's region; None: it is not on this host, its identity differs, or it
+        is of another user, who could shorten the file while it is mapped here."""
         if not _NAME.fullmatch(name):
             return None
         for folder in folders():
@@ -118,6 +130,8 @@ class Region:
             except OSError:
                 continue
             try:
+                if os.fstat(fd).st_uid not in (os.geteuid(), _ROOT):
+                    continue
                 if os.pread(fd, len(_MAGIC) + IDENTITY_BYTES, 0) != cls.header(identity):
                     continue
                 mapped = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | _MAP_POPULATE)
