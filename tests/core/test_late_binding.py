@@ -183,7 +183,7 @@ def test_no_prefill_is_spent_while_decode_would_miss_its_objective() -> None:
     [decode] = conductor.step(500, [ended("a", final=False)])
     assert isinstance(decode, Decode)
     left = conductor.step(900, [DecodeEnded(RequestId("a"), decode.number, tokens=0)])
-    assert prefills(left) == [("b", "p0")]
+    assert prefills(left) == [("b", "p1")]
 
 
 def test_a_stricter_goal_of_its_own_holds_nobody_else_up() -> None:
@@ -387,7 +387,7 @@ def test_without_an_objective_nobody_breaks_those_of_others() -> None:
     [decode] = c.step(500, [ended("a", final=False)])
     assert isinstance(decode, Decode)
     left = c.step(900, [DecodeEnded(RequestId("a"), decode.number, tokens=0)])
-    assert prefills(left) == [("b", "p0")]
+    assert prefills(left) == [("b", "p1")]
 
 
 @pytest.mark.parametrize("policy", ["late_binding", "kvcache_centric"])

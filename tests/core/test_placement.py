@@ -163,11 +163,13 @@ MS = 1_000
     [
         # load alone, whoever holds what
         ("least_loaded", HELD, (0, 1), "p0", 0),
-        ("least_loaded", HELD, (1, 1), "p0", 0),
+        ("least_loaded", NOTHING, (1, 1), "p0", 0),
+        ("least_loaded", HELD, (1, 1), "p1", 40),
         ("least_loaded", HELD, (2, 1), "p1", 40),
         # queue + compute from its own: 410 against 10 + 399, and against 10 + 400
         ("cache_aware", HELD, (0, 399), "p1", 40),
-        ("cache_aware", HELD, (0, 400), "p0", 0),
+        ("cache_aware", HELD, (0, 400), "p1", 40),
+        ("cache_aware", HELD, (0, 401), "p0", 0),
         # the same, where loading 10 blocks takes 55: 65 against 10 + queue
         ("kvcache_centric", HELD, (0, 50), "p1", 40),
         ("kvcache_centric", HELD, (0, 56), "p0", 40),

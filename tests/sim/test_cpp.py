@@ -212,13 +212,13 @@ def test_the_report_says_who_shared_the_slowest() -> None:
 def test_the_last_piece_is_waited_for() -> None:
     """Behind a slow instance a stage ends one piece's way, and one piece's work, after that one."""
     profile = msgspec.structs.replace(A800, layers=8, link_bytes_per_s=20e9)
-    slow = Breakdown("slow", "p000", 0, 3.0)
+    slow = Breakdown("slow", "p001", 0, 3.0)
     trace = long((0, 512), (1_000, 65_536))
     sim = ran(trace, 6.0, cpp=2, profile=profile, breakdowns=(slow,), overlap=False)
     judged, cost = sim.served[1].judged, profile.cost()
     assert judged is not None
     first = judged.stages[0]
-    assert first.instance == "p000"
+    assert first.instance == "p001"
     way_s = first.end * profile.kv_bytes_per_token / 8 / profile.link_bytes_per_s
     works_s = [pass_us(cost, stage.start, stage.end) / 1e6 for stage in judged.stages]
     assert ttft_s(sim, 1) == pytest.approx(3 * works_s[0] + way_s + works_s[1] / 8, abs=1e-4)

@@ -536,3 +536,20 @@ def test_back_at_the_moment_it_died_an_instance_loses_each_call_once() -> None:
     faults = (Breakdown("kill", "d000", 8_000_000), Breakdown("join", "d000", 8_000_000))
     sim = ran(trace, prefill=1, decode=1, breakdowns=faults)
     complete(sim)
+
+
+@pytest.mark.parametrize("shared", [0, 1, 2], ids=lambda it: f"{it} blocks in common")
+@pytest.mark.parametrize("policy", ["kvcache_centric", "late_binding", "least_loaded"])
+def test_small_segments_are_filled_side_by_side(policy: str, shared: int) -> None:
+    """At low load, what fits into all segments together stays there, as by round_robin: the
+    instance that stored the first blocks does not evict while others have room."""
+    prompts = [[*range(shared), *range(100 * n, 100 * n + 8 - shared)] for n in range(1, 25)]
+    trace = trace_of(*[(10_000 * at, 4_096, 4, prompts[at % 24]) for at in range(72)])
+
+    def reused(policy: str) -> float:
+        sim = ran(trace, prefill=4, cache_blocks=60, tuning=tuned(policy))
+        again = sim.served[24:]
+        return sum(one.cached for one in again) / (len(again) * (4_096 - 512))
+
+    assert reused(policy) == pytest.approx(reused("round_robin"), rel=0.01)
+    assert reused(policy) > 0.99

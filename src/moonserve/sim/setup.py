@@ -138,6 +138,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     def _info(self, name: str, role: Role, block_size: Tokens, at: int) -> InstanceInfo:
         size = block_size * self.profile.kv_bytes_per_token
+        stores = not self.pooled and (role != "decode" or self.keep_output)
         return InstanceInfo(
             id=InstanceId(name),
             epoch=1,
@@ -152,6 +153,7 @@ class Setup(msgspec.Struct, frozen=True):
             max_len=_NO_LIMIT,
             max_requests=_NO_LIMIT,
             segment=SegmentId(POOL if self.pooled else name),
+            segment_bytes=size * self.cache_blocks if stores and self.cache_blocks else 0,
             rack=f"rack{at % self.racks}" if self.racks else "",
             layers=self.profile.layers,
         )

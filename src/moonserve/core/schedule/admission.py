@@ -218,9 +218,10 @@ class DecodeEntry:
         if mode == "none" or over_us <= 0:
             return view, None
         if mode == "predictive":
-            other = min(others, key=lambda one: _over_us(one, context, residency, slo))
-            if _over_us(other, context, residency, slo) <= 0 and other.has_slot(context):
-                return other, None
+            over = [(_over_us(it, context, residency, slo), it.decodes, it.used) for it in others]
+            least = min(range(len(over)), key=over.__getitem__)
+            if over[least][0] <= 0 and others[least].has_slot(context):
+                return others[least], None
         tbt_us = _joined_us(view, context, residency)
         why = misses("TBT", tbt_us, tbt_us - over_us)
         if full:

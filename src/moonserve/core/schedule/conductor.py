@@ -47,6 +47,7 @@ from moonserve.core.schedule.facts import (
     Left,
     PeerPromised,
     PrefillEnded,
+    Selected,
     SpreadUpTo,
     StageEnded,
     Tick,
@@ -163,6 +164,8 @@ class Conductor:
                     self._lose(instance, why)
                 case StageEnded(request) if request in self._lives:
                     self._end_stage(self._lives[request], fact, now_us)
+                case Selected(prefill, decode):
+                    self.view.use(prefill, decode)
                 case Tick():
                     self._tick(now_us)
         self._try_held(facts, now_us)
@@ -380,7 +383,8 @@ class Conductor:
         """All instances for a model, or only these of prefill."""
         view = self.view
         found = view.prefills(model) if prefills is None else prefills
-        return Roles(found, view.decodes(model), partners, view.racks, view.doubts)
+        decodes = view.decodes(model)
+        return Roles(found, decodes, partners, view.racks, view.doubts, self.index.blocks)
 
     def _bound(self, life: Handoff, verdict: Verdict, now_us: Micros) -> None:
         """Reserve what was decided, for every end of the life to release; send the call out."""
@@ -393,6 +397,7 @@ class Conductor:
             for share in life.shares:
                 self._state = self._state.assigned(share.instance, now_us, share.work_us)
         self.index.touch(life.keys)
+        self.view.use(*[share.instance for share in life.shares], decision.decode)
         self._promise_prefix(life, decision, infos[0])
         decode = self.view.instances[decision.decode]
         lag_us = decision.predicted_ttft_us - decision.waited_us
@@ -508,7 +513,8 @@ class Conductor:
                 self._decode_nowhere(life, now_us)
                 return
             goal_us = self._objectives.own(request).tbt_us
-            view, _ = choose_decode(context, preferred(able, life.failed), goal_us)
+            able_now = preferred(able, life.failed)
+            view, _ = choose_decode(context, able_now, goal_us, held=self.index.blocks)
         if self._held.pop(request.id, None) is None:
             self.errors.tbt.add(decision.predicted_tbt_us, view.tbt_now_us(context))
         # Later attempts are never refused: the client may already have tokens.
@@ -522,6 +528,7 @@ class Conductor:
                 return
         if view.info.id != decision.decode:
             self._unreserve(life, now_us)
+            self.view.use(view.info.id)
         # Promise once more: the view may be another instance, or a restarted one without our
         # promise.
         self._promise_decode(life, view, now_us, 0, view.tbt_now_us(context))

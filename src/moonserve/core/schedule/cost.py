@@ -59,7 +59,8 @@ class LinearFit:
         self._sum_y = 0.0
         self._weights = list(self._prior)
         self._stale = False
-        self._spread = 0.5
+        self.spread = 0.5
+        """The mean relative error of samples, of late."""
         self.samples = 0
 
     def predict(self, features: Sequence[float]) -> float:
@@ -94,9 +95,9 @@ class LinearFit:
         relative = abs(predicted - value) / unit
         trusted = self.samples >= 2 * len(self._prior)
         weight = 1.0
-        if trusted and relative > self._trust * self._spread:
-            weight = self._trust * self._spread / relative
-        self._spread = max(0.02, 0.95 * self._spread + 0.05 * min(relative, 1.0))
+        if trusted and relative > self._trust * self.spread:
+            weight = self._trust * self.spread / relative
+        self.spread = max(0.02, 0.95 * self.spread + 0.05 * min(relative, 1.0))
         row = [f / s / unit for f, s in zip(features, self._scales, strict=True)]
         height = value / unit
         for i, x in enumerate(row):
@@ -144,6 +145,8 @@ _FAR = 3.0
 _SWEEPS = 60
 KNOWN_FROM = 8
 """The number of measured passes from which on a fit may refuse a request."""
+_MOST_ERROR = 0.1
+"""The largest error that makes predictions equal: beyond it, even a poor fit says something."""
 _SOLVE_EVERY = 16
 """Samples between solves while only learning: a heartbeat may bring hundreds."""
 
@@ -222,6 +225,8 @@ class Cost:
         return self._all_passes.balanced(), self._all_transfers.balanced()
 
     def _take(self) -> None:
+        self.error = min(_MOST_ERROR, self._pass.spread) if self._learns else 0.0
+        """By which share a prediction of one pass may err; 0: it is exact."""
         self.pass_us = self._pass.coefficients()
         """Microseconds per (prefill base, new, square, past, decode base, sequence, context)."""
         self.step_us = self.pass_us[4:]

@@ -24,9 +24,11 @@ from moonserve.core.schedule.estimate import (
     Ask,
     Candidates,
     Estimate,
+    Held,
     Options,
     Roles,
     choose_decode,
+    evicted,
     roomy_decode,
 )
 from moonserve.core.schedule.groups import split
@@ -41,6 +43,8 @@ from moonserve.core.units import Micros
 KEPT = 16
 """Candidates that a decision can show."""
 
+SPARED = 0.5
+"""The share of evicted blocks that later requests are taken to ask for."""
 PRESSED = 0.25
 """Late binding: a request is pressed once it has waited this share of its TTFT objective."""
 PRESSED_SHARE = 0.9
@@ -73,6 +77,8 @@ class _Field(msgspec.Struct):
     prefills: Sequence[InstanceView]
     decodes: Sequence[InstanceView]
     estimate: Estimate
+    held: Held
+    """How full their stores are."""
     external: bool
     """Whether they are external engines; all instances of a model are, or none is."""
     alone: bool = False
@@ -135,23 +141,24 @@ def _candidates(ask: Ask, roles: Roles, policy: Policy, tuning: Tuning) -> _Fiel
     block_size = prefills[0].info.namespace.block_size
     estimate = Estimate(ask, roles, block_size, policy.fetch, tuning)
     if not connectors.is_external(decodes[0]):
-        return _Field(preferred(prefills, ask.avoid), decodes, estimate, external=False)
+        able = preferred(prefills, ask.avoid)
+        return _Field(able, decodes, estimate, roles.held, external=False)
     lone = connectors.alone(ask, estimate, preferred(decodes, ask.avoid), tuning.alone_tokens)
     prefills = lone or connectors.able(ask, prefills, decodes)
     if not prefills:
         return None
     able = preferred(prefills, ask.avoid)
-    return _Field(able, decodes, estimate, external=True, alone=bool(lone))
+    return _Field(able, decodes, estimate, roles.held, external=True, alone=bool(lone))
 
 
 def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: Micros) -> _Prefill:
-    """The candidate with the lowest score."""
+    """The candidate with the lowest score; see `_best` for ties."""
     views = field.prefills
     if policy.prunes:
         views = _likely(field.estimate, views, now_us)
     options = field.estimate.options(views, now_us)
     scores = policy.score(options, state)
-    row = _best(scores, options.decodes)
+    row = _best(options, scores, policy, field.held)
     ttft_us = options.transfer_us[row] + options.queue_us[row] + options.compute_us[row]
     return _Prefill(options, scores, row, views[row], ttft_us)
 
@@ -173,15 +180,45 @@ def _likely(
     return [view for view in views if view.idle_us <= limit_us]
 
 
-def _best(scores: Sequence[float], decodes: Sequence[int]) -> int:
-    """The row with the lowest score. Ties: the fewest decodes, then the first id.
+def _best(options: Options, scores: Sequence[float], policy: Policy, held: Held) -> int:
+    """The row with the lowest score. Ties go to what costs later requests least.
 
-    Queues of prefill say nothing of decode: without this rule the first instances of a cluster
-    whose instances do both would get all requests.
+    Predicted times tie if they differ by no more than the prediction of this prefill may err, so
+    that an instance whose fit is a little lower does not draw all requests. If the best must evict,
+    an instance whose store has room ties too, if it is later by no more than SPARED of the time in
+    which the evicted blocks would be computed again. Of equal rows:
+
+    1. The fewest decodes: queues of prefill say nothing of decode, and of instances that do both
+       the first would get all requests.
+    2. The fewest blocks that the store must evict: else one store fills while others are empty.
+    3. The longest prefix of its own: the fewest blocks are stored a second time.
+    4. The instance that was not used for the longest time, then the first id.
     """
-    best = min(scores)
-    rows = [row for row, score in enumerate(scores) if score == best]
-    return min(rows, key=decodes.__getitem__)
+    views = options.views
+    blocks = options.ask.length // options.block_size
+    there = options.local if policy.copies else options.reused
+
+    def needs(row: int) -> int:
+        return evicted(views[row], blocks - there[row], held)
+
+    def price(row: int) -> tuple[int, int, int, int]:
+        return options.decodes[row], needs(row), -options.local[row], views[row].used
+
+    best = limit = min(scores)
+    spared_us = 0.0
+    first = scores.index(best)
+    if policy.times:
+        compute_us = options.compute_us[first]
+        limit += views[first].cost.error * (options.transfer_us[first] + compute_us)
+        spared_us = SPARED * needs(first) * compute_us / max(1, blocks - options.reused[first])
+    rows = [row for row, score in enumerate(scores) if score <= limit]
+    if spared_us:
+        rows += [
+            row
+            for row, score in enumerate(scores)
+            if limit < score <= best + spared_us and there[row] <= there[first] and not needs(row)
+        ]
+    return min(rows, key=price) if len(rows) > 1 else first
 
 
 def _share(
@@ -236,7 +273,7 @@ def _choose_decode(
     goal_us = slo.tbt_us
     if policy.late and goal_us is not None:
         goal_us = round(goal_us * _tbt_share(ask.waited_us, slo, tuning))
-    view, meets = choose_decode(context, decodes, goal_us, near, leaves=policy.late)
+    view, meets = choose_decode(context, decodes, goal_us, near, policy.late, field.held)
     if ask.decode_load is None or _is_refused(ask, prefill):
         return _Decode(view, meets, view.tbt_us(ask.length), view.tbt_us(context))
     ends_us = now_us + prefill.ttft_us

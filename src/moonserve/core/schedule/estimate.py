@@ -12,8 +12,7 @@ the balancing condition backwards, this follows the algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias, overload
 
 import msgspec
@@ -32,6 +31,23 @@ faster."""
 
 _MANY = 32
 """Kinds of instances, times prefixes, of which all are not worth looking at."""
+Held: TypeAlias = Callable[[SegmentId], int]
+"""How many blocks a segment holds."""
+
+
+def _nothing(segment: SegmentId) -> int:
+    return 0
+
+
+def evicted(view: InstanceView, blocks: int, held: Held) -> int:
+    """How many blocks its store must evict for so many new ones.
+
+    What it will store for promised prefills counts as stored.
+    """
+    if not view.store_blocks:
+        return 0
+    coming = view.promised_tokens // view.info.namespace.block_size
+    return max(0, held(view.segment) + coming + blocks - view.store_blocks)
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -68,6 +84,8 @@ class Roles(msgspec.Struct, frozen=True):
     """Rack of each segment whose instance reported one."""
     doubts: Mapping[SegmentId, float] = {}
     """Segments whose claims are not believed, and the share of them that counts all the same."""
+    held: Held = _nothing
+    """How full the stores are: ties go to an instance that need not evict."""
 
 
 class Options:
@@ -270,7 +288,6 @@ def source(match: Match, own: SegmentId | None) -> SegmentId | None:
     return min((holder for holder, length in runs.items() if length == longest), default=None)
 
 
-_DECODES = attrgetter("decodes")
 _TRIED = 4
 """Decode instances, those with the fewest promises, whose load over time is looked at."""
 _NEAR = 1.02
@@ -291,10 +308,12 @@ def choose_decode(
     goal_us: Micros | None = None,
     near: InstanceView | None = None,
     leaves: bool = False,
+    held: Held = _nothing,
 ) -> tuple[InstanceView, bool]:
     """The instance for a request of this context, and whether all its members then meet their TBT.
 
     near: the prefill instance, where the KV is already. leaves: whether the request may leave it.
+    held: how full the stores are.
 
     1. `near`, if it decodes and has a slot, or if no instance has one. With `leaves`, only if it
        meets every objective.
@@ -302,7 +321,9 @@ def choose_decode(
     3. Of these, those that break no objective; all of these, if each breaks one.
     4. The lowest predicted TBT after joining.
     5. Ties: an instance of near's rack wins, also if its TBT is up to 2 % above the lowest
-       (_NEAR). Else the fewest members win, then the first; `near` counts as the first.
+       (_NEAR). Else the fewest members win, then a store that is not full, then the instance that
+       was not used for the longest time, then the first; `near` counts as the first. TBTs that
+       differ by no more than a fitted prediction errs are a tie too.
     """
     home = near if near is not None and near in views else None
     if home is not None and (home.has_slot(context) or not any(v.has_slot(context) for v in views)):
@@ -312,7 +333,7 @@ def choose_decode(
         views = [home, *views]
     free = [view for view in views if view.room_tokens >= context] or views
     tbts = tbts_us(free, context)
-    tbt_us, best = _lowest(tbts, free)
+    tbt_us, best = _lowest(tbts, free, held)
     meets = meets_goals(best, tbt_us, goal_us)
     rack = near.info.rack if near is not None else ""
     if not meets or (rack and best.info.rack != rack):  # then all must be looked at
@@ -320,10 +341,10 @@ def choose_decode(
         met = [(us, view) for us, view in rows if meets_goals(view, us, goal_us)]
         meets = bool(met)
         rows = met or rows
-        tbt_us, best = _lowest([us for us, _ in rows], [view for _, view in rows])
+        tbt_us, best = _lowest([us for us, _ in rows], [view for _, view in rows], held)
         same = [view for us, view in rows if view.info.rack == rack and us <= tbt_us * _NEAR]
         if rack and best.info.rack != rack and same:
-            best = same[0]
+            best = _of_equals(same, held)
     return best, meets
 
 
@@ -363,7 +384,19 @@ def meets_goals(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> b
     )
 
 
-def _lowest(tbts: Sequence[Micros], views: Sequence[InstanceView]) -> tuple[Micros, InstanceView]:
-    """The lowest predicted TBT. Ties: the fewest members, then the first."""
-    lowest = min(tbts)
-    return lowest, min([v for v, us in zip(views, tbts, strict=True) if us == lowest], key=_DECODES)
+def _lowest(
+    tbts: Sequence[Micros], views: Sequence[InstanceView], held: Held
+) -> tuple[Micros, InstanceView]:
+    """The lowest predicted TBT, or one as low as predictions can tell, and its instance."""
+    lowest_us = min(tbts)
+    limit_us = lowest_us * (1 + views[tbts.index(lowest_us)].cost.error)
+    rows = {view: us for view, us in zip(views, tbts, strict=True) if us <= limit_us}
+    best = _of_equals(list(rows), held)
+    return rows[best], best
+
+
+def _of_equals(views: Sequence[InstanceView], held: Held) -> InstanceView:
+    """Of decode instances with the same TBT: see choose_decode."""
+    if len(views) == 1:
+        return views[0]
+    return min(views, key=lambda view: (view.decodes, evicted(view, 1, held), view.used))

@@ -55,6 +55,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     max_requests: int = 1_024
     """Requests that it accepts at once, waiting ones included; the Conductor promises no more."""
     segment: SegmentId | None = None
+    segment_bytes: Bytes = 0
+    """Size of that segment in memory; 0: it has none, or no bound."""
     rack: str = ""
     """Instances of one rack reach each other faster; empty: unknown."""
     layers: int = 0
@@ -168,6 +170,16 @@ class Left(_OfInstance, frozen=True, tag=True):
     epoch: int
     lost: str | None = None
     """Why its calls are aborted; None: it still finishes them."""
+
+
+class Selected(_OfInstance, frozen=True, tag=True):
+    """Another gateway asked where to send a request, and got this answer. Nothing is promised.
+
+    Of equal instances, the next answer has another one.
+    """
+
+    rank: ClassVar[int] = 3
+    decode: InstanceId
 
 
 class Promises(msgspec.Struct, frozen=True, array_like=True):
@@ -307,6 +319,7 @@ Fact: TypeAlias = (
     | PeerPromised
     | Leading
     | Left
+    | Selected
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared

@@ -96,7 +96,8 @@ def partners(
     """The instances that may be a stage beside `first`: the soonest and nearest first.
 
     An instance in another rack ranks like one in this rack that is free later, by as much as the
-    transfer of all the KV takes longer.
+    transfer of all the KV takes longer. Of equal ones, the one that was not used for longest is
+    first.
     """
     if not first.info.layers:
         return []
@@ -114,7 +115,7 @@ def partners(
     def late_us(view: InstanceView) -> float:
         return free_us(view, now_us) + way(first, view, work.cross_rack) * move_us
 
-    return sorted(able, key=lambda view: (late_us(view), view.info.rack))
+    return sorted(able, key=lambda view: (late_us(view), view.info.rack, view.used))
 
 
 def split(

@@ -24,6 +24,7 @@ from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, Bl
 from moonserve.core.kv.index import PendingPrefixes, PrefixIndex, parting
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decision, Spread
+from moonserve.core.schedule.estimate import evicted
 from moonserve.core.schedule.facts import Leading, SpreadUpTo
 from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.tuning import Tuning
@@ -323,7 +324,12 @@ class Hot:
         lacking = [row for row in lacking if (row.segment, keys[row.has]) not in self._sent]
         if not lacking:
             return "lately"
-        row = min(lacking, key=lambda row: row.load_us)
+
+        def price(row: _Row) -> tuple[Micros, int, int]:
+            needs = evicted(row.view, len(keys) - row.has, self._index.blocks)
+            return row.load_us, needs, row.view.used
+
+        row = min(lacking, key=price)
         least = math.ceil(WORTH * self._mean_tokens / row.view.info.namespace.block_size)
         room = (self.most_bytes - self.bytes_under_way) // row.view.info.block_bytes
         stop = min(len(keys), row.has + room)

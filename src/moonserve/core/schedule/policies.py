@@ -44,6 +44,9 @@ class Policy(msgspec.Struct, frozen=True):
     """Whether what is fetched is kept where it was fetched to."""
     late: bool = False
     """Whether requests wait at the Conductor until an instance is about to be free."""
+    times: bool = False
+    """Whether scores are predicted times: those that differ by no more than the prediction of a
+    prefill errs are a tie. Else only equal scores are."""
     prunes: bool = False
     """Whether instances that surely cannot win are skipped before scoring."""
     draws: bool = False
@@ -103,11 +106,11 @@ def alpha_beta(options: Options, state: PolicyState) -> Sequence[float]:
 POLICIES: Mapping[str, Policy] = {
     "random": Policy(random, "never", draws=True),
     "round_robin": Policy(round_robin, "never"),
-    "least_loaded": Policy(least_loaded, "never"),
-    "cache_aware": Policy(cache_aware, "never"),
+    "least_loaded": Policy(least_loaded, "never", times=True),
+    "cache_aware": Policy(cache_aware, "never", times=True),
     "alpha_beta": Policy(alpha_beta, "never"),
-    "kvcache_centric": Policy(kvcache_centric, "threshold", copies=True, prunes=True),
-    "late_binding": Policy(kvcache_centric, "cheaper", late=True, prunes=True),
+    "kvcache_centric": Policy(kvcache_centric, "threshold", copies=True, times=True, prunes=True),
+    "late_binding": Policy(kvcache_centric, "cheaper", late=True, times=True, prunes=True),
     "sglang_cache_aware": Policy(sglang_cache_aware, "never"),
     "dynamo_overlap": Policy(dynamo_overlap, "never", draws=True),
     "llmd_scorers": Policy(llmd_scorers, "never", draws=True),

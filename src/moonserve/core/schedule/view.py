@@ -77,6 +77,11 @@ class InstanceView:
         """How far its claims to hold prefixes are believed."""
         self.kv_tokens = info.kv_blocks * info.namespace.block_size
         """The most context that fits here."""
+        size = info.block_bytes
+        self.store_blocks = info.segment_bytes // size if size else 0
+        """Blocks for which its segment has room; 0: it has none, or no bound."""
+        self.used = 0
+        """The number of the last placement that chose it; 0: none has."""
         # Load that this Conductor did not send here.
         self.external = NO_LOAD
         """All of it: what the engine counts, and what other gateways have promised."""
@@ -360,6 +365,7 @@ class ClusterView:
 
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceView] = {}
+        self._placements = 0
         self.version = 0
         """Changes whenever an instance was added or removed."""
         self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
@@ -383,6 +389,13 @@ class ClusterView:
             self.doubts.pop(view.info.segment, None)
             if not view.trust.trusted:
                 self.doubts[view.info.segment] = view.trust.share
+
+    def use(self, *instances: InstanceId) -> None:
+        """These were chosen for a request: of equal instances, others are next."""
+        self._placements += 1
+        for instance in instances:
+            if instance in self.instances:
+                self.instances[instance].used = self._placements
 
     def take_promises(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
         """Take in all that another gateway has promised by now; empty: nothing, or it is gone."""

@@ -32,6 +32,7 @@ from moonserve.core.schedule.facts import (
     DecodeEnded,
     InstanceInfo,
     PrefillEnded,
+    Selected,
 )
 from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens, lease_of
@@ -252,6 +253,7 @@ class PlacementApi:
         found = self._conductor.dry_run(request, keys)
         if isinstance(found, Refuse):
             raise error_for(found)
+        self._conductor.tell(Selected(found.prefill, found.decode))
         views = self._conductor.views()
         infos = [views[name].info for name in (found.prefill, found.decode)]
         group = [views[stage.instance].info for stage in found.stages]

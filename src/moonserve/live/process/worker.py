@@ -124,6 +124,7 @@ class Worker:
             max_len=min(shape.max_len, pool_len),  # the pool has no room for a longer request
             max_requests=limits.max_seqs + limits.max_waiting,
             segment=SegmentId(config.name) if isinstance(store, StoreClient) else None,
+            segment_bytes=store.settings.capacity_bytes if isinstance(store, StoreClient) else 0,
             rack=config.rack,
             # A part is one long pass: requests that decode here would wait for its end.
             layers=shape.layers if store and shape.layers > 1 and config.role == "prefill" else 0,
