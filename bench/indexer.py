@@ -267,7 +267,7 @@ async def serve_ours(port: int) -> None:
     from moonserve.live.external.indexer_api import IndexerApi
     from moonserve.live.http.server import App, serve
 
-    await serve(App(IndexerApi("").routes()), "127.0.0.1", port)
+    await serve(App(IndexerApi().routes()), "127.0.0.1", port)
     await asyncio.Event().wait()
 
 

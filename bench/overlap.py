@@ -52,7 +52,8 @@ class Cluster:
 
     def get(self, url: str) -> Any:
         """Its JSON."""
-        with urllib.request.urlopen(url, timeout=30) as reply:
+        request = urllib.request.Request(url, headers={"authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
             return json.load(reply)
 
     def complete(

@@ -35,6 +35,7 @@ from typing import Any
 import uvloop
 
 from common import machine_line
+from moonserve.cli.token import token_for
 
 DECODES, SEQS = 4, 15
 """Decode workers, and the streams that one holds within the objective."""
@@ -224,7 +225,9 @@ class Cluster:
 
     def get(self, path: str, base: str = "") -> Any:
         """The JSON there."""
-        with urllib.request.urlopen((base or self.url) + path, timeout=30) as reply:
+        headers = {"authorization": f"Bearer {token_for(self.url)}"}
+        request = urllib.request.Request((base or self.url) + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as reply:
             return json.load(reply)
 
     def rss_mib(self) -> dict[str, float]:

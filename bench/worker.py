@@ -23,12 +23,14 @@ from moonserve.core.request import Sampling, Stopping
 from moonserve.core.store.words import Found
 from moonserve.core.units import BlockKey, LeaseId, RequestId, SegmentId
 from moonserve.live.engine.fake import FakeEngine
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
 from moonserve.live.ports import Layers
 from moonserve.live.process.worker import Worker
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.job import Job
 
+TOKEN = "secret"
 SEQS = 16
 DECODED = 512
 PROMPT = 2_048
@@ -109,7 +111,7 @@ async def stream(worker: Worker, http: HttpClient) -> None:
             "POST",
             worker.info.url + "/v1/completions",
             body=json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
+            headers={"content-type": "application/json"} | bearer(TOKEN),
             timeout_s=60,
             idle_timeout_s=60,
         ) as reply:
@@ -128,7 +130,9 @@ async def cpu_us(work: Callable[[], Awaitable[None]]) -> float:
 
 async def measure(rounds: int) -> None:
     """Print the medians."""
-    config = WorkerConfig(name="w", role="both", model="m", engine="fake", max_seqs=SEQS)
+    config = WorkerConfig(
+        name="w", role="both", model="m", engine="fake", max_seqs=SEQS, token=TOKEN
+    )
     engine = NoEngine(block_size=BLOCK, num_blocks=8_192)
     worker = await Worker.start(config, engine, DictStore(), model="m")
     http = HttpClient(max_per_host=SEQS)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
 from moonserve.live.transfer.mooncake_master import require
 
+# The tests draw a token of their own, and leave the one of the user who runs them alone.
+_STATE = tempfile.TemporaryDirectory(prefix="moonserve-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
+os.environ.pop("MOONSERVE_TOKEN", None)
 _NO_MODEL = f"{DEFAULT_MODEL} is not in the model cache; fetch it with: make model"
 
 

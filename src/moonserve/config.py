@@ -333,6 +333,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_body_bytes: Annotated[
         _Size, _flag("up gateway", "SIZE", "largest request body that the gateway accepts")
     ] = 8 << 20
+    allowed_hosts: Annotated[
+        str,
+        _flag(
+            "up gateway serve",
+            "NAME,NAME",
+            "names in DNS under which others call this process; with them, and on loopback always,"
+            " admin requests under other names are refused",
+        ),
+    ] = ""
     rack: Annotated[
         str,
         _flag(

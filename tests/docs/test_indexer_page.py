@@ -61,7 +61,7 @@ async def replies() -> dict[str, list[Any]]:
     loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
     keys = tuple(chain_keys(NAMESPACE.root(), TOKENS, BLOCK))
     loop.tell(BlocksStored(SegmentId("p0"), keys[:2], None, "dram", 1))
-    api, selection = IndexerApi("", follow), PlacementApi(loop, lambda model: None, "")
+    api, selection = IndexerApi(follow), PlacementApi(loop, lambda model: None)
     server = await serve(App(api.routes() | selection.routes()), "127.0.0.1", 0)
     client, said = HttpClient(), dict[str, list[Any]]()
     for path, body, shown in examples():

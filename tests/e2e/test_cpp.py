@@ -6,7 +6,6 @@ that computes the whole prompt at once.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -21,7 +20,7 @@ import pytest
 
 from moonserve.live.engine.torch_engine import TorchEngine, greedy_reference
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
-from tests.support.up import Up
+from tests.support.up import Up, get
 
 pytestmark = [pytest.mark.model]
 
@@ -82,8 +81,8 @@ def noted(up: Up, what: str) -> dict[str, list[dict[str, Any]]]:
     """The workers' notes of this kind."""
     found = {}
     for instance in up.get("/api/instances"):
-        with urllib.request.urlopen(instance["url"] + "/debug/stages", timeout=10) as reply:
-            found[instance["id"]] = [it for it in json.load(reply) if it["what"] == what]
+        stages = get(instance["url"] + "/debug/stages")
+        found[instance["id"]] = [it for it in stages if it["what"] == what]
     return found
 
 
@@ -127,8 +126,7 @@ def test_a_worker_killed_in_the_middle_costs_one_retry(
         urls = {it["id"]: it["url"] for it in up.get("/api/instances")}
 
         def used(who: str) -> bool:
-            with urllib.request.urlopen(urls[who] + "/debug/ledger", timeout=10) as reply:
-                return bool(json.load(reply)["blocks_used"])
+            return bool(get(urls[who] + "/debug/ledger")["blocks_used"])
 
         up.until(lambda: all(map(used, members)))
         os.kill(up.children()[members[at]], signal.SIGKILL)

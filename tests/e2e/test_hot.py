@@ -12,7 +12,8 @@ import pytest
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.units import SegmentId
 from moonserve.live.engine.fake import fake_cost
-from tests.support.inproc import BLOCK, Site, site
+from moonserve.live.http.auth import bearer
+from tests.support.inproc import BLOCK, TOKEN, Site, site
 
 pytestmark = pytest.mark.model  # for its tokenizer and chat template
 
@@ -36,7 +37,7 @@ def run(test: Callable[[Site], Awaitable[None]], **config: Any) -> None:
 
 async def get(it: Site, path: str) -> str:
     """The body of a GET on the gateway."""
-    reply = await it.http.request("GET", it.url + path, timeout_s=5)
+    reply = await it.http.request("GET", it.url + path, headers=bearer(TOKEN), timeout_s=5)
     assert reply.status == 200, reply.body
     return reply.body.decode()
 

@@ -237,7 +237,7 @@ def chain(rng: random.Random) -> Path:
 async def compare(url: str, seed: int, tiers: tuple[str, ...], leaf_first: bool) -> int:
     """Tell both the same for a while, and ask both; how many answers were equal (or it fails)."""
     rng, client, asked = random.Random(seed), HttpClient(), 0
-    api, context = IndexerApi(""), zmq.Context()
+    api, context = IndexerApi(), zmq.Context()
     server = await serve(App(api.routes()), "127.0.0.1", 0)
     both = Both(client, f"http://127.0.0.1:{server.port}", url)
     engines = [Engine(context, instance, rank) for instance in (1, 2, 3) for rank in (0, 1)]

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from moonserve.cli import cli
 from moonserve.core.request import Slo
 from moonserve.live.engine.fake import fake_cost
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse
 from moonserve.live.model.catalog import DEFAULT_MODEL
-from tests.support.inproc import Site, site
+from tests.support.inproc import TOKEN, Site, site
 
 pytestmark = pytest.mark.model  # for its tokenizer and chat template
 
@@ -34,7 +35,9 @@ def run(test: Callable[[Site], Awaitable[None]], **config: Any) -> None:
 
 async def decision(it: Site, request: str) -> dict[str, Any]:
     """What the API says of a request."""
-    reply = await it.http.request("GET", f"{it.url}/api/decisions/{request}", timeout_s=5)
+    reply = await it.http.request(
+        "GET", f"{it.url}/api/decisions/{request}", headers=bearer(TOKEN), timeout_s=5
+    )
     assert reply.status == 200, reply.body
     told: dict[str, Any] = json.loads(reply.body)
     return told
@@ -145,7 +148,9 @@ def test_a_bad_header_is_a_400_that_names_it() -> None:
             error = json.loads(reply.body)["error"]
             assert (reply.status, error["param"]) == (400, name)
             assert error["message"].startswith(f"{name}: '{text}' is no ")
-        gone = await it.http.request("GET", it.url + "/api/decisions/bad", timeout_s=5)
+        gone = await it.http.request(
+            "GET", it.url + "/api/decisions/bad", headers=bearer(TOKEN), timeout_s=5
+        )
         assert gone.status == 404
 
     run(test)

@@ -216,7 +216,7 @@ async def start_again(it: Pool) -> Any:
 async def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
     """JSON of a GET, or of a POST."""
     data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
 
     def call() -> Any:
         request = urllib.request.Request(url, data, headers)

@@ -22,6 +22,7 @@ from moonserve.core.store.words import Terms
 from moonserve.core.units import SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
 from moonserve.live.process.worker import Worker
@@ -33,6 +34,7 @@ from moonserve.live.text.vocab import vocabulary_of_gguf
 from moonserve.live.worker.config import WorkerConfig
 from tests.support.kvstore import DictStore
 
+TOKEN = "secret"
 BLOCK = 4
 LEASE = "kv_transfer_params.lease"
 ZEROS = {
@@ -64,13 +66,12 @@ class Site:
         cost: Cost = FAST,
         tokenizer: Tokenizer | None = None,
         words: range = range(1000, 8000),
-        token: str = "",
     ) -> Worker:
         engine = FakeEngine(
             block_size=BLOCK, num_blocks=blocks, max_len=512, cost=cost, words=words
         )
         config = WorkerConfig(
-            name=name, role=role, model="m", max_seqs=8, chunk_tokens=16, token=token
+            name=name, role=role, model="m", max_seqs=8, chunk_tokens=16, token=TOKEN
         )
         made = await Worker.start(config, engine, self.store, model="m", tokenizer=tokenizer)
         self.push(lambda: made.stop(1.0))
@@ -84,7 +85,7 @@ class Site:
         return await self.http.request(
             "POST",
             f"{worker.info.url}/v1/completions",
-            headers={"x-request-id": id},
+            headers={"x-request-id": id} | bearer(TOKEN),
             body=json.dumps(body).encode(),
             timeout_s=20,
         )
@@ -105,7 +106,7 @@ class Site:
         async with self.http.stream(
             "POST",
             f"{worker.info.url}/v1/completions",
-            headers={"x-request-id": id},
+            headers={"x-request-id": id} | bearer(TOKEN),
             body=json.dumps(body).encode(),
             timeout_s=20,
             idle_timeout_s=20,
@@ -151,7 +152,9 @@ class Site:
             assert ledger == ZEROS
 
     async def get(self, worker: Worker, path: str) -> Any:
-        reply = await self.http.request("GET", worker.info.url + path, timeout_s=5)
+        reply = await self.http.request(
+            "GET", worker.info.url + path, headers=bearer(TOKEN), timeout_s=5
+        )
         assert reply.status == 200
         return json.loads(reply.body) if path != "/metrics" else reply.body.decode()
 
@@ -471,21 +474,30 @@ def test_a_hand_over_does_not_echo_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "Bearer wrong", "secret", "Bearer secret2", "Bearer é"])
-def test_posts_need_the_token(given: str) -> None:
-    """Without the cluster token a worker computes nothing; GETs are open."""
+def test_a_worker_needs_the_token(given: str) -> None:
+    """Without the cluster's token a worker answers /health and /metrics only."""
 
     async def main() -> None:
         async with site(DictStore()) as it:
-            w0 = await it.worker("w0", token="secret")
+            w0 = await it.worker("w0")
             body = json.dumps({"prompt": [1, 2], "max_tokens": 1}).encode()
             url = f"{w0.info.url}/v1/completions"
             headers = {"authorization": given} if given else {}
             reply = await it.http.request("POST", url, headers=headers, body=body, timeout_s=5)
             assert reply.status == 401
             assert json.loads(reply.body)["error"]["param"] == "authorization"
-            for path in ("/health", "/metrics", "/debug/ledger", "/v1/models"):
-                assert await it.get(w0, path)
-            right = {"authorization": "Bearer secret"}
+            for path, status in (
+                ("/health", 200),
+                ("/metrics", 200),
+                ("/debug/ledger", 401),
+                ("/debug/stages", 401),
+                ("/v1/models", 401),
+            ):
+                reply = await it.http.request(
+                    "GET", w0.info.url + path, headers=headers, timeout_s=5
+                )
+                assert (path, reply.status) == (path, status)
+            right = bearer(TOKEN)
             reply = await it.http.request("POST", url, headers=right, body=body, timeout_s=5)
             assert reply.status == 200
 
@@ -644,11 +656,11 @@ def test_a_hint_prefetches_kv() -> None:
     async def main() -> None:
         async with site(DictStore()) as it:
             p0 = await it.worker("p0", "prefill")
-            d0 = await it.worker("d0", "decode", token="secret")
+            d0 = await it.worker("d0", "decode")
             prompt = prompt_of(30)
             keys = chain_keys(d0.info.namespace.root(), prompt, BLOCK)
 
-            def hint(lease: str, body: bytes = b"", token: str = "secret") -> Any:
+            def hint(lease: str, body: bytes = b"", token: str = TOKEN) -> Any:
                 return it.http.request(
                     "POST",
                     f"{d0.info.url}/internal/prefetch",

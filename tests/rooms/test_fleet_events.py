@@ -119,7 +119,7 @@ def test_an_engine_in_both_indexes_is_followed_once() -> None:
                 where = f"tcp://127.0.0.1:{engine.port}"
                 monitor = await it.up(fake, tokenizer="t", events=where)
                 await it.until(lambda: monitor.feeds[A].counts().connected)
-                api = IndexerApi("", followers.follow)
+                api = IndexerApi(followers.follow)
                 server = await serve(App(api.routes()), "127.0.0.1", 0)
 
                 async def post(path: str, **fields: Any) -> Any:

@@ -13,11 +13,13 @@ import msgspec
 from moonserve.core.units import InstanceId
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
 from moonserve.live.process.fronts import ConductorProcess, FrontProcess
 from tests.support.fake_vllm import Fabric, FakeVllm, spoken
 
 PROMPT = list(range(1, 100))
+TOKEN = "the-secret-of-this-test"
 
 
 class Site:
@@ -43,7 +45,7 @@ class Site:
                 InstanceSpec(url=engine.url, bootstrap=engine.bootstrap, events="off", **said)
             )
         stack.push_async_callback(self.http.close)
-        config = GatewayConfig(model="", port=0, workers=2)
+        config = GatewayConfig(model="", port=0, workers=2, token=TOKEN)
         self.conductor = await ConductorProcess.start(config, str(path / "link"), specs)
         stack.push_async_callback(self.conductor.stop, 0)
         for _ in range(2):  # each on a port of its own
@@ -144,10 +146,10 @@ def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) ->
             site.engines[name] = engine
             spec = {"name": name, "url": engine.url, "events": "off"}
             reply = await site.http.request(
-                "POST", url, body=msgspec.json.encode(spec), timeout_s=10
+                "POST", url, headers=bearer(TOKEN), body=msgspec.json.encode(spec), timeout_s=10
             )
             assert reply.status == 200
-        reply = await site.http.request("DELETE", url + "/b", timeout_s=10)
+        reply = await site.http.request("DELETE", url + "/b", headers=bearer(TOKEN), timeout_s=10)
         assert reply.status == 200
         await site.conductor.stop(0)
         while site.fronts[1].conductor.instances():
@@ -155,7 +157,7 @@ def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) ->
         status, said = await site.complete(1, PROMPT)
         assert (status, "unavailable_error" in said) == (503, True)
         assert await site.states(1) == {}
-        config = GatewayConfig(model="", port=0, workers=2)
+        config = GatewayConfig(model="", port=0, workers=2, token=TOKEN)
         again = await ConductorProcess.start(config, str(tmp_path / "link"), site.specs)
         try:
             while await site.states(1) != {"a": "up", "d0": "up", "p0": "up"}:

@@ -12,6 +12,7 @@ import pytest
 from moonserve.core.errors import ConfigError
 from moonserve.core.kv.events import ClearedEvent, KvBatch, StoredEvent
 from moonserve.core.kv.indexer import local_hashes, rolling
+from moonserve.live.access.guard import Guard
 from moonserve.live.external import indexer_api as module
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.http.client import ClientResponse, HttpClient
@@ -113,8 +114,8 @@ def run(use: Callable[[Rig], Awaitable[None]], max_blocks: int = 1_000) -> None:
                 feeds.append(ScriptedFeed(address, indexer))
                 return feeds[-1]
 
-            api = IndexerApi(TOKEN, follow, max_blocks)
-            server = await serve(App(api.routes()), "127.0.0.1", 0)
+            api = IndexerApi(follow, max_blocks)
+            server = await serve(App(api.routes(), gate=Guard(TOKEN)), "127.0.0.1", 0)
             rig = Rig(api, f"http://127.0.0.1:{server.port}", feeds)
             await use(rig)
             await api.close()

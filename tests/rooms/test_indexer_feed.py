@@ -40,7 +40,7 @@ def test_an_engine_is_followed_from_what_it_told_before() -> None:
 
     async def main() -> None:
         async with asyncio.timeout(20):
-            client, api, engine = HttpClient(), IndexerApi(""), Publisher(ANY, ANY, "kv")
+            client, api, engine = HttpClient(), IndexerApi(), Publisher(ANY, ANY, "kv")
             server = await serve(App(api.routes()), "127.0.0.1", 0)
             url = f"http://127.0.0.1:{server.port}"
             engine.publish([stored(TOKENS[: 3 * SIZE], SIZE)])
@@ -76,7 +76,7 @@ def test_an_address_that_is_none_is_refused(endpoint: str) -> None:
 
     async def main() -> None:
         async with asyncio.timeout(20):
-            client, api = HttpClient(), IndexerApi("")
+            client, api = HttpClient(), IndexerApi()
             server = await serve(App(api.routes()), "127.0.0.1", 0)
             url = f"http://127.0.0.1:{server.port}"
             body = {"endpoint": endpoint, "instance_id": "e", "model_name": "m", "block_size": SIZE}

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from moonserve.core.errors import ConfigError
+from moonserve.live.access.guard import Guard
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
@@ -51,7 +52,7 @@ class Noted(ProcessPart):
 def process(notes: list[str], fails: str = "") -> Process:
     """A process with the parts a and b; b fails."""
     parts = [Noted("a", notes), Noted("b", notes, fails)]
-    return Process(CONFIG, HttpClient(), parts, name="test")
+    return Process(CONFIG, HttpClient(), parts, guard=Guard("", None, ("admin",)), name="test")
 
 
 def test_parts_start_in_order_and_stop_in_reverse() -> None:

@@ -18,6 +18,7 @@ from moonserve.core.schedule.facts import Connector, InstanceInfo, Joined, Left,
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import InstanceId, SegmentId
+from moonserve.live.access.guard import Guard
 from moonserve.live.control import placement_api as module
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_api import PlacementApi
@@ -81,8 +82,8 @@ def run(
             loop.tell(*(Joined(info(name, "prefill")) for name in ("p0", "p1")))
             loop.tell(*(Joined(info(name, "decode")) for name in ("d0", "d1")))
             loop.tell(BlocksStored(SegmentId("p1"), KEYS[:6], None, "dram", 1))
-            selection = PlacementApi(loop, {"m": ByteText()}.get, TOKEN)
-            server = await serve(App(selection.routes()), "127.0.0.1", 0)
+            selection = PlacementApi(loop, {"m": ByteText()}.get)
+            server = await serve(App(selection.routes(), gate=Guard(TOKEN)), "127.0.0.1", 0)
             rig = Rig(loop, selection, f"http://127.0.0.1:{server.port}")
             try:
                 await use(rig)

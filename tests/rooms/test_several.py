@@ -17,6 +17,7 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Joined, PassSample, Promises
 from moonserve.core.units import BlockKey, InstanceId, RequestId
 from moonserve.live import tasks
+from moonserve.live.access.guard import Guard
 from moonserve.live.control import peers
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, conductor_and_pool
@@ -73,7 +74,7 @@ class Gate:
 
     def __init__(self, site: Site, known: Callable[[], Awaitable[object]] | None) -> None:
         self.loop = ConductorLoop(Conductor(), lambda lease: None)
-        self.internal = Internal(self.loop, TOKEN, ["m"])
+        self.internal = Internal(self.loop, ["m"])
         registry = MemoryRegistry(site.shared)
         self.several = Several(registry, self.loop, self.internal, site.http, TOKEN, known)
         self.server: Server | None = None
@@ -81,7 +82,7 @@ class Gate:
 
     async def start(self, name: str) -> None:
         routes = self.internal.routes() | self.several.routes()
-        self.server = await serve(App(routes), "127.0.0.1", 0)
+        self.server = await serve(App(routes, gate=Guard(TOKEN)), "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.server.port}"
         await self.several.start(GatewayEntry(name, 1, self.url))
 

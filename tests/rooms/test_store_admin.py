@@ -16,6 +16,7 @@ from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Address, Mount, Terms
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
+from moonserve.live.access.guard import Guard
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
@@ -93,8 +94,8 @@ class Site:
     async def start(self, pool: Master, start: int, most: int = 100) -> None:
         """Serve this master, on the port of the one before."""
         self.log = log = EventLog(start, pool.inventory, most)
-        self.local = LocalPool(MasterService(pool, lambda: 0), "secret", log.add, log)
-        app = App(self.local.routes(), name="store")
+        self.local = LocalPool(MasterService(pool, lambda: 0), log.add, log)
+        app = App(self.local.routes(), gate=Guard("secret"), name="store")
         self.server: Server = await serve(app, "127.0.0.1", self.port)
         self.port = self.server.port
 
@@ -247,7 +248,7 @@ def test_a_beat_counts_though_its_answer_is_lost() -> None:
 
     async def body() -> None:
         nonlocal now_us
-        pool = LocalPool(MasterService(master(), lambda: now_us), "", lambda events: None)
+        pool = LocalPool(MasterService(master(), lambda: now_us), lambda events: None)
         beat = msgspec.msgpack.encode(wire.BeatCall(SegmentId("w"), 1, wait_s=60.0))
         for _ in range(6):
             now_us += 4_000_000
@@ -269,7 +270,7 @@ def test_nothing_is_kept_of_segments_that_are_not_mounted() -> None:
     """The beat of an unmounted segment is answered at once; a segment that left is forgotten."""
 
     async def body() -> None:
-        pool = LocalPool(MasterService(master(), lambda: 0), "", lambda events: None)
+        pool = LocalPool(MasterService(master(), lambda: 0), lambda events: None)
         for name in ("w", "stranger"):
             call = wire.BeatCall(SegmentId(name), 1, wait_s=60.0 if name == "stranger" else 0.01)
             async with asyncio.timeout(5):

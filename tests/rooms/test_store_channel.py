@@ -20,6 +20,7 @@ from moonserve.core.errors import (
 )
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
+from moonserve.live.access.guard import Guard
 from moonserve.live.http.client import Connection, HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
@@ -417,7 +418,7 @@ async def refusal(app: App, token: str = "") -> MoonserveError:
 
 def master() -> LocalPool:
     """A real master."""
-    return LocalPool(MasterService(Master(Terms(), 1), lambda: 0), "secret", lambda events: None)
+    return LocalPool(MasterService(Master(Terms(), 1), lambda: 0), lambda events: None)
 
 
 def test_a_wrong_token_is_a_config_error() -> None:
@@ -425,7 +426,7 @@ def test_a_wrong_token_is_a_config_error() -> None:
 
     async def body() -> None:
         for token in ("", "guess"):
-            error = await refusal(App(master().routes()), token)
+            error = await refusal(App(master().routes(), gate=Guard("secret")), token)
             assert isinstance(error, ConfigError)
             assert error.field == "token"
 

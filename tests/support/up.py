@@ -68,8 +68,7 @@ class Up:
 
     def get(self, path: str) -> Any:
         """The JSON of a GET on the gateway."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as reply:
-            return json.load(reply)
+        return get(self.url + path)
 
     def post(self, path: str, body: dict[str, Any], base: str = "", **headers: str) -> Any:
         """The JSON of a POST on the gateway, or on another base URL."""
@@ -100,8 +99,7 @@ class Up:
         ledger = {key: stats[key] for key in stats if key == "requests" or "promised" in key}
         ledger |= {key: stats["store"].get(key, 0) for key in ("leases", "pending_puts")}
         for instance in self.get("/api/instances"):
-            with urllib.request.urlopen(instance["url"] + "/debug/ledger", timeout=10) as reply:
-                own = json.load(reply)
+            own = get(instance["url"] + "/debug/ledger")
             ledger |= {f"{instance['id']}.{key}": value for key, value in own.items()}
         return ledger
 
@@ -116,6 +114,13 @@ class Up:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
         self._reader.join(10)
+
+
+def get(url: str) -> Any:
+    """The JSON of a GET with the cluster's token."""
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return json.load(reply)
 
 
 def send(base: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:

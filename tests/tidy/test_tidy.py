@@ -71,6 +71,7 @@ FLOORS = {
             "text",
             "openai",
             "registry",
+            "access",
         ),
         *("replay", "transfer", "engine", "kvevents", "store", "external", "drive", "control"),
         *("api", "fronts", "worker", "process"),

@@ -19,6 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moonserve.cli.token import token_for
+from moonserve.live.http.auth import bearer
+
 BLOCK = 32
 """The smallest block of vLLM's on a CPU."""
 MODEL = "smollm2-135m-instruct"
@@ -48,7 +51,8 @@ def free_port(ranks: int = 1) -> int:
 
 def get(url: str, timeout_s: float = 5.0) -> Json:
     """What a GET answers, as JSON."""
-    with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+    request = urllib.request.Request(url, headers=bearer(token_for(url)))
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
         return json.loads(reply.read() or b"{}")
 
 

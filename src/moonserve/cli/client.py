@@ -1,4 +1,6 @@
-"""A client of a running gateway, for commands; it needs only the standard library."""
+"""A client of a running gateway, for commands; it needs only the standard library.
+
+It sends the cluster's token if it finds one for that gateway; see cli.token."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from moonserve.cli.token import token_for
 from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
 
 if TYPE_CHECKING:
@@ -21,7 +24,8 @@ URL = "http://127.0.0.1:8000"
 class Client:
     """Calls one gateway; every failure is an error that a user can act on."""
 
-    def __init__(self, url: str, timeout_s: float = 120.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 120.0, token: str | None = None) -> None:
+        """token: None looks for the cluster's token; "" sends none."""
         from urllib.parse import urlsplit
 
         try:
@@ -35,6 +39,9 @@ class Client:
         self._host = parts.hostname
         self._secure = parts.scheme == "https"
         self._url = url
+        self._headers = {"content-type": "application/json"}
+        if token := token_for(url) if token is None else token:
+            self._headers["authorization"] = f"Bearer {token}"
 
     def first_model(self) -> str:
         """The name of a model that the gateway serves."""
@@ -108,7 +115,7 @@ class Client:
         raw = None if body is None else msgspec.json.encode(body)
         try:
             try:
-                connection.request(method, path, raw, {"content-type": "application/json"})
+                connection.request(method, path, raw, self._headers)
                 reply = connection.getresponse()
                 text = b"" if reply.status == 200 else reply.read()
             except ConnectionRefusedError as err:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moonserve.cli.settings import child_env
+from moonserve.cli.token import TOKEN
 from moonserve.config import ENV_PREFIX
 from moonserve.core.errors import ConfigError
 from moonserve.logs import LINES
@@ -72,12 +73,14 @@ def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
     return words
 
 
-def children_of(settings: Settings, port: int, path: str, words: Sequence[str] = ()) -> list[Child]:
+def children_of(
+    settings: Settings, port: int, path: str, token: str, words: Sequence[str] = ()
+) -> list[Child]:
     """The processes of one gateway. path: of the unix socket between them; words: see flags_of."""
     from moonserve.live.process.supervise import Child
 
     settings = msgspec.structs.replace(settings, port=port)
-    environ = child_env(settings)
+    environ = child_env(settings, **{TOKEN: token})
     argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, *words, "--part")
     grace_s = settings.drain_s + _KILL_AFTER_S
     # Fronts stop first, so that the Conductor still runs when their requests end.
@@ -93,10 +96,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
     Raises ConfigError, GaveUp.
     """
     from moonserve.live.fronts.folder import meeting_folder
-    from moonserve.live.http.auth import require_token_beyond_loopback
     from moonserve.live.process.supervise import Supervisor, beat, say
-
-    require_token_beyond_loopback(settings.host, token, "workers")
 
     ready: set[str] = set()
 
@@ -109,7 +109,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
                 beat()
 
     with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:
-        boss = Supervisor(children_of(settings, port, str(folder / "link"), words), tell)
+        boss = Supervisor(children_of(settings, port, str(folder / "link"), token, words), tell)
         boss.stop_on_signals(
             lambda: say("draining: new requests are refused, running ones may finish"),
             lambda: say("not waiting any longer"),

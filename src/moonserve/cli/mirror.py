@@ -158,7 +158,7 @@ class ClusterWatch:
         """
         sums = [0.0] * 4
         for instance in self._of("prefill"):
-            page = Client(instance.url).text("/metrics")
+            page = Client(instance.url, token="").text("/metrics")
             for at, name in enumerate((_TTFT, _HAND_OVER)):
                 sums[2 * at] += _value(page, f"{name}_sum")
                 sums[2 * at + 1] += _value(page, f"{name}_count")

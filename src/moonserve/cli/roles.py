@@ -1,7 +1,7 @@
 """`moonserve gateway` and `moonserve worker`: one process each.
 
 `moonserve up` starts them so. For a cluster on several machines, start each by hand with the same
-MOONSERVE_TOKEN in its environment.
+MOONSERVE_TOKEN in its environment; see cli.token.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moonserve.cli.settings import (
     cards_option,
     listen_option,
     read_settings,
-    read_token,
     settings_options,
     store_share,
 )
+from moonserve.cli.token import member_token, own_token
 from moonserve.config import check_name, filled
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
@@ -53,7 +53,10 @@ def gateway(
     """
     settings = read_settings(config, flags)
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
-    token = read_token()
+    if settings.registry or settings.store_url:
+        token = member_token(note, settings.host, *filter(None, [settings.store_url]))
+    else:
+        token = own_token(note)
     from moonserve.live.process.supervise import die_with_parent
 
     die_with_parent()  # before the slow imports
@@ -140,7 +143,8 @@ def worker(
         from moonserve.sim.axes import read_profile
 
         pass_us = read_profile(settings.profile).pass_us
-    token = read_token()
+    urls = [url for url in ("" if settings.registry else gateway, settings.store_url) if url]
+    token = member_token(note, settings.host, *urls)
     from moonserve.live.process.supervise import die_with_parent
 
     die_with_parent()  # before the slow imports
@@ -162,8 +166,13 @@ def worker(
         pass_us=pass_us,
         kv_events=kv_events,
     )
-    share = store_share(settings, "worker", name, advertise_host=advertise_host, cards=cards)
+    share = store_share(settings, "worker", name, token, advertise_host=advertise_host, cards=cards)
     run_role(run_worker(made, share))
+
+
+def note(line: str) -> None:
+    """Print a line about the start of a process."""
+    click.echo(line)
 
 
 def _us(ms: float | None) -> Micros | None:

@@ -45,8 +45,6 @@ _OTHERS = (
 )  # fmt: skip
 """Variables that are no settings: secrets, folders, and what tests and benchmarks read."""
 _OF_KUBERNETES = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_")
-TOKEN = ENV_PREFIX + "TOKEN"
-"""The cluster's shared secret. It is no setting, so that no file and no argv contains it."""
 advertise_host_option = click.option(
     "--advertise-host",
     metavar="ADDRESS",
@@ -73,14 +71,6 @@ def listen_option(whose: str, default: int = 0) -> Callable[[_Command], _Command
         show_default=True,
         help=f"Port of {whose}; 0 takes a free one.",
     )
-
-
-def read_token() -> str:
-    """The shared secret; "": there is none. Raises ConfigError: no HTTP header can carry it."""
-    token = os.environ.get(TOKEN, "")
-    if not token.isprintable() or any(ord(it) > 255 for it in token):
-        raise ConfigError(f"{TOKEN} has characters beyond Latin-1 or unprintable ones", "token")
-    return token
 
 
 def settings_options(command: str) -> Callable[[_Command], _Command]:
@@ -146,7 +136,9 @@ def read_settings(config: Path | None, flags: dict[str, str | None]) -> Settings
     return settings
 
 
-def store_share(settings: Settings, command: str, name: str, **own: Any) -> StoreSettings:
+def store_share(
+    settings: Settings, command: str, name: str, token: str, **own: Any
+) -> StoreSettings:
     """The share of the KV store of a worker or a segment that starts now. own: other fields."""
     from moonserve.core.store.words import PutOptions
     from moonserve.core.units import SegmentId
@@ -158,7 +150,7 @@ def store_share(settings: Settings, command: str, name: str, **own: Any) -> Stor
         command,
         segment=SegmentId(name),
         epoch=time.time_ns() // 1_000,
-        token=read_token().encode(),
+        token=token.encode(),
         capacity_bytes=settings.segment_bytes,
         disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
         shared_memory=settings.shared_memory == "auto",

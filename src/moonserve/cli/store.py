@@ -14,17 +14,17 @@ import click
 
 from moonserve.cli.client import URL, Client
 from moonserve.cli.output import OutputFile, json_option, print_json
-from moonserve.cli.roles import run_role
+from moonserve.cli.roles import note, run_role
 from moonserve.cli.settings import (
     advertise_host_option,
     cards_option,
     listen_option,
     read_settings,
-    read_token,
     settings_options,
     size_of,
     store_share,
 )
+from moonserve.cli.token import member_token, token_for
 from moonserve.config import check_name, filled
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
 
@@ -103,7 +103,7 @@ def serve(
         settings,
         "serve",
         port=listen,
-        token=read_token(),
+        token=member_token(note, settings.host),
         recover_s=recover_s,
         terms=terms,
         advertise_host=advertise_host,
@@ -139,15 +139,22 @@ def segment(
     name = check_name(name)
     from moonserve.live.process.store import SegmentConfig, run_segment
 
+    store_url = settings.store_url or ("" if settings.registry else URL)
     share = store_share(
-        settings, "segment", name, port=listen, advertise_host=advertise_host, cards=cards
+        settings,
+        "segment",
+        name,
+        member_token(note, settings.host, *filter(None, [store_url])),
+        port=listen,
+        advertise_host=advertise_host,
+        cards=cards,
     )
     made = filled(
         SegmentConfig,
         settings,
         "segment",
         settings=share,
-        store_url=settings.store_url or ("" if settings.registry else URL),
+        store_url=store_url,
         metrics_port=metrics_port,
     )
     run_role(run_segment(made))
@@ -299,7 +306,7 @@ def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
     from moonserve.live.store.client import StoreClient, StoreSettings
     from moonserve.live.store.remote import HttpRpc
 
-    token = read_token()
+    token = token_for(url)
 
     import asyncio
 

@@ -6,7 +6,6 @@ Starts the processes, waits until all have joined, prints where the gateway is, 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import socket
 import sys
@@ -19,12 +18,11 @@ import msgspec
 from moonserve.cli.client import Client
 from moonserve.cli.output import by_tenths
 from moonserve.cli.settings import (
-    TOKEN,
     child_env,
     read_settings,
-    read_token,
     settings_options,
 )
+from moonserve.cli.token import TOKEN, own_token
 from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
 from moonserve.logs import LINES
 
@@ -131,7 +129,7 @@ async def _serve(settings: Settings, port: int) -> None:
     from moonserve.live.process.supervise import Supervisor
     from moonserve.live.transfer.region import clean_stale
 
-    token = read_token() or secrets.token_urlsafe(32)
+    token = own_token(lambda line: _tell("up", line))
     environ = child_env(settings, **{TOKEN: token})
     master: list[Child] = []
     if settings.store == "mooncake":

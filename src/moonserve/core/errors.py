@@ -2,7 +2,8 @@
 
     MoonserveError
     ├── BadRequest          400  the client sent something wrong; `param` names the field
-    ├── Unauthorized        401  the cluster token is missing or wrong
+    ├── Unauthorized        401  the cluster's token, or an API key, is missing or wrong
+    ├── Forbidden           403  the caller may not do this
     ├── ModelNotFound       404  no such model here
     ├── BodyTooLarge        413  over a stated limit
     ├── Overloaded          429  refused for a lack of capacity; `reason`, `retry_after_s`
@@ -44,9 +45,15 @@ class BadRequest(MoonserveError):
 
 
 class Unauthorized(BadRequest):
-    """The cluster token is missing or wrong."""
+    """The cluster's token, or an API key, is missing or wrong."""
 
     status = 401
+
+
+class Forbidden(BadRequest):
+    """The caller is known, or is a web page, and may not do this."""
+
+    status = 403
 
 
 class Conflict(BadRequest):

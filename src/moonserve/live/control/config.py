@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Literal
 
 import msgspec
@@ -23,8 +24,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes any free port."""
-    token: str = ""
-    """Workers must present it on /internal; empty only when bound to loopback."""
+    token: str = msgspec.field(default_factory=lambda: secrets.token_urlsafe(32))
+    """Workers and operators must send it. Without one, a token is drawn that nobody else knows."""
+    allowed_hosts: str = ""
+    """Names, with commas between, under which clients may call it besides its own addresses."""
     registry: str = ""
     """Where workers, other gateways and the store's master are found, such as
     etcd://127.0.0.1:2379; empty: workers join by themselves, and there is no other gateway."""

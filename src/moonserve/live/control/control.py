@@ -91,7 +91,7 @@ def _open_pool(
         return RemotePool(http, config.store_url, config.token, tell)
     first_ticket = time.time_ns() // 1_000  # larger than any that an earlier master gave out
     master = Master(Terms(eviction=config.eviction), first_ticket)
-    return LocalPool(MasterService(master, LoopClock().now_us), config.token, tell)
+    return LocalPool(MasterService(master, LoopClock().now_us), tell)
 
 
 class Control(ProcessPart):
@@ -124,15 +124,15 @@ class Control(ProcessPart):
         self._conductor = conductor
         self._pool = pool
         self._health = health
-        self._internal = Internal(conductor, config.token, [model])
+        self._internal = Internal(conductor, [model])
         self._api = Api(conductor, pool)
         self._several: Several | None = None
         if registry is not None:
             self._several = several = self._among(registry, settled)
             health.report_unready(lambda: several.not_ready)
             health.report_alarms(registry.alarms)
-        self._placement = PlacementApi(conductor, tools, config.token)
-        self._indexer = IndexerApi(config.token, follow, config.tuning.max_indexed_blocks)
+        self._placement = PlacementApi(conductor, tools)
+        self._indexer = IndexerApi(follow, config.tuning.max_indexed_blocks)
         self._ticker: asyncio.Task[None] | None = None
 
     def routes(self) -> Routes:

@@ -24,7 +24,6 @@ from moonserve.live.external.monitor import EngineMonitor
 from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.health import Health
-from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.ports import ClusterRead
@@ -138,14 +137,12 @@ class EnginesApi:
         self,
         fleet: Fleet,
         conductor: ClusterRead,
-        token: str,
         health: Health,
         registered: RegistryEngines | None = None,
     ) -> None:
         """`registered`: the engines of the registry, where there is one."""
         self._fleet = fleet
         self._conductor = conductor
-        self._token = token
         self._health = health
         self._registered = registered
         self._kept: Path | None = None
@@ -198,7 +195,6 @@ class EnginesApi:
         return json_response(listed)
 
     async def _add(self, request: HttpRequest) -> Response:
-        check_token(request, self._token)
         body = await request.body()
         if body.lstrip().startswith(b"["):
             specs = decode_json(body, list[InstanceSpec])
@@ -224,7 +220,6 @@ class EnginesApi:
         return changed
 
     async def _remove(self, request: HttpRequest) -> Response:
-        check_token(request, self._token)
         name = request.path.removeprefix(PATH + "/")
         if self._registered is not None:
             return json_response({"changed": [name] if await self._registered.remove(name) else []})
@@ -241,7 +236,6 @@ class EnginesApi:
         return json_response({"status": "ok", "instances": states, "alarms": self._health.alarms()})
 
     async def _no_workers(self, request: HttpRequest) -> Response:
-        check_token(request, self._token)
         raise Embedded(
             "the instances of this gateway are external engines, which cannot exchange KV with"
             " embedded workers; start a gateway without instances for the workers",

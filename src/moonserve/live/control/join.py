@@ -1,6 +1,6 @@
 """HTTP handlers of the gateway for workers: join, beat, leave, and blocks in Mooncake's pool.
 
-Bodies are msgpack (live.rpc.joins), guarded by the cluster token. They become facts for the
+Bodies are msgpack (live.rpc.joins). They become facts for the
 Conductor. Nothing is decided here, except whether an instance may join.
 """
 
@@ -17,7 +17,6 @@ from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.inferred import Reported
 from moonserve.core.schedule.facts import Beat, InstanceInfo, Joined, Left
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, BlocksBody, LeaveBody
@@ -42,9 +41,8 @@ class Incompatible(BadRequest):
 class Internal:
     """Handlers of /internal; the gateway's process adds them to its routes."""
 
-    def __init__(self, conductor: ConductorLoop, token: str, models: Collection[str]) -> None:
+    def __init__(self, conductor: ConductorLoop, models: Collection[str]) -> None:
         self._conductor = conductor
-        self._token = token
         self._models = models
         self._reported = Reported(POOL)
 
@@ -68,7 +66,7 @@ class Internal:
             take(body)
             return Response(200, msgspec.msgpack.encode({}), content_type=CONTENT_TYPE)
 
-        return guarded(handle, self._token)
+        return handle
 
     def admit(self, info: InstanceInfo) -> None:
         """Let an instance join. Raises BadRequest, Incompatible."""

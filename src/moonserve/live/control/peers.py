@@ -31,7 +31,7 @@ from moonserve.core.schedule.facts import InstanceInfo, Leading, PeerPromised, P
 from moonserve.core.units import SegmentId, seconds_to_us
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.http.auth import bearer, guarded
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
@@ -195,8 +195,8 @@ class Several:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/internal/promises"): guarded(self._promises, self._token),
-            ("GET", INDEX_PATH): guarded(self._index, self._token),
+            ("POST", "/internal/promises"): self._promises,
+            ("GET", INDEX_PATH): self._index,
             ("GET", "/api/gateways"): self._gateways,
         }
 

@@ -39,7 +39,6 @@ from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens, l
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
 from moonserve.live.drive.request import error_for
-from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.openai.headers import MAX_PRIORITY
@@ -220,20 +219,17 @@ class PlacementApi:
     tools: a model's text tools; None: it has no tokenizer here.
     """
 
-    def __init__(
-        self, conductor: ConductorLoop, tools: Callable[[str], TextTools | None], token: str
-    ) -> None:
+    def __init__(self, conductor: ConductorLoop, tools: Callable[[str], TextTools | None]) -> None:
         self._conductor = conductor
         self._requests = PlacementRequests(conductor, tools)
-        self._token = token
         self._held: dict[RequestId, _Reservation] = {}
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/api/select"): guarded(self._select, self._token),
-            ("POST", "/api/reserve"): guarded(self._reserve, self._token),
-            ("POST", "/api/release"): guarded(self._release, self._token),
+            ("POST", "/api/select"): self._select,
+            ("POST", "/api/reserve"): self._reserve,
+            ("POST", "/api/release"): self._release,
         }
 
     @property

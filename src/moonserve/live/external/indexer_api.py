@@ -1,6 +1,6 @@
 """Mooncake's Conductor Indexer API: /register, /unregister, /query, /query_by_hash.
 
-The gateway process mounts it, behind the cluster's token. It follows the KV events of every stream
+The gateway process mounts it. It follows the KV events of every stream
 that was registered, and answers how much of a prompt each instance has. It shares only the Follow
 function with the Conductor's side; see docs/reference/indexer-api.md, and docs/adr/0019.
 
@@ -34,7 +34,6 @@ from moonserve.core.kv.indexer import (
 )
 from moonserve.core.units import SegmentId, Tokens
 from moonserve.live.external.spec import check_tcp
-from moonserve.live.http.auth import guarded
 from moonserve.live.http.message import HttpRequest, Response, decode_open, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.kvevents.follower import Feed, FeedCounts, Follow, Followers
@@ -162,12 +161,9 @@ class _Registration(msgspec.Struct, eq=False):
 class IndexerApi:
     """Handlers of the four paths, and of GET /services; `close` it."""
 
-    def __init__(
-        self, token: str, follow: Follow | None = None, max_blocks: int = MAX_ENTRIES
-    ) -> None:
+    def __init__(self, follow: Follow | None = None, max_blocks: int = MAX_ENTRIES) -> None:
         """`follow`: the process's own, if it also follows engines elsewhere; None: a new one.
         `max_blocks`: how many blocks the index of each space knows at most."""
-        self._token = token
         self._max_blocks = max_blocks
         self._follow = follow or Followers().follow
         self._registrations: dict[_Key, _Registration] = {}
@@ -179,11 +175,11 @@ class IndexerApi:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
         return {
-            ("POST", "/register"): guarded(self._register, self._token),
-            ("POST", "/unregister"): guarded(self._unregister, self._token),
-            ("POST", "/query"): guarded(self._query, self._token),
-            ("POST", "/query_by_hash"): guarded(self._query_by_hash, self._token),
-            ("GET", "/services"): guarded(self._services, self._token),
+            ("POST", "/register"): self._register,
+            ("POST", "/unregister"): self._unregister,
+            ("POST", "/query"): self._query,
+            ("POST", "/query_by_hash"): self._query_by_hash,
+            ("GET", "/services"): self._services,
         }
 
     def metrics(self) -> Iterator[Metric]:

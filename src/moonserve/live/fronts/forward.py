@@ -23,6 +23,8 @@ _WHOLE_BYTES: Bytes = 1 << 20
 """Shorter replies are forwarded whole."""
 _OURS = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
 _ITS = {*_OURS, "content-type", "date", "x-request-id"}
+_JUDGED = {"origin", "sec-fetch-site", "upgrade"}
+"""Headers of a request that this front has judged; the Conductor's process has another address."""
 
 
 class Forward:
@@ -57,7 +59,7 @@ class Forward:
         request.cancel_on_disconnect()
         url = self._conductor.url + request.target
         name = request.headers.get("upgrade")
-        headers = {k: v for k, v in request.headers.items() if k not in _OURS and k != "upgrade"}
+        headers = {k: v for k, v in request.headers.items() if k not in _OURS | _JUDGED}
         headers["x-request-id"] = request.id
         try:
             if name is not None:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -496,6 +496,13 @@ class Accepted(asyncio.Protocol):
         self._timer = self._loop.call_later(left_s, self._look)
 
 
+class Gate(Protocol):
+    """Decides which requests an App serves. live.access.guard has the one of all processes."""
+
+    def admit(self, request: HttpRequest) -> None:
+        """Raise MoonserveError if the request may not be served; called before its body is read."""
+
+
 class NotFound(BadRequest):
     """No such path."""
 
@@ -508,8 +515,9 @@ class App:
     routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler; the longest
     prefix wins. The caller may add to both before `serve`. HEAD goes to the handler of GET.
     body_limits: path prefix -> bytes, instead of max_body_bytes; the longest prefix wins. fallback:
-    serves all other paths, with any method. A handler's MoonserveError becomes a reply with its
-    status in OpenAI's error shape; any other exception becomes a 500 without details.
+    serves all other paths, with any method. gate: refuses requests; None: all are served. A
+    handler's MoonserveError becomes a reply with its status in OpenAI's error shape; any other
+    exception becomes a 500 without details.
     """
 
     def __init__(
@@ -522,11 +530,13 @@ class App:
         body_timeout_s: float = 60.0,
         stall_timeout_s: float = 60.0,
         fallback: Handler | None = None,
+        gate: Gate | None = None,
         name: str = "moonserve",
     ) -> None:
         self.routes = dict(routes)
         self.prefixes = dict(prefixes or {})
         self._fallback = fallback
+        self._gate = gate
         self.name = name
         limits = {**body_limits, "": max_body_bytes}
         self._body_limits = sorted(limits.items(), key=lambda item: len(item[0]), reverse=True)
@@ -561,7 +571,10 @@ class App:
         try:
             request.check()
             method = "GET" if request.method == "HEAD" else request.method
-            return await self._handler(method, request.path)(request)
+            handler = self._handler(method, request.path)
+            if self._gate is not None:
+                self._gate.admit(request)
+            return await handler(request)
         except MoonserveError as error:
             if error.status >= 500:
                 log.warning("%s: %s: %s: %s", self.name, request.id, type(error).__name__, error)

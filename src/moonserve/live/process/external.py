@@ -50,7 +50,6 @@ class ExternalEngines(ProcessPart):
         settings: ExternalSettings,
         conductor: ClusterFeed,
         http: HttpClient,
-        token: str,
         health: Health,
         registry: Registry | None,
         load_text: Callable[[str], TextTools],
@@ -64,7 +63,7 @@ class ExternalEngines(ProcessPart):
         self._settings = settings
         self._registered = None if registry is None else RegistryEngines(registry, fleet)
         self._following: asyncio.Task[None] | None = None
-        self._api = EnginesApi(fleet, conductor, token, health, self._registered)
+        self._api = EnginesApi(fleet, conductor, health, self._registered)
         if self._registered is not None:
             health.report_alarms(self._registered.alarms)
         health.report_alarms(fleet.alarms)

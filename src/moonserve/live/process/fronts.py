@@ -26,7 +26,6 @@ from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.health import Health
-from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import ProcessPart, Routes
@@ -36,6 +35,7 @@ from moonserve.live.process.gateway import (
     Deciding,
     Text,
     front_of,
+    guard_of,
     load_text,
     read_text,
     with_engines,
@@ -103,7 +103,8 @@ class ConductorProcess(Process):
         self.conductor, self.fleet = deciding.conductor, deciding.fleet
         fronts = FrontsLink(deciding, path)
         here = msgspec.structs.replace(config, port=0)
-        super().__init__(here, http, [*deciding.parts, fronts], name="conductor")
+        parts = [*deciding.parts, fronts]
+        super().__init__(here, http, parts, guard=guard_of(here), name="conductor")
 
     @classmethod
     async def start(
@@ -168,7 +169,7 @@ class FrontProcess(Process):
         front = front_of(config, conductor, http, health, text, fleet)
         self._forward = Forward(conductor)
         link = ConductorLink(conductor, self._forward)
-        super().__init__(config, http, [link], front, name="front")
+        super().__init__(config, http, [link], front, guard=guard_of(config), name="front")
 
     @classmethod
     async def start(cls, config: GatewayConfig, path: str, external: bool = False) -> FrontProcess:
@@ -176,7 +177,6 @@ class FrontProcess(Process):
 
         Raises ConfigError.
         """
-        require_token_beyond_loopback(config.host, config.token, "workers")
         text = None if external else await asyncio.to_thread(read_text, config.model)
         one = cls(config, text, path)
         await one.listen(one._forward, shared=True)

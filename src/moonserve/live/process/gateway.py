@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonserve.core.units import Tokens, seconds_to_us
+from moonserve.live.access.guard import Guard, own_names, split_names
 from moonserve.live.api.engine_text import EngineText
 from moonserve.live.api.front import Front
 from moonserve.live.api.limiter import Limits
@@ -26,7 +27,6 @@ from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.health import Health
-from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import ProcessPart
 from moonserve.live.kvevents.follower import Followers
@@ -91,7 +91,7 @@ class Deciding:
         external = None
         if engines is not None:
             external = ExternalEngines(
-                engines, self.conductor, http, config.token, health, registry, load_text, follow
+                engines, self.conductor, http, health, registry, load_text, follow
             )
         self.fleet = None if external is None else external.fleet
         self.control = Control(
@@ -127,7 +127,9 @@ class Gateway(Process):
         for part in deciding.parts:
             for collector in part.collectors():
                 front.metrics.registry.register(collector)
-        super().__init__(config, http, deciding.parts, front, name="gateway")
+        super().__init__(
+            config, http, deciding.parts, front, guard=guard_of(config), name="gateway"
+        )
 
     @classmethod
     async def start(
@@ -140,7 +142,6 @@ class Gateway(Process):
 
         specs: the external engines; None: workers will join. Raises ConfigError, RegistryError.
         """
-        require_token_beyond_loopback(config.host, config.token, "workers and engines")
         text = None if specs is not None else await asyncio.to_thread(read_text, config.model)
         engines = None if specs is None else ExternalSettings(specs, times or Times())
         config, registry = await registered(with_engines(config, engines))
@@ -150,6 +151,12 @@ class Gateway(Process):
         gateway = cls(config, http, health, deciding, text)
         await gateway.listen()
         return gateway
+
+
+def guard_of(config: GatewayConfig) -> Guard:
+    """The guard of a gateway's process."""
+    names = own_names(config.host, config.advertise_host, split_names(config.allowed_hosts))
+    return Guard(config.token, names, ("infer", "metrics"))
 
 
 def with_engines(config: GatewayConfig, engines: ExternalSettings | None) -> GatewayConfig:

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Awaitable, Callable, Sequence
 
 from moonserve.core.units import Bytes
+from moonserve.live.access.guard import Guard
 from moonserve.live.api.front import Front
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import HttpClient
@@ -30,13 +31,16 @@ class Process:
         parts: Sequence[ProcessPart],
         front: Front | None = None,
         *,
+        guard: Guard,
         name: str,
     ) -> None:
-        """front: serves clients, and is drained at the end; name: of the server, for its log."""
+        """front: serves clients, and is drained at the end; guard: of all paths; name: of the
+        server, for its log."""
         self.http = http
         self._config = config
         self._parts = parts
         self._front = front
+        self._guard = guard
         self._name = name
         self._server: Server | None = None
         if front is not None:
@@ -63,6 +67,7 @@ class Process:
                 max_body_bytes=self._config.max_body_bytes,
                 body_limits={"/internal/": INTERNAL_BODY_BYTES},
                 fallback=fallback,
+                gate=self._guard,
                 name=self._name,
             )
             host, port = self._config.host, self._config.port

@@ -18,8 +18,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
 from moonserve.core.units import seconds_to_us
+from moonserve.live.access.guard import Guard, own_names, split_names
 from moonserve.live.clock import LoopClock
-from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
@@ -56,7 +56,7 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8100
     """0 takes any free port."""
     token: str = ""
-    """Callers must send it; it may be empty only if bound to loopback."""
+    """Callers must send it."""
     recover_s: float = 3.0
     """How long it collects the contents of segments before it answers; 0: the pool is new."""
     terms: Terms = Terms()
@@ -64,6 +64,8 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The registry in which gateways and workers find it; "": they get its URL by settings."""
     advertise_host: str | None = None
     """Host at which others reach it, if not `host`."""
+    allowed_hosts: str = ""
+    """Other names, with commas between, under which others may call it."""
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +83,6 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 async def run_master(config: MasterConfig, say: Say = say) -> None:
     """Run a master. Raises ConfigError if it cannot listen."""
-    require_token_beyond_loopback(config.host, config.token, "members of the pool")
     stop = stop_event()
     registry = await open_registry(config.registry)
     if registry is not None and config.advertise_host is None:
@@ -92,7 +93,7 @@ async def run_master(config: MasterConfig, say: Say = say) -> None:
     until_us = now_us() + recover_us if recover_us else None
     master = Master(config.terms, start, until_us)
     events = EventLog(start, master.inventory, _EVENTS_KEPT)
-    pool = LocalPool(MasterService(master, now_us), config.token, events.add, events)
+    pool = LocalPool(MasterService(master, now_us), events.add, events)
 
     async def health(request: HttpRequest) -> Response:
         return json_response({"status": "recovering" if master.stats().recovering else "ok"})
@@ -106,7 +107,9 @@ async def run_master(config: MasterConfig, say: Say = say) -> None:
         ("GET", "/api/stats"): stats,
         **pool.routes(),
     }
-    master_app = App(routes, name="store master")
+    allowed = split_names(config.allowed_hosts)
+    guard = Guard(config.token, own_names(config.host, config.advertise_host, allowed))
+    master_app = App(routes, gate=guard, name="store master")
     server = await serve(master_app, config.host, config.port, "listen")
     say(f"listening on http://{config.host}:{server.port}")
     if registry is not None:
@@ -188,4 +191,6 @@ async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) 
         ("GET", "/metrics"): metrics,
     }
     name = f"segment {config.settings.segment}"
-    return await serve(App(routes, name=name), config.settings.host, port, "metrics_port")
+    return await serve(
+        App(routes, gate=Guard(""), name=name), config.settings.host, port, "metrics_port"
+    )

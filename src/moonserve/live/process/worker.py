@@ -22,9 +22,9 @@ from moonserve.core.kv.keys import Namespace
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.core.units import InstanceId, SegmentId, Tokens
+from moonserve.live.access.guard import Guard, own_names
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine
-from moonserve.live.http.auth import require_token_beyond_loopback
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import Server, serve
 from moonserve.live.model.catalog import resolve
@@ -129,7 +129,8 @@ class Worker:
             # A part is one long pass: requests that decode here would wait for its end.
             layers=shape.layers if store and shape.layers > 1 and config.role == "prefill" else 0,
         )
-        app = WorkerApp(runner, bench, info, tokenizer, config.token)
+        guard = Guard(config.token, own_names(config.host, config.advertise_host))
+        app = WorkerApp(runner, bench, info, tokenizer, guard)
         try:
             server = await serve(app.app(), config.host, config.port, "listen")
         except MoonserveError:
@@ -299,12 +300,10 @@ def publish_blocks(store: StoreClient, publisher: Publisher, block_size: Tokens)
 
 
 def _check_host(config: WorkerConfig, share: StoreSettings) -> None:
-    """Check the host, the token and the transport before a model is loaded.
+    """Check the host and the transport before a model is loaded.
 
-    Raises ConfigError: every host on the network could send work here, the gateway could not reach
-    this address, or the transport is not installed.
+    Raises ConfigError: the gateway could not reach this address, or the transport is not installed.
     """
-    require_token_beyond_loopback(config.host, config.token, "callers")
     if config.advertise_host is None:
         check_reachable(config.host)
     if share.transport == "mooncake":

@@ -1,7 +1,7 @@
 """The store's master in this process: its operations, people's questions, and its events.
 
-A gateway's process or a master's own process has one. Members need the cluster token for the
-operations; GET /api/segments needs none, and changes nothing.
+A gateway's process or a master's own process has one. Its process lets in who has the
+cluster's token only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import msgspec
 from moonserve.core.errors import BadRequest
 from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
-from moonserve.live.http.auth import check_token
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.http.switch import Switch
@@ -46,7 +45,6 @@ class LocalPool(Pool):
     def __init__(
         self,
         service: MasterService,
-        token: str,
         on_events: Callable[[Sequence[BlockEvent]], None],
         events: EventLog | None = None,
     ) -> None:
@@ -55,7 +53,6 @@ class LocalPool(Pool):
         keeps them for other processes; None: no other process may ask for them.
         """
         self.service = service
-        self._token = token
         self._on_events = on_events
         self._events = events
         self._new_copies: dict[SegmentId, asyncio.Event] = {}
@@ -93,7 +90,6 @@ class LocalPool(Pool):
         return json_response(await self.lookup(request.query))
 
     async def _channel(self, request: HttpRequest) -> Switch:
-        check_token(request, self._token)
         if request.headers.get("upgrade") != PROTOCOL:
             raise BadRequest(f"{PATH} is for members of the store that speak {PROTOCOL}", "upgrade")
         return Switch(PROTOCOL, member_connection(self.answer))

@@ -111,7 +111,10 @@ class HttpRpc:
         except msgspec.DecodeError:
             said = f"it answers {reply.status}"
         if reply.status == 401:
-            return ConfigError(f"{self.url} does not accept it; set MOONSERVE_TOKEN", "token")
+            return ConfigError(
+                f"{self.url} does not accept it; set MOONSERVE_TOKEN to that of the process there",
+                "token",
+            )
         if reply.status >= 500 or reply.status in _FOR_NOW:
             return StoreError(f"the store's master {self.url} cannot answer: {said}")
         return ConfigError(f"{self.url} is no store's master: {said}", _URL)
@@ -129,6 +132,7 @@ class RemotePool(Pool):
     ) -> None:
         """on_events: called with the master's events, in order."""
         self._http = http
+        self._token = token
         self._rpc = HttpRpc(http, url, token)
         self._link = MasterLink(self._rpc, _CALL_S)
         self._on_events = on_events
@@ -150,7 +154,8 @@ class RemotePool(Pool):
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """Return what the master answers to GET /api/segments. Raises MoonserveError."""
         url = f"{self._rpc.url}/api/segments?{urlencode(query)}"
-        reply = await self._http.request("GET", url, timeout_s=_CALL_S)
+        headers = bearer(self._token)
+        reply = await self._http.request("GET", url, headers=headers, timeout_s=_CALL_S)
         if reply.status not in (200, 400):
             raise StoreError(f"{url} answers {reply.status}")
         try:

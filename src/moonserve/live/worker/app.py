@@ -1,7 +1,8 @@
 """The worker's HTTP server: vLLM's paths over one Runner, /internal/… and /debug.
 
 It also has the client of other workers' /internal/chain. The worker process makes both. A client
-that disconnects cancels its request. A POST needs the cluster's token; GETs are open.
+that disconnects cancels its request. All paths but /health and /metrics
+need the cluster's token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import msgspec
 from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, RequestId
-from moonserve.live.http.auth import bearer, check_token
+from moonserve.live.access.guard import Guard
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import (
     HttpRequest,
@@ -59,17 +61,17 @@ class WorkerApp:
         bench: Workbench,
         info: InstanceInfo,
         tokenizer: Tokenizer | None = None,
-        token: str = "",
+        guard: Guard | None = None,
     ) -> None:
-        """info: its `url` may be set later, before the first hand-over; token: what clients must
-        present as Bearer, "" lets every client in.
+        """info: its `url` may be set later, before the first hand-over; guard: None lets every
+        client in.
         """
         self._runner = runner
         self._metrics = bench.metrics
         self._shape = bench.shape
         self.info = info
         self._tokenizer = tokenizer
-        self._token = token
+        self._guard = guard
         self._count = itertools.count()
         self._started = int(time.time())
 
@@ -86,11 +88,11 @@ class WorkerApp:
                 ("GET", "/debug/ledger"): self._ledger,
                 ("GET", "/debug/stages"): self._stages,
             },
+            gate=self._guard,
             name=f"worker {self.info.id}",
         )
 
     async def _completions(self, request: HttpRequest) -> Reply:
-        check_token(request, self._token)
         body = decode_json(await request.body(), CompletionBody)
         job = make_job(
             body,
@@ -151,7 +153,6 @@ class WorkerApp:
 
     async def _prefetch(self, request: HttpRequest) -> Response:
         """Answers once the decode call came; a gateway that disconnects before will not make it."""
-        check_token(request, self._token)
         body = parse_packed(await request.body(), PrefetchBody)
         request.cancel_on_disconnect()
         await self._runner.prefetch(LeaseId(body.lease), tuple(map(BlockKey, body.keys)))
@@ -159,7 +160,6 @@ class WorkerApp:
 
     async def _chain(self, request: HttpRequest) -> StreamingResponse:
         """Answers when the part has its blocks; its KV follows as it is computed."""
-        check_token(request, self._token)
         body = parse_packed(await request.body(), PartBody)
         request.cancel_on_disconnect()
         if self._runner.parts is None:

@@ -57,8 +57,14 @@ class GatewayClient:
         reply = await self._http.request(
             "POST", url, headers=self._headers, body=body, timeout_s=timeout_s
         )
-        if reply.status in (401, 403):
-            raise ConfigError(f"{self.url} does not accept this worker's token", "token")
+        if reply.status == 401:
+            raise ConfigError(
+                f"{self.url} does not accept this worker's token; set MOONSERVE_TOKEN to that of"
+                " the gateway, which printed at its start where its token is",
+                "token",
+            )
+        if reply.status == 403:
+            raise ConfigError(f"{self.url} refuses this worker: {_message(reply)}", "gateway")
         return reply
 
     async def ping(self) -> None:

@@ -1,0 +1,149 @@
+"""The guard of a process: it decides by the head of a request whether the process serves it.
+
+Each process that listens gives one `Guard` to its App, so that no route can be forgotten: a path
+that no rule names needs the cluster's token. No body is read before the guard has decided, and no
+secret is logged or repeated in an error.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
+from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
+
+from moonserve.core.errors import Forbidden, Unauthorized
+from moonserve.live.http.auth import is_loopback
+from moonserve.live.http.message import HttpRequest
+
+Scope: TypeAlias = Literal["infer", "metrics", "admin"]
+"""What a request may do: use models (/v1/…), read /metrics, or everything else."""
+
+_OPEN_PATHS = frozenset({"/health", "/ready", "/api/health"})
+_SAME_SITE = ("", "none", "same-origin")
+"""Values of sec-fetch-site that browsers send for a page of this server, or for no page at all."""
+
+
+def scope_of(path: str) -> Scope | None:
+    """Return what a request for this path needs; None: nothing."""
+    if path.startswith("/v1/"):
+        return "infer"
+    if path in _OPEN_PATHS:
+        return None
+    return "metrics" if path == "/metrics" else "admin"
+
+
+class Guard:
+    """See the module. App calls `admit` for each request."""
+
+    def __init__(
+        self,
+        token: str,
+        names: frozenset[str] | None = None,
+        open_to_all: Iterable[Scope] = ("metrics",),
+    ) -> None:
+        """token: the cluster's; if it is empty, no request has it. names: see `own_names`.
+        open_to_all: scopes that need no token.
+        """
+        self._token = f"Bearer {token}".encode() if token else b""
+        self._names = names
+        self._open = frozenset(open_to_all)
+
+    def admit(self, request: HttpRequest) -> None:
+        """Raise Unauthorized or Forbidden unless this request may be served."""
+        scope = scope_of(request.path)
+        if scope is None or scope in self._open:
+            return
+        if scope == "admin":
+            check_origin(request.headers)
+            check_host(request.headers, self._names)
+        if not self._has_token(request):
+            raise Unauthorized(
+                "the cluster's token is missing or wrong; send it as `Authorization: Bearer TOKEN`"
+                " (commands of moonserve read it from MOONSERVE_TOKEN)",
+                "authorization",
+            )
+
+    def _has_token(self, request: HttpRequest) -> bool:
+        given = request.headers.get("authorization", "").encode()
+        return bool(self._token) and hmac.compare_digest(given, self._token)
+
+
+def own_names(
+    host: str, advertised: str | None = None, allowed: Iterable[str] = ()
+) -> frozenset[str] | None:
+    """Return the names under which a process that listens on `host` may be called.
+
+    None: any name. That is so beyond loopback unless names are allowed explicitly, because names in
+    DNS are usual there. On loopback a foreign name is that of a web page whose DNS entry was
+    changed to this machine ("DNS rebinding").
+    """
+    allowed = [*allowed]
+    if not allowed and not is_loopback(host):
+        return None
+    given = ["localhost", host, *allowed, *([] if advertised is None else [advertised])]
+    return frozenset(name.lower() for name in given)
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names of a setting that has commas between them."""
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
+def check_host(headers: Mapping[str, str], names: frozenset[str] | None) -> None:
+    """Raise Forbidden if the Host header has a name that is not one of `names`.
+
+    An address in numbers is never refused: only a name can be changed to another machine.
+    """
+    given = headers.get("host", "")
+    if names is None or not given:
+        return
+    name = _hostname(given)
+    if name in names or name.endswith(".localhost") or _is_address(name):
+        return
+    raise Forbidden(
+        f"host: {given[:80]!r} is no name of this process; call it by its address, or add the name"
+        " to --allowed-hosts",
+        "host",
+    )
+
+
+def check_origin(headers: Mapping[str, str]) -> None:
+    """Raise Forbidden if a browser sent the request for a page of another server."""
+    origin = headers.get("origin")
+    if origin is not None and _netloc(origin) != headers.get("host", "").lower():
+        raise Forbidden(
+            f"origin: a page of {origin[:80]!r} may not use this path; call it from a program,"
+            " without this header",
+            "origin",
+        )
+    site = headers.get("sec-fetch-site", "")
+    if site not in _SAME_SITE:
+        raise Forbidden(
+            f"sec-fetch-site: a page of another site ({site[:40]!r}) may not use this path; call it"
+            " from a program, without this header",
+            "sec-fetch-site",
+        )
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _hostname(given: str) -> str:
+    try:
+        return urlsplit(f"//{given}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
