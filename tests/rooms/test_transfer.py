@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +110,18 @@ def test_region_names_are_no_paths(memory: Region) -> None:
     """A name that could lead out of the regions' folder is not opened."""
     assert Region.attach(f"../{memory.path.parent.name}/{memory.name}", memory.identity) is None
     assert Region.attach(memory.name, bytes(16)) is None
+
+
+def test_a_region_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker starts while the file system of the temporary folder has no room for any file."""
+    if not File("/dev/shm").is_dir():
+        pytest.skip("this system has no memory file system")
+
+    def full() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    Region.create(4096).close()
 
 
 def test_a_pooled_connection_that_died_is_replaced_once(memory: Region) -> None:

@@ -41,7 +41,9 @@ _MAP_POPULATE: int = getattr(mmap, "MAP_POPULATE", 0)  # Linux: no page faults d
 
 def folders() -> list[Path]:
     """Return the folders for regions, best first."""
-    candidates = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    candidates = [Path("/dev/shm")]
+    with contextlib.suppress(FileNotFoundError):  # its file system has no room for any file
+        candidates.append(Path(tempfile.gettempdir()))
     return [folder for folder in candidates if folder.is_dir()]
 
 
