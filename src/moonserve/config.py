@@ -435,15 +435,26 @@ def load(
     return _convert(merged, origin)
 
 
-def _from_file(file: Path) -> dict[str, object]:
+class _NotYaml(ValueError):
+    """A text is not YAML; the message says where and why."""
+
+
+def _read_yaml(text: str) -> object:
     import yaml
 
     try:
-        raw = yaml.safe_load(file.read_text())
+        return yaml.safe_load(text)
+    except Exception as err:  # for a value such as 2001-13-45 PyYAML raises errors of many types
+        raise _NotYaml(" ".join(str(err).split())) from err
+
+
+def _from_file(file: Path) -> dict[str, object]:
+    try:
+        raw = _read_yaml(file.read_text())
     except OSError as err:
         raise ConfigError(f"cannot read {file}: {err.strerror}", "config") from err
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(err).split())}", "config") from err
+    except (_NotYaml, UnicodeDecodeError) as err:
+        raise ConfigError(f"{file} is not YAML: {err}", "config") from err
     if raw is None:
         return {}
     if not isinstance(raw, dict):
@@ -460,8 +471,6 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
     A name that only resembles a setting is an error. Other names belong to other programs: for
     example, Kubernetes puts MOONSERVE_SERVICE_HOST into every pod for a service named moonserve.
     """
-    import yaml
-
     names = {ENV_PREFIX + name.upper(): name for name in all_flags()}
     of_file = {ENV_PREFIX + name.upper() for name in FIELDS} - names.keys()
     out: dict[str, object] = {}
@@ -475,8 +484,8 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
             nested["level"] = text
         elif name == ENV_PREFIX + "LOGGING__MODULES":
             try:
-                nested["modules"] = yaml.safe_load(text)
-            except yaml.YAMLError as err:
+                nested["modules"] = _read_yaml(text)
+            except _NotYaml as err:
                 raise ConfigError("write it like {live.control.loop: DEBUG}", name) from err
         elif name in of_file:
             raise ConfigError("is read from the YAML file only (see --config)", name)

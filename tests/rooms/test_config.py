@@ -192,3 +192,16 @@ def test_a_level_for_no_module_is_refused() -> None:
     """A misspelt module name is an error: otherwise its level would have no effect."""
     with pytest.raises(ConfigError, match=r"logging\.modules: there is no module 'core\.conductr'"):
         apply_logging(Logging("INFO", {"core.conductr": "DEBUG"}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 5_000, "port: " + "9" * 5_000, "port: 2001-13-45", "port: !!bool x", "port: !!int ''"],
+    ids=["too deep", "too many digits", "no date", "no bool", "no number"],
+)
+def test_yaml_that_its_reader_cannot_read(tmp_path: Path, text: str) -> None:
+    """PyYAML raises errors of many types; each is a wrong settings file."""
+    file = tmp_path / "s.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load(file, {}, {})
