@@ -258,6 +258,19 @@ def test_new_tokens_give_the_attempts_back() -> None:
         assert call.decision.decode != decode.to.id, "the instance that failed last is avoided"
 
 
+def test_faults_before_the_first_token_use_up_no_patience() -> None:
+    """A stream that has just begun may wait as long as any other for an instance."""
+    conductor = cluster("p0", "d0")
+    call = placed(conductor.step(1, [arrived()]))
+    for turn in range(1, 30):
+        fail(conductor, call, turn * 1_000_000, len(PROMPT), unreachable=True)
+        joined = Joined(info("p0", "prefill", epoch=1 + turn))
+        call = placed(conductor.step(turn * 1_000_000, [joined]))
+    [decode] = conductor.step(40_000_000, [PrefillEnded(R, call.number, final=False)])
+    assert isinstance(decode, Decode)
+    placed(fail(conductor, decode, 40_000_001))
+
+
 def test_a_stream_that_fails_too_often_pauses() -> None:
     """After three failed calls without a token it is placed once a second, until its patience is
     over."""

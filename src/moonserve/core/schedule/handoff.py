@@ -9,7 +9,8 @@ out.
 If no instance is left for a retry, the life waits in PREFILL, with no call out, for one to join.
 A request without a token is given up after MAX_ATTEMPTS failed calls. One that has tokens is not:
 its client could not send it again. After as many failed calls without a token of decode between
-them it pauses before each further call, and is given up when `patience_us` have passed as well.
+them it pauses before each further call, and is given up when `patience_us` have passed as well,
+counted from its first token at the earliest.
 Every call to an instance is numbered. An outcome with an older number has no effect, so that a late
 reply of an aborted call cannot move the life. Every life reaches ENDED once; the Conductor releases
 all its promises there. Only the Conductor calls it.
@@ -90,7 +91,8 @@ class Handoff:
         self.begun = False
         """Whether it has a token beyond its prompt, which its client may have received."""
         self.failures = 0
-        """Failed calls since decode last gave a token, if an instance received them."""
+        """Failed calls since decode last gave a token, or prefill the first one, if an instance
+        received them."""
         self.tries = 0
         """All failed calls since then."""
         self.stalled_us: Micros | None = None
@@ -104,7 +106,7 @@ class Handoff:
         self.at: list[InstanceId] = []
         """The instance of the call that is out, or is next; of a group, those that are not done."""
         self.failed: list[InstanceId] = []
-        """Instances that failed this request since decode last gave a token; it avoids them while
+        """Instances that failed this request since then; it avoids them while
         there are others."""
 
     def placed(self, decision: Decision) -> int:
@@ -175,7 +177,9 @@ class Handoff:
                 assert self.phase is Phase.PREFILL
                 assert self.decision is not None
                 self.phase = Phase.DECODE
-                self.begun |= self.decision.connector == "embedded"
+                if not self.begun and self.decision.connector == "embedded":
+                    self.begun = True
+                    self._forgive()
                 self.at = [self.decision.decode]
                 return StartDecode()
             case DecodeEnded() if self.phase is Phase.PREFILL:
@@ -199,9 +203,7 @@ class Handoff:
         self.keys = fact.keys
         self.begun |= fresh > 0
         if fresh > 1:  # decode has given a token too, not only prefill
-            self.failures = self.tries = 0
-            self.stalled_us = None
-            self.failed.clear()
+            self._forgive()
         instance = self._who(fact)
         if instance is not None and instance not in self.failed:
             self.failed.append(instance)
@@ -209,6 +211,12 @@ class Handoff:
         if not fact.retry:
             return self._over(fact.why)
         return self._again(fact.why, now_us, patience_us)
+
+    def _forgive(self) -> None:
+        """What failed before this token does not count any more."""
+        self.failures = self.tries = 0
+        self.stalled_us = None
+        self.failed.clear()
 
     def _again(self, why: str, now_us: Micros, patience_us: Micros) -> Next:
         """Whether to place it again, after a failure."""
