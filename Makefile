@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick test-mooncake test-slow test-peer test-vllm clean help
+.PHONY: up model test check fix docs bench paper paper-quick soak test-chaos test-fuzz test-mooncake test-slow test-peer test-vllm clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -67,6 +67,13 @@ test-mooncake: $(DEV) model ## the same contracts and clusters on the real Moonc
 
 test-slow: $(DEV) model ## what takes minutes
 	$(PY) -m pytest -m slow $(ARGS)
+
+# CHAOS_SEED=2 draws other faults, CHAOS_FAULTS=20 fewer of them.
+test-chaos: $(DEV) model ## 200 faults in and between the processes of a cluster, under checked streams: 40 minutes
+	$(PY) -m pytest -s -m chaos tests/chaos $(ARGS)
+
+soak: $(DEV) model ## an hour of mixed load, and what it left behind: make soak ARGS="--minutes 5"
+	$(PY) -m tests.chaos.soak $(ARGS)
 
 test-peer: $(DEV) $(BENCH) model ## compare with other implementations
 	$(PIP) install --quiet "transformers>=5"

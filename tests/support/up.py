@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,19 +21,27 @@ PROGRAM = (sys.executable, "-m", "moonserve")
 TOKEN = "the-tests-own-token"
 START_S = 120.0
 STOP_S = 30.0
+NOTHING: Mapping[str, str] = {}
 
 
 class Up:
     """One `moonserve up`; `end` it, whatever happens."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(
+        self,
+        *args: str,
+        program: Sequence[str] = PROGRAM,
+        port: int = 0,
+        environ: Mapping[str, str] = NOTHING,
+    ) -> None:
+        """program: what takes the words of `moonserve up`; environ: more variables for it."""
         self.process = subprocess.Popen(
-            [*PROGRAM, "up", "--port", "0", *args],
+            [*program, "up", "--port", str(port), *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "CI": "true", "MOONSERVE_TOKEN": TOKEN},
+            env={**os.environ, "CI": "true", "MOONSERVE_TOKEN": TOKEN, **environ},
         )
         self.lines: list[str] = []
         self._reader = Thread(target=self._read, daemon=True)
