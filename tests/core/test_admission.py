@@ -454,3 +454,33 @@ def test_who_leaves_early_says_little_and_one_token_says_all() -> None:
         expected[how] = c.view.instances["d0"].residencies.promised[RequestId("next")].expected  # type: ignore[index]
     assert expected["left"] > 100
     assert expected["one"] < 30
+
+
+def test_full_instances_keep_places_for_others() -> None:
+    """When one tenant fills every instance, another finds room, and an invented tenant none."""
+    made = Conductor(Tuning(), cost_of=simple)
+    joining = [info("p0", "prefill"), info("d0", "decode")]
+    made.step(0, [Joined(msgspec.structs.replace(one, max_requests=8)) for one in joining])
+    flood = {"tenant": "flood", "address": "a"}
+    asked = made.step(1, [arrived(f"f{i}", **flood) for i in range(20)])
+    assert len(begun(asked, Prefill)) == 8
+    assert {reason for _, reason in refusals(asked)} == {"instances_full"}
+    invented = made.step(2, [arrived(f"i{i}", tenant=f"t{i}", address="a") for i in range(4)])
+    assert len(begun(invented, Prefill)) == 1
+    other = made.step(3, [arrived(f"o{i}", tenant="calm", address="b") for i in range(2)])
+    assert len(begun(other, Prefill)) == 1
+    made.view.check()
+    names = [name for actions in (asked, invented, other) for name in begun(actions, Prefill)]
+    made.step(4, [ClientGone(RequestId(name)) for name in names])
+    assert made.promised() == Promised(0, 0, 0, 0)
+    assert made._under_way.used == 0
+
+
+def test_one_tenant_alone_may_fill_every_instance() -> None:
+    """Without others there is no reserve: many addresses of one tenant get no more, and no less."""
+    made = Conductor(Tuning(), cost_of=simple)
+    joining = [info("p0", "prefill"), info("d0", "decode")]
+    made.step(0, [Joined(msgspec.structs.replace(one, max_requests=8)) for one in joining])
+    asked = made.step(1, [arrived(f"f{i}") for i in range(9)])
+    assert len(begun(asked, Prefill)) == 8
+    assert refusals(asked) == [("f8", "instances_full")]

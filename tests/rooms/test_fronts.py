@@ -113,7 +113,7 @@ def test_a_request_arrives_whole_but_for_its_prompt() -> None:
     """Every field that the Conductor may read travels; of the prompt, only its length."""
     stopping = Stopping(9, ("x",), (7,), ignore_eos=True)
     kept = Request(R, "m", 5, stopping=stopping, slo=Slo(1, 2), priority=-1)
-    kept = msgspec.structs.replace(kept, arrived_us=3, whole=True, tenant="t")
+    kept = msgspec.structs.replace(kept, arrived_us=3, whole=True, tenant="t", address="a")
     told = wire.opened(kept, ()).request()
     for field in Request.__struct_fields__:
         mine, theirs = getattr(kept, field), getattr(told, field)

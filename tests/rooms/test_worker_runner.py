@@ -10,6 +10,7 @@ import pytest
 from moonserve.core.engine.batch import Pass, PassResult
 from moonserve.core.errors import BadRequest, EngineFailed, Overloaded, TransferFailed
 from moonserve.core.request import Stopping
+from moonserve.core.shares import Party
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.ports import Layers
@@ -296,5 +297,52 @@ def test_close_ends_what_runs() -> None:
             await task
         with pytest.raises(EngineFailed):
             await bench.tokens(job("b", prompt(5)))
+
+    run(main())
+
+
+def test_a_flood_leaves_places_for_others() -> None:
+    """Jobs of one client fill the batch and the queue; another's job is next, and beside them."""
+
+    async def main() -> None:
+        bench = Bench(max_seqs=8, max_waiting=8, blocks=512, chunk_tokens=32)
+        ended: list[str] = []
+
+        async def serve(name: str, party: Party, new: int) -> None:
+            await bench.tokens(job(name, prompt(3, len(name)), new=new, party=party))
+            ended.append(name)
+
+        flood = [asyncio.create_task(serve(f"f{i}", Party("", "a"), 200)) for i in range(16)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await bench.tokens(job("more", prompt(3), party=Party("", "a")))
+        await serve("calm", Party("", "b"), 5)
+        assert ended == ["calm"]
+        await asyncio.gather(*flood)
+        await bench.idle()
+        assert bench.runner._intake._shares.used == 0
+        await bench.runner.close()
+
+    run(main())
+
+
+def test_jobs_of_clients_with_little_go_first() -> None:
+    """Where all places are taken, the next one is for the client that has less than its share."""
+
+    async def main() -> None:
+        bench = Bench(max_seqs=1, max_waiting=64)
+        ended: list[str] = []
+
+        async def serve(name: str, party: Party) -> None:
+            await bench.tokens(job(name, prompt(3), party=party))
+            ended.append(name)
+
+        asked = [asyncio.create_task(serve(f"f{i}", Party(f"t{i}", "a"))) for i in range(3)] + [
+            asyncio.create_task(serve("calm", Party("c", "b")))
+        ]
+        await asyncio.gather(*asked)
+        assert ended == ["f0", "calm", "f1", "f2"]
+        await bench.idle()
+        await bench.runner.close()
 
     run(main())

@@ -25,6 +25,11 @@ class Party(NamedTuple):
     tenant: str = ""
     address: str = ""
 
+    @property
+    def name(self) -> str:
+        """The tenant; without one, each address is a tenant. No name of a tenant has a space."""
+        return self.tenant or f"address {self.address}"
+
 
 class Shares:
     """What is used of one limited thing, by tenant and by address.
@@ -39,7 +44,7 @@ class Shares:
 
     def rank(self, party: Party) -> int:
         """How many of the party's two names use less than an equal share: 0, 1 or 2."""
-        by_tenant = self._is_below(self._tenants, _tenant(party))
+        by_tenant = self._is_below(self._tenants, party.name)
         return by_tenant + self._is_below(self._addresses, party.address)
 
     def limit(self, places: int, party: Party) -> int:
@@ -54,7 +59,7 @@ class Shares:
 
     def take(self, party: Party, size: int = 1) -> None:
         """Count `size` more for the party; `give` must follow."""
-        tenant = _tenant(party)
+        tenant = party.name
         self.used += size
         self._tenants[tenant] = self._tenants.get(tenant, 0) + size
         self._addresses[party.address] = self._addresses.get(party.address, 0) + size
@@ -62,7 +67,7 @@ class Shares:
     def give(self, party: Party, size: int = 1) -> None:
         """The party gives back what it took."""
         self.used -= size
-        for counts, name in ((self._tenants, _tenant(party)), (self._addresses, party.address)):
+        for counts, name in ((self._tenants, party.name), (self._addresses, party.address)):
             counts[name] -= size
             if not counts[name]:
                 del counts[name]
@@ -74,11 +79,6 @@ class Shares:
 def extended(places: int, rank: int) -> int:
     """The limit `places` for a party of this rank: see `Shares.limit`."""
     return places + rank * (places // _RESERVE)
-
-
-def _tenant(party: Party) -> str:
-    """The tenant's name; no name of a tenant has a space."""
-    return party.tenant or f"address {party.address}"
 
 
 _MOST_NAMES = 1_024
@@ -126,5 +126,5 @@ class Waiting:
 
 
 def _names(party: Party) -> tuple[str, str]:
-    """The names of its tenant and of its address; no tenant's name has a space."""
-    return _tenant(party), f"at {party.address}"
+    """The names of its tenant and of its address, which are never the same."""
+    return party.name, f"at {party.address}"

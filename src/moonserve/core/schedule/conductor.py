@@ -71,6 +71,7 @@ from moonserve.core.schedule.retry_after import RetryAfter
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView, Promised, preferred
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
+from moonserve.core.shares import Shares
 from moonserve.core.units import (
     MICROS_PER_SECOND,
     BlockKey,
@@ -124,6 +125,8 @@ class Conductor:
         self._retry_after = RetryAfter(self.tuning, self._objectives, self._forecast, self.retries)
         # Requests.
         self._lives: dict[RequestId, Handoff] = {}
+        self._under_way = Shares()
+        """Who has how many lives."""
         self._rooms: dict[str, WaitingRoom] = {}
         """Lives that wait for an instance to be free, by model served; with late binding."""
         self._parked: dict[RequestId, Micros] = {}
@@ -269,9 +272,10 @@ class Conductor:
     def _arrive(self, request: Request, keys: Sequence[BlockKey], now_us: Micros) -> None:
         assert request.id not in self._lives, "request ids are unique"
         life = Handoff(request, keys, request.since_us(now_us))
-        self._tenants.asked(request.tenant, request.length, now_us)
+        self._tenants.asked(request.party.name, request.length, now_us)
         self.retries.arrive(request, keys, now_us)
         self._lives[request.id] = life
+        self._under_way.take(request.party)
         self._place(life, now_us)
 
     def _go_on(self, fact: LifeFact, now_us: Micros) -> None:
@@ -313,6 +317,7 @@ class Conductor:
         life.end()
         self._unreserve(life, now_us)
         del self._lives[request.id]
+        self._under_way.give(request.party)
         self._parked.pop(request.id, None)
         self._paused.pop(request.id, None)
         if request.model in self._rooms:
@@ -368,6 +373,7 @@ class Conductor:
             waited_us=now_us - life.arrived_us,
             expected_tokens=self._forecast.expected_tokens,
             whole=request.whole,
+            rank=self._under_way.rank(request.party),
             slo=self._objectives.effective(request, roles.prefills, now_us),
             avoid=life.failed,
             decode_load=self._forecast.load_for(request, life.length, now_us, len(roles.decodes)),
@@ -432,7 +438,7 @@ class Conductor:
             goal_us = None
         if request.id not in view.residencies.promised:
             self.retries.admit(request, life.prompt_keys)
-            self._tenants.given(request.tenant, life.length)
+            self._tenants.given(request.party.name, life.length)
         residency = self._forecast.promise(request, life.length, now_us + lag_us)
         residency.lag_us = lag_us
         view.promise_decode(request.id, self._forecast.context(life.length), goal_us, residency)

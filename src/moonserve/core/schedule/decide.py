@@ -136,6 +136,10 @@ def _candidates(ask: Ask, roles: Roles, policy: Policy, tuning: Tuning) -> _Fiel
     need = ask.length
     prefills = [v for v in roles.prefills if v.takes_prefill and v.kv_tokens >= need]
     decodes = [v for v in roles.decodes if v.takes_decode and v.kv_tokens >= need]
+    if ask.rank and not prefills:
+        prefills = [v for v in roles.prefills if v.spares_prefill(ask.rank, need)]
+    if ask.rank and not decodes:
+        decodes = [v for v in roles.decodes if v.spares_decode(ask.rank, need)]
     if not prefills or not decodes:
         return None
     block_size = prefills[0].info.namespace.block_size

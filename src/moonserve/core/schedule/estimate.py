@@ -65,6 +65,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Output to be expected; for KV room."""
     whole: bool = False
     """Whether one call must do all of it; see Request."""
+    rank: int = 0
+    """How far it may go above the number of requests that an instance takes; see core.shares."""
     slo: EffectiveSlo = EffectiveSlo()
     """The objectives that it is held to."""
     avoid: Collection[InstanceId] = ()

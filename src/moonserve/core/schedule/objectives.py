@@ -121,10 +121,11 @@ class Objectives:
         if request.priority < 0:
             share = low
             whys.append(f"{low:.3g} of its own, since its priority is below 0")
-        part = 1.0 if self._turns else max(low, self._tenants.share(request.tenant, now_us))
+        part = 1.0 if self._turns else max(low, self._tenants.share(request.party.name, now_us))
         if part != 1.0:  # the two multiply: within a tenant low priority goes first all the same
             share *= part
-            whose = f"tenant {request.tenant!r} received more than its share"
+            whose = f"tenant {request.tenant!r}" if request.tenant else "its address"
+            whose += " received more than its share"
             whys.append(f"{part:.3g} of its own, since {whose}")
         if share != 1.0:
             slo = _scaled(slo, share)

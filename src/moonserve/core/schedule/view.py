@@ -23,6 +23,7 @@ from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad,
 from moonserve.core.schedule.forecast import Residencies
 from moonserve.core.schedule.observed import Trust
 from moonserve.core.schedule.residency import Residency
+from moonserve.core.shares import extended
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
 
 NO_SEGMENT = SegmentId("")
@@ -316,6 +317,16 @@ class InstanceView:
         self.joined_context = self.context + self.external.context
         has_slot = self.joined_seqs <= self.info.max_seqs
         self.room_tokens = self.kv_tokens - self.joined_context if has_slot else -1
+
+    def spares_prefill(self, rank: int, context: Tokens) -> bool:
+        """Whether it takes one more prefill from its reserve for clients of this rank."""
+        taken = self.prefills + self._peers.promised.waiting
+        return taken < extended(self.info.max_requests, rank) and context <= self.kv_tokens
+
+    def spares_decode(self, rank: int, context: Tokens) -> bool:
+        """Whether it takes one more decode from its reserve for clients of this rank."""
+        taken = self.decodes + self._peers.promised.running
+        return taken < extended(self.info.max_requests, rank) and context <= self.kv_tokens
 
     def has_slot(self, context: Tokens) -> bool:
         """Whether the batch has a place and the memory has room for one more decode."""

@@ -74,7 +74,7 @@ class Waiter(msgspec.Struct, frozen=True):
             due_us,
             resumed,
             slo.tbt_us,
-            request.tenant,
+            request.party.name,
         )
 
     @property
@@ -170,7 +170,7 @@ class WaitingRoom:
         waiting = [w for w in self.everybody() if not w.resumed]
         ranks = [(-w.priority, self._of[w.tenant], w.arrived_us, w.request) for w in waiting]
         last = max(ranks, default=None)
-        if last is None or last[:2] <= (-request.priority, self._of[request.tenant]):
+        if last is None or last[:2] <= (-request.priority, self._of[request.party.name]):
             return request.id
         return last[-1]
 

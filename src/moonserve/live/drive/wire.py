@@ -18,6 +18,7 @@ from moonserve.live.drive.lost import CallLost
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.message import UNREADABLE
+from moonserve.live.openai.headers import of_party
 from moonserve.live.openai.reply import ReadReply, read_reply
 
 
@@ -144,7 +145,7 @@ class WireClient:
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {"content-type": "application/json", "x-request-id": request.id}
-        return headers | bearer(self._token)
+        return headers | of_party(request.party) | bearer(self._token)
 
 
 _HOPELESS = (400, 413)

@@ -39,6 +39,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     arrived_us: Micros | None
     whole: bool
     tenant: str
+    address: str
 
     def request(self) -> Request:
         """The request as the Conductor receives it, with a prompt that has a length only."""
@@ -52,6 +53,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
             arrived_us=self.arrived_us,
             whole=self.whole,
             tenant=self.tenant,
+            address=self.address,
         )
 
 
@@ -68,6 +70,7 @@ def opened(request: Request, keys: Sequence[BlockKey]) -> Opened:
         arrived_us=request.arrived_us,
         whole=request.whole,
         tenant=request.tenant,
+        address=request.address,
     )
 
 

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Slo
+from moonserve.core.shares import Party
 from moonserve.core.units import Micros
 
 TTFT = "x-moonserve-ttft-slo-ms"
 TBT = "x-moonserve-tbt-slo-ms"
 PRIORITY = "x-moonserve-priority"
 TENANT = "x-moonserve-tenant"
+ADDRESS = "x-moonserve-address"
+"""Between gateway and workers only: the address of the client."""
 MAX_PRIORITY = 100
 _MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,64}")
@@ -52,6 +55,17 @@ def tenant(headers: Mapping[str, str]) -> str:
     raise BadRequest(
         f"{TENANT}: {text[:40]!r} is no name of up to 64 letters, digits and . _ : @ / -", TENANT
     )
+
+
+def of_party(party: Party) -> dict[str, str]:
+    """The headers by which a worker learns whose request it is."""
+    named = {TENANT: party.tenant, ADDRESS: party.address}
+    return {name: value for name, value in named.items() if value}
+
+
+def party(headers: Mapping[str, str]) -> Party:
+    """Whose request it is, as the gateway says."""
+    return Party(headers.get(TENANT, ""), headers.get(ADDRESS, ""))
 
 
 def _ms(headers: Mapping[str, str], name: str) -> Micros | None:

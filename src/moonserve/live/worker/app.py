@@ -31,6 +31,7 @@ from moonserve.live.http.message import (
     json_response,
 )
 from moonserve.live.http.server import App, Reply
+from moonserve.live.openai import headers
 from moonserve.live.openai.reply import event, reply_head
 from moonserve.live.openai.text import TextStream
 from moonserve.live.text.tokenizer import Tokenizer
@@ -101,6 +102,7 @@ class WorkerApp:
             model=self.info.model,
             shape=self._shape,
             encode=self._tokenizer.encode if self._tokenizer else None,
+            party=headers.party(request.headers),
         )
         head = reply_head(
             request.id, "completion", bool(body.stream), int(time.time()), self.info.model

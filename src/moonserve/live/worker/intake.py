@@ -3,7 +3,9 @@
     arrive -> queue (bounded) -> blocks -> load KV -> batch
 
 The runner and the parts of prompts call it, on the event loop. Jobs get their blocks in order of
-arrival. Nothing here computes.
+arrival; those of clients below their equal share go first, and may be some more than all others
+may (core.shares). A part of a prompt passes no other part, since parts wait for each other. Nothing
+here computes.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import NamedTuple
 from moonserve.core.engine.batch import Batch
 from moonserve.core.errors import Overloaded
 from moonserve.core.request import finish_of
+from moonserve.core.shares import Party, Shares
 from moonserve.core.units import Tokens
-from moonserve.live.worker.job import ActiveJob, Piece
+from moonserve.live.worker.job import ActiveJob, Job, Piece
 from moonserve.live.worker.kv import WorkerKV
 from moonserve.live.worker.prefetch import Prefetcher
 from moonserve.live.worker.workbench import Workbench
@@ -36,6 +39,10 @@ class Intake:
         self._batch = batch
         self._kv = kv
         self._queue: deque[_InQueue] = deque()
+        self._first: _InQueue | None = None
+        """The next of the queue; None: it must be looked for."""
+        self._shares = Shares()
+        """All jobs of this worker, from `count` to `drop`."""
         self._loading: list[ActiveJob] = []
         self._closed = False
         self.prefetcher = None if kv is None else Prefetcher(bench, kv, self._spare)
@@ -45,12 +52,17 @@ class Intake:
         """Jobs that have not entered the batch."""
         return len(self._queue) + len(self._loading)
 
-    def check_room(self) -> None:
-        """Raise Overloaded if the queue is full."""
-        if len(self._queue) >= self._bench.limits.max_waiting:
+    def check_room(self, party: Party) -> None:
+        """Raise Overloaded if the queue is full for this party."""
+        if len(self._queue) >= self._shares.limit(self._bench.limits.max_waiting, party):
             raise Overloaded(
                 f"{len(self._queue)} requests wait here already", "worker_queue_full", 1.0
             )
+
+    def count(self, job: Job) -> None:
+        """A job is here; `drop` must follow."""
+        self._shares.take(job.party)
+        self._first = None
 
     def arrive(self, active: ActiveJob, start: Callable[[], None] | None = None) -> None:
         """Queue a job, which enters the batch when it has its blocks and its KV.
@@ -59,6 +71,7 @@ class Intake:
         blocks; `leave` must follow.
         """
         self._queue.append(_InQueue(active, start))
+        self._first = None
         self.admit()  # at once: its KV may be loaded while a pass runs
         self._bench.changed.set()
 
@@ -70,7 +83,9 @@ class Intake:
             self._kv.release(active.job)
 
     def drop(self, active: ActiveJob) -> None:
-        """The job has ended: forget it if it is still queued."""
+        """The job has ended: forget it, also if it is still queued."""
+        self._shares.give(active.job.party)
+        self._first = None
         for queued in self._queue:
             if queued.active is active:
                 self._queue.remove(queued)
@@ -81,9 +96,10 @@ class Intake:
         self._closed = True
 
     def admit(self) -> None:
-        """Let jobs in, in order of arrival, as long as there are blocks for their prompts."""
+        """Let jobs in, in their order, as long as there are blocks for their prompts."""
         while self._queue and not self._closed:
-            active, start = self._queue[0]
+            first = self._next()
+            active, start = first
             prefetcher = None if start is not None else self.prefetcher
             prefetch = None
             if prefetcher is not None:
@@ -92,8 +108,9 @@ class Intake:
             needed = len(active.wanted)
             if start is not None:  # no older job can take blocks from a part later
                 needed = self._batch.blocks_for(len(active.known))
+            most_seqs = self._shares.limit(self._bench.limits.max_seqs, active.job.party)
             room = self._batch.has_room(
-                len(active.known), len(self._loading), self._promised() - held
+                len(active.known), len(self._loading), self._promised() - held, most_seqs
             )
             blocks = self._bench.pool.allocate(needed - held) if room else None
             if blocks is None:
@@ -101,7 +118,8 @@ class Intake:
                 if entered < self._bench.limits.max_seqs and self._take_prefetched():
                     continue
                 return
-            self._queue.popleft()
+            self._queue.remove(first)
+            self._first = None
             if prefetcher is not None and prefetch is not None:
                 blocks = (*prefetcher.claim(prefetch), *blocks)
             active.prefetch = prefetch
@@ -114,6 +132,14 @@ class Intake:
                 self._bench.spawn(self._load(active, self._kv), vital=True)
             else:
                 self._enter(active, 0)
+
+    def _next(self) -> _InQueue:
+        """The job of the queue that goes next."""
+        if self._first is None:
+            part = next((one for one in self._queue if one.start is not None), None)
+            able = (one for one in self._queue if one.start is None or one is part)
+            self._first = max(able, key=lambda one: self._shares.rank(one.active.job.party))
+        return self._first
 
     def make_room(self) -> None:
         """Free prefetched blocks that running jobs need now."""

@@ -14,6 +14,7 @@ import msgspec
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.keys import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
+from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 
 DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
@@ -59,6 +60,8 @@ class Job(msgspec.Struct, frozen=True):
     """With send_kv: several workers prefill its prompt."""
     salt: str = ""
     """Only jobs with the same salt share KV."""
+    party: Party = Party()
+    """Whose it is: clients share the places of a worker."""
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Iterable
 from moonserve.core.engine.batch import Batch, Pass, Progress
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.schedule.facts import InstanceLoad, PassSample
+from moonserve.core.shares import extended
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.ports import KVStore
 from moonserve.live.worker.intake import Intake
@@ -40,7 +41,7 @@ class Runner:
             bench.pool,
             block_size=bench.shape.block_size,
             chunk_tokens=bench.limits.chunk_tokens,
-            max_seqs=bench.limits.max_seqs,
+            max_seqs=extended(bench.limits.max_seqs, 2),  # the intake lets so many in
             eos_token_ids=bench.shape.eos_token_ids,
         )
         self._kv = None if store is None else WorkerKV(bench, store, on_put)
@@ -140,7 +141,7 @@ class Runner:
         if self._closing:
             raise EngineFailed("this worker is shutting down")
         self._batch.check_fits(len(job.prompt), job.stopping.max_tokens)
-        self._intake.check_room()
+        self._intake.check_room(job.party)
         if self.parts is not None and job.part is not None:
             self.parts.check(job)
         keys: PromptKeys | None = None
@@ -153,6 +154,7 @@ class Runner:
                 self._kv.take_lease(job)
         active = ActiveJob(job, keys, wanted, self._bench.clock.now_us())
         self._active[job.request] = active
+        self._intake.count(job)
         self._bench.metrics.arrived(len(job.prompt))
         if self.parts is not None and job.part is not None:
             self.parts.open(active, job.part)

@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from moonserve.core.errors import BadRequest, ModelNotFound
 from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.shares import Party
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
 from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
 from moonserve.live.openai.request import GenerationRequest, sampling, stopping, wants_usage
@@ -105,6 +106,7 @@ def make_job(
     model: str,
     shape: EngineShape,
     encode: Callable[[str], Sequence[int]] | None,
+    party: Party = Party(),  # noqa: B008 - immutable
 ) -> Job:
     """Check a body against this worker. Raises BadRequest or ModelNotFound naming the field."""
     if body.model is not None and body.model != model:
@@ -148,6 +150,7 @@ def make_job(
         near=SegmentId(params.segment) if params.segment is not None else None,
         part=params.part,
         salt=body.cache_salt or "",
+        party=party,
     )
 
 
