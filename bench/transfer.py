@@ -2,11 +2,11 @@
 
     python bench/transfer.py [--seconds 2] [--sizes 4KiB,1MiB]
 
-A child process owns the memory and serves it by TransferServer, by a plain socket and (where the
-extra `mooncake` is installed) by Mooncake's engine over TCP; this process reads and writes it. Each
-size is done once alone and once as a batch of 32, the arms in turns. `tuned` is the plain socket
-with the small buffers that our TCP transport sets between processes of one host. CPU seconds per GB
-are of both processes.
+A child process owns the memory and serves it by TransferServer, also by TLS, by a plain socket and
+(where the extra `mooncake` is installed) by Mooncake's engine over TCP; this process reads and
+writes it. Each size is done once alone and once as a batch of 32, the arms in turns. `tuned` is the
+plain socket with the small buffers that our TCP transport sets between processes of one host. CPU
+seconds per GB are of both processes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ import numpy as np
 
 from common import machine_line
 from moonserve.core.store.words import Address
+from moonserve.live.tls.authority import CA, cert_of, init, key_of
+from moonserve.live.tls.contexts import Tls, TlsFiles
 from moonserve.live.transfer.client import Slice, Transfer
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer
@@ -41,7 +44,13 @@ BATCH = 32
 TOKEN = b"bench"
 SMALL = 256 << 10
 HEAD = struct.Struct("<BQ")
-RATIOS = [("shm", "memcpy"), ("tcp", "socket"), ("tcp", "tuned"), ("tcp", "mooncake")]
+RATIOS = [
+    ("shm", "memcpy"),
+    ("tcp", "socket"),
+    ("tcp", "tuned"),
+    ("tcp", "mooncake"),
+    ("tls", "tcp"),
+]
 
 Arm = Callable[[bool, int, int], None]
 """Reads (True) or writes `count` pieces of `size` bytes."""
@@ -61,10 +70,15 @@ def mooncake_engine() -> Any:
     return engine
 
 
-def own() -> None:
+def tls_of(folder: File) -> Tls:
+    return Tls(TlsFiles(cert_of(folder, "store"), key_of(folder, "store"), cert_of(folder, CA)))
+
+
+def own(folder: File) -> None:
     """Be the child: the memory and its servers, until stdin closes."""
     region = Region.create(ROOM)
     server = TransferServer(region, TOKEN)
+    encrypts = TransferServer(region, TOKEN, tls=tls_of(folder).server)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     for listener, small in zip(listeners, (False, True), strict=True):
         threading.Thread(target=plain_server, args=(listener, region, small), daemon=True).start()
@@ -74,10 +88,12 @@ def own() -> None:
         assert engine.register_memory(base, ROOM) == 0
     mooncake = f"127.0.0.1:{engine.get_rpc_port()}" if engine is not None else ""
     ports = [listener.getsockname()[1] for listener in listeners]
-    hello = (server.address("127.0.0.1"), ports, mooncake, base)
+    addresses = [it.address("127.0.0.1") for it in (server, encrypts)]
+    hello = (addresses, ports, mooncake, base)
     print("hello " + msgspec.json.encode(hello).decode(), flush=True)
     sys.stdin.read()
     server.close()
+    encrypts.close()
     region.path.unlink()
     os._exit(0)  # Mooncake's threads do not end
 
@@ -243,13 +259,23 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     given = parser.parse_args()
     print(machine_line())
+    with tempfile.TemporaryDirectory() as folder:
+        init(File(folder))
+        compare(given, File(folder))
+
+
+def compare(given: argparse.Namespace, folder: File) -> None:
     child = subprocess.Popen(
-        [sys.executable, __file__, "own"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "own", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     hello = next(line for line in child.stdout if line.startswith("hello "))[6:]
-    kind = tuple[Address, list[int], str, int]
-    address, ports, mooncake, base = msgspec.json.decode(hello, type=kind)
+    kind = tuple[list[Address], list[int], str, int]
+    (address, encrypted), ports, mooncake, base = msgspec.json.decode(hello, type=kind)
+    trust = tls_of(folder).trust
     mine = pages()
     arms = {
         "memcpy": memcpy_arm(mine),
@@ -257,6 +283,7 @@ def main() -> None:
         "socket": plain_arm(ports[0], False, mine),
         "tuned": plain_arm(ports[1], True, mine),
         "tcp": engine_arm(Transfer(TOKEN, shared_memory=False), address, mine),
+        "tls": engine_arm(Transfer(TOKEN, shared_memory=False, trust=trust), encrypted, mine),
     }
     peer = mooncake_arm(mooncake, base, mine)
     if peer is not None:
@@ -269,4 +296,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    own() if sys.argv[1:] == ["own"] else main()
+    own(File(sys.argv[2])) if sys.argv[1:2] == ["own"] else main()

@@ -357,6 +357,59 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _Seconds,
         _flag("up gateway segment", "SECONDS", "longest wait for running requests at the end"),
     ] = 30.0
+    tls_dir: Annotated[
+        str,
+        _flag(
+            "up gateway worker register unregister serve segment",
+            "FOLDER",
+            "folder of `moonserve tls init`; it sets --tls-cert, --tls-key and --tls-ca to the"
+            " files of this process's role",
+        ),
+    ] = ""
+    tls_cert: Annotated[
+        str,
+        _flag(
+            "up gateway worker register unregister serve segment",
+            "FILE",
+            "certificate of this process, in PEM, with its chain; with it the process speaks TLS"
+            " only",
+        ),
+    ] = ""
+    tls_key: Annotated[
+        str,
+        _flag(
+            "up gateway worker register unregister serve segment",
+            "FILE",
+            "key of that certificate, in PEM, without a password",
+        ),
+    ] = ""
+    tls_ca: Annotated[
+        str,
+        _flag(
+            "up gateway worker register unregister serve segment",
+            "FILE",
+            "certificate of the cluster's private authority, in PEM; processes of the cluster"
+            " accept each other only by certificates that it has signed",
+        ),
+    ] = ""
+    tls_client_auth: Annotated[
+        Literal["none", "optional", "required"],
+        _flag(
+            "up gateway",
+            "WHEN",
+            "whether clients of the gateway need a certificate of --tls-ca: none; optional (only"
+            " workers and other processes of the cluster); required (all clients)",
+        ),
+    ] = "none"
+    engine_ca: Annotated[
+        str,
+        _flag(
+            "gateway",
+            "FILE",
+            "certificates of the authorities of external engines with https:// URLs, in PEM; none:"
+            " those that the system trusts",
+        ),
+    ] = ""
     instances: tuple[dict[str, object], ...] | None = None
     """External engines that a gateway serves with; docs/reference/external-engines.md has their
     fields. Empty: they are described later, over HTTP or in a registry. None: the gateway serves
@@ -515,6 +568,7 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     _check_segment(settings, origin)
     _check_master(settings.mooncake_master, origin)
     _check_mooncake(settings, origin)
+    _check_tls(settings)
     for field in ("node", "rack"):
         if name := getattr(settings, field):
             check_name(name, field)
@@ -544,6 +598,15 @@ def _check_segment(settings: Settings, origin: Mapping[str, str]) -> None:
         raise ConfigError("needs a folder: set disk_dir too", "disk_bytes")
     if settings.disk_dir and not settings.disk_bytes:
         raise ConfigError("needs a size: set disk_bytes too", "disk_dir")
+
+
+def _check_tls(settings: Settings) -> None:
+    if settings.tls_cert and not settings.tls_key:
+        raise ConfigError("needs its key: set tls_key too", "tls_cert")
+    if settings.tls_key and not settings.tls_cert:
+        raise ConfigError("needs its certificate: set tls_cert too", "tls_key")
+    if settings.tls_client_auth != "none" and not (settings.tls_dir or settings.tls_ca):
+        raise ConfigError("needs an authority: set tls_dir or tls_ca too", "tls_client_auth")
 
 
 def _check_policy(name: str, origin: Mapping[str, str]) -> None:

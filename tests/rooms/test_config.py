@@ -205,3 +205,17 @@ def test_yaml_that_its_reader_cannot_read(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match="is not YAML"):
         load(file, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"tls_cert": "a.crt"}, "tls_cert: needs its key: set tls_key too"),
+        ({"tls_key": "a.key"}, "tls_key: needs its certificate: set tls_cert too"),
+        ({"tls_client_auth": "required"}, "tls_client_auth: needs an authority: set tls_dir"),
+    ],
+)
+def test_tls_settings_belong_together(given: dict[str, object], error: str) -> None:
+    """Half of a TLS setup is an error that names the other half."""
+    with pytest.raises(ConfigError, match=error):
+        load(None, {}, given)

@@ -378,7 +378,7 @@ def test_what_clients_wrote_into_an_address_is_not_kept() -> None:
         (long, long.removeprefix("http://h:1")),
     ):
         for _ in range(2):
-            assert http_client.parse(url) == http_client.Target("h", 1, "h:1", path)
+            assert http_client.parse(url) == http_client.Target("h", 1, "h:1", path, False)
     assert http_client._kept.cache_info().currsize == 2
     kept = repr(gc.get_referents(http_client._kept, http_client._origin, urlsplit))
     assert "s3cret" not in kept
@@ -497,8 +497,8 @@ def test_cancelled_request_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "https://a/",
         "ftp://a/",
+        "a:80/",
         "http://",
         "x",
         "http://h:99999/",

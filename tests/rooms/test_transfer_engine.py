@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +12,8 @@ import pytest
 from moonserve.core.errors import ConfigError, DeadlineExceeded, TransferFailed
 from moonserve.core.store.words import Address
 from moonserve.core.transfer.lanes import LaneTerms
+from moonserve.live.tls.authority import init
+from moonserve.live.tls.contexts import Tls, TlsFiles
 from moonserve.live.transfer.batch import EngineSettings, TransferLost, TransferRequest
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import MemoryLink
@@ -22,6 +21,7 @@ from moonserve.live.transfer.ports import Op, Path, Slice, parse_location
 from moonserve.live.transfer.region import Region
 from moonserve.live.transfer.server import TransferServer
 from moonserve.live.transfer.tcp import TcpTransport
+from tests.support.certificates import tls_of
 
 TOKEN = b"secret"
 FAR = "far:segment"
@@ -415,37 +415,20 @@ class TransferServerThatStops:
 
 def test_tls_carries_the_same_bytes(memory: Region, tmp_path: File) -> None:
     """Both ends speak TLS where told to; who does not, or trusts another, gets nothing."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl here to make a certificate")
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        [
-            *(
-                openssl,
-                "req",
-                "-x509",
-                "-newkey",
-                "ec",
-                "-pkeyopt",
-                "ec_paramgen_curve:P-256",
-                "-nodes",
-                "-days",
-                "1",
-            ),
-            *("-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", str(key), "-out", str(cert)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ours.load_cert_chain(cert, key)
-    server = TransferServer(memory, TOKEN, tls=ours)
-    theirs = ssl.create_default_context(cafile=str(cert))
+    init(tmp_path / "a")
+    init(tmp_path / "b")
+    ours, theirs = tls_of(tmp_path / "a", "store"), tls_of(tmp_path / "b", "store")
+    halves = Tls(TlsFiles(theirs.files.cert, theirs.files.key, ours.files.ca))
+    server = TransferServer(memory, TOKEN, tls=ours.server)
     got = bytearray(1 << 20)
-    for context, works in ((theirs, True), (None, False), (ssl.create_default_context(), False)):
-        engine = TransferEngine({"tcp": TcpTransport(TOKEN, tls=context, stall_s=0.3)})
+    clients = (
+        (tls_of(tmp_path / "a", "worker").trust, True),
+        (None, False),
+        (theirs.trust, False),
+        (halves.trust, False),  # it trusts the server, but has another authority's certificate
+    )
+    for trust, works in clients:
+        engine = TransferEngine({"tcp": TcpTransport(TOKEN, trust=trust, stall_s=0.3)})
         engine.register(FAR, [Path("tcp", server.address("127.0.0.1"))])
         slices = [Slice(0, memoryview(got)), Slice(9, memoryview(bytearray(5)))]
         assert engine.transfer("read", FAR, slices, soon()) == [works] * 2

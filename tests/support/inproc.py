@@ -18,12 +18,14 @@ from moonserve.core.store.words import Found
 from moonserve.core.units import Micros, SegmentId
 from moonserve.live.control.config import LIVE, GatewayConfig
 from moonserve.live.engine.fake import FakeEngine, fake_cost
-from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.http.client import HttpClient, client_of, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.process.gateway import Gateway
 from moonserve.live.process.worker import Worker, publish_blocks
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.remote import HttpRpc
+from moonserve.live.store.settings import url_of
+from moonserve.live.tls.contexts import Tls
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.join import GatewayClient, GatewayMember
 
@@ -36,9 +38,15 @@ class Site:
     """One gateway and the workers that were added to it."""
 
     def __init__(
-        self, gateway: Gateway, http: HttpClient, stack: contextlib.AsyncExitStack
+        self,
+        gateway: Gateway,
+        http: HttpClient,
+        stack: contextlib.AsyncExitStack,
+        tls: Tls | None = None,
     ) -> None:
+        """tls: of all processes; then blocks travel by TCP only."""
         self.gateway = gateway
+        self.tls = tls
         self.http = http
         self.workers: dict[str, Worker] = {}
         self.engines: dict[str, FakeEngine] = {}
@@ -49,7 +57,7 @@ class Site:
     @property
     def url(self) -> str:
         """The gateway's URL."""
-        return f"http://127.0.0.1:{self.gateway.port}"
+        return url_of("127.0.0.1", self.gateway.port, self.tls)
 
     async def add(
         self,
@@ -67,11 +75,16 @@ class Site:
         read_us: how much longer its store takes to read a block; publisher: of its KV events.
         """
         control = GatewayClient(self.http, self.url, TOKEN)
-        common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK}
+        common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK, "tls": self.tls}
         config = WorkerConfig(name=name, role=role, model=DEFAULT_MODEL, **{**common, **more})
         epoch = epoch or next(_epochs)
         settings = StoreSettings(
-            segment=SegmentId(name), epoch=epoch, capacity_bytes=4 << 20, token=TOKEN.encode()
+            segment=SegmentId(name),
+            epoch=epoch,
+            capacity_bytes=4 << 20,
+            token=TOKEN.encode(),
+            shared_memory=self.tls is None,
+            tls=self.tls,
         )
         store = await StoreClient.open(HttpRpc(self.http, self.url, TOKEN), settings)
         self._stack.push_async_callback(store.close)
@@ -189,7 +202,7 @@ async def site(**config: Any) -> AsyncIterator[Site]:
     )
     async with contextlib.AsyncExitStack() as stack:
         gateway = await Gateway.start(settings)
-        http = HttpClient()
+        http = client_of(settings.tls)
         stack.push_async_callback(http.close)
         stack.push_async_callback(gateway.stop, 0)
-        yield Site(gateway, http, stack)
+        yield Site(gateway, http, stack, settings.tls)

@@ -65,6 +65,7 @@ FLOORS = {
             "ports",
             "tasks",
             "turns",
+            "tls",
             "http",
             "rpc",
             "model",

@@ -48,6 +48,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "moonserve.cli.store:store",
         "Run the KV store's master alone, and look into its pool.",
     ),
+    "tls": ("moonserve.cli.tls:tls", "Make the certificates of a cluster."),
     "segment": (
         "moonserve.cli.store:segment",
         "Give memory and disk space to a KV store, without an engine.",

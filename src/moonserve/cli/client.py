@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from moonserve.cli.tls import client_trust
 from moonserve.cli.token import token_for
 from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
 
@@ -24,8 +26,15 @@ URL = "http://127.0.0.1:8000"
 class Client:
     """Calls one gateway; every failure is an error that a user can act on."""
 
-    def __init__(self, url: str, timeout_s: float = 120.0, token: str | None = None) -> None:
-        """token: None looks for the cluster's token; "" sends none."""
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 120.0,
+        token: str | None = None,
+        context: SSLContext | None = None,
+    ) -> None:
+        """token: None looks for the cluster's token; "" sends none. context: for https:// URLs;
+        None: by the environment, see `client_trust`."""
         from urllib.parse import urlsplit
 
         try:
@@ -37,7 +46,9 @@ class Client:
             raise ConfigError(f"{url!r} is no address; write it like http://127.0.0.1:8000", "url")
         self._timeout_s = timeout_s
         self._host = parts.hostname
-        self._secure = parts.scheme == "https"
+        self._context = context
+        if context is None and parts.scheme == "https":
+            self._context = client_trust(url).context()
         self._url = url
         self._headers = {"content-type": "application/json"}
         if token := token_for(url) if token is None else token:
@@ -108,10 +119,18 @@ class Client:
 
     @contextmanager
     def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
-        from http.client import HTTPConnection, HTTPException, HTTPSConnection
+        from http.client import (
+            HTTPConnection,
+            HTTPException,
+            HTTPSConnection,
+            RemoteDisconnected,
+        )
 
-        kind = HTTPSConnection if self._secure else HTTPConnection
-        connection = kind(self._host, self._port, timeout=self._timeout_s)
+        where = (self._host, self._port)
+        if self._context is None:
+            connection = HTTPConnection(*where, timeout=self._timeout_s)
+        else:
+            connection = HTTPSConnection(*where, timeout=self._timeout_s, context=self._context)
         raw = None if body is None else msgspec.json.encode(body)
         try:
             try:
@@ -122,6 +141,15 @@ class Client:
                 raise NobodyAlive(
                     f"nothing listens at {self._url}; start one with: moonserve up"
                 ) from err
+            except RemoteDisconnected as err:
+                if self._context is not None:
+                    raise NobodyAlive(client_trust(self._url).refused(self._host)) from err
+                raise NobodyAlive(
+                    f"{self._url} closed the connection before a reply; if it speaks TLS, write"
+                    " https://"
+                ) from err
+            except SSLError as err:
+                raise NobodyAlive(client_trust(self._url).refusal(self._host, err)) from err
             except (OSError, HTTPException) as err:
                 raise NobodyAlive(
                     f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"

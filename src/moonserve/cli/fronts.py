@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moonserve.cli.settings import child_env
+from moonserve.cli.tls import scheme_of
 from moonserve.cli.token import TOKEN
 from moonserve.config import ENV_PREFIX
 from moonserve.core.errors import ConfigError
@@ -105,7 +106,7 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
         if line.startswith(_LISTENING) and name not in ready:
             ready.add(name)
             if len(ready) == settings.workers + 1:
-                say(f"{_LISTENING}http://{settings.host}:{port}")
+                say(f"{_LISTENING}{scheme_of(settings)}://{settings.host}:{port}")
                 beat()
 
     with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:

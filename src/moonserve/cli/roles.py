@@ -21,8 +21,9 @@ from moonserve.cli.settings import (
     settings_options,
     store_share,
 )
+from moonserve.cli.tls import member_tls, scheme_of, tls_of
 from moonserve.cli.token import member_token, own_token
-from moonserve.config import check_name, filled
+from moonserve.config import Settings, check_name, filled
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
@@ -72,6 +73,7 @@ def gateway(
     from moonserve.live.control.config import LIVE, GatewayConfig
     from moonserve.live.process.gateway import run_gateway
 
+    tls = tls_of(settings, "gateway") if engines is not None else member_tls(settings, "gateway")
     slo = Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms))
     tuning = filled(
         Tuning,
@@ -87,6 +89,7 @@ def gateway(
         "gateway",
         token=token,
         advertise_host=advertise_host,
+        tls=tls,
         tuning=tuning,
     )
     if part is None:
@@ -104,8 +107,7 @@ def gateway(
 )
 @click.option(
     "--gateway",
-    default="http://127.0.0.1:8000",
-    show_default=True,
+    show_default="http://127.0.0.1:8000",
     help="URL of the gateway to join.",
 )
 @listen_option("the worker")
@@ -124,7 +126,7 @@ def worker(
     config: Path | None,
     role: Literal["prefill", "decode", "both"],
     name: str,
-    gateway: str,
+    gateway: str | None,
     listen: int,
     kv_events: str,
     advertise_host: str | None,
@@ -143,6 +145,8 @@ def worker(
         from moonserve.sim.axes import read_profile
 
         pass_us = read_profile(settings.profile).pass_us
+    if gateway is None:
+        gateway = f"{scheme_of(settings)}://127.0.0.1:{Settings().port}"
     urls = [url for url in ("" if settings.registry else gateway, settings.store_url) if url]
     token = member_token(note, settings.host, *urls)
     from moonserve.live.process.supervise import die_with_parent
@@ -153,6 +157,7 @@ def worker(
     from moonserve.live.worker.config import WorkerConfig
 
     check_url(gateway, "gateway")
+    share = store_share(settings, "worker", name, token, advertise_host=advertise_host, cards=cards)
     made = filled(
         WorkerConfig,
         settings,
@@ -165,8 +170,8 @@ def worker(
         token=token,
         pass_us=pass_us,
         kv_events=kv_events,
+        tls=share.tls,
     )
-    share = store_share(settings, "worker", name, token, advertise_host=advertise_host, cards=cards)
     run_role(run_worker(made, share))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
+from moonserve.cli.tls import member_tls
 from moonserve.config import (
     ENV_PREFIX,
     FIELDS,
@@ -154,6 +155,7 @@ def store_share(
         capacity_bytes=settings.segment_bytes,
         disk_dir=Path(settings.disk_dir) / name if settings.disk_bytes else None,
         shared_memory=settings.shared_memory == "auto",
+        tls=member_tls(settings, "worker" if command == "worker" else "store"),
         options=filled(PutOptions, settings, command),
         **own,
     )

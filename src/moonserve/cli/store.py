@@ -24,8 +24,9 @@ from moonserve.cli.settings import (
     size_of,
     store_share,
 )
+from moonserve.cli.tls import client_trust, member_tls, scheme_of
 from moonserve.cli.token import member_token, token_for
-from moonserve.config import check_name, filled
+from moonserve.config import Settings, check_name, filled
 from moonserve.core.errors import ConfigError, DeadlineExceeded, StoreError
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def serve(
         "serve",
         port=listen,
         token=member_token(note, settings.host),
+        tls=member_tls(settings, "store"),
         recover_s=recover_s,
         terms=terms,
         advertise_host=advertise_host,
@@ -139,7 +141,8 @@ def segment(
     name = check_name(name)
     from moonserve.live.process.store import SegmentConfig, run_segment
 
-    store_url = settings.store_url or ("" if settings.registry else URL)
+    here = f"{scheme_of(settings)}://127.0.0.1:{Settings().port}"
+    store_url = settings.store_url or ("" if settings.registry else here)
     share = store_share(
         settings,
         "segment",
@@ -311,7 +314,7 @@ def _with_client(url: str, work: Callable[[StoreClient], Awaitable[T]]) -> T:
     import asyncio
 
     async def body() -> T:
-        http = HttpClient()
+        http = HttpClient(client_trust(url))
         settings = StoreSettings(
             segment=SegmentId(f"cli-{os.getpid()}"),
             epoch=time.time_ns() // 1_000,

@@ -22,6 +22,7 @@ from moonserve.cli.settings import (
     read_settings,
     settings_options,
 )
+from moonserve.cli.tls import member_tls, scheme_of, tls_of
 from moonserve.cli.token import TOKEN, own_token
 from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
 from moonserve.logs import LINES
@@ -60,6 +61,7 @@ def up(config: Path | None, **flags: str | None) -> None:
         from moonserve.live.transfer import mooncake_master
 
         mooncake_master.require("transport")
+    member_tls(settings, "gateway")  # report a wrong file now, before processes start
     port = _free_port(settings.host, settings.port)
     _fetch_model(settings.model)
     asyncio.run(_serve(settings, port))
@@ -144,7 +146,8 @@ async def _serve(settings: Settings, port: int) -> None:
         lambda: _tell("up", "not waiting any longer"),
     )
     workers = settings.prefill + settings.decode
-    ready = asyncio.create_task(_until_ready(_url(settings, port), workers, settings.start_s))
+    client = _client(settings, port)
+    ready = asyncio.create_task(_until_ready(client, workers, settings.start_s))
     try:
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not running.done():
@@ -159,13 +162,20 @@ async def _serve(settings: Settings, port: int) -> None:
     _tell("up", "stopped; no process is left")
 
 
-async def _until_ready(url: str, workers: int, deadline_s: float) -> None:
+def _client(settings: Settings, port: int) -> Client:
+    """A client of the gateway, which may be called before the gateway listens."""
+    tls = tls_of(settings, "client")
+    context = None if tls is None else tls.client()
+    return Client(_url(settings, port), timeout_s=2.0, context=context)
+
+
+async def _until_ready(client: Client, workers: int, deadline_s: float) -> None:
     """Poll the gateway until all workers have joined it."""
     import asyncio
 
     try:
         async with asyncio.timeout(deadline_s):
-            while await asyncio.to_thread(_joined, url) < workers:  # noqa: ASYNC110 - no Event spans processes
+            while await asyncio.to_thread(_joined, client) < workers:  # noqa: ASYNC110 - no Event spans processes
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as err:
         raise DeadlineExceeded(
@@ -174,10 +184,10 @@ async def _until_ready(url: str, workers: int, deadline_s: float) -> None:
         ) from err
 
 
-def _joined(url: str) -> int:
+def _joined(client: Client) -> int:
     """How many workers have joined the gateway; 0 while it does not answer."""
     try:
-        return len(Client(url, timeout_s=2.0).get_as("/api/instances", list[Any]))
+        return len(client.get_as("/api/instances", list[Any]))
     except MoonserveError:
         return 0
 
@@ -190,12 +200,20 @@ def _say_hello(settings: Settings, port: int) -> None:
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
     program = "moonserve" if shutil.which("moonserve") else f"{sys.executable} -m moonserve"
     hint = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    cacert = f" --cacert {ca}" if (ca := _authority(settings)) else ""
     LINES.put(
         sys.stdout,
         f"\nReady at {url}\n\n"
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
+        f"  curl{cacert} {url}/v1/chat/completions -H 'content-type: application/json'"
+        f" -d '{body}'\n"
         f'  {program} ask "Why is the sky blue?"{hint}\n',
     )
+
+
+def _authority(settings: Settings) -> str:
+    """The file of the authority that clients have to trust; empty: there is no TLS."""
+    tls = tls_of(settings, "client")
+    return "" if tls is None else str(tls.files.ca)
 
 
 def _tell(name: str, line: str) -> None:
@@ -214,4 +232,4 @@ def _cores() -> int:
 def _url(settings: Settings, port: int) -> str:
     """The gateway's URL for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme_of(settings)}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -19,6 +19,7 @@ from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.openai.reply import ReadReply, read_reply
+from moonserve.live.tls.contexts import SYSTEM, ServerTrust
 
 _SILENT_S = 600.0
 _HOPELESS = ("401 ", "403 ", "404 ", "405 ")
@@ -53,6 +54,7 @@ async def replay(
     dues: Iterable[TimedRequest],
     bound: int,
     on_answer: Callable[[ReplayResult], object] = lambda answered: None,
+    trust: ServerTrust = SYSTEM,
 ) -> list[ReplayResult]:
     """Send all requests, which are ordered by time; returns their results in the same order.
 
@@ -62,7 +64,7 @@ async def replay(
     use it.
     """
     clock = LoopClock()
-    http = HttpClient(max_per_host=bound)
+    http = HttpClient(trust, max_per_host=bound)
     places = asyncio.Semaphore(bound)
     began_us = clock.now_us()
     tasks: list[asyncio.Task[ReplayResult]] = []

@@ -9,6 +9,7 @@ import msgspec
 
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Bytes
+from moonserve.live.tls.contexts import ClientAuth, Tls
 
 LIVE = Tuning(cpp=8, bind_ahead_us=20_000)
 """Tuning of a gateway without settings. Late binding binds 20 ms before an instance is free: the
@@ -28,6 +29,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Workers and operators must send it. Without one, a token is drawn that nobody else knows."""
     allowed_hosts: str = ""
     """Names, with commas between, under which clients may call it besides its own addresses."""
+    tls: Tls | None = None
+    """For its listener, and for calls to workers and other gateways; None: without TLS."""
+    tls_client_auth: ClientAuth = "none"
+    """Whether its listener asks clients for certificates. optional: /internal/ needs one."""
+    engine_ca: str = ""
+    """File of the authorities of external engines; empty: those that the system trusts."""
     registry: str = ""
     """Where workers, other gateways and the store's master are found, such as
     etcd://127.0.0.1:2379; empty: workers join by themselves, and there is no other gateway."""

@@ -169,8 +169,8 @@ class Control(ProcessPart):
         self._ticker = asyncio.create_task(self._tick())
         if self._several is not None:
             host = self._config.advertise_host or self._config.host
-            url = url_of(host, self._port or port)
-            name = url.removeprefix("http://")
+            url = url_of(host, self._port or port, self._config.tls)
+            name = url.partition("://")[2]
             await self._several.start(GatewayEntry(name, time.time_ns() // 1_000, url))
 
     async def gathered(self) -> None:

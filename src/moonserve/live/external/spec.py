@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BOOTSTRAP_PORT = {"mooncake": 8998, "sglang": 8998}
 _EVENTS_PORT = 5557
-_HTTP_PORT = 80
+_PORTS = {"http": 80, "https": 443}
 _MAX_PORT = 65_535
 _KEYS = "MOONSERVE_KEY_"
 
@@ -163,7 +163,8 @@ def normal(url: str) -> str:
     parts, port = _parts(url)
     if parts is None or not parts.hostname:
         return url
-    return f"{parts.scheme}://{_host(url)}:{port or _HTTP_PORT}{parts.path.rstrip('/')}"
+    port = port or _PORTS.get(parts.scheme, 80)
+    return f"{parts.scheme}://{_host(url)}:{port}{parts.path.rstrip('/')}"
 
 
 def _parts(text: str) -> tuple[SplitResult | None, int | None]:
@@ -176,7 +177,7 @@ def _parts(text: str) -> tuple[SplitResult | None, int | None]:
 
 def _http(text: str, field: str) -> None:
     parts, _ = _parts(text)
-    if parts is None or parts.scheme != "http" or not parts.hostname or parts.query:
+    if parts is None or parts.scheme not in _PORTS or not parts.hostname or parts.query:
         raise ConfigError(f"{text!r} is no address; write it like http://10.0.0.5:8000", field)
 
 

@@ -1,10 +1,10 @@
 """The HTTP client of every moonserve process: asyncio.Protocol, httptools and a pool.
 
 `HttpClient.request` returns a whole reply, `HttpClient.stream` a reply piece by piece, `sse_events`
-its server-sent events. It speaks http:// only, works on any asyncio loop, and reads no clock but
-the loop's. `Connection` is one socket, its parser and the back-pressure between them; it never
-retries. The pool chooses the socket of each request. A URL becomes a Target; a Target and headers
-become the bytes of a request's head.
+its server-sent events. It speaks http:// and https://, works on any asyncio loop, and reads no
+clock but the loop's. `Connection` is one socket, its parser and the back-pressure between them; it
+never retries. The pool chooses the socket of each request. A URL becomes a Target; a Target and
+headers become the bytes of a request's head.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import ssl
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -25,6 +26,7 @@ import msgspec
 from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
 from moonserve.core.units import Bytes
 from moonserve.live.http.switch import Switched
+from moonserve.live.tls.contexts import HANDSHAKE_S, STRANGER, SYSTEM, ServerTrust, Tls
 
 _NO_HEADERS: Mapping[str, str] = {}
 _MAX_EVENT_BYTES = 16 << 20
@@ -35,6 +37,7 @@ _LOW_BYTES = 64 << 10
 _MAX_HEAD_BYTES = 64 << 10
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER with no time: closing the socket resets the connection."""
+_PORTS = {"http": 80, "https": 443}
 
 
 class UpstreamError(MoonserveError):
@@ -95,7 +98,8 @@ class Watch(set["Connection"]):
 class Connection(asyncio.Protocol):
     """One connection: one exchange at a time, `send` then `next_chunk` or `read_all` to the end."""
 
-    def __init__(self, peer: str, watch: Watch) -> None:
+    def __init__(self, peer: str, watch: Watch, refused: str) -> None:
+        """refused: what it means if the peer closes the connection without any reply."""
         self.status = 0
         self.headers: dict[str, str] = {}
         self.reply_began = False
@@ -104,6 +108,7 @@ class Connection(asyncio.Protocol):
         """Whether the client asked to switch; otherwise a reply of 101 is an error."""
         self.idle_since_s = 0.0
         self._peer = peer
+        self._refused = refused
         self._watch = watch
         self._deadline_s = math.inf
         self._idle_s = math.inf
@@ -283,6 +288,7 @@ class Connection(asyncio.Protocol):
             self._cut(partial(BadReply, why, sent=False))
             return
         self.reply_began = True
+        self._refused = ""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -314,7 +320,8 @@ class Connection(asyncio.Protocol):
             self._busy = False
         where = "in the middle of its reply" if self.reply_began else "before a reply"
         why = f" ({exc})" if exc is not None else ""
-        self._fail(partial(UpstreamError, f"{self._peer}: closed {where}{why}", sent=True))
+        what = self._refused or f"{self._peer}: closed {where}"
+        self._fail(partial(UpstreamError, f"{what}{why}", sent=True))
         del self._parser
 
     # What the parser calls.
@@ -375,6 +382,8 @@ class Target(msgspec.Struct, frozen=True):
     port: int
     netloc: str
     path: str
+    secure: bool
+    """Whether it is an https:// URL."""
 
 
 def parse(url: str) -> Target:
@@ -385,14 +394,14 @@ def parse(url: str) -> Target:
 def _parse(url: str) -> Target:
     end = len(url)
     for mark in "/?#":
-        at = url.find(mark, len("http://"), end)
+        at = url.find(mark, url.find("://") + 3, end)
         end = at if at >= 0 else end
-    host, port, netloc = _origin(url[:end])
+    host, port, netloc, secure = _origin(url[:end])
     path = url[end:].partition("#")[0]
     path = path if path[:1] == "/" else "/" + path
     if not (path.isascii() and path.isprintable()) or " " in path:
         raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
-    return Target(host, port, netloc, path)
+    return Target(host, port, netloc, path, secure)
 
 
 _kept = lru_cache(maxsize=1024)(_parse)
@@ -401,18 +410,18 @@ fill it."""
 
 
 @lru_cache(maxsize=1024)
-def _origin(url: str) -> tuple[str, int, str]:
+def _origin(url: str) -> tuple[str, int, str, bool]:
     try:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme not in _PORTS or not parts.hostname:
             raise ConfigError(f"{url!r} is no address; write it like http://10.0.0.5:8100", "url")
-        port = parts.port or 80
+        port = parts.port or _PORTS[parts.scheme]
         parts.hostname.encode("idna")  # the form for DNS; a UnicodeError is a ValueError
     except ValueError as error:
         raise ConfigError(f"{url!r}: {error}", "url") from None
     if not parts.netloc.isascii() or not parts.netloc.isprintable() or " " in parts.netloc:
         raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
-    return parts.hostname, port, parts.netloc
+    return parts.hostname, port, parts.netloc, parts.scheme == "https"
 
 
 def check_url(url: str, setting: str) -> None:
@@ -441,7 +450,7 @@ def head_of(method: str, target: Target, headers: Mapping[str, str], length: int
 class Host:
     """The idle connections to one host (the last used is reused first) and its free places."""
 
-    def __init__(self, key: tuple[str, int], max_connections: int) -> None:
+    def __init__(self, key: tuple[str, int, bool], max_connections: int) -> None:
         self.key = key
         self.idle: deque[Connection] = deque()
         self._places = self._free = max_connections
@@ -489,13 +498,20 @@ class HttpClient:
     """
 
     def __init__(
-        self, *, max_per_host: int = 1024, idle_s: float = 30.0, max_reply_bytes: Bytes = 64 << 20
+        self,
+        trust: ServerTrust = SYSTEM,
+        *,
+        max_per_host: int = 1024,
+        idle_s: float = 30.0,
+        max_reply_bytes: Bytes = 64 << 20,
     ) -> None:
+        """trust: which servers of https:// URLs it trusts."""
+        self._trust = trust
         self._max_per_host = max_per_host
         self._idle_s = idle_s
         self._max_reply_bytes = max_reply_bytes
         self._closed = False
-        self._hosts: dict[tuple[str, int], Host] = {}
+        self._hosts: dict[tuple[str, int, bool], Host] = {}
         self._open = Watch()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -589,7 +605,7 @@ class HttpClient:
             connection.abort()
 
     def _host(self, target: Target) -> Host:
-        key = (target.host, target.port)
+        key = (target.host, target.port, target.secure)
         host = self._hosts.get(key)
         if host is None:
             host = self._hosts[key] = Host(key, self._max_per_host)
@@ -657,13 +673,28 @@ class HttpClient:
         if self._closed:
             raise UpstreamError("this client is closed", sent=False)
         loop = asyncio.get_running_loop()
+        peer = target.netloc
+        if target.secure:
+            context = self._trust.context()
+            refused = self._trust.refused(peer)
+        elif self._trust.plain:
+            context = None
+            refused = f"{peer}: closed before a reply; if it speaks TLS, write https://"
+        else:
+            raise ConfigError(f"http://{peer}: this process uses TLS; write https://", "url")
         try:
             _, connection = await loop.create_connection(
-                lambda: Connection(target.netloc, self._open), target.host, target.port
+                lambda: Connection(peer, self._open, refused),
+                target.host,
+                target.port,
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_S if context else None,
             )
+        except ssl.SSLError as error:
+            raise UpstreamError(self._trust.refusal(peer, error), sent=False) from None
         except OSError as error:
             why = error.strerror or str(error)
-            raise UpstreamError(f"{target.netloc}: cannot connect: {why}", sent=False) from None
+            raise UpstreamError(f"{peer}: cannot connect: {why}", sent=False) from None
         if self._closed:  # closed while it connected
             connection.abort()
         return connection
@@ -697,6 +728,11 @@ class HttpClient:
                 del self._hosts[host.key]
         left = any(host.idle for host in self._hosts.values())
         self._sweeper = loop.call_later(self._idle_s, self._sweep) if left else None
+
+
+def client_of(tls: Tls | None) -> HttpClient:
+    """Return a client for calls to other processes of the cluster. tls: of this process."""
+    return HttpClient(STRANGER if tls is None else tls.trust)
 
 
 class ClientStream:

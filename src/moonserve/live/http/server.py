@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import errno
 import logging
+import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol, TypeAlias, cast
@@ -26,7 +27,7 @@ from urllib.parse import unquote_to_bytes
 import httptools
 from prometheus_client.registry import Collector
 
-from moonserve.core.errors import BadRequest, ConfigError, MoonserveError
+from moonserve.core.errors import BadRequest, ConfigError, Forbidden, MoonserveError
 from moonserve.core.units import Bytes
 from moonserve.live.http.message import (
     HttpRequest,
@@ -36,6 +37,7 @@ from moonserve.live.http.message import (
     error_response,
 )
 from moonserve.live.http.switch import Switch
+from moonserve.live.tls.contexts import HANDSHAKE_S
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +193,11 @@ class Accepted(asyncio.Protocol):
         """Write bytes without framing."""
         if not self.transport.is_closing():
             self.transport.write(data)
+
+    @property
+    def certified(self) -> bool:
+        """Whether the client has shown a certificate that this server trusts."""
+        return bool(self.transport.get_extra_info("peercert"))
 
     @property
     def full(self) -> bool:
@@ -515,9 +522,10 @@ class App:
     routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler; the longest
     prefix wins. The caller may add to both before `serve`. HEAD goes to the handler of GET.
     body_limits: path prefix -> bytes, instead of max_body_bytes; the longest prefix wins. fallback:
-    serves all other paths, with any method. gate: refuses requests; None: all are served. A
-    handler's MoonserveError becomes a reply with its status in OpenAI's error shape; any other
-    exception becomes a 500 without details.
+    serves all other paths, with any method. gate: refuses requests; None: all are served.
+    certified: only clients with a TLS certificate may call paths that begin so. A handler's
+    MoonserveError becomes a reply with its status in OpenAI's error shape; any other exception
+    becomes a 500 without details.
     """
 
     def __init__(
@@ -531,12 +539,14 @@ class App:
         stall_timeout_s: float = 60.0,
         fallback: Handler | None = None,
         gate: Gate | None = None,
+        certified: Sequence[str] = (),
         name: str = "moonserve",
     ) -> None:
         self.routes = dict(routes)
         self.prefixes = dict(prefixes or {})
         self._fallback = fallback
         self._gate = gate
+        self._certified = tuple(certified)
         self.name = name
         limits = {**body_limits, "": max_body_bytes}
         self._body_limits = sorted(limits.items(), key=lambda item: len(item[0]), reverse=True)
@@ -550,7 +560,7 @@ class App:
         request.max_body_bytes = self._body_limit(request.path)
         request.body_timeout_s = self._body_timeout_s
         try:
-            reply = await self._answer(request)
+            reply = await self._answer(request, connection)
             if isinstance(reply, StreamingResponse):
                 await self._send_stream(request, reply, connection)
             elif isinstance(reply, Switch):
@@ -567,9 +577,11 @@ class App:
         finally:
             request.stop_watching()
 
-    async def _answer(self, request: HttpRequest) -> Reply:
+    async def _answer(self, request: HttpRequest, connection: Accepted) -> Reply:
         try:
             request.check()
+            if request.path.startswith(self._certified) and not connection.certified:
+                raise Forbidden(f"{request.path} needs a client certificate of the cluster")
             method = "GET" if request.method == "HEAD" else request.method
             handler = self._handler(method, request.path)
             if self._gate is not None:
@@ -710,18 +722,31 @@ class Server:
 
 
 async def serve(
-    app: App, host: str, port: int, setting: str = "port", *, shared: bool = False
+    app: App,
+    host: str,
+    port: int,
+    setting: str = "port",
+    *,
+    shared: bool = False,
+    tls: ssl.SSLContext | None = None,
 ) -> Server:
     """Listen on host:port (0: any free one) and serve `app` on the running loop.
 
     Raises ConfigError if it cannot listen there; `setting` is the name of the port's setting.
     shared: other processes listen there too, and each new connection goes to one of them.
+    tls: accept connections by TLS only, in this context.
     """
     connections = Connections(app)
     loop = asyncio.get_running_loop()
     try:
         listener = await loop.create_server(
-            lambda: Accepted(connections), host, port, backlog=2048, reuse_port=shared or None
+            lambda: Accepted(connections),
+            host,
+            port,
+            backlog=2048,
+            reuse_port=shared or None,
+            ssl=tls,
+            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
         )
     except OSError as error:
         raise bind_error(error, host, port, setting) from None

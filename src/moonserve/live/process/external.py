@@ -55,7 +55,8 @@ class ExternalEngines(ProcessPart):
         load_text: Callable[[str], TextTools],
         follow: Follow,
     ) -> None:
-        """load_text, follow: see Fleet."""
+        """http: for calls to engines; `stop` closes it. load_text, follow: see Fleet."""
+        self._http = http
         self.fleet = fleet = Fleet(
             conductor, http, load_text, os.environ, follow=follow, times=settings.times
         )
@@ -104,3 +105,4 @@ class ExternalEngines(ProcessPart):
             self._following.cancel()
             await asyncio.wait({self._following})
         await self.fleet.close()
+        await self._http.close()

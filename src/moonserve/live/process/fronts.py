@@ -26,7 +26,7 @@ from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.health import Health
-from moonserve.live.http.client import HttpClient
+from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.model.catalog import resolve
@@ -42,8 +42,9 @@ from moonserve.live.process.gateway import (
 )
 from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.parts import Process, run
-from moonserve.live.store.settings import check_reachable
+from moonserve.live.store.settings import check_reachable, url_of
 from moonserve.live.tasks import keep_doing
+from moonserve.live.tls.contexts import ClientAuth, Tls, trusting
 
 _LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.5
@@ -53,9 +54,10 @@ _LOOK_S = 0.5
 class FrontsLink(ProcessPart):
     """The Conductor's end of the link to the fronts."""
 
-    def __init__(self, deciding: Deciding, path: str) -> None:
+    def __init__(self, deciding: Deciding, path: str, tls: Tls | None) -> None:
         self._deciding = deciding
         self._path = path
+        self._tls = tls
         self._server: FrontServer | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -66,7 +68,7 @@ class FrontsLink(ProcessPart):
     async def start(self, port: int) -> None:
         """Let fronts connect, once this process knows what others hold."""
         deciding = self._deciding
-        url = f"http://{_LOOPBACK}:{port}"
+        url = url_of(_LOOPBACK, port, self._tls)
         self._server = server = FrontServer(deciding.conductor, url, deciding.fleet)
         self._looking = keep_doing("looking at engines", self._look)
         await deciding.control.gathered()
@@ -101,8 +103,9 @@ class ConductorProcess(Process):
         self, config: GatewayConfig, http: HttpClient, deciding: Deciding, path: str
     ) -> None:
         self.conductor, self.fleet = deciding.conductor, deciding.fleet
-        fronts = FrontsLink(deciding, path)
-        here = msgspec.structs.replace(config, port=0)
+        fronts = FrontsLink(deciding, path, config.tls)
+        auth: ClientAuth = "required" if config.tls else "none"
+        here = msgspec.structs.replace(config, port=0, tls_client_auth=auth)
         parts = [*deciding.parts, fronts]
         super().__init__(here, http, parts, guard=guard_of(here), name="conductor")
 
@@ -119,7 +122,7 @@ class ConductorProcess(Process):
         if specs is not None:
             engines = ExternalSettings(specs, Times(), Path(f"{path}.engines"))
         config, registry = await registered(with_engines(config, engines))
-        http = HttpClient()
+        http = client_of(config.tls)
         name = resolve(config.model).name if specs is None else ""
         deciding = Deciding(config, http, Health(), registry, name, engines, config.port)
         one = cls(config, http, deciding, path)
@@ -153,7 +156,7 @@ class FrontProcess(Process):
 
     def __init__(self, config: GatewayConfig, text: Text | None, path: str) -> None:
         """`text`: of the model that workers serve; None: engines are external."""
-        http = HttpClient()
+        http = client_of(config.tls) if text else HttpClient(trusting(config.engine_ca))
         self.conductor = conductor = RemoteConductor(
             path,
             lambda: families([front.metrics.registry]),
@@ -167,7 +170,7 @@ class FrontProcess(Process):
         part = -(-config.max_in_flight // config.workers)
         config = msgspec.structs.replace(config, max_in_flight=part)
         front = front_of(config, conductor, http, health, text, fleet)
-        self._forward = Forward(conductor)
+        self._forward = Forward(conductor, lambda: client_of(config.tls))
         link = ConductorLink(conductor, self._forward)
         super().__init__(config, http, [link], front, guard=guard_of(config), name="front")
 

@@ -27,7 +27,7 @@ from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.health import Health
-from moonserve.live.http.client import HttpClient
+from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.server import ProcessPart
 from moonserve.live.kvevents.follower import Followers
 from moonserve.live.model.catalog import resolve
@@ -38,6 +38,7 @@ from moonserve.live.process.parts import Process, run
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
 from moonserve.live.text.tools import ModelText, TextTools
+from moonserve.live.tls.contexts import trusting
 
 _LARGEST_BODIES = 8
 """So many bodies of the largest size may be on their way at least."""
@@ -85,13 +86,16 @@ class Deciding:
         the process listens.
         """
         self.conductor, self.pool = conductor_and_pool(config, http)
+        self.engines_http: HttpClient | None = None
+        """For calls to external engines; None: there are none."""
         name = model if isinstance(model, str) else model.name
         tools = {} if isinstance(model, str) else {name: model.tools}
         follow = Followers().follow
         external = None
         if engines is not None:
+            self.engines_http = HttpClient(trusting(config.engine_ca))
             external = ExternalEngines(
-                engines, self.conductor, http, health, registry, load_text, follow
+                engines, self.conductor, self.engines_http, health, registry, load_text, follow
             )
         self.fleet = None if external is None else external.fleet
         self.control = Control(
@@ -123,7 +127,8 @@ class Gateway(Process):
     ) -> None:
         self.conductor, self.pool = deciding.conductor, deciding.pool
         self.fleet = deciding.fleet
-        front = front_of(config, self.conductor, http, health, text, deciding.fleet)
+        calls = deciding.engines_http or http
+        front = front_of(config, self.conductor, calls, health, text, deciding.fleet)
         for part in deciding.parts:
             for collector in part.collectors():
                 front.metrics.registry.register(collector)
@@ -145,7 +150,7 @@ class Gateway(Process):
         text = None if specs is not None else await asyncio.to_thread(read_text, config.model)
         engines = None if specs is None else ExternalSettings(specs, times or Times())
         config, registry = await registered(with_engines(config, engines))
-        http = HttpClient()
+        http = client_of(config.tls)
         health = Health()
         deciding = Deciding(config, http, health, registry, text or "", engines)
         gateway = cls(config, http, health, deciding, text)

@@ -17,6 +17,7 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, Handler, ProcessPart, Routes, Server, serve
 from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.supervise import beat, say, stop_event
+from moonserve.live.store.settings import url_of
 
 INTERNAL_BODY_BYTES: Bytes = 64 << 20
 
@@ -68,10 +69,12 @@ class Process:
                 body_limits={"/internal/": INTERNAL_BODY_BYTES},
                 fallback=fallback,
                 gate=self._guard,
+                certified=() if self._config.tls_client_auth == "none" else ("/internal/",),
                 name=self._name,
             )
-            host, port = self._config.host, self._config.port
-            self._server = await serve(app, host, port, shared=shared)
+            config = self._config
+            tls = config.tls.listener(config.tls_client_auth) if config.tls else None
+            self._server = await serve(app, config.host, config.port, shared=shared, tls=tls)
             for part in self._parts:
                 await part.start(self._server.port)
         except BaseException:
@@ -108,7 +111,7 @@ async def run(
     gc.collect()
     gc.freeze()  # objects of the start stay for ever: no collection need look at them again
     gc.set_threshold(10_000, 20, 20)  # requests make few cycles: look for them less often
-    say(f"listening on http://{config.host}:{process.port}")
+    say(f"listening on {url_of(config.host, process.port, config.tls)}")
     beat()
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")

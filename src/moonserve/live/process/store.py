@@ -20,7 +20,7 @@ from moonserve.core.store.words import Terms
 from moonserve.core.units import seconds_to_us
 from moonserve.live.access.guard import Guard, own_names, split_names
 from moonserve.live.clock import LoopClock
-from moonserve.live.http.client import HttpClient
+from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
 from moonserve.live.process.metrics import ProcessMetrics
@@ -38,6 +38,7 @@ from moonserve.live.store.local import EventLog, LocalPool
 from moonserve.live.store.remote import HttpRpc, mounted, within
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.settings import check_reachable, url_of
+from moonserve.live.tls.contexts import Tls
 from moonserve.live.transfer.metrics import LaneMetrics
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8100
     """0 takes any free port."""
+    tls: Tls | None = None
+    """For its listener, which accepts processes of the cluster only; None: without TLS."""
     token: str = ""
     """Callers must send it."""
     recover_s: float = 3.0
@@ -110,10 +113,12 @@ async def run_master(config: MasterConfig, say: Say = say) -> None:
     allowed = split_names(config.allowed_hosts)
     guard = Guard(config.token, own_names(config.host, config.advertise_host, allowed))
     master_app = App(routes, gate=guard, name="store master")
-    server = await serve(master_app, config.host, config.port, "listen")
-    say(f"listening on http://{config.host}:{server.port}")
+    tls = config.tls
+    listener = tls.listener() if tls else None
+    server = await serve(master_app, config.host, config.port, "listen", tls=listener)
+    say(f"listening on {url_of(config.host, server.port, tls)}")
     if registry is not None:
-        url = url_of(config.advertise_host or config.host, server.port)
+        url = url_of(config.advertise_host or config.host, server.port, tls)
         await registry.register(MASTER, msgspec.json.encode(MasterEntry(url)))
         say(f"registered as {url}")
     recovering = master.stats().recovering
@@ -140,7 +145,7 @@ async def run_segment(config: SegmentConfig, say: Say = say) -> None:
         check_reachable(mine.host)
     stop = stop_event()
     async with AsyncExitStack() as stack:
-        http = HttpClient()
+        http = client_of(mine.tls)
         stack.push_async_callback(http.close)
         rpc = await _reach(config, http, stack)
         client = await mounted(rpc.connect, lambda: StoreClient.open(rpc, mine), stop)
@@ -150,7 +155,7 @@ async def run_segment(config: SegmentConfig, say: Say = say) -> None:
         if config.metrics_port is not None:
             server = await _serve_metrics(config, client, config.metrics_port)
             stack.push_async_callback(server.stop, 0)
-            say(f"metrics at http://{mine.host}:{server.port}/metrics")
+            say(f"metrics at {url_of(mine.host, server.port, mine.tls)}/metrics")
         client.start_beats()
         for owner in client.owners:
             it = owner.mounting
@@ -190,7 +195,7 @@ async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) 
         ("GET", "/health"): health,
         ("GET", "/metrics"): metrics,
     }
-    name = f"segment {config.settings.segment}"
-    return await serve(
-        App(routes, gate=Guard(""), name=name), config.settings.host, port, "metrics_port"
-    )
+    mine = config.settings
+    app = App(routes, gate=Guard(""), name=f"segment {mine.segment}")
+    tls = mine.tls.listener() if mine.tls else None
+    return await serve(app, mine.host, port, "metrics_port", tls=tls)

@@ -25,7 +25,7 @@ from moonserve.core.units import InstanceId, SegmentId, Tokens
 from moonserve.live.access.guard import Guard, own_names
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine
-from moonserve.live.http.client import HttpClient
+from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.server import Server, serve
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
@@ -105,7 +105,7 @@ class Worker:
             decode_kv=config.decode_kv,
         )
         pool_len = shape.num_blocks * shape.block_size
-        http = HttpClient()
+        http = client_of(config.tls)
         fetch = part_client(http, config.token, limits.chain_s)
         bench = Workbench(engine, namespace, limits, metrics, LoopClock())
         runner = Runner(bench, store, fetch, on_put)
@@ -132,11 +132,12 @@ class Worker:
         guard = Guard(config.token, own_names(config.host, config.advertise_host))
         app = WorkerApp(runner, bench, info, tokenizer, guard)
         try:
-            server = await serve(app.app(), config.host, config.port, "listen")
+            tls = config.tls.listener() if config.tls else None
+            server = await serve(app.app(), config.host, config.port, "listen", tls=tls)
         except MoonserveError:
             await runner.close()
             raise
-        url = url_of(config.advertise_host or config.host, server.port)
+        url = url_of(config.advertise_host or config.host, server.port, config.tls)
         app.info = msgspec.structs.replace(info, url=url)
         return cls(runner, server, app.info, http)
 
@@ -180,7 +181,7 @@ async def run_worker(
     worker: Worker | None = None
     try:
         async with AsyncExitStack() as stack:
-            http = HttpClient()
+            http = client_of(config.tls)
             stack.push_async_callback(http.close)
             if config.engine == "torch":
                 say("warming up: measuring some passes")

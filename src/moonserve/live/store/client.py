@@ -64,6 +64,7 @@ class StoreClient:
             shared_memory=settings.shared_memory,
             cards=settings.cards,
             mooncake=_mooncake(settings),
+            trust=settings.tls.trust if settings.tls else None,
         )
         self._threads = ThreadPoolExecutor(settings.threads, "kv-copy")
         self._copier = Copier(self.link, self.transfer, self._threads, settings)

@@ -90,7 +90,12 @@ class Owner:
         also = [it.host for it in settings.listened()]
         try:
             self.server = TransferServer(
-                region, settings.token, settings.host, settings.port, also=also
+                region,
+                settings.token,
+                settings.host,
+                settings.port,
+                also=also,
+                tls=settings.tls.server if settings.tls else None,
             )
         except OSError as error:
             if journal is not None:

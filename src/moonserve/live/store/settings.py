@@ -10,6 +10,7 @@ import msgspec
 from moonserve.core.errors import ConfigError
 from moonserve.core.store.words import Card, PutOptions
 from moonserve.core.units import Bytes, SegmentId
+from moonserve.live.tls.contexts import Tls
 
 WILDCARD: Final = ("0.0.0.0", "::")
 """Hosts that mean all addresses of a machine."""
@@ -29,9 +30,10 @@ def check_reachable(host: str) -> None:
         )
 
 
-def url_of(host: str, port: int) -> str:
-    """The base URL of an HTTP server."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def url_of(host: str, port: int, tls: Tls | None = None) -> str:
+    """The base URL of an HTTP server. tls: of its process; None: it has none."""
+    scheme = "https" if tls else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class StoreTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +91,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest call to the master, including a recovery of it."""
     transfer_s: float = 10.0
     """Longest transfer of one batch; below the master's put_ttl_us."""
+    tls: Tls | None = None
+    """For bytes over TCP; None: without TLS."""
     times: StoreTimes = StoreTimes()
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from moonserve.core.store.words import Address, Card
 from moonserve.core.transfer.lanes import SPARE
+from moonserve.live.tls.contexts import ServerTrust
 from moonserve.live.transfer.batch import EngineSettings, LaneStats
 from moonserve.live.transfer.engine import TransferEngine
 from moonserve.live.transfer.memory import LocalTransport, ShmTransport
@@ -39,10 +40,11 @@ class Transfer:
         settings: EngineSettings | None = None,
         cards: Sequence[Card] = (),
         mooncake: MooncakeTransport | None = None,
+        trust: ServerTrust | None = None,
     ) -> None:
         """`shared_memory` False: never use shared memory, for tests and measurements. `cards`: this
         host's cards. A peer's card is reached from the card of the same rail; such pairs are used
-        first.
+        first. `trust`: which peers it trusts over TCP; None: without TLS.
         """
         self._rails = {it.rail: it.host for it in cards if it.rail}
         self._local = LocalTransport()
@@ -51,7 +53,7 @@ class Transfer:
         transports: dict[str, Transport] = {
             "local": self._local,
             "shm": ShmTransport(),
-            "tcp": TcpTransport(token),
+            "tcp": TcpTransport(token, trust=trust),
         }
         if mooncake is not None:
             transports["mooncake"] = mooncake

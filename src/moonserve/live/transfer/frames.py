@@ -149,9 +149,12 @@ class Channel:
         if left_us <= 0:
             raise DeadlineExceeded("transfer ran past its deadline")
         if self._timeouts[option] != left_us:
-            value = _TIMEVAL.pack(*divmod(left_us, 1_000_000))
-            self.sock.setsockopt(socket.SOL_SOCKET, option, value)
-            self._timeouts[option] = left_us
+            self._set_timeout(option, left_us)
+
+    def _set_timeout(self, option: int, left_us: int) -> None:
+        value = _TIMEVAL.pack(*divmod(left_us, 1_000_000))
+        self.sock.setsockopt(socket.SOL_SOCKET, option, value)
+        self._timeouts[option] = left_us
 
 
 class TlsChannel(Channel):
@@ -163,11 +166,9 @@ class TlsChannel(Channel):
     def _send(self, rest: list[bytes | memoryview]) -> int:
         return self.sock.send(rest[0])
 
-    def _limit(self, option: int, deadline_s: float, stall_s: float) -> None:
-        left_s = min(deadline_s - time.monotonic(), stall_s)
-        if left_s <= 0:
-            raise DeadlineExceeded("transfer ran past its deadline")
-        self.sock.settimeout(left_s)
+    def _set_timeout(self, option: int, left_us: int) -> None:
+        self.sock.settimeout(left_us / 1e6)
+        self._timeouts = {socket.SO_RCVTIMEO: left_us, socket.SO_SNDTIMEO: left_us}
 
 
 def prepare(sock: socket.socket) -> Channel:

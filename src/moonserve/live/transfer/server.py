@@ -19,7 +19,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moonserve.core.errors import MoonserveError, TransferFailed
 from moonserve.core.store.words import Address
@@ -49,13 +49,13 @@ class TransferServer:
         max_connections: int = 256,
         idle_s: float = 300.0,
         frame_s: float = 30.0,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         """`port` 0 takes a free port. `also`: further addresses to listen on at the same port.
 
-        `frame_s`: the longest time for the bytes of one frame. `tls`: a server's context; with it
-        all bytes but those in shared memory are encrypted. Raises OSError if it cannot listen; the
-        error's filename is the address.
+        `frame_s`: the longest time for the bytes of one frame. `tls`: returns a server's context;
+        with it all bytes but those in shared memory are encrypted. Raises OSError if it cannot
+        listen; the error's filename is the address.
         """
         self._region = region
         self._token = token
@@ -134,7 +134,7 @@ class TransferServer:
     def _serve(self, sock: socket.socket) -> None:
         try:
             if self._tls is not None:
-                sock = self._encrypt(sock, self._tls)
+                sock = self._encrypt(sock, self._tls())
             channel = frames.prepare(sock)
             if self._greet(channel):
                 while self._answer(channel):

@@ -23,6 +23,7 @@ import msgspec
 from moonserve.core.errors import DeadlineExceeded, TransferFailed
 from moonserve.core.store.words import Address
 from moonserve.core.units import Bytes
+from moonserve.live.tls.contexts import ServerTrust
 from moonserve.live.transfer import frames
 from moonserve.live.transfer.ports import Op, Path, Slice
 
@@ -40,8 +41,8 @@ class TcpTransport(msgspec.Struct, frozen=True, eq=False):
     token: bytes
     stall_s: float = 3.0
     """A run ends if the peer is silent for longer."""
-    tls: ssl.SSLContext | None = None
-    """A client's context."""
+    trust: ServerTrust | None = None
+    """Which peers it trusts, and what it shows them; None: without TLS."""
 
     def open(self, path: Path) -> TcpLink:
         """See Transport.open."""
@@ -213,18 +214,25 @@ class TcpLink:
             raise DeadlineExceeded("there is no time left to connect")
         sock.settimeout(wait_s)
         sock.connect(target)
-        if self._transport.tls is not None:
-            host = self._path.address.host
-            sock = self._sock = self._transport.tls.wrap_socket(
-                sock, server_hostname=host, do_handshake_on_connect=False
-            )
-            if self._cut:
-                raise TransferFailed(_CUT)
-            self._sock.do_handshake()
+        if self._transport.trust is not None:
+            sock = self._encrypt(sock, self._transport.trust)
         channel = frames.prepare(sock)
         self._greet(channel, deadline_s)
         self._channel = channel
         return channel
+
+    def _encrypt(self, sock: socket.socket, trust: ServerTrust) -> ssl.SSLSocket:
+        host = self._path.address.host
+        made = self._sock = trust.context().wrap_socket(
+            sock, server_hostname=host, do_handshake_on_connect=False
+        )
+        if self._cut:
+            raise TransferFailed(_CUT)
+        try:
+            made.do_handshake()
+        except ssl.SSLError as error:
+            raise TransferFailed(trust.refusal(host, error)) from None
+        return made
 
     def _greet(self, channel: frames.Channel, deadline_s: float) -> None:
         identity = self._path.address.identity

@@ -8,6 +8,7 @@ import msgspec
 
 from moonserve.core.schedule.facts import Role
 from moonserve.core.units import Bytes, Tokens
+from moonserve.live.tls.contexts import Tls
 from moonserve.live.worker.job import DecodeKV
 
 
@@ -33,6 +34,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str = "http://127.0.0.1:8000"
     token: str = ""
     """The cluster's shared secret."""
+    tls: Tls | None = None
+    """For its listener and its calls; None: without TLS."""
     block_size: Tokens = 32
     kv_blocks: int | None = None
     """Size of the engine's KV pool; None: from kv_memory_bytes, or the engine's default."""

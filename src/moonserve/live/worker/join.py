@@ -52,7 +52,7 @@ class GatewayClient:
 
     async def call(self, path: str, body: bytes, timeout_s: float = _CALL_S) -> ClientResponse:
         """POST to /internal/<path>. Raises UpstreamError, DeadlineExceeded; ConfigError if the
-        token is refused."""
+        token or the certificate is refused."""
         url = f"{self.url}/internal/{path}"
         reply = await self._http.request(
             "POST", url, headers=self._headers, body=body, timeout_s=timeout_s
