@@ -31,7 +31,14 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.kvevents.follower import Followers
-from moonserve.live.registry.entries import ENGINES, GATEWAYS, INSTANCES, GatewayEntry, find_master
+from moonserve.live.registry.entries import (
+    ENGINES,
+    GATEWAYS,
+    INSTANCES,
+    GatewayEntry,
+    decoded,
+    find_master,
+)
 from moonserve.live.store.reports import POOL
 from moonserve.live.worker import gateways as worker_gateways
 from moonserve.live.worker.gateways import Gateways
@@ -119,6 +126,42 @@ async def until(true: Callable[[], object]) -> None:
     """Poll until the condition holds."""
     while not true():
         await asyncio.sleep(0.01)
+
+
+BAD = [b"\x91\xa2\xff\xfe", b"\x85\xa2id\xa2\xff\xfe", b"\x91" * 100_000, b"\xc1", b""]
+"""Text that is no UTF-8, also in a field; arrays too deep; a byte that msgpack does not have."""
+
+
+@pytest.mark.parametrize("path", ["join", "beat", "leave", "blocks", "promises"])
+def test_a_body_that_cannot_be_decoded_is_a_400(path: str) -> None:
+    """Whatever the bytes are, the reply names the body; no trace is logged."""
+
+    async def test(site: Site) -> None:
+        gate = await site.gateway("g1")
+        for body in BAD:
+            reply = await site.http.request(
+                "POST",
+                f"{gate.url}/internal/{path}",
+                headers={"authorization": f"Bearer {TOKEN}"},
+                body=body,
+                timeout_s=5,
+            )
+            assert (reply.status, b'"param":"body"' in reply.body) == (400, True), reply.body
+
+    run(test)
+
+
+@pytest.mark.parametrize("value", [b'{"name":"\xff\xfe","epoch":1,"url":""}', b"[" * 100_000, b"1"])
+def test_an_entry_that_cannot_be_decoded_is_skipped(
+    value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are used; one line names it, however often the entries are read."""
+    good = GatewayEntry("g1", 1, "http://127.0.0.1:1")
+    entries = {GATEWAYS + "bad": value, GATEWAYS + "g1": msgspec.json.encode(good)}
+    for _ in range(3):
+        assert decoded(entries, GATEWAYS, GatewayEntry) == {"g1": good}
+    [line] = [record for record in caplog.records if "gateways/bad" in record.message]
+    assert line.levelname == "WARNING"
 
 
 def test_what_one_promises_counts_for_the_other_until_it_ends_or_is_silent(

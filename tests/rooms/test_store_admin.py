@@ -72,6 +72,8 @@ def test_lookup_has_the_segments_of_a_key() -> None:
         ({"prefix": "", "after": "x"}, "after"),
         ({"prefix": "", "limit": "0"}, "limit"),
         ({"prefix": "", "limit": "many"}, "limit"),
+        ({"prefix": "", "limit": "9" * 5_000}, "limit must be 1..1000"),
+        ({"prefix": "", "limit": "\u0661"}, "limit must be 1..1000"),
         ({"limit": "many"}, "limit must be 1..1000, not 'many'"),
         ({"limit": "5"}, "limit goes with prefix"),
         ({"after": "00"}, "after goes with prefix"),

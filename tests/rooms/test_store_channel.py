@@ -45,6 +45,8 @@ class Site:
         self.go = asyncio.Event()
         self.ran: list[str] = []
         self.waiting = 0
+        self.service: MasterService | None = None
+        """What answers other operations; None: an echo."""
         self.server: Server | None = None
 
     def answer(self, op: str, body: bytes) -> bytes | Coroutine[Any, Any, bytes]:
@@ -63,7 +65,7 @@ class Site:
                 return bytes(ConnectionLimits().frame_bytes + 1)
             case "late bug":
                 return self._break()
-        return body
+        return body if self.service is None else self.service.handle(op, body)
 
     async def _wait(self, body: bytes) -> bytes:
         self.waiting += 1
@@ -181,6 +183,24 @@ def test_errors_keep_their_kinds() -> None:
         with pytest.raises(StoreError, match="not now"):
             await it.call("fail")
         assert await it.call("echo", b"1") == b"1"
+        assert len(it.http._open) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("body", [b"\x91\xa2\xff\xfe", b"\x91" * 100_000, b"\xc1"])
+def test_a_body_that_cannot_be_decoded_fails_its_call_only(body: bytes) -> None:
+    """The connection stays, with all other calls that are under way on it."""
+
+    async def test(it: Site) -> None:
+        it.service = MasterService(Master(Terms(), 1), lambda: 0)
+        other = asyncio.create_task(it.call("wait", b"1"))
+        await until(lambda: it.waiting == 1)
+        for op in ("drain", "beat", "put_start", "scan"):
+            with pytest.raises(BadRequest, match=op):
+                await it.call(op, body)
+        it.go.set()
+        assert await other == b"1"
         assert len(it.http._open) == 1
 
     run(test)

@@ -250,6 +250,25 @@ def _tells(node: ast.ExceptHandler) -> bool:
     return any(isinstance(func, ast.Attribute) and func.attr == "exception" for func in calls)
 
 
+def bytes_are_decoded_alike(file: File) -> Iterator[str]:
+    """What decodes bytes by msgspec catches all errors that msgspec raises for them."""
+    if not file.path.startswith("src/"):
+        return
+    tree = file.tree
+    safe: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            caught = " ".join(ast.unparse(it.type) for it in node.handlers if it.type)
+            if re.search(r"UNREADABLE|\bException\b", caught):
+                safe.update(below for line in node.body for below in ast.walk(line))
+            if re.search(r"msgspec\.(DecodeError|MsgspecError)", caught):
+                yield f"{node.lineno}: catch core.errors.UNREADABLE; DecodeError is not all"
+    for node in ast.walk(tree):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if re.fullmatch(r"msgspec\.\w+\.decode", called) and node not in safe:
+            yield f"{node.lineno}: catch core.errors.UNREADABLE where bytes are decoded"
+
+
 def unused(files: list[File]) -> Iterator[str]:
     """Nothing in src is there for tests only: functions and classes are used by the product or the
     bench. What a decorator registers is."""
@@ -331,6 +350,7 @@ PYTHON_RULES: list[Callable[[File], Iterator[str]]] = [
     rooms_keep_their_floor,
     sim_and_show_never_wait,
     torch_stays_in_the_engine,
+    bytes_are_decoded_alike,
     cli_is_light,
     core_iterates_no_set,
     modules_say_what_they_are_for,
@@ -349,6 +369,8 @@ BROKEN = [
     (torch_stays_in_the_engine, LIVE, "def f():\n    import torch.nn"),
     (cli_is_light, CLI, "from moonserve.live.process import gateway"),
     (cli_is_light, CLI, "import numpy"),
+    (bytes_are_decoded_alike, LIVE, "x = msgspec.json.decode(y)"),
+    (bytes_are_decoded_alike, LIVE, "try: pass\nexcept msgspec.DecodeError: pass"),
     (core_iterates_no_set, CORE, "for x in {1, 2}: pass"),
     (core_iterates_no_set, CORE, "y = [x for x in set(a)]"),
     (modules_say_what_they_are_for, LIVE, "x = 1"),
@@ -366,6 +388,7 @@ FINE = [
     (core_is_pure, CORE, "if TYPE_CHECKING:\n    from random import Random"),
     (core_iterates_no_set, CORE, "for x in sorted({1, 2}): pass"),
     (cli_is_light, CLI, "def f():\n    import numpy"),
+    (bytes_are_decoded_alike, LIVE, "try: msgspec.json.decode(y)\nexcept UNREADABLE: pass"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept Exception:  # noqa: BLE001 - why\n    0"),
     (nothing_is_caught_blindly, LIVE, "try: pass\nexcept BaseException:\n    raise"),
     (settings_are_written_once, CLI, "filled(WorkerConfig, settings, port=listen)"),

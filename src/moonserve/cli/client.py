@@ -13,7 +13,7 @@ import msgspec
 
 from moonserve.cli.tls import client_trust
 from moonserve.cli.token import token_for
-from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
+from moonserve.core.errors import UNREADABLE, ConfigError, EngineFailed, NobodyAlive
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
@@ -77,7 +77,7 @@ class Client:
         with self._open("GET", path, None) as reply:
             try:
                 return msgspec.json.decode(reply.read(), type=shape)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 raise EngineFailed(f"{self._url} answers, but is no moonserve") from None
 
     def text(self, path: str) -> str:
@@ -102,10 +102,12 @@ class Client:
                 if line == "data: [DONE]":
                     return
                 if line.startswith("data: "):
-                    event = msgspec.json.decode(line[6:])
+                    event = msgspec.json.decode(line[6:], type=dict[str, Any])
                     if "error" in event:
                         raise EngineFailed(_message(event))
                     yield event
+        except UNREADABLE as err:
+            raise EngineFailed(f"{self._url} sent an event that is no JSON: {err}") from err
         except (OSError, HTTPException) as err:
             raise EngineFailed(f"{self._url} stopped in the middle of the answer: {err}") from err
         raise EngineFailed(f"{self._url} stopped in the middle of the answer")
@@ -114,7 +116,7 @@ class Client:
         """The message of an error reply."""
         try:
             return _message(msgspec.json.decode(text))
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return f"from {self._url}, which is no moonserve"
 
     @contextmanager

@@ -24,6 +24,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The errors that msgspec raises for bytes that it cannot decode. They may come from anywhere, so
+whoever decodes bytes catches all of them."""
+
 
 class MoonserveError(Exception):
     """Root of all operating errors; `status` is the HTTP status a gateway answers with."""

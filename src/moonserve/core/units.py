@@ -23,6 +23,7 @@ BlockKey = NewType("BlockKey", bytes)
 """The name of one KV block, such as a chained SHA-256 over its tokens and all before it."""
 
 MICROS_PER_SECOND = 1_000_000
+_MOST_DIGITS = 18
 MAX_BYTES: Bytes = 1 << 62
 """No size is larger: it exceeds every pool, and every wire format can carry it."""
 
@@ -33,6 +34,12 @@ LEAST_MOONCAKE_BYTES: Bytes = 16 << 20
 def seconds_to_us(seconds: float) -> Micros:
     """Convert seconds to whole microseconds."""
     return round(seconds * MICROS_PER_SECOND)
+
+
+def whole_number(text: str) -> int | None:
+    """The number that at most 18 digits are; None: the text is something else. Python itself takes
+    other digits than 0 to 9, and raises ValueError for thousands of them."""
+    return int(text) if len(text) <= _MOST_DIGITS and text.isascii() and text.isdecimal() else None
 
 
 def lease_of(request: RequestId, number: int) -> LeaseId:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, MoonserveError
+from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.http.client import HttpClient, sse_events
@@ -126,7 +126,7 @@ async def _send(
                 _take(answered, read_reply(data), clock.now_us() - due_us)
         if answered.outcome == "failed" and not answered.error:
             answered.error = "the reply ended without a finish_reason"
-    except (MoonserveError, msgspec.DecodeError) as error:
+    except (MoonserveError, *UNREADABLE) as error:
         answered.outcome = "failed"
         answered.error = str(error)
     return answered

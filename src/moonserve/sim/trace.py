@@ -18,7 +18,7 @@ from typing import TextIO
 
 import msgspec
 
-from moonserve.core.errors import ConfigError
+from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.core.units import Micros, Tokens
 
 BLOCK_SIZE: Tokens = 512
@@ -251,7 +251,7 @@ def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
             continue
         try:
             it = decode(text)
-        except msgspec.DecodeError as err:
+        except UNREADABLE as err:
             yield line, _not_json(line, err)
             continue
         at_ms = max(-_TOO_LATE_MS, min(it.timestamp, _TOO_LATE_MS))  # a product stays finite
@@ -259,7 +259,7 @@ def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
         yield line, Row(round(at_ms * 1000), *rest)
 
 
-def _not_json(line: int, err: msgspec.DecodeError) -> Fault:
+def _not_json(line: int, err: Exception) -> Fault:
     """What is wrong with a line of JSON; the decoder's own text names Python types."""
     said = str(err)
     named = re.search(r"(\$\.|required field `)(\w+)", said)

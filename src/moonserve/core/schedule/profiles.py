@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moonserve.core.errors import ConfigError
+from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.units import Bytes, Tokens
 
@@ -91,7 +91,7 @@ def profile_from_json(text: bytes, where: str) -> Profile:
     """A profile that was written to a file. Raises ConfigError naming the field."""
     try:
         profile = msgspec.json.decode(text, type=Profile)
-    except msgspec.DecodeError as err:
+    except UNREADABLE as err:
         raise ConfigError(f"{where} is no profile: {err}", "profile") from None
     for field, value in (
         ("pass_us", min(profile.pass_us)),

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.errors import UNREADABLE, BadRequest, ConfigError
 from moonserve.core.units import InstanceId
 from moonserve.live.control.views import by_label, instance_row
 from moonserve.live.external.fleet import Fleet, Unknown
@@ -244,4 +244,10 @@ class EnginesApi:
 
 
 def _read(kept: Path) -> list[InstanceSpec]:
-    return msgspec.json.decode(kept.read_bytes(), type=list[InstanceSpec]) if kept.exists() else []
+    if not kept.exists():
+        return []
+    try:
+        return msgspec.json.decode(kept.read_bytes(), type=list[InstanceSpec])
+    except UNREADABLE as error:
+        log.warning("engines described over HTTP are lost: %s cannot be read: %s", kept, error)
+        return []

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import BadRequest
+from moonserve.core.errors import UNREADABLE, BadRequest
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.inferred import Reported
 from moonserve.core.schedule.facts import Beat, InstanceInfo, Joined, Left
@@ -61,7 +61,7 @@ class Internal:
         async def handle(request: HttpRequest) -> Response:
             try:
                 body = msgspec.msgpack.decode(await request.body(), type=shape)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise BadRequest(f"body is no msgpack {shape.__name__}: {error}", "body") from None
             take(body)
             return Response(200, msgspec.msgpack.encode({}), content_type=CONTENT_TYPE)

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from moonserve.core.errors import BadRequest, MoonserveError, RegistryError
+from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError, RegistryError
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.index import Held
 from moonserve.core.liveness import Liveness
@@ -121,7 +121,7 @@ async def ask(http: HttpClient, url: str, token: str, take: Callable[[BlocksStor
 def _read(body: bytes, url: str) -> BlocksStored:
     try:
         return _decode(body)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise RegistryError(f"{url}{INDEX_PATH} sends no valid event: {error}") from None
 
 
@@ -330,7 +330,7 @@ class Several:
     async def _promises(self, request: HttpRequest) -> Response:
         try:
             told = msgspec.msgpack.decode(await request.body(), type=PeerPromises)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BadRequest(f"body is no promises: {error}", "body") from None
         epoch, _ = self._heard.get(told.gateway, (0, 0.0))
         if told.epoch >= epoch and told.gateway != self._me.name:

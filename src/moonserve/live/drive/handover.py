@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from moonserve.core.errors import EngineFailed, NobodyAlive
+from moonserve.core.errors import UNREADABLE, EngineFailed, NobodyAlive
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Prefill
 from moonserve.core.schedule.facts import InstanceInfo
@@ -21,7 +21,6 @@ from moonserve.live.drive.calls import Caller
 from moonserve.live.drive.lost import CallLost, EngineAnswer
 from moonserve.live.external.member import Member
 from moonserve.live.http.client import ClientStream
-from moonserve.live.http.message import UNREADABLE
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.reply import ReadReply, read_reply
 from moonserve.live.ports import OutgoingCall

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, MoonserveError
+from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError
 from moonserve.core.kv.inferred import Ratio, text_keys
 from moonserve.core.kv.keys import Namespace, chain_keys
 from moonserve.core.schedule.facts import InstanceInfo
@@ -26,7 +26,7 @@ from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, Bytes, Tokens
 from moonserve.live.drive.engines import Engines
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.message import UNREADABLE, decode_json
+from moonserve.live.http.message import decode_json
 from moonserve.live.openai import request as openai
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.prompts import Prompts

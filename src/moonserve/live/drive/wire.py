@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+from moonserve.core.errors import UNREADABLE
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, Tokens
 from moonserve.live.drive.lost import CallLost
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient, sse_events
-from moonserve.live.http.message import UNREADABLE
 from moonserve.live.openai.headers import of_party
 from moonserve.live.openai.reply import ReadReply, read_reply
 

@@ -14,11 +14,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, EngineFailed
-from moonserve.core.units import Tokens
+from moonserve.core.errors import UNREADABLE, BadRequest, EngineFailed
+from moonserve.core.units import Tokens, whole_number
 from moonserve.live.external.member import ASK_S, Member, Mismatch, Page
 from moonserve.live.http.client import ClientResponse
-from moonserve.live.http.message import UNREADABLE
 from moonserve.live.text.tools import TextTools
 
 _CONNECT_S = 1.0
@@ -192,7 +191,7 @@ def _block_size(member: Member, page: Page, server: ServerInfo, warnings: list[s
     wanted = member.spec.block_size
     flag = "--page-size" if member.spec.engine == "sglang" else "--block-size"
     labels = [page.cache.get(name, "") for name in ("hash_block_size", "block_size")]
-    said = next((int(label) for label in labels if label.isdecimal()), server.page_size)
+    said = next(filter(None, map(whole_number, labels)), server.page_size)
     if said and wanted and said != wanted:
         raise Mismatch(
             f"its KV blocks have {said} tokens, not {wanted}: correct block_size, or start it "
@@ -217,13 +216,13 @@ def _kv_tokens(
 ) -> Tokens:
     if member.spec.kv_tokens:
         return member.spec.kv_tokens
-    size = page.cache.get("kv_cache_size_tokens", "")
-    blocks = page.cache.get("num_gpu_blocks", "")
-    if size.isdecimal():
-        return int(size)
-    if blocks.isdecimal():
-        allocated = page.cache.get("block_size", "")  # keys may be of smaller blocks
-        return int(blocks) * (int(allocated) if allocated.isdecimal() else block_size)
+    size = whole_number(page.cache.get("kv_cache_size_tokens", ""))
+    blocks = whole_number(page.cache.get("num_gpu_blocks", ""))
+    if size is not None:
+        return size
+    if blocks is not None:
+        allocated = whole_number(page.cache.get("block_size", ""))
+        return blocks * (allocated or block_size)  # keys may be of smaller blocks
     if not server.max_total_num_tokens:
         warnings.append(f"its KV memory is unknown: {_KV_TOKENS} tokens are assumed; set kv_tokens")
     return server.max_total_num_tokens or _KV_TOKENS

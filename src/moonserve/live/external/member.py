@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from moonserve.core.errors import EngineFailed, MoonserveError
+from moonserve.core.errors import UNREADABLE, EngineFailed, MoonserveError
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import InstanceId
 from moonserve.live.external.spec import InstanceSpec
@@ -221,6 +221,6 @@ class Member:
         try:
             found = msgspec.json.decode(reply.body, type=dict[str, _Rank])
             self._engine_ids = {int(rank): entry.engine_id for rank, entry in found.items()}
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (*UNREADABLE, ValueError) as error:
             raise EngineFailed(f"GET {url} gave no engine ids by rank: {error}") from None
         return self._engine_ids

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.errors import UNREADABLE, BadRequest, ConfigError
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import EngineMonitor
 from moonserve.live.external.spec import InstanceSpec, normal
-from moonserve.live.http.message import UNREADABLE, decode_json
+from moonserve.live.http.message import decode_json
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import ENGINES
 

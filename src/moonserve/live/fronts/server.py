@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
+from moonserve.core.errors import UNREADABLE, MoonserveError
 from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.facts import ClientGone
@@ -188,7 +188,7 @@ class _FrontLink(RpcConnection):
             self.counted = _decode_counts(await self.call(wire.COUNT, b"", deadline_s))
         except MoonserveError:
             return
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             self.break_off(f"its counts cannot be decoded: {error}")
 
     def opened(self) -> None:

@@ -19,7 +19,14 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, BodyTooLarge, MoonserveError, NobodyAlive, Overloaded
+from moonserve.core.errors import (
+    UNREADABLE,
+    BadRequest,
+    BodyTooLarge,
+    MoonserveError,
+    NobodyAlive,
+    Overloaded,
+)
 from moonserve.core.units import Bytes
 from moonserve.invalid import in_words, nearest
 
@@ -29,8 +36,6 @@ S = TypeVar("S", bound=msgspec.Struct)
 JSON = "application/json"
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors that msgspec raises for bytes it cannot decode."""
 _RESEMBLES = 0.8
 _BOM = b"\xef\xbb\xbf"
 _PROCESS = secrets.token_hex(8)

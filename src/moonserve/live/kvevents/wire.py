@@ -17,9 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
+from moonserve.core.errors import UNREADABLE, MoonserveError
 from moonserve.core.kv.events import ClearedEvent, KvBatch, KvEvent, RemovedEvent, StoredEvent
-from moonserve.live.http.message import UNREADABLE
 
 END_SEQ = (1 << 64) - 1
 """The number that ends a replay: -1 as u64."""

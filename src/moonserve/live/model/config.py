@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from moonserve.core.errors import UNREADABLE
 from moonserve.core.units import Tokens
 from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import Gguf, open_gguf
@@ -186,7 +187,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     """Read a JSON file of a model's folder. Raises BadModel."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise BadModel(f"cannot read {path}: {error}") from error
 
 

@@ -208,4 +208,4 @@ class ReadReply(msgspec.Struct):
 
 
 read_reply = msgspec.json.Decoder(ReadReply).decode
-"""Decodes a reply or chunk. Raises the errors of http.message.UNREADABLE."""
+"""Decodes a reply or chunk. Raises the errors of core.errors.UNREADABLE."""

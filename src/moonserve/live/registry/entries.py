@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
 
-from moonserve.core.errors import ConfigError
+from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.live.ports import Registry
 from moonserve.live.registry.etcd import EtcdRegistry, parse
 
@@ -50,14 +51,19 @@ async def open_registry(url: str) -> Registry | None:
 
 
 def decoded(entries: Mapping[str, bytes], prefix: str, shape: type[T]) -> dict[str, T]:
-    """Return entries by name. An entry that cannot be decoded is left out and logged."""
+    """Return entries by name. An entry that cannot be decoded is left out and logged once."""
     found = {}
     for key, value in entries.items():
         try:
             found[key.removeprefix(prefix)] = msgspec.json.decode(value, type=shape)
-        except msgspec.DecodeError as error:
-            log.warning("registry: entry %s is no %s: %s", key, shape.__name__, error)
+        except UNREADABLE as error:
+            _log_once(f"registry: entry {key} is no {shape.__name__}: {error}")
     return found
+
+
+@lru_cache(maxsize=256)
+def _log_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 async def find_master(registry: Registry, within_s: float) -> str:

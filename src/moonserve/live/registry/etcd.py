@@ -224,7 +224,7 @@ class EtcdRegistry:
         asked = [of.get(full, self._aetcd.utils.prefix_range_end(full)), of.get(self._mark)]
         _, (found, marks) = await self._calling(client.transaction([], asked, []))
         skip = len(self._address.root)
-        entries = {kv.key.decode()[skip:]: value for value, kv in found}
+        entries = {kv.key.decode("utf-8", "replace")[skip:]: value for value, kv in found}
         leased = [key for key, (_, kv) in zip(entries, found, strict=True) if kv.lease]
         revision = max((kv.header.revision for _, kv in (*found, *marks)), default=0)
         return Read(marks[0][0] if marks else b"", revision, entries, leased)

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, DeadlineExceeded, MoonserveError
+from moonserve.core.errors import UNREADABLE, BadRequest, DeadlineExceeded, MoonserveError
 from moonserve.core.liveness import Liveness
 from moonserve.core.units import Bytes, Micros, seconds_to_us
 from moonserve.live.http.client import UpstreamError
@@ -359,7 +359,7 @@ class RpcConnection(Switched):
             return
         try:
             messages = self._decode(body)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             self.break_off(f"its notices cannot be decoded: {error}")
             return
         for message in messages:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from moonserve.core.errors import (
+    UNREADABLE,
     BadRequest,
     DeadlineExceeded,
     MoonserveError,
@@ -43,6 +44,6 @@ def decoded(body: bytes) -> MoonserveError:
     """The error that the body of a reply reports."""
     try:
         name, text = _decode(body)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         return MoonserveError(f"the peer reports an error that cannot be decoded: {error}")
     return _CLASSES.get(name, MoonserveError)(text)

@@ -13,6 +13,7 @@ import msgspec
 from moonserve.core.errors import BadRequest
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Found, Key, SegmentStats
+from moonserve.core.units import whole_number
 
 _MAX_LISTED = 1_000
 
@@ -61,9 +62,10 @@ def _key(text: str, name: str) -> Key:
 
 def _limit(query: Mapping[str, str]) -> int:
     text = query.get("limit", "100")
-    if not text.isdecimal() or not 0 < int(text) <= _MAX_LISTED:
+    limit = whole_number(text)
+    if limit is None or not 0 < limit <= _MAX_LISTED:
         raise BadRequest(f"limit must be 1..{_MAX_LISTED}, not {text[:20]!r}", "limit")
-    return int(text)
+    return limit
 
 
 def _segment_json(stats: SegmentStats) -> dict[str, Any]:

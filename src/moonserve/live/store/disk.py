@@ -31,7 +31,7 @@ from typing import BinaryIO
 import msgspec
 import xxhash
 
-from moonserve.core.errors import ConfigError
+from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.core.store.words import ALIGN, Change, Held, Key
 from moonserve.core.units import Bytes
 from moonserve.live.transfer.region import HEADER_BYTES, IDENTITY_BYTES, Region, lock_file
@@ -292,7 +292,7 @@ def _records(path: Path) -> Iterator[Change]:
                 break
             try:
                 yield _decode(payload)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 break
             whole = file.tell()
     if whole < size:

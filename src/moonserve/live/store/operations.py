@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, StoreError
+from moonserve.core.errors import UNREADABLE, BadRequest, StoreError
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Address, Found, Removal, Ticket
 from moonserve.core.units import Bytes, Micros, SegmentId
@@ -48,14 +48,14 @@ class Operation(Generic[Request, Reply]):
         """Decode a call. Raises BadRequest."""
         try:
             return self._decode_request(body)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BadRequest(f"store operation {self.name!r}: {error}", "body") from None
 
     def reply(self, body: bytes) -> Reply:
         """Decode a reply. Raises StoreError."""
         try:
             return self._decode_reply(body)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             why = f"the master's reply to {self.name!r} cannot be decoded: {error}"
             raise StoreError(why) from None
 

@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from moonserve.core.errors import (
+    UNREADABLE,
     BadRequest,
     ConfigError,
     DeadlineExceeded,
@@ -108,7 +109,7 @@ class HttpRpc:
     def _refusal(self, reply: ClientResponse) -> MoonserveError:
         try:
             said = msgspec.json.decode(reply.body, type=ErrorReply).error.message
-        except msgspec.DecodeError:
+        except UNREADABLE:
             said = f"it answers {reply.status}"
         if reply.status == 401:
             return ConfigError(
@@ -162,7 +163,7 @@ class RemotePool(Pool):
             if reply.status == 400:
                 raise BadRequest(msgspec.json.decode(reply.body, type=ErrorReply).error.message)
             return msgspec.json.decode(reply.body, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except UNREADABLE:
             raise StoreError(f"{self._rpc.url} answers, but is no store's master") from None
 
     def release(self, lease: LeaseId) -> None:

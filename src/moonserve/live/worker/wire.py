@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from moonserve.core.errors import BadRequest, ModelNotFound
+from moonserve.core.errors import UNREADABLE, BadRequest, ModelNotFound
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.shares import Party
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
@@ -94,7 +94,7 @@ def parse_packed(raw: bytes, shape: type[_Body]) -> _Body:
     """Decode a msgpack body. Raises BadRequest."""
     try:
         return msgspec.msgpack.decode(raw, type=shape)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadRequest(f"request body: is not a {shape.__name__} in msgpack: {error}") from None
 
 
