@@ -473,6 +473,30 @@ def test_bad_requests_name_their_field() -> None:
     run(use, limits=Limits(max_messages=8))
 
 
+FINE: list[tuple[str, dict[str, Any]]] = [
+    _chat(max_tokens=4.0, top_k=3.0, seed=7.0, stop_token_ids=[5.0]),
+    _chat(max_completion_tokens=4.0, temperature=0),
+    _text(max_tokens=4.0, prompt=[1.0, 2.0], n=1.0),
+    _text(max_tokens=4.0, stream_options={}),
+    _chat(max_tokens=4, stream_options={}),
+    _chat(max_tokens=4, stream_options=None, stream=None),
+    _chat(max_tokens=4, stream_options={}, stream=True),
+]
+
+
+def test_what_openai_servers_accept_is_accepted() -> None:
+    """Integers may be written as 4.0, and stream options that ask for nothing need no stream."""
+
+    async def use(rig: Rig) -> None:
+        for path, body in FINE:
+            assert (await rig.post(path, body)).status == 200, body
+        asked = [request.stopping.max_tokens for request in rig.serving.requests]
+        assert asked == [4] * len(FINE)
+        assert all(type(most) is int for most in asked)
+
+    run(use, *say("hi"))
+
+
 def test_unsupported_fields_say_so() -> None:
     """A field that would change the answer is refused unless it asks for nothing."""
 

@@ -82,7 +82,7 @@ def run(
             loop.tell(*(Joined(info(name, "prefill")) for name in ("p0", "p1")))
             loop.tell(*(Joined(info(name, "decode")) for name in ("d0", "d1")))
             loop.tell(BlocksStored(SegmentId("p1"), KEYS[:6], None, "dram", 1))
-            selection = PlacementApi(loop, {"m": ByteText()}.get)
+            selection = PlacementApi(loop, {"m": ByteText()}.get, "m")
             server = await serve(App(selection.routes(), gate=Guard(TOKEN)), "127.0.0.1", 0)
             rig = Rig(loop, selection, f"http://127.0.0.1:{server.port}")
             try:
@@ -318,11 +318,31 @@ def test_refusals_are_those_of_the_main_path() -> None:
             assert reply.headers["x-moonserve-reject-reason"] == "ttft_slo"
             assert int(reply.headers["retry-after"]) >= 1
             status, error = await rig.bad(what, {**ASK, "model": "unknown"})
-            assert (status, error["type"]) == (503, "unavailable_error")
+            assert (status, error["code"]) == (404, "model_not_found")
+            assert error["message"] == "model: 'unknown' is not served here; known: m"
         await asyncio.sleep(0)
         assert rig.promised().requests == rig.selection.reservations == 3
 
     run(use, us_per_token=10_000)
+
+
+@pytest.mark.parametrize(("model", "status"), [("m", 503), ("unknown", 404)])
+def test_a_served_model_without_an_instance_is_another_case(
+    model: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may come back: 503. A model that is not served is the client's error, which is no line in
+    the log."""
+
+    async def use(rig: Rig) -> None:
+        rig.loop.tell(*(Left(InstanceId(name), 1) for name in ("p0", "p1", "d0", "d1")))
+        await asyncio.sleep(0)
+        caplog.clear()
+        for what in ("select", "reserve"):
+            answered, _ = await rig.bad(what, {**ASK, "model": model})
+            assert answered == status
+        assert bool(caplog.records) == (status == 503)
+
+    run(use)
 
 
 def test_one_that_waits_too_long_is_over() -> None:

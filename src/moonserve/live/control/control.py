@@ -131,7 +131,7 @@ class Control(ProcessPart):
             self._several = several = self._among(registry, settled)
             health.report_unready(lambda: several.not_ready)
             health.report_alarms(registry.alarms)
-        self._placement = PlacementApi(conductor, tools)
+        self._placement = PlacementApi(conductor, tools, model)
         self._indexer = IndexerApi(follow, config.tuning.max_indexed_blocks)
         self._ticker: asyncio.Task[None] | None = None
 

@@ -90,18 +90,20 @@ class PlacementBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlacementRequests:
-    """Makes Requests. tools: a model's text tools; None: it has no tokenizer here."""
+    """Makes Requests. tools: a model's text tools; None: it has no tokenizer here. model: the one
+    that this gateway serves, also while no instance of it is alive; "": those of its engines."""
 
-    def __init__(self, conductor: Conducting, tools: Callable[[str], TextTools | None]) -> None:
+    def __init__(
+        self, conductor: Conducting, tools: Callable[[str], TextTools | None], model: str
+    ) -> None:
         self._conductor = conductor
         self._tools = tools
+        self._model = model
         self._prompts = Prompts(16 << 10, 16 << 20)
 
     async def request(self, ask: PlacementBody, name: str) -> tuple[Request, tuple[BlockKey, ...]]:
         """The request as the Conductor sees it, with its key chain. Raises BadRequest."""
-        infos = [info for info in self._conductor.instances() if info.model == ask.model]
-        if not infos:
-            raise NobodyAlive(f"no instance of model {ask.model} is alive")
+        infos = self._infos(ask.model)
         namespace, max_len = infos[0].namespace, min(info.max_len for info in infos)
         length, keys = await self._prompt(ask, namespace, max_len)
         left = max_len - length
@@ -117,6 +119,18 @@ class PlacementRequests:
             tenant=ask.tenant,
         )
         return request, keys
+
+    def _infos(self, model: str) -> list[InstanceInfo]:
+        """The instances of a model. Raises ModelNotFound; NobodyAlive, if it may come later."""
+        alive = self._conductor.instances()
+        infos = [info for info in alive if info.model == model]
+        known = sorted({info.model for info in alive} | ({self._model} if self._model else set()))
+        if not infos and known and model not in known:
+            what = f"{model!r} is not served here; known: {', '.join(known)}"
+            raise ModelNotFound(f"model: {what}", "model", "model_not_found")
+        if not infos:
+            raise NobodyAlive(f"no instance of model {model} is alive")
+        return infos
 
     async def _prompt(
         self, ask: PlacementBody, namespace: Namespace, max_len: Tokens
@@ -216,12 +230,17 @@ class _Reservation(msgspec.Struct, eq=False):
 class PlacementApi:
     """Handlers of /api/select, /api/reserve and /api/release.
 
-    tools: a model's text tools; None: it has no tokenizer here.
+    tools, model: see PlacementRequests.
     """
 
-    def __init__(self, conductor: ConductorLoop, tools: Callable[[str], TextTools | None]) -> None:
+    def __init__(
+        self,
+        conductor: ConductorLoop,
+        tools: Callable[[str], TextTools | None],
+        model: str = "",
+    ) -> None:
         self._conductor = conductor
-        self._requests = PlacementRequests(conductor, tools)
+        self._requests = PlacementRequests(conductor, tools, model)
         self._held: dict[RequestId, _Reservation] = {}
 
     def routes(self) -> dict[tuple[str, str], Handler]:

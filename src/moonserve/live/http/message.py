@@ -38,6 +38,9 @@ _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _RESEMBLES = 0.8
 _BOM = b"\xef\xbb\xbf"
+_GOT_FLOAT = "got `float`"
+_EXACT = 1 << 53
+"""Below it a float has room for every integer."""
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count()
 """A random name of this process and a counter: together unique, and cheaper than a random id."""
@@ -112,17 +115,36 @@ def json_response(
 def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
     """Decode JSON as `shape`. Raises BadRequest; its `param` is the path of the wrong field.
 
-    A byte order mark at the start is skipped, as RFC 8259 allows.
+    A byte order mark at the start is skipped, as RFC 8259 allows. An integer may be written as 4.0,
+    since JSON has one kind of number and some clients write all numbers so.
     """
     if isinstance(data, bytes):
         data = data.removeprefix(_BOM)
     try:
-        return msgspec.json.decode(data, type=shape)
+        try:
+            return msgspec.json.decode(data, type=shape)
+        except msgspec.ValidationError as error:
+            if _GOT_FLOAT not in str(error):
+                raise
+            whole = msgspec.json.encode(_integral(msgspec.json.decode(data)))
+            return msgspec.json.decode(whole, type=shape)
     except msgspec.ValidationError as error:
         param, what = in_words(error, shape)
         raise BadRequest(f"{param or 'request body'}: {what}", param or None) from None
     except UNREADABLE as error:
         raise BadRequest(f"request body: {error}", None, "invalid_json") from None
+
+
+def _integral(value: Any) -> Any:
+    """The same JSON value with integers for all numbers that are integers."""
+    match value:
+        case float() if value.is_integer() and abs(value) < _EXACT:
+            return int(value)
+        case list():
+            return [_integral(each) for each in value]
+        case dict():
+            return {name: _integral(each) for name, each in value.items()}
+    return value
 
 
 def decode_open(data: bytes, shape: type[S]) -> S:

@@ -2,7 +2,8 @@
 
 The gateway's API and `live/drive` call it. All other bytes pass through unchanged and in the order
 of fields; the engine checks what they mean. The gateway refuses fields by which engines hand KV to
-each other: a client could use them to reach another client's KV.
+each other, because a client could use them to reach another client's KV, and those that choose a
+data-parallel rank, because the Conductor chooses it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from moonserve.live.openai.request import Form
 
 _RESERVED = (
     "kv_transfer_params",
+    "ec_transfer_params",
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
     "disagg_prefill_dp_rank",
+    "data_parallel_rank",
+    "routed_dp_rank",
 )
 _UNTOUCHED = msgspec.Raw(b"")
 _MAX_QUOTES = 64 << 10
@@ -52,10 +56,13 @@ class _Body(msgspec.Struct):
     vllm_xargs: msgspec.Raw = _UNTOUCHED
     """vLLM copies it into kv_transfer_params, so it must not contain any of the reserved fields."""
     kv_transfer_params: msgspec.Raw = _UNTOUCHED
+    ec_transfer_params: msgspec.Raw = _UNTOUCHED
     bootstrap_host: msgspec.Raw = _UNTOUCHED
     bootstrap_port: msgspec.Raw = _UNTOUCHED
     bootstrap_room: msgspec.Raw = _UNTOUCHED
     disagg_prefill_dp_rank: msgspec.Raw = _UNTOUCHED
+    data_parallel_rank: msgspec.Raw = _UNTOUCHED
+    routed_dp_rank: msgspec.Raw = _UNTOUCHED
 
 
 class _Xargs(msgspec.Struct):

@@ -424,7 +424,7 @@ def _check(request: GenerationRequest) -> None:
         raise BadRequest("top_p: must be above 0", "top_p")
     _within("top_k", request.top_k, -1, 2**31 - 1)
     _within("seed", request.seed, -(2**63), 2**63 - 1)
-    if request.stream_options is not None and not request.stream:
+    if wants_usage(request) and not request.stream:
         raise BadRequest("stream_options: only allowed with stream", "stream_options")
     _check_stops(request)
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= _MAX_SALT_CHARS:
