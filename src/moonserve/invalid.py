@@ -58,6 +58,25 @@ def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:
     return path, what[:1].lower() + what[1:]
 
 
+def integers(shape: Any) -> re.Pattern[bytes]:
+    """What matches an integer field of `shape` in JSON if it is written like 4.0: the field's name
+    with the colon, the integer, and the rest. In text the quotes of such bytes are escaped."""
+    return _integers(shape)
+
+
+@lru_cache(maxsize=64)
+def _integers(shape: Any) -> re.Pattern[bytes]:
+    structs = [kind for kind in _at(shape, "") if isinstance(kind, inspect.StructType)]
+    names = [
+        field.encode_name
+        for struct in structs
+        for field in struct.fields
+        if any(isinstance(kind, inspect.IntType) for kind in _each(field.type))
+    ]
+    named = "|".join(names).encode()
+    return re.compile(rb'("(?:%b)"\s*:\s*)(-?\d{1,15})\.0+(?=[\s,}])' % named)
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The known name that is most like this one; `cutoff`: how similar it must be."""
     known = list(known)

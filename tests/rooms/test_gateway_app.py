@@ -412,6 +412,8 @@ BAD: list[tuple[tuple[str, Any], str | None]] = [
     (_chat(seed=10**40), "seed"),
     (_chat(max_tokens=0), "max_tokens"),
     (_chat(max_tokens=True), "max_tokens"),
+    (_chat(max_tokens=4.5), "max_tokens"),
+    (_chat(max_tokens=1e300), "max_tokens"),
     (_chat(max_completion_tokens=0), "max_completion_tokens"),
     (_chat(stop=""), "stop"),
     (_chat(stop=["a", ""]), "stop[1]"),
@@ -474,14 +476,29 @@ def test_bad_requests_name_their_field() -> None:
 
 
 FINE: list[tuple[str, dict[str, Any]]] = [
-    _chat(max_tokens=4.0, top_k=3.0, seed=7.0, stop_token_ids=[5.0]),
+    _chat(max_tokens=4.0, top_k=3.0, seed=7.0),
     _chat(max_completion_tokens=4.0, temperature=0),
-    _text(max_tokens=4.0, prompt=[1.0, 2.0], n=1.0),
+    _text(max_tokens=4.0, n=1.0, prompt='"max_tokens": 9.0, '),
     _text(max_tokens=4.0, stream_options={}),
     _chat(max_tokens=4, stream_options={}),
     _chat(max_tokens=4, stream_options=None, stream=None),
     _chat(max_tokens=4, stream_options={}, stream=True),
 ]
+
+
+@pytest.mark.parametrize("prompt", [b'"\xff"', b'["\xff"]', b'["\xff",1]', b'[[1],"\xff"]'])
+def test_text_that_is_no_utf8_is_a_bad_request(prompt: bytes) -> None:
+    """Wherever it is in the body; nothing is logged as a bug."""
+
+    async def use(rig: Rig) -> None:
+        for body in (
+            b'{"model":"m","prompt":%b}' % prompt,
+            b'{"model":"m","prompt":"x","stop":%b}' % prompt,
+        ):
+            assert (await rig.post(TEXT, body)).status == 400
+        assert rig.serving.requests == []
+
+    run(use)
 
 
 def test_what_openai_servers_accept_is_accepted() -> None:

@@ -28,7 +28,7 @@ from moonserve.core.errors import (
     Overloaded,
 )
 from moonserve.core.units import Bytes
-from moonserve.invalid import in_words, nearest
+from moonserve.invalid import in_words, integers, nearest
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -39,8 +39,6 @@ _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _RESEMBLES = 0.8
 _BOM = b"\xef\xbb\xbf"
 _GOT_FLOAT = "got `float`"
-_EXACT = 1 << 53
-"""Below it a float has room for every integer."""
 _PROCESS = secrets.token_hex(8)
 _NUMBERS = itertools.count()
 """A random name of this process and a counter: together unique, and cheaper than a random id."""
@@ -126,25 +124,13 @@ def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
         except msgspec.ValidationError as error:
             if _GOT_FLOAT not in str(error):
                 raise
-            whole = msgspec.json.encode(_integral(msgspec.json.decode(data)))
+            whole = integers(shape).sub(rb"\1\2", bytes(data))
             return msgspec.json.decode(whole, type=shape)
     except msgspec.ValidationError as error:
         param, what = in_words(error, shape)
         raise BadRequest(f"{param or 'request body'}: {what}", param or None) from None
     except UNREADABLE as error:
         raise BadRequest(f"request body: {error}", None, "invalid_json") from None
-
-
-def _integral(value: Any) -> Any:
-    """The same JSON value with integers for all numbers that are integers."""
-    match value:
-        case float() if value.is_integer() and abs(value) < _EXACT:
-            return int(value)
-        case list():
-            return [_integral(each) for each in value]
-        case dict():
-            return {name: _integral(each) for name, each in value.items()}
-    return value
 
 
 def decode_open(data: bytes, shape: type[S]) -> S:

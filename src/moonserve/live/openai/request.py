@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.errors import BadRequest
+from moonserve.core.errors import UNREADABLE, BadRequest
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
@@ -403,6 +403,8 @@ def _prompt(raw: bytes, max_ids: Tokens) -> str | list[str | int | list[int]]:
             return [*msgspec.json.decode(raw, type=tuple[str])]  # a second text ends it at once
         except msgspec.ValidationError:
             raise _one_prompt() from None
+        except UNREADABLE as error:
+            raise BadRequest(f"prompt: {error}", "prompt", "invalid_json") from None
     if first is not None:
         if raw.count(b"[") > _OPENED:
             raise _one_prompt()
