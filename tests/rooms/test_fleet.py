@@ -532,6 +532,20 @@ def test_a_page_of_real_vllm_is_read() -> None:
     assert (page.cache["block_size"], page.cache["kv_cache_size_tokens"]) == ("32", "1280")
 
 
+@pytest.mark.parametrize("more", ["", " 1795817777.430", ' 1795817777 # {trace_id="a b"} 0.5 1.2'])
+def test_a_timestamp_is_not_the_value(more: str) -> None:
+    """OpenMetrics allows a timestamp and an exemplar after the value, and any text in a label."""
+    label = '{engine="0",model_name="a {b}, \\"c\\" 7 # 8"}'
+    page = read_page(
+        f"process_start_time_seconds 12.5{more}\n"
+        f"vllm:num_requests_running{label} 3.0{more}\n"
+        f"vllm:num_requests_waiting{label}\t4{more}\n"
+        f'vllm:cache_config_info{{block_size="32"}} 1.0{more}\n# EOF\n'
+    )
+    assert (page.started_s, page.cache["block_size"]) == (12.5, "32")
+    assert page.rank(0) == RankPage(running=3, waiting=4)
+
+
 def test_a_page_of_sglang_or_nonsense_is_read() -> None:
     """SGLang's names; broken lines are skipped."""
     page = read_page(

@@ -63,6 +63,17 @@ def test_without_usage_tokens_are_counted_by_events() -> None:
     assert (reply.tokens, reply.cached, reply.counted) == (8, None, usage.SeenUsage())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_decode_received_is_not_what_was_cached(stream: bool) -> None:
+    """If prefill does not report what it reused, the client gets null, and not decode's number."""
+    reply = Passing(None, elsewhere=True)
+    out = reply.passed(STREAM) if stream else reply.answered(USAGE)
+    assert out == (STREAM if stream else USAGE).replace(
+        b'cached_tokens":150', b'cached_tokens":null'
+    )
+    assert (reply.cached, reply.counted.cached) == (None, 150)
+
+
 def test_an_engines_error_in_its_stream_is_seen() -> None:
     """vLLM reports a failure as an event."""
     reply = Passing()

@@ -110,6 +110,23 @@ def test_mooncakes_decode_does_not_claim_the_whole_prompt_as_cached() -> None:
     run(use, *MOONCAKE)
 
 
+@pytest.mark.parametrize("pools", [NIXL, MOONCAKE])
+def test_where_prefill_does_not_report_what_it_reused_nothing_is_claimed(pools: list[Pool]) -> None:
+    """Neither to the client, nor in the record: decode's own number is what it received."""
+
+    async def use(site: Site) -> None:
+        site.engines["p"].prompt_details = False
+        reply = parsed(await site.post(ASK, x_request_id="r-1"))
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] is None
+        other = {**ASK, "prompt": "x" + PROMPT, "stream_options": {"include_usage": True}}
+        _, events = await streamed(site, other)
+        assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] is None
+        await site.settled()
+        assert site.conductor.records[RequestId("r-1")].cached_tokens is None
+
+    run(use, *pools)
+
+
 def test_fields_that_engines_know_pass_through_whole() -> None:
     """Logprobs, several choices and tools reach the engine as the client wrote them."""
 

@@ -72,6 +72,8 @@ class EngineCalls:
         self._cached: Tokens | None = None
         """Prompt tokens that another engine's prefill reused. None: no other engine prefilled it,
         or it did not report them."""
+        self._elsewhere = False
+        """Whether the engine that makes the client's reply gets the prompt's KV from another."""
         self._prefilled_s: float | None = None
         """When another engine had prefilled the prompt, for replies that do not show decode's first
         token."""
@@ -92,12 +94,14 @@ class EngineCalls:
         """See Calls."""
         to, decision = action.to, action.decision
         self._cached = self._prefilled_s = None
+        self._elsewhere = False
         if decision.joint:
             return await self._make_whole(action, life)
         connector = _CONNECTORS[to.connector]
         call = PrefillCall(self._caller, self._asked, self._request, action)
         self._handed = handed = await connector.prefill(call)
         self._cached = handed.cached
+        self._elsewhere = handed.has_kv
         self._caller.reused(self._prompt, to, decision.reused_tokens, handed.cached)
         life.prefill_ended()
         if not self._asked.stream:  # such a reply does not show decode's first token
@@ -179,7 +183,7 @@ class EngineCalls:
         self, stream: ClientStream, to: InstanceInfo, left_s: float, life: Life
     ) -> bytes:
         """The first whole events of a stream."""
-        self._stream, reply = stream, Passing(self._cached)
+        self._stream, reply = stream, Passing(self._cached, self._elsewhere)
         stream.idle(max(0.001, left_s))
         first = b""
         while not first:
@@ -198,7 +202,7 @@ class EngineCalls:
 
     def _whole(self, answer: EngineAnswer, life: Life) -> EngineAnswer:
         """Account for a reply that came at once, and correct its usage."""
-        self.reply = Passing(self._cached)
+        self.reply = Passing(self._cached, self._elsewhere)
         answer.body = self.reply.answered(answer.body)
         tokens = self.reply.counted.completion
         if self._note is not None and tokens is not None:

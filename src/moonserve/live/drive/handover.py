@@ -53,6 +53,11 @@ class Handed:
         self._params = params
         self._until_us = until_us
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether decode gets KV from prefill. If not, decode computes everything."""
+        return self._params is not None or self.at is not None
+
     def taken(
         self, caller: Caller, asked: ExternalRequest, to: InstanceInfo
     ) -> tuple[bytes, float]:

@@ -22,9 +22,13 @@ _MOST_HELD = 4 << 20
 
 
 class Passing:
-    """Counts what passes. cached: prompt tokens that another engine's prefill reused."""
+    """Counts what passes.
 
-    def __init__(self, cached: Tokens | None = None) -> None:
+    elsewhere: whether another engine prefilled the prompt: what this one reports as cached is then
+    what it received. cached: prompt tokens that the other one reused; None: it reports none.
+    """
+
+    def __init__(self, cached: Tokens | None = None, elsewhere: bool = False) -> None:
         self.counted = usage.SeenUsage()
         """The last usage that the reply had."""
         self.events = 0
@@ -35,6 +39,7 @@ class Passing:
         self.failed = False
         """Whether the engine has sent an error event."""
         self._prefilled = cached
+        self._elsewhere = elsewhere or cached is not None
         self._rest = b""
         """The beginning of an event whose end has not come."""
 
@@ -42,9 +47,9 @@ class Passing:
     def cached(self) -> Tokens | None:
         """Prompt tokens that the prefill engine reused; None: not reported (yet)."""
         cached, prompt = self._prefilled, self.counted.prompt
-        if cached is None:
+        if not self._elsewhere:
             return self.counted.cached
-        return cached if prompt is None else min(cached, prompt)
+        return cached if prompt is None or cached is None else min(cached, prompt)
 
     @property
     def tokens(self) -> Tokens:
@@ -80,7 +85,7 @@ class Passing:
         """Note the usage in these bytes, and write the number of cached tokens into it."""
         self.counted = usage.read(data)
         cached = self.cached
-        return data if cached is None else usage.patched(data, cached)
+        return usage.patched(data, cached) if self._elsewhere or cached is not None else data
 
     def answered(self, body: bytes) -> bytes:
         """Account for a whole reply; the bytes that the client gets."""

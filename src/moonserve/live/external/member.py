@@ -44,6 +44,11 @@ _FIELDS: Mapping[str, str] = {
     "sglang:token_usage": "usage",
 }
 _WANTED = (_STARTED, _CACHE, _BY_REASON, _FINISHED, *_FIELDS)
+_SAMPLE = re.compile(
+    r"(?P<name>[a-zA-Z_:][\w:]*)[ \t]*"
+    r'(?:\{(?P<labels>(?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?[ \t]+(?P<value>\S+)'
+)
+"""A line of a page up to its value; a timestamp and an exemplar may follow."""
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -105,16 +110,15 @@ def _lines(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     for line in text.splitlines():
         if not line.startswith(_WANTED):
             continue
-        head, _, number = line.rpartition(" ")
-        name, _, rest = head.partition("{")
-        if name not in _WANTED:
+        sample = _SAMPLE.match(line)
+        if sample is None or sample["name"] not in _WANTED:
             continue  # a longer name
         try:
-            value = float(number)
+            value = float(sample["value"])
         except ValueError:
             continue
         if value == value and abs(value) < 1e15:
-            yield name, dict(_LABEL.findall(rest)), value
+            yield sample["name"], dict(_LABEL.findall(sample["labels"] or "")), value
 
 
 class Mismatch(MoonserveError):

@@ -3,7 +3,7 @@
 `live/drive` calls it for replies that pass through. In JSON the bytes `"usage":` are always a key,
 since quotes inside strings are escaped; the last one counts. A decode instance reports all KV that
 it received as cached (vLLM's Mooncake connector: the whole prompt). So the prefill instance's count
-replaces it, and it is never more than the prompt.
+replaces it, and it is never more than the prompt. If prefill reports none, the client gets null.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def read(data: bytes) -> SeenUsage:
     return SeenUsage(prompt, counts.get(b"completion_tokens"), cached)
 
 
-def patched(data: bytes, cached: Tokens) -> bytes:
-    """The same bytes with `cached` as cached_tokens, where the reply has that field."""
+def patched(data: bytes, cached: Tokens | None) -> bytes:
+    """The same bytes with `cached` as cached_tokens, where the reply has that field; None: null."""
     at = data.rfind(MARK)
     if at < 0:
         return data
-    return data[:at] + _CACHED.sub(rb"\g<1>%d" % cached, data[at:], count=1)
+    value = b"null" if cached is None else b"%d" % cached
+    return data[:at] + _CACHED.sub(rb"\g<1>" + value, data[at:], count=1)
