@@ -24,6 +24,8 @@ from moonserve.core.units import Micros, Tokens
 BLOCK_SIZE: Tokens = 512
 """Tokens of one block in the public traces."""
 MOST_TOKENS: Tokens = 1 << 24  # longer than any context; bounds the blocks made for one row
+_LAST_ID = (1 << 64) - 1  # keys of blocks are made of 8 bytes
+_MOST_PRIORITY = 100
 _EMPTY = "no requests in this file"
 _TOO_LATE_MS = 10**15  # 30,000 years, so no time in ms, even where it counts from 1970
 _TOO_LATE_US = _TOO_LATE_MS * 1000
@@ -32,9 +34,10 @@ _TOO_LATE_US = _TOO_LATE_MS * 1000
 class Row(msgspec.Struct, frozen=True, gc=False):
     """One request. `blocks` names every block of its input, the last, partial one included.
 
-    Equal ids mean the same tokens after the same prefix, so no id comes twice in a row. For n
-    blocks, block_size * (n - 1) < input_tokens <= block_size * n. Both lengths are >= 1. priority
-    and tenant are as in core.request; only JSONL has them.
+    Equal ids mean the same tokens after the same prefix, so no id comes twice in a row. An id is
+    from 0 to 2^64 - 1. For n blocks, block_size * (n - 1) < input_tokens <= block_size * n. Both
+    lengths are >= 1. priority, from -100 to 100, and tenant are as in core.request; only JSONL has
+    them.
     """
 
     at_us: Micros
@@ -214,6 +217,8 @@ def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[R
             and 0 < row.output_tokens <= MOST_TOKENS
             and size * (n - 1) < row.input_tokens <= size * n
             and len(set(row.blocks)) == n
+            and (min(row.blocks) >= 0 and max(row.blocks) <= _LAST_ID)
+            and abs(row.priority) <= _MOST_PRIORITY
         ):
             yield _why(row, line, form, size, before_us)
         else:
@@ -241,6 +246,13 @@ def _why(row: Row, line: int, form: _Format, size: Tokens, before_us: Micros) ->
             "correct the row, or name the block size this trace was made with"
         )
         return Fault(line, form.blocks, what)
+    if abs(row.priority) > _MOST_PRIORITY:
+        what = f"must be from -{_MOST_PRIORITY} to {_MOST_PRIORITY}, as for a gateway"
+        return Fault(line, "priority", what)
+    for block in row.blocks:
+        if not 0 <= block <= _LAST_ID:
+            what = f"{str(block)[:40]} is no id: ids are from 0 to 2^64 - 1; number the blocks anew"
+            return Fault(line, form.blocks, what)
     return Fault(line, form.blocks, "an id comes twice; ids must name the block and its prefix")
 
 
