@@ -164,6 +164,34 @@ def test_samples_survive_a_failed_beat() -> None:
     run(main())
 
 
+def test_a_gateway_knows_what_was_measured_from_the_join_on() -> None:
+    """The first beat follows the join at once; a restarted gateway gets the samples as well."""
+
+    async def main() -> None:
+        gateway, http = Gateway(), HttpClient()
+        url = await gateway.start()
+        warm = [InstanceLoad(passes=(PassSample(7, 49, 0, 0, 0, 1),))]
+        slow = BeatTimes(beat_s=0.3, backoff_s=(0.02,))
+        load = lambda: warm.pop() if warm else InstanceLoad()  # noqa: E731
+        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, load, slow)
+        task = asyncio.create_task(member.run(lambda: None))
+        await gateway.hears("join")
+        joined_s = asyncio.get_running_loop().time()
+        beat = await gateway.hears("beat")
+        assert asyncio.get_running_loop().time() - joined_s < 0.2
+        assert [it["prefill_new"] for it in beat["load"]["passes"]] == [7]
+        assert (await gateway.hears("beat"))["load"]["passes"] == []
+        gateway.joined = False  # knows no instance: answers the next beat with 404
+        await gateway.hears("join")
+        beat = await gateway.hears("beat")
+        assert [it["prefill_new"] for it in beat["load"]["passes"]] == [7]
+        task.cancel()
+        await gateway.stop()
+        await http.close()
+
+    run(main())
+
+
 def test_unsent_samples_are_bounded() -> None:
     """While the gateway is away for long, the newest samples are kept."""
     unsent = InstanceLoad()

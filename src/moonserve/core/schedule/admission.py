@@ -4,8 +4,9 @@ Only the Conductor calls it. On arrival, functions turn predictions into a Refus
 prefill has ended, DecodeEntry says whether the request may decode: at once, later, elsewhere or
 not. A refusal at that time wastes the prefill, but breaks no other request's time between tokens.
 
-A cold instance, whose costs are not measured yet, takes as many prompts as are needed to measure
-them. It takes more only if it would be in time by the costs of a slow machine.
+Uncertainty counts in favour of serving. An instance whose costs are not measured yet takes as many
+prompts as are needed to measure them. It takes more as long as it would be in time if it were as
+fast as it may be: several times faster than a laptop, or somewhat faster than its like.
 
 Sources: FAST'25 "Mooncake", Algorithm 1's last lines: TTFT and TBT are compared with their
 objectives; arXiv 2407.00079, section 7: early rejection, by the load of decode now or when this
@@ -54,7 +55,11 @@ def unwanted(
     chosen = view.instances[decision.prefill]
     predicted_us = decision.predicted_ttft_us
     known = chosen.cost.known
-    refuses = (known or chosen.prefills >= KNOWN_FROM) and refuses_ttft(tuning, request.priority)
+    waited_us = decision.waited_us
+    at_best_us = waited_us + (predicted_us - waited_us) / chosen.cost.optimism
+    refuses = refuses_ttft(tuning, request.priority) and (
+        known or (chosen.prefills >= KNOWN_FROM and at_best_us > slo.ttft_us)
+    )
     own_us = own_slo(request, tuning).ttft_us
     # A tightened objective leaves room for other requests; without a queue there are none.
     gives_way = decision.chosen.queue_us > 0 or own_us is None or predicted_us > own_us
@@ -108,12 +113,14 @@ def yields(
 ) -> bool:
     """Whether a request whose binding would miss a TBT objective should wait for room in decode.
 
-    If no other request decodes there, waiting gains nothing. An objective that an idle instance
-    would miss too is given up. So is the request's own one (not the cluster's) if it `is_late`:
-    past the time by which it should have begun. Objectives of the members are never given up.
+    If no other request decodes there, waiting gains nothing; if the costs there are not known, that
+    is not known. An objective that an idle instance would miss too is given up. So is the request's
+    own one (not the cluster's) if it `is_late`: past the time by which it should have begun.
+    Objectives of the members are never given up.
     """
     chosen = verdict.decision.decode
-    if not verdict.misses_tbt or not any(v.decodes for v in decodes if v.info.id == chosen):
+    busy = any(view.decodes and view.cost.known for view in decodes if view.info.id == chosen)
+    if not verdict.misses_tbt or not busy:
         return False
     if verdict.breaks_us is not None or slo.tbt_us is None:
         return True

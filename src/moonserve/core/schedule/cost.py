@@ -45,11 +45,9 @@ class LinearFit:
     ) -> None:
         assert len(prior) == len(scales) == len(doubt)
         self._scales = tuple(scales)
-        self._prior = tuple(p * s for p, s in zip(prior, scales, strict=True))
-        self._ridge = tuple(
-            (self.NOISE / (d * p)) ** 2 if p else math.inf
-            for d, p in zip(doubt, self._prior, strict=True)
-        )
+        self._doubt = tuple(doubt)
+        self._first = self._prior = self._scaled(prior)
+        self._ridge = self._ridges(self._first)
         self._decay = decay
         self._trust = trust
         size = len(prior)
@@ -62,6 +60,28 @@ class LinearFit:
         self.spread = 0.5
         """The mean relative error of samples, of late."""
         self.samples = 0
+
+    def _scaled(self, coefficients: Sequence[float]) -> tuple[float, ...]:
+        return tuple(c * s for c, s in zip(coefficients, self._scales, strict=True))
+
+    def _ridges(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """How firmly each term is held to the prior, for terms of about these sizes."""
+        return tuple(
+            (self.NOISE / (d * p)) ** 2 if p else math.inf
+            for d, p in zip(self._doubt, sizes, strict=True)
+        )
+
+    def lean_on(self, coefficients: Sequence[float]) -> None:
+        """Take these for the prior; what was learned stays.
+
+        It is doubted no less than the first prior: the truth may be far slower than a fast one.
+        """
+        self._prior = self._scaled(coefficients)
+        self._ridge = self._ridges(list(map(max, self._prior, self._first)))
+        if not self.samples:
+            self._weights = list(self._prior)
+        else:
+            self._stale = True
 
     def predict(self, features: Sequence[float]) -> float:
         """The fitted value, never negative."""
@@ -147,6 +167,11 @@ KNOWN_FROM = 8
 """The number of measured passes from which on a fit may refuse a request."""
 _MOST_ERROR = 0.1
 """The largest error that makes predictions equal: beyond it, even a poor fit says something."""
+LENDS_FROM = 4
+"""The number of measured passes from which on a fit may be the prior of others."""
+_STRANGER = 16.0
+_LIKE = 2.0
+"""By how much an instance without measurements may be faster than a laptop, or than its like."""
 _SOLVE_EVERY = 16
 """Samples between solves while only learning: a heartbeat may bring hundreds."""
 
@@ -172,6 +197,8 @@ class Cost:
             transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT, **lasting
         )
         self._learns = learns
+        self._lent = 0
+        """Samples of the fit of its like, when that was taken for the prior; 0: it was not."""
         self._take()
 
     def prefill_us(self, length: Tokens, cached: Tokens, chunk: Tokens) -> Micros:
@@ -218,7 +245,31 @@ class Cost:
     @property
     def known(self) -> bool:
         """Whether it is more than a prior: given as true, or fitted to some passes."""
-        return not self._learns or self._pass.samples >= KNOWN_FROM
+        return not self._learns or self.samples >= KNOWN_FROM
+
+    @property
+    def samples(self) -> int:
+        """How many passes it was fitted to."""
+        return self._pass.samples
+
+    @property
+    def optimism(self) -> float:
+        """How many times faster than predicted it may be, as long as it is not known; else 1.0."""
+        if self.known:
+            return 1.0
+        most = _LIKE if self._lent else _STRANGER
+        return float(most ** (1 - self.samples / KNOWN_FROM))
+
+    def borrow(self, like: Cost) -> None:
+        """Take the fit of an instance of the same kind for the prior, until this one is known."""
+        samples = like.samples
+        if self.known or not like._learns or samples < max(LENDS_FROM, 2 * self._lent):
+            return
+        if samples > self.samples:
+            self._lent = samples
+            self._pass.lean_on(like.pass_us)
+            self._transfer.lean_on(like.load_us)
+            self._take()
 
     def lasting(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """As (pass_us, load_us), but of all that was ever measured alike: for a profile."""

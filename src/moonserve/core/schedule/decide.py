@@ -247,7 +247,9 @@ def _share(
         cross_rack=tuning.cross_rack,
     )
     slo = ask.slo.slo
-    within_us = None if slo.ttft_us is None else slo.ttft_us - ask.waited_us
+    within_us = None
+    if slo.ttft_us is not None:  # while costs are not known, no group is formed by a guess
+        within_us = round(prefill.last.cost.optimism * (slo.ttft_us - ask.waited_us))
     alone_us = (prefill.ttft_us, spent_us)
     group, why = split(options.views[row], members, work, alone_us, within_us, options.now_us)
     prefill.group = group

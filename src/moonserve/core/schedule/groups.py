@@ -166,12 +166,16 @@ def work_us(
 ) -> Micros:
     """What a prefill takes on idle instances: on one, or on a group if one is too slow.
 
+    As long as costs are not known: what it takes at best.
+
     pool: leading blocks of the prompt that the pool holds.
     """
     first = prefills[0]
     size = prefills[0].info.namespace.block_size
     start = min(pool, (length - 1) // size) * size
     alone_us = first.cost.prefill_us(length, start, first.info.chunk_tokens)
+    if not first.cost.known:
+        return round(alone_us / first.cost.optimism)
     if tuning.cpp < 2 or slo.ttft_us is None or alone_us <= slo.ttft_us:
         return alone_us
     work = Work(start, length, size, 0, tuning.cpp, tuning.cpp_form, tuning.cross_rack)

@@ -25,6 +25,8 @@ class Membership:
         self._view = view
         self._cost_of = cost_of
         self._liveness = Liveness(tuning.dead_after_us, tuning.pause_us)
+        self._strangers: dict[InstanceId, None] = {}
+        """Instances whose costs are not known yet: they borrow those of their like."""
 
     def joins(self, info: InstanceInfo, now_us: Micros) -> bool:
         """Whether this is a new start of an instance; if not, it counts as a heartbeat."""
@@ -37,7 +39,13 @@ class Membership:
 
     def add(self, info: InstanceInfo, now_us: Micros) -> None:
         """Add the instance, in place of an earlier start."""
-        self._view.add(InstanceView(info, now_us, self._cost_of(info)))
+        view = InstanceView(info, now_us, self._cost_of(info))
+        if not view.cost.known:
+            self._strangers[info.id] = None
+            costs = [it.cost for it in self._view.instances.values() if _are_alike(it.info, info)]
+            if costs:
+                view.cost.borrow(max(costs, key=lambda cost: cost.samples))
+        self._view.add(view)
 
     def take(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
         """Take in a heartbeat, or what another gateway has promised."""
@@ -46,6 +54,19 @@ class Membership:
         elif self.of_now(beat):
             view = self._view.instances[beat.instance]
             self._view.beat(view, beat.load, now_us)
+            if self._strangers and beat.load.passes:
+                self._introduce(view)
+
+    def _introduce(self, view: InstanceView) -> None:
+        """Lend what this instance has measured to those like it that are not known yet."""
+        if view.cost.known:
+            self._strangers.pop(view.info.id, None)
+        for name in list(self._strangers):
+            other = self._view.instances.get(name)
+            if other is None:
+                del self._strangers[name]
+            elif other is not view and _are_alike(other.info, view.info):
+                other.cost.borrow(view.cost)
 
     def of_now(self, fact: Beat | Left) -> bool:
         """Whether the fact is of the current start of its instance."""
@@ -56,3 +77,18 @@ class Membership:
         """At a tick: instances without a heartbeat for too long, unless this process slept."""
         views = self._view.instances.items()
         return self._liveness.silent(now_us, ((id, view.heard_us) for id, view in views))
+
+
+def _are_alike(one: InstanceInfo, other: InstanceInfo) -> bool:
+    """Whether passes of one say how long passes of the other take.
+
+    Prefill says nothing of decode. Hardware is not reported: instances of one model are taken for
+    equal until they have measured themselves.
+    """
+    roles = {one.role, other.role}
+    return (
+        one.model == other.model
+        and one.namespace == other.namespace
+        and one.connector == other.connector
+        and roles != {"prefill", "decode"}
+    )

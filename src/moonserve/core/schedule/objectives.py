@@ -110,7 +110,8 @@ class Objectives:
         if returning and slo.ttft_us is not None:
             view = prefills[0]
             length = request.length
-            each_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens) / len(prefills)
+            alone_us = view.cost.prefill_us(length, 0, view.info.chunk_tokens)
+            each_us = alone_us / view.cost.optimism / len(prefills)
             less_us = min(slo.ttft_us, round(returning * each_us))
             slo = Slo(slo.ttft_us - less_us, slo.tbt_us)
             if less_us >= _MENTIONED_US:

@@ -164,18 +164,23 @@ class Gateways:
 
 
 class Loads:
-    """One worker's load for several gateways: each gets every sample once."""
+    """One worker's load for several gateways: each gets every sample once.
+
+    A gateway that appears later gets the newest ones, so that it knows the worker's costs.
+    """
 
     def __init__(self, load: Callable[[], InstanceLoad]) -> None:
         self._load = load
+        self._newest = InstanceLoad()
         self._unsent: dict[GatewayEntry, InstanceLoad] = {}
 
     def of(self, entry: GatewayEntry) -> Callable[[], InstanceLoad]:
         """Return the function that makes the content of that gateway's beats."""
-        self._unsent[entry] = InstanceLoad()
+        self._unsent[entry] = self._newest
 
         def load() -> InstanceLoad:
             now = self._load()
+            self._newest = with_unsent(now, self._newest)
             for other, unsent in self._unsent.items():
                 self._unsent[other] = with_unsent(now, unsent)
             mine, self._unsent[entry] = self._unsent[entry], InstanceLoad()

@@ -99,6 +99,8 @@ class GatewayMember:
         self._joined = False
         self._conflict_since_s: float | None = None
         self._unsent = InstanceLoad()
+        self._sent = InstanceLoad()
+        """The newest samples that the gateway has: one that was restarted gets them again."""
         self.wanted = True
         """Whether to keep trying once the gateway does not answer any more."""
 
@@ -114,11 +116,12 @@ class GatewayMember:
             try:
                 if self._joined:
                     await self._beat()
+                    pause_s = self._times.beat_s
                 else:
                     await self._join()
                     joined()
+                    pause_s = 0.0  # what was measured is reported at once
                 failures = 0
-                pause_s = self._times.beat_s
             except ConfigError:
                 raise
             except MoonserveError as error:
@@ -155,6 +158,8 @@ class GatewayMember:
         if reply.status != 200:
             raise MoonserveError(f"join: {_message(reply)}")
         self._joined = True
+        self._unsent = with_unsent(self._unsent, self._sent)
+        self._sent = InstanceLoad()
 
     def _conflict_lasts(self) -> bool:
         """Whether the gateway has refused this worker for another one's sake for too long."""
@@ -172,6 +177,7 @@ class GatewayMember:
         elif reply.status != 200:
             raise MoonserveError(f"beat: {_message(reply)}")
         else:
+            self._sent = with_unsent(self._unsent, self._sent)
             self._unsent = InstanceLoad()
 
 
