@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick soak test-chaos test-fuzz test-mooncake test-slow test-peer test-vllm clean help
+.PHONY: up model test check fix docs bench paper paper-quick soak test-chaos test-fuzz test-mooncake test-slow test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -20,6 +20,11 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 p
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
+# The locks have the versions and hashes of everything but torch. LOCKED= takes the newest versions
+# that pyproject.toml allows instead.
+LOCKED ?= 1
+HASHED := --require-hashes -r requirements
+
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
 BENCH := $(VENV)/.stamp-bench
@@ -28,26 +33,27 @@ PAPER := $(VENV)/.stamp-paper
 help:
 	@sed -n '1,2s/^# //p' Makefile; echo; sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
 
-$(RUN): pyproject.toml
+$(RUN): pyproject.toml requirements/run.lock
 	@test -n "$(PYTHON)" || { echo "moonserve needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) has no venv module (on Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
-	@echo "installing into $(VENV): torch first, a few hundred MB"
+	@echo "installing into $(VENV); torch alone has a few hundred MB"
+	$(PIP) install --quiet $(if $(LOCKED),$(HASHED)/run.lock,-r requirements/run.in)
 	$(PIP) install --quiet "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(PIP) install --quiet --editable .
+	$(PIP) install --quiet --no-build-isolation $(if $(LOCKED),--no-deps) --editable .
 	@touch $@
 
-$(DEV): $(RUN)
-	$(PIP) install --quiet --editable ".[dev]"
+$(DEV): $(RUN) requirements/dev.lock
+	$(PIP) install --quiet $(if $(LOCKED),$(HASHED)/dev.lock,--no-build-isolation --editable ".[dev]")
 	@touch $@
 
 # Wheels only: building llama.cpp here could take all memory.
 $(BENCH): $(RUN)
-	$(PIP) install --quiet --only-binary=xllamacpp --editable ".[bench]"
+	$(PIP) install --quiet --only-binary=xllamacpp --no-build-isolation --editable ".[bench]"
 	@touch $@
 
 $(PAPER): $(RUN)
-	$(PIP) install --quiet --editable ".[paper]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[paper]"
 	@touch $@
 
 up: $(RUN) ## start a cluster on this machine
@@ -106,6 +112,27 @@ docs: $(RUN) ## write docs/reference/cli.md from the program's help
 	@mkdir -p docs/reference
 	$(PY) -m moonserve.cli.docs > docs/reference/cli.md
 
+# The tools have an environment of their own, so that they cannot disturb what they look at.
+TOOLS_VENV ?= .venv-tools
+TOOLS := $(TOOLS_VENV)/.stamp
+COMPILE = $(TOOLS_VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+	--generate-hashes --no-annotate --no-header
+LOCK = $(COMPILE) --override requirements/without-torch.txt --no-emit-package torch \
+	pyproject.toml requirements/run.in
+
+$(TOOLS): requirements/tools.lock
+	@test -x $(TOOLS_VENV)/bin/python || $(PYTHON) -m venv $(TOOLS_VENV)
+	$(TOOLS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(HASHED)/tools.lock
+	@touch $@
+
+lock: $(TOOLS) ## write requirements/*.lock anew, with the newest versions
+	$(LOCK) --extra dev -o requirements/dev.lock
+	$(LOCK) --constraint requirements/dev.lock -o requirements/run.lock
+	$(COMPILE) requirements/tools.in -o requirements/tools.lock
+
+audit: $(TOOLS) ## known vulnerabilities of the locked packages, as far as PyPI answers
+	@$(TOOLS_VENV)/bin/python requirements/audit.py $(TOOLS_VENV)/bin/pip-audit "$(TORCH)"
+
 bench: $(BENCH) model ## tokens per second, beside llama.cpp
 	$(PY) bench/engine.py $(ARGS)
 
@@ -117,4 +144,4 @@ paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
 	$(PY) -m bench.paper.make --quick --out build/paper $(ARGS)
 
 clean: ## remove what make made here (the model stays in the user's cache)
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
