@@ -401,6 +401,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " workers and other processes of the cluster); required (all clients)",
         ),
     ] = "none"
+    kv_events_curve: Annotated[
+        str,
+        _flag(
+            "gateway worker",
+            "FOLDER",
+            "folder with the keys of encrypted KV events, made by `moonserve tls init`; none:"
+            " events/ in --tls-dir, if that is set",
+        ),
+    ] = ""
     engine_ca: Annotated[
         str,
         _flag(

@@ -177,8 +177,8 @@ def test_a_gap_that_nobody_replays_any_more_is_said() -> None:
             await until(lambda: gateway.has(B) == 2)
             assert gateway.has(A) == 0
             assert [restarted for _, restarted in gateway.resets] == [False]
-            assert engine._replaying is not None
-            engine._replaying.cancel()
+            assert engine._listening is not None
+            engine._listening.cancel()
             engine.lose(ClearedEvent())
             engine.publish([stored(A, SIZE)])
             await until(lambda: gateway.has(A) == 3)

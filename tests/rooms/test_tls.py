@@ -72,6 +72,12 @@ async def error_of(url: str, trust: ServerTrust) -> str:
     return str(caught.value)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files, by their path in the folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def test_init_makes_files_that_only_their_owner_reads(folder: Path) -> None:
     """Keys are 0600 in a folder of 0700; every certificate is the authority's, for this machine."""
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -85,22 +91,25 @@ def test_init_makes_files_that_only_their_owner_reads(folder: Path) -> None:
         assert names.get_values_for_type(x509.DNSName) == ["localhost"]
         addresses = [str(it) for it in names.get_values_for_type(x509.IPAddress)]
         assert addresses == ["127.0.0.1", "::1"]
-    assert len(list(folder.iterdir())) == 2 * (len(ROLES) + 1)
+    for path in (folder / "events").glob("*.key_secret"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_init_overwrites_only_what_it_is_asked_to(folder: Path) -> None:
     """Without a flag nothing changes; renew keeps the authority; force replaces all."""
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     with pytest.raises(ConfigError, match=r"exists; --renew makes new certificates .* --force"):
         init(folder)
-    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert contents(folder) == before
     init(folder, ["gw.example", "10.0.0.5"], renew=True)
-    assert (folder / "ca.crt").read_bytes() == before["ca.crt"]
+    same = {name for name, content in contents(folder).items() if before[name] == content}
+    assert {"ca.crt", "ca.key", "events/publisher.key"} <= same
+    assert not same & {f"{role}.crt" for role in ROLES}
     made = x509.load_pem_x509_certificate((folder / "gateway.crt").read_bytes())
     names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert "gw.example" in names.get_values_for_type(x509.DNSName)
     init(folder, force=True)
-    assert (folder / "ca.crt").read_bytes() != before["ca.crt"]
+    assert all(content != before[name] for name, content in contents(folder).items())
     with pytest.raises(ConfigError, match="write a name or an address"):
         init(folder, ["http://gw"], renew=True)
 

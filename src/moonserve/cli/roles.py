@@ -21,7 +21,7 @@ from moonserve.cli.settings import (
     settings_options,
     store_share,
 )
-from moonserve.cli.tls import member_tls, scheme_of, tls_of
+from moonserve.cli.tls import curve_of, member_tls, scheme_of, tls_of
 from moonserve.cli.token import member_token, own_token
 from moonserve.config import Settings, check_name, filled
 from moonserve.core.errors import ConfigError
@@ -90,6 +90,7 @@ def gateway(
         token=token,
         advertise_host=advertise_host,
         tls=tls,
+        kv_events_curve=curve_of(settings),
         tuning=tuning,
     )
     if part is None:
@@ -119,6 +120,11 @@ def gateway(
     help="Publish which blocks this worker's segment holds, as KV events of vLLM; for example at"
     " tcp://127.0.0.1:5557,tcp://127.0.0.1:5558. The events contain the tokens of prompts.",
 )
+@click.option(
+    "--kv-events-open",
+    is_flag=True,
+    help="Let other machines read KV events in clear, with the tokens of prompts and cache salts.",
+)
 @advertise_host_option
 @cards_option
 @settings_options("worker")
@@ -129,6 +135,7 @@ def worker(
     gateway: str | None,
     listen: int,
     kv_events: str,
+    kv_events_open: bool,
     advertise_host: str | None,
     cards: tuple[Card, ...],
     **flags: str | None,
@@ -170,6 +177,8 @@ def worker(
         token=token,
         pass_us=pass_us,
         kv_events=kv_events,
+        kv_events_open=kv_events_open,
+        kv_events_curve=curve_of(settings),
         tls=share.tls,
     )
     run_role(run_worker(made, share))

@@ -86,6 +86,14 @@ def tls_of(settings: Settings, role: str) -> Tls | None:
     return Tls(TlsFiles(Path(cert), Path(key), Path(ca) if ca else None))
 
 
+def curve_of(settings: Settings) -> str:
+    """The folder with the keys of encrypted KV events; empty: there is none."""
+    from moonserve.live.tls.authority import EVENTS
+
+    by_folder = str(Path(settings.tls_dir) / EVENTS) if settings.tls_dir else ""
+    return settings.kv_events_curve or by_folder
+
+
 def member_tls(settings: Settings, role: str) -> Tls | None:
     """As `tls_of`, for a process that other processes of the cluster call. Raises ConfigError."""
     found = tls_of(settings, role)

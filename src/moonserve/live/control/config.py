@@ -33,6 +33,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """For its listener, and for calls to workers and other gateways; None: without TLS."""
     tls_client_auth: ClientAuth = "none"
     """Whether its listener asks clients for certificates. optional: /internal/ needs one."""
+    kv_events_curve: str = ""
+    """Folder with keys for encrypted KV events; empty: none can be followed."""
     engine_ca: str = ""
     """File of the authorities of external engines; empty: those that the system trusts."""
     registry: str = ""

@@ -212,7 +212,9 @@ class EngineMonitor:
             self._conductor.tell(*self._cleared(info.id, self.epoch))
             if found.events and self._follow is not None:
                 spec = self.member.spec
-                address = EventAddress(spec.events_of(rank), spec.replay_of(rank), spec.topic)
+                address = EventAddress(
+                    spec.events_of(rank), spec.replay_of(rank), spec.topic, spec.events_curve
+                )
                 indexer = ConductorIndexer(info, spec.shared_store, self)
                 self.feeds[info.id] = await self._follow(address, indexer)
 

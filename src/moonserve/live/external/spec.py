@@ -59,6 +59,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where rank 0 replays them; empty: nowhere."""
     topic: str = ""
     """The topic of its events; empty: all."""
+    events_curve: bool = False
+    """Whether its events are encrypted by CURVE, as those of our workers may be."""
     api_key_env: str = ""
     """Environment variable that holds the engine's API key; empty: it needs none."""
     max_seqs: _Count | None = None

@@ -83,7 +83,9 @@ Follow: TypeAlias = Callable[[EventAddress, BlockIndexer], Awaitable[Feed]]
 class Followers:
     """Follows engine ranks; all of one event loop, so that they can share subscriptions."""
 
-    def __init__(self) -> None:
+    def __init__(self, curve: str = "") -> None:
+        """curve: the folder with keys for encrypted events; empty: there is none."""
+        self._curve = curve
         self._subscriptions: Subscriptions | None = None
 
     @property
@@ -96,7 +98,7 @@ class Followers:
         from moonserve.live.kvevents.subscriber import EventFeed, Subscriptions
 
         if self._subscriptions is None:
-            self._subscriptions = Subscriptions()
+            self._subscriptions = Subscriptions(curve=self._curve)
         following = _Following(indexer)
         following.feed = EventFeed(address, following, self._subscriptions)
         await following.feed.start()

@@ -24,6 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from moonserve.core.errors import ConfigError
 from moonserve.core.kv.events import KvBatch
 from moonserve.core.kv.order import Order, Reset, Step
+from moonserve.live.kvevents.curve import CurveKeys, keys_of
 from moonserve.live.kvevents.wire import (
     BadFrame,
     EventAddress,
@@ -58,11 +59,13 @@ class Sink(Protocol):
 class Subscriptions:
     """The subscriptions of one event loop, by address. Feeds that share it share their sockets."""
 
-    def __init__(self, context: zmq.asyncio.Context | None = None) -> None:
-        """`context`: by default the one of the process."""
+    def __init__(self, context: zmq.asyncio.Context | None = None, curve: str = "") -> None:
+        """`context`: by default the one of the process. `curve`: the folder with keys for encrypted
+        addresses; empty: there is none."""
+        self._curve = curve
         self.context = context or zmq.asyncio.Context.instance()
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._open: dict[tuple[str, str], Subscription] = {}
+        self._open: dict[tuple[str, str, bool], Subscription] = {}
 
     @property
     def count(self) -> int:
@@ -72,10 +75,13 @@ class Subscriptions:
     def join(self, feed: EventFeed) -> Subscription:
         """Give what the feed's engine publishes to the feed. Raises ConfigError: the address is
         invalid, or no socket is left."""
-        key = feed.address.endpoint, feed.address.topic
+        key = self._key(feed.address)
         found = self._open.get(key)
         if found is None:
-            found = Subscription(*key, self.context)
+            address = feed.address
+            found = Subscription(
+                address.endpoint, address.topic, self.context, self.keys_for(address)
+            )
             found.open()
             self._open[key] = found
         found.feeds.append(feed)
@@ -86,17 +92,38 @@ class Subscriptions:
         subscription.feeds.remove(feed)
         if subscription.feeds:
             return
-        key = feed.address.endpoint, feed.address.topic
+        key = self._key(feed.address)
         if self._open.get(key) is subscription:
             del self._open[key]
         await subscription.close()
+
+    def keys_for(self, address: EventAddress) -> CurveKeys | None:
+        """Return the keys for this address; None: it is not encrypted. Raises ConfigError."""
+        if not address.curve:
+            return None
+        if not self._curve:
+            why = f"{address.endpoint} is encrypted: set --kv-events-curve or --tls-dir"
+            raise ConfigError(why, "events_curve")
+        return keys_of(self._curve, "subscriber")
+
+    @staticmethod
+    def _key(address: EventAddress) -> tuple[str, str, bool]:
+        return address.endpoint, address.topic, address.curve
 
 
 class Subscription:
     """A SUB socket at one address, and a monitor that reports its connections."""
 
-    def __init__(self, endpoint: str, topic: str, context: zmq.asyncio.Context) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        topic: str,
+        context: zmq.asyncio.Context,
+        curve: CurveKeys | None = None,
+    ) -> None:
+        """curve: its keys, if the address is encrypted."""
         self.endpoint = endpoint
+        self._curve = curve
         self.connected = False
         self.feeds: list[EventFeed] = []
         self._topic = topic.encode()
@@ -113,7 +140,7 @@ class Subscription:
             with _in_words(self.endpoint):
                 self._sockets.append(monitor := sub.get_monitor_socket(wanted))
             sub.subscribe(self._topic)
-            connect(sub, self.endpoint)
+            connect(sub, self.endpoint, self._curve)
         except ConfigError:
             self._close_sockets()
             raise
@@ -315,7 +342,8 @@ class EventFeed:
         """Raises ConfigError."""
         dealer = open_socket(self._subscriptions.context, zmq.DEALER, self.address.endpoint)
         try:
-            connect(dealer, self.address.replay)
+            curve = self._subscriptions.keys_for(self.address)
+            connect(dealer, self.address.replay, curve)
         except ConfigError:
             dealer.close()
             raise
@@ -349,8 +377,13 @@ def open_socket(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.a
         return context.socket(kind)
 
 
-def connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    """Connect with the bounds that all sockets here have. Raises ConfigError: invalid address."""
+def connect(socket: zmq.asyncio.Socket, endpoint: str, curve: CurveKeys | None = None) -> None:
+    """Connect with the bounds that all sockets here have. Raises ConfigError: invalid address.
+
+    curve: the keys, if the address is encrypted.
+    """
+    if curve is not None:
+        curve.call(socket)
     socket.linger = 0
     socket.rcvhwm = _HWM
     socket.setsockopt(zmq.IPV6, 1)

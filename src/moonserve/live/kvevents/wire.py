@@ -33,6 +33,8 @@ class EventAddress(msgspec.Struct, frozen=True):
     """Where it replays past events; empty: nowhere."""
     topic: str = ""
     """A prefix of the topics to follow; empty: all."""
+    curve: bool = False
+    """Whether both addresses are encrypted by CURVE."""
 
 
 class BadFrame(MoonserveError):

@@ -90,7 +90,7 @@ class Deciding:
         """For calls to external engines; None: there are none."""
         name = model if isinstance(model, str) else model.name
         tools = {} if isinstance(model, str) else {name: model.tools}
-        follow = Followers().follow
+        follow = Followers(config.kv_events_curve).follow
         external = None
         if engines is not None:
             self.engines_http = HttpClient(trusting(config.engine_ca))

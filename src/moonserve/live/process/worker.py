@@ -278,10 +278,13 @@ def _publisher(config: WorkerConfig, say: Say) -> Publisher:
     if config.store == "mooncake":
         why = "the Mooncake store does not report evictions; set kv_events to off"
         raise ConfigError(why, "kv_events")
-    from moonserve.live.kvevents.publisher import Publisher  # only here: imports ZMQ
+    from moonserve.live.kvevents.curve import keys_of  # only here: these import ZMQ
+    from moonserve.live.kvevents.publisher import Publisher
 
     endpoint, _, replay = config.kv_events.partition(",")
-    publisher = Publisher(endpoint, replay or None)
+    folder = "" if config.kv_events_open else config.kv_events_curve
+    curve = keys_of(folder, "publisher") if folder else None
+    publisher = Publisher(endpoint, replay or None, curve=curve)
     say(f"publishing KV events on {publisher.endpoint}, replay on {publisher.replay_endpoint}")
     return publisher
 
@@ -301,14 +304,20 @@ def publish_blocks(store: StoreClient, publisher: Publisher, block_size: Tokens)
 
 
 def _check_host(config: WorkerConfig, share: StoreSettings) -> None:
-    """Check the host and the transport before a model is loaded.
+    """Check the host, the transport and KV events before a model is loaded.
 
-    Raises ConfigError: the gateway could not reach this address, or the transport is not installed.
+    Raises ConfigError: the gateway could not reach this address, the transport is not installed, or
+    other machines could read KV events.
     """
     if config.advertise_host is None:
         check_reachable(config.host)
     if share.transport == "mooncake":
         mooncake_master.require("transport")
+    if config.kv_events != "off":
+        from moonserve.live.kvevents.publisher import check_readers  # only here: imports ZMQ
+
+        addresses = [it for it in config.kv_events.split(",") if it]
+        check_readers(addresses, bool(config.kv_events_curve), config.kv_events_open)
 
 
 async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | None:

@@ -1,7 +1,8 @@
 """The private authority of a cluster: makes its certificate, and one per role.
 
-`moonserve tls init` calls it, and so do tests. The package cryptography, the extra `tls`, makes the
-keys and signs. Keys are elliptic (P-256), files are PEM, and only their owner may read keys.
+It also makes the keys of encrypted KV events. `moonserve tls init` calls it, and so do tests. The
+package cryptography, the extra `tls`, makes the keys and signs. Keys are elliptic (P-256), files
+are PEM, and only their owner may read keys.
 
 What never happens here: an existing file is overwritten unless the caller asks for it.
 """
@@ -26,6 +27,8 @@ ROLES: Final = ("gateway", "worker", "store", "etcd", "client")
 """
 CA: Final = "ca"
 """The authority's own certificate and key are in files of this name."""
+EVENTS: Final = "events"
+"""The folder of the keys of KV events; live.kvevents.curve reads them."""
 LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 """The names of this machine, which every certificate has."""
 _AUTHORITY_DAYS = 3650
@@ -75,6 +78,23 @@ def init(
         key = _new_key()
         made = _sign(role, names, days, key, authority, authority_key)
         _write(folder, role, made, key)
+    return files + _make_event_keys(folder / EVENTS, force)
+
+
+def _make_event_keys(folder: Path, force: bool) -> list[Path]:
+    """Make the keys of publisher and subscriber, unless they are there; return the files.
+
+    Raises ConfigError.
+    """
+    from zmq.auth import create_certificates
+
+    _make_folder(folder)
+    files: list[Path] = []
+    for side in ("publisher", "subscriber"):
+        secret = folder / f"{side}.key_secret"
+        if not secret.exists() or force:
+            secret.touch(mode=0o600)
+            files += map(Path, create_certificates(folder, side))
     return files
 
 

@@ -56,6 +56,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: str = "off"
     """ZMQ addresses, with a comma between, where it publishes and replays events of the blocks in
     its segments. The second may be left out; "off": it publishes none."""
+    kv_events_curve: str = ""
+    """Folder with keys that encrypt them; empty: they are in clear."""
+    kv_events_open: bool = False
+    """Whether other machines may read them in clear."""
     threads: int | None = None
     """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
     drain_s: float = 5.0
