@@ -353,6 +353,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start_s: Annotated[
         _Seconds, _flag("up", "SECONDS", "longest wait until all processes are ready")
     ] = 180.0
+    ready_instances: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=10_000)] | None,
+        _flag(
+            "gateway",
+            "N",
+            "how many instances must have joined before GET /ready answers 200; none: all external"
+            " engines of the file, or one pair of workers",
+        ),
+    ] = None
+    ready_s: Annotated[
+        _Seconds,
+        _flag(
+            "gateway",
+            "SECONDS",
+            "longest wait for these; then GET /ready answers 200 if those that have joined can"
+            " serve",
+        ),
+    ] = 60.0
     drain_s: Annotated[
         _Seconds,
         _flag("up gateway segment", "SECONDS", "longest wait for running requests at the end"),

@@ -68,14 +68,19 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def site(*engines: Engine, specs: bool = True, registry: str = "") -> AsyncIterator[Client]:
-    """A gateway with these engines; specs False: none is described at the start."""
+async def site(
+    *engines: Engine, specs: bool = True, registry: str = "", down: str = "", ready_s: float = 60.0
+) -> AsyncIterator[Client]:
+    """A gateway with these engines; specs False: none is described at the start. down: the name of
+    one that is described and does not answer."""
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
             stack.push_async_callback(engine.stop)
         named = [InstanceSpec(name=it.name, url=it.url, events="off") for it in engines]
-        config = GatewayConfig(model="", port=0, token="t0ken", registry=registry)
+        if down:
+            named.append(InstanceSpec(name=down, url="http://127.0.0.1:9", events="off"))
+        config = GatewayConfig(model="", port=0, token="t0ken", registry=registry, ready_s=ready_s)
         gateway = await Gateway.start(config, named if specs else [], QUICK)
         stack.push_async_callback(gateway.stop, 0)
         http = HttpClient()
@@ -119,6 +124,30 @@ def test_what_clients_do_wrong_costs_no_engine_its_standing() -> None:
             (after,) = await it.get("/api/instances")
             assert (after["state"], after["epoch"]) == ("up", before["epoch"])
             assert (await it.complete("x")).status == 200
+
+    asyncio.run(body())
+
+
+def test_a_gateway_is_ready_when_all_engines_of_its_file_are_up() -> None:
+    """Or after a time: one that is down must not keep the others from their clients."""
+
+    async def body() -> None:
+        async with site(Engine("a"), down="b") as it:
+            await it.up("a")
+            ready = await it.call("GET", "/ready")
+            assert ready.status == 503
+            assert b"this gateway is not ready: 1 of 2 instances have joined" in ready.body
+            assert (await it.complete("x")).status == 200, "requests are served all the same"
+        async with site(Engine("a"), down="b", ready_s=0.5) as it:
+            await it.up("a")
+
+            async def ready_soon() -> bool:
+                return (await it.call("GET", "/ready")).status == 200
+
+            await it.until(ready_soon)
+        async with site(Engine("a"), Engine("b")) as it:
+            await it.up("a", "b")
+            assert (await it.call("GET", "/ready")).status == 200
 
     asyncio.run(body())
 

@@ -9,7 +9,7 @@ import pytest
 from moonserve.core.errors import ConfigError
 from moonserve.live.access.guard import Guard
 from moonserve.live.control.config import GatewayConfig
-from moonserve.live.health import Health
+from moonserve.live.health import Expected, Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import ProcessPart, Routes
@@ -102,3 +102,16 @@ def test_health_collects_what_parts_report() -> None:
     assert health.not_ready() == health.undecided() == "the Conductor is gone"
     reasons.clear()
     assert health.not_ready() == ""
+
+
+def test_a_gateway_waits_for_its_instances_once_and_only_so_long() -> None:
+    """The wait is over when all were there, whoever leaves later; or at its end."""
+    joined, now_us = [1], [0]
+    for end in ("all", "time"):
+        expected = Expected(lambda: joined[0], 3, 1_000, lambda: now_us[0])
+        joined[0], now_us[0] = 1, 0
+        assert expected.missing() == "1 of 3 instances have joined"
+        joined[0], now_us[0] = (3, 999) if end == "all" else (2, 1_000)
+        assert expected.missing() == ""
+        joined[0], now_us[0] = 0, 0
+        assert expected.missing() == ""

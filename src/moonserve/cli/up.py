@@ -100,7 +100,10 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
     # Threads of several workers that spin on the same cores slow each other down many times.
     threads = max(1, _cores() // len(names))
     environ = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), **environ}
-    gateway = (*program, "gateway", "--port", str(port))
+    gateway = (
+        *(*program, "gateway", "--port", str(port)),
+        *("--ready-instances", str(len(names)), "--ready-s", str(settings.start_s)),
+    )
     # The gateway stops first: it refuses new requests and lets the running ones finish.
     children = [Child("gateway", gateway, environ, 0, settings.drain_s + _KILL_AFTER_S)]
     for role, name in names:
@@ -145,9 +148,8 @@ async def _serve(settings: Settings, port: int) -> None:
         lambda: _tell("up", "stopping: running requests may finish; a second signal does not wait"),
         lambda: _tell("up", "not waiting any longer"),
     )
-    workers = settings.prefill + settings.decode
     client = _client(settings, port)
-    ready = asyncio.create_task(_until_ready(client, workers, settings.start_s))
+    ready = asyncio.create_task(_until_ready(client, settings.start_s))
     try:
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not running.done():
@@ -169,13 +171,13 @@ def _client(settings: Settings, port: int) -> Client:
     return Client(_url(settings, port), timeout_s=2.0, context=context)
 
 
-async def _until_ready(client: Client, workers: int, deadline_s: float) -> None:
-    """Poll the gateway until all workers have joined it."""
+async def _until_ready(client: Client, deadline_s: float) -> None:
+    """Poll the gateway until it is ready: all workers have joined it."""
     import asyncio
 
     try:
         async with asyncio.timeout(deadline_s):
-            while await asyncio.to_thread(_joined, client) < workers:  # noqa: ASYNC110 - no Event spans processes
+            while not await asyncio.to_thread(_is_ready, client):  # noqa: ASYNC110 - no Event spans processes
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as err:
         raise DeadlineExceeded(
@@ -184,12 +186,13 @@ async def _until_ready(client: Client, workers: int, deadline_s: float) -> None:
         ) from err
 
 
-def _joined(client: Client) -> int:
-    """How many workers have joined the gateway; 0 while it does not answer."""
+def _is_ready(client: Client) -> bool:
+    """Whether the gateway answers that it is ready."""
     try:
-        return len(client.get_as("/api/instances", list[Any]))
+        client.get_as("/ready", dict[str, Any])
     except MoonserveError:
-        return 0
+        return False
+    return True
 
 
 def _say_hello(settings: Settings, port: int) -> None:

@@ -52,6 +52,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "lru"
     """What its segments evict first: one of core.store.evict.EVICTIONS; for a master in this
     process."""
+    ready_instances: int | None = None
+    """How many instances must have joined before /ready answers 200; None: all external engines of
+    the cluster file, or one pair of workers."""
+    ready_s: float = 60.0
+    """After this time it answers 200 with those that have joined, if they can serve."""
     drain_s: float = 30.0
     """How long running requests may take to finish after a signal to stop."""
     tuning: Tuning = LIVE

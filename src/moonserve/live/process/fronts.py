@@ -34,6 +34,7 @@ from moonserve.live.process.external import ExternalSettings
 from moonserve.live.process.gateway import (
     Deciding,
     Text,
+    expecting,
     front_of,
     guard_of,
     load_text,
@@ -199,4 +200,5 @@ async def run_conductor(
 
 async def run_front(config: GatewayConfig, path: str, specs: Sequence[InstanceSpec] | None) -> None:
     """Run one front until SIGTERM or SIGINT."""
+    config = expecting(config, specs)
     await run(FrontProcess.start(config, path, specs is not None), config)

@@ -26,7 +26,7 @@ from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.engines import RemoteFleet
-from moonserve.live.health import Health
+from moonserve.live.health import Expected, Health
 from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.server import ProcessPart
 from moonserve.live.kvevents.follower import Followers
@@ -149,6 +149,7 @@ class Gateway(Process):
         """
         text = None if specs is not None else await asyncio.to_thread(read_text, config.model)
         engines = None if specs is None else ExternalSettings(specs, times or Times())
+        config = expecting(config, specs)
         config, registry = await registered(with_engines(config, engines))
         http = client_of(config.tls)
         health = Health()
@@ -178,6 +179,14 @@ def with_engines(config: GatewayConfig, engines: ExternalSettings | None) -> Gat
     return msgspec.structs.replace(config, store="none", tuning=tuning)
 
 
+def expecting(config: GatewayConfig, specs: Sequence[InstanceSpec] | None) -> GatewayConfig:
+    """The configuration with a number of instances to wait for, if it has none: all of `specs`."""
+    if config.ready_instances is not None or specs is None:
+        return config
+    count = sum(len(spec.ids()) for spec in specs)
+    return msgspec.structs.replace(config, ready_instances=count)
+
+
 def front_of(
     config: GatewayConfig,
     conductor: Conducting,
@@ -195,6 +204,14 @@ def front_of(
         max_bodies_bytes=max(Limits().max_bodies_bytes, _LARGEST_BODIES * config.max_body_bytes),
         shares_ids=config.workers > 1 or bool(config.registry),
     )
+    until_us = conductor.now_us() + seconds_to_us(config.ready_s)
+    expected = Expected(
+        lambda: len(conductor.instances()),
+        config.ready_instances or 0,
+        until_us,
+        conductor.now_us,
+    )
+    health.report_unready(expected.missing)
     if fleet is not None:
         call_limits = CallLimits(config.prefill_timeout_s, token_s=config.token_timeout_s)
         return Front(EngineText(conductor, fleet, fleet, http, limits, call_limits), health)
