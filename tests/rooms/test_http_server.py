@@ -338,6 +338,24 @@ def test_oversized_body_is_refused_before_it_is_sent() -> None:
     run(use, max_body_bytes=100)
 
 
+def test_the_rest_of_refused_bodies_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client gets its refusal, but its body keeps the loop busy for a bounded number of bytes."""
+    monkeypatch.setattr("moonserve.live.http.server._DISCARDED_BYTES_PER_S", 4 << 20)
+    monkeypatch.setattr("moonserve.live.http.server._DISCARD_S", 0.5)
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        size = 60 << 20
+        head = f"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: {size}\r\n\r\n".encode()
+        reader, writer = await raw(server, head)
+        assert b" 413 " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(bytes(size))
+        with pytest.raises(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    run(use, max_body_bytes=100)
+
+
 def test_oversized_chunked_body_is_refused_while_reading() -> None:
     """A body without a length is refused when it passes the limit, and the reply still arrives."""
 

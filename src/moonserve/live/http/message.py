@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl
@@ -317,17 +317,23 @@ class HttpRequest:
         """Whether a part of the body may still arrive."""
         return not self._complete
 
-    async def discard(self, limit: Bytes, timeout_s: float) -> None:
+    async def discard(
+        self, limit: Bytes, timeout_s: float, pace: Callable[[Bytes], Awaitable[None]]
+    ) -> None:
         """Read and drop up to `limit` body bytes, for at most `timeout_s`.
 
         If the connection closed while the client is still sending, the client would lose the reply.
+        pace: awaited after each piece, with its size, while nothing is read.
         """
-        end = self._size + limit
+        seen = self._size
+        end = seen + limit
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._complete and self._size < end:
                     self._chunks.clear()
                     await self._more()
+                    await pace(self._size - seen)
+                    seen = self._size
         except TimeoutError:
             pass
 

@@ -49,6 +49,8 @@ Routes: TypeAlias = dict[tuple[str, str], Handler]
 _NO_LIMITS: Mapping[str, Bytes] = {}
 _DISCARD_BYTES = 64 << 20
 _DISCARD_S = 5.0
+_DISCARDED_BYTES_PER_S: Bytes = 16 << 20
+"""Of all clients together: many large bodies that nobody wants must not keep the loop busy."""
 _CLEANUP_S = 5.0
 _FLUSH_S = 1.0
 _NOTICE_S = 0.1
@@ -554,6 +556,7 @@ class App:
         self.stall_timeout_s = stall_timeout_s
         """The longest time for which a client may read nothing of its reply."""
         self._date = (0, "")
+        self._discarding = asyncio.Lock()
 
     async def serve(self, request: HttpRequest, connection: Accepted) -> None:
         """Answer one request; it ends by itself when the client disconnects."""
@@ -564,7 +567,7 @@ class App:
             if isinstance(reply, StreamingResponse):
                 await self._send_stream(request, reply, connection)
             elif isinstance(reply, Switch):
-                await request.discard(_DISCARD_BYTES, _DISCARD_S)
+                await request.discard(_DISCARD_BYTES, _DISCARD_S, self._pace)
                 connection.switch(reply)
                 await request.disconnected()
             else:
@@ -596,6 +599,11 @@ class App:
             return error_response(
                 MoonserveError(f"internal error; look for request id {request.id} in the log")
             )
+
+    async def _pace(self, size: Bytes) -> None:
+        """Wait until the next piece of an unwanted body may be read."""
+        async with self._discarding:
+            await asyncio.sleep(size / _DISCARDED_BYTES_PER_S)
 
     def _body_limit(self, path: str) -> Bytes:
         for prefix, limit in self._body_limits:
@@ -643,14 +651,14 @@ class App:
         body = b"" if bodiless else reply.body
         connection.begin(reply.status, self._head(request, reply), request, len(reply.body), body)
         if request.unread():
-            await request.discard(_DISCARD_BYTES, _DISCARD_S)
+            await request.discard(_DISCARD_BYTES, _DISCARD_S, self._pace)
 
     async def _send_stream(
         self, request: HttpRequest, reply: StreamingResponse, connection: Accepted
     ) -> None:
         try:
             if request.unread():
-                await request.discard(_DISCARD_BYTES, _DISCARD_S)
+                await request.discard(_DISCARD_BYTES, _DISCARD_S, self._pace)
             request.cancel_on_disconnect()
             connection.begin(reply.status, self._head(request, reply), request, None)
             async for chunk in reply.chunks:
