@@ -117,3 +117,39 @@ def test_what_is_under_way_ends_with_the_conductor() -> None:
             await server.stop(0)
 
     asyncio.run(asyncio.wait_for(test(), 30))
+
+
+@pytest.mark.parametrize("path", ["/short", "/long", "/none"])
+def test_head_through_a_front_has_gets_headers_and_no_body(path: str) -> None:
+    """A front answers HEAD as GET without its body, as the Conductor's own process does."""
+
+    async def short(request: HttpRequest) -> Response:
+        return Response(200, b"short", {"x-why": "because"}, "text/plain")
+
+    async def long(request: HttpRequest) -> Response:
+        return Response(200, bytes(3 << 20))
+
+    async def none(request: HttpRequest) -> Response:
+        return Response(204)
+
+    async def test() -> None:
+        routes = {("GET", "/short"): short, ("GET", "/long"): long, ("GET", "/none"): none}
+        there = await serve(App(cast(Any, routes)), "127.0.0.1", 0)
+        conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
+        forward = Forward(conductor)
+        here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
+        client = HttpClient()
+        url = f"http://127.0.0.1:{here.port}{path}"
+        heads = []
+        for method in ("HEAD", "GET", "HEAD"):
+            reply = await client.request(method, url, timeout_s=5, headers={"x-request-id": "a"})
+            assert (reply.body == b"") == (method == "HEAD" or path == "/none")
+            heads.append((reply.status, {**reply.headers, "date": ""}))
+        assert heads[0] == heads[1] == heads[2]
+        assert "content-length" in heads[0][1] or path != "/short"
+        for one in (client, forward):
+            await one.close()
+        for server in (here, there):
+            await server.stop(0)
+
+    asyncio.run(asyncio.wait_for(test(), 30))

@@ -204,6 +204,43 @@ def test_interim_heads_are_skipped() -> None:
     run(always(b"HTTP/1.1 100 Continue\r\n\r\n", OK, gap_s=0.01), use)
 
 
+@pytest.mark.parametrize(
+    ("method", "reply", "kept"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n", True),
+        ("HEAD", CHUNKED, True),
+        ("HEAD", b"HTTP/1.1 200 OK\r\n\r\n", False),
+        ("HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong", False),
+        ("HEAD", b"HTTP/1.1 103 Hints\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n", True),
+        ("HEAD", b"HTTP/1.1 404 No\r\ncontent-length: 5\r\n\r\n", True),
+        ("GET", b"HTTP/1.1 204 None\r\n\r\n", True),
+        ("GET", b"HTTP/1.1 304 Same\r\ncontent-length: 5\r\n\r\n", True),
+        ("GET", b"HTTP/1.1 304 Same\r\ntransfer-encoding: chunked\r\n\r\n", True),
+    ],
+)
+def test_replies_without_a_body_end_with_their_head(method: str, reply: bytes, kept: bool) -> None:
+    """Whatever their headers say of a length; the connection is used again unless more came."""
+    connections = 0
+
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while True:
+            assert b"content-length" not in await read_request(reader)
+            writer.write(reply)
+
+    async def use(client: HttpClient, url: str) -> None:
+        for _ in range(3):
+            whole = await client.request(method, url, timeout_s=2)
+            assert whole.body == b""
+            assert whole.status >= 200
+            async with client.stream(method, url, timeout_s=2, idle_timeout_s=2) as pieces:
+                assert await pieces.read() == b""
+        assert connections == (1 if kept else 6)
+
+    run(behave, use)
+
+
 def test_connections_are_reused_one_after_another() -> None:
     """Requests in sequence share one connection; `connection: close` ends it."""
     connections = 0

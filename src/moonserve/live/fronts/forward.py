@@ -56,6 +56,8 @@ class Forward:
 
     async def _passed_on(self, request: HttpRequest) -> Response | StreamingResponse | Switch:
         body = await request.body()
+        # The HTTP server drops the body of a reply to HEAD, and keeps its length.
+        method = "GET" if request.method == "HEAD" else request.method
         request.cancel_on_disconnect()
         url = self._conductor.url + request.target
         name = request.headers.get("upgrade")
@@ -72,7 +74,7 @@ class Forward:
                     return Switch(name, _Pipe(there))
             else:
                 stream = self._http.stream(
-                    request.method,
+                    method,
                     url,
                     headers=headers,
                     body=body,

@@ -118,6 +118,7 @@ class Connection(asyncio.Protocol):
         self._busy = False
         self._head_done = True
         self._until_close = False
+        self._bodiless = False
         self._keep_alive = False
         self._head_bytes = 0
         self._chunks: deque[bytes] = deque()
@@ -137,9 +138,13 @@ class Connection(asyncio.Protocol):
 
     # What the client calls.
 
-    async def send(self, data: bytes) -> None:
-        """Send one request (head and body) and return when the reply's headers are here."""
+    async def send(self, data: bytes, *, bodiless: bool = False) -> None:
+        """Send one request (head and body) and return when the reply's headers are here.
+
+        bodiless: the method is HEAD, so that the reply has no body whatever its headers say.
+        """
         assert not self._busy
+        self._bodiless = bodiless
         if self._error is not None or self._transport is None:
             raise self._failure(sent=False)
         self._busy = True
@@ -299,6 +304,12 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._cut(partial(BadReply, f"{self._peer}: bad reply: {error}", sent=True))
             return
+        if self._bodiless and self._head_done:
+            # The parser waits for a body. Bytes that it has taken for one are no part of the reply.
+            self._parser = httptools.HttpResponseParser(self)
+            self._keep_alive = self._keep_alive and not self._chunks
+            self._chunks.clear()
+            return
         if not self._head_done:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
@@ -340,6 +351,8 @@ class Connection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
         self._until_close = "content-length" not in headers and "transfer-encoding" not in headers
         self._head_done = True
+        if self._bodiless:
+            self._busy = False
         self._wake()
 
     def on_message_complete(self) -> None:
@@ -436,7 +449,7 @@ def head_of(method: str, target: Target, headers: Mapping[str, str], length: int
     """Return a request's head; `length`: of its body. Raises ConfigError for invalid headers."""
     lines = [f"{method} {target.path} HTTP/1.1\r\nhost: {target.netloc}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
-    if length or method not in ("GET", "DELETE"):
+    if length or method not in ("GET", "HEAD", "DELETE"):
         lines.append(f"content-length: {length}\r\n")
     text = "".join(lines)
     if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1:
@@ -629,7 +642,7 @@ class HttpClient:
         await host.enter(deadline_s)
         try:
             data = head_of(asked.method, target, asked.headers, len(asked.body)) + asked.body
-            return host, await self._exchange(host, target, data, deadline_s, asked.again)
+            return host, await self._exchange(host, target, data, deadline_s, asked)
         except BaseException:
             self._left(host)
             raise
@@ -640,21 +653,22 @@ class HttpClient:
         self._left(host)
 
     async def _exchange(
-        self, host: Host, target: Target, data: bytes, deadline_s: float, again: bool
+        self, host: Host, target: Target, data: bytes, deadline_s: float, asked: Asked
     ) -> Connection:
         """Send on a pooled or new connection and wait for the reply's headers.
 
         The peer may have just closed a pooled connection. If it ends before any byte of a reply,
-        and `again` is true, the client sends the request once more on a new connection.
+        and `asked.again` is true, the client sends the request once more on a new connection.
         """
+        bodiless = asked.method == "HEAD"
         connection = self._pick(host)
         if connection is not None:
             connection.watch_until(deadline_s)
             try:
-                await connection.send(data)
+                await connection.send(data, bodiless=bodiless)
                 return connection
             except UpstreamError:
-                if connection.reply_began or not again:
+                if connection.reply_began or not asked.again:
                     raise
             except BaseException:
                 connection.abort()
@@ -663,7 +677,7 @@ class HttpClient:
             connection = await self._connect(target)
         connection.watch_until(deadline_s)
         try:
-            await connection.send(data)
+            await connection.send(data, bodiless=bodiless)
         except BaseException:
             connection.abort()
             raise
