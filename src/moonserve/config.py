@@ -342,6 +342,36 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " admin requests under other names are refused",
         ),
     ] = ""
+    keep_alive_s: Annotated[
+        float,
+        msgspec.Meta(ge=65, le=3600),
+        _flag(
+            "up gateway",
+            "SECONDS",
+            "how long a client's connection may be idle; more than the clients' pools and load"
+            " balancers before the gateway keep one, and at least 65",
+        ),
+    ] = 120.0
+    max_connections: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=1 << 20),
+        _flag(
+            "up gateway",
+            "N",
+            "most clients' connections of each gateway process; 0: by its limit of open files, at"
+            " most 16384",
+        ),
+    ] = 0
+    address_connections: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=1 << 20),
+        _flag(
+            "up gateway",
+            "N",
+            "most connections from one address, other than loopback, to each gateway process; 0:"
+            " half of all",
+        ),
+    ] = 0
     rack: Annotated[
         str,
         _flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import socket
@@ -406,6 +407,86 @@ def test_slow_body_ends_in_408() -> None:
         writer.close()
 
     run(use, body_timeout_s=0.05)
+
+
+@pytest.mark.parametrize("framing", ["content-length: 10000", "transfer-encoding: chunked"])
+def test_a_body_that_comes_too_slowly_ends_in_408(framing: str) -> None:
+    """After the grace it must come with a least rate, long before the whole time is over."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = f"POST /echo HTTP/1.1\r\nhost: a\r\n{framing}\r\n\r\n"
+        reader, writer = await raw(server, head.encode())
+        reply = asyncio.create_task(reader.readuntil(b"\r\n"))
+        while not reply.done():
+            writer.write(b"0" if "length" in framing else b"1\r\n0\r\n")
+            await asyncio.sleep(0.02)
+        assert reply.result().startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+    run(use, body_grace_s=0.2)
+
+
+def test_a_body_that_comes_slowly_enough_is_served() -> None:
+    """A client far above the least rate may take longer than the grace."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n"
+        reader, writer = await raw(server, head)
+        for _ in range(100):
+            writer.write(bytes(1_000))
+            await asyncio.sleep(0.005)
+        assert await replies(reader, 1) == [bytes(100_000)]
+        writer.close()
+
+    run(use, body_grace_s=0.1)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "gzip, gzip", "GZIP"])
+def test_compressed_bodies_are_refused(coding: str) -> None:
+    """A 415 names the header and the remedy; nothing is decompressed, so that no bomb can grow."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        bomb = gzip.compress(bytes(50 << 20))
+        reply = await ask(url + "/json", "POST", body=bomb, headers={"content-encoding": coding})
+        assert reply.status == 415
+        error = json.loads(reply.body)["error"]
+        assert error["param"] == "content-encoding"
+        assert coding in error["message"]
+        assert reply.headers["accept-encoding"] == "identity"
+        plain = {"content-encoding": "identity"}
+        reply = await ask(url + "/json", "POST", body=b'{"n":1}', headers=plain)
+        assert reply.status == 200
+        assert (await ask(url + "/", headers={"content-encoding": coding})).status == 200
+
+    run(use)
+
+
+@pytest.mark.parametrize(("sent", "left"), [(b"", True), (b"GET / HTTP", False)])
+def test_a_head_must_come_sooner_than_an_idle_connection_ends(sent: bytes, left: bool) -> None:
+    """A connection may be idle for long; a head that has begun must end in time."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reader, writer = await raw(server, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert await replies(reader, 1) == [b"hello"]
+        writer.write(sent)
+        await asyncio.sleep(0.5)
+        assert bool(server._connections.open) == left
+        writer.close()
+
+    run(use, head_timeout_s=0.1, keep_alive_s=5)
+
+
+def test_idle_connections_end() -> None:
+    """A connection without a request is closed after the time to keep it."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reader, writer = await raw(server, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert await replies(reader, 1) == [b"hello"]
+        async with asyncio.timeout(2):
+            assert await reader.read() == b""
+        writer.close()
+
+    run(use, keep_alive_s=0.2)
 
 
 def test_endless_head_is_cut() -> None:

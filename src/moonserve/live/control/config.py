@@ -62,6 +62,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     tuning: Tuning = LIVE
     """How the Conductor places and admits requests."""
     max_body_bytes: Bytes = 8 << 20
+    keep_alive_s: float = 120.0
+    """How long a client's connection may be idle."""
+    max_connections: int = 0
+    """Of clients, in each process; 0: as many as its limit of open files allows."""
+    address_connections: int = 0
+    """0: half of all."""
     workers: int = 1
     """Processes that serve clients; several share one Conductor, in a process of its own."""
     max_in_flight: int = 1_024

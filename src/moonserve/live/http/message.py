@@ -46,6 +46,8 @@ _NUMBERS = itertools.count()
 _REQUEST_ID = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._:@-]{1,128}")
 _UNREAD_BYTES: Bytes = 64 << 10
 """The most bytes of a body that are received before a handler reads it."""
+_LEAST_BYTES_PER_S = 4_096
+"""The least rate of a body, so that bodies that never come hold their places for seconds only."""
 _NOBODY_RETRY_S = "2"
 """A restarting worker, or another gateway, may be there by then."""
 
@@ -76,6 +78,12 @@ class BodyTooSlow(BadRequest):
     """The request body did not arrive within the server's limit."""
 
     status = 408
+
+
+class UnsupportedCoding(BadRequest):
+    """The request body is compressed. The server decompresses nothing."""
+
+    status = 415
 
 
 class MethodNotAllowed(BadRequest):
@@ -175,6 +183,8 @@ def error_response(error: MoonserveError) -> Response:
         headers["x-moonserve-reject-reason"] = error.reason
     elif isinstance(error, NobodyAlive):
         headers["retry-after"] = _NOBODY_RETRY_S
+    elif isinstance(error, UnsupportedCoding):
+        headers["accept-encoding"] = "identity"
     elif isinstance(error, MethodNotAllowed):
         headers["allow"] = ", ".join(error.allowed)
     return json_response(error_reply(error), error.status, headers)
@@ -231,7 +241,10 @@ class HttpRequest:
         """Whether the client wants to keep the connection."""
         self.max_body_bytes: Bytes = 0
         self.body_timeout_s = 0.0
+        self.body_grace_s = 0.0
         """Limits on the body; the server sets them."""
+        self.reserved = False
+        """Whether its connection has a place of the reserve, which serves no clients."""
         self._source = source
         self._chunks: list[bytes] = []
         self._size = 0
@@ -252,8 +265,9 @@ class HttpRequest:
     async def body(self) -> bytes:
         """Return the whole body, once: afterwards only the caller holds it.
 
-        Raises BodyTooLarge, at once if content-length is too large, and BodyTooSlow. If the client
-        disconnects before the end, the handler is cancelled, as by `cancel_on_disconnect`.
+        Raises BodyTooLarge, at once if content-length is too large, UnsupportedCoding, BodyTooSlow,
+        and BadRequest if its chunks are not HTTP. If the client disconnects before the end, the
+        handler is cancelled, as by `cancel_on_disconnect`.
         """
         assert not self._taken, "a handler reads the body once"
         self._taken = True
@@ -261,17 +275,17 @@ class HttpRequest:
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise BodyTooLarge(f"body of {declared} bytes is over the limit of {limit} bytes")
+        coding = self.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity" and (self._size or not self._complete):
+            raise UnsupportedCoding(
+                f"content-encoding: the body is compressed with {coding[:20]!r}; send it as it is,"
+                " without this header",
+                "content-encoding",
+            )
         if not self._complete:
             if self.headers.get("expect", "").lower() == "100-continue" and not self._chunks:
                 self._source.go_on()
-            try:
-                async with asyncio.timeout(self.body_timeout_s):
-                    while not self._complete and self._size <= limit:
-                        await self._more()
-            except TimeoutError:
-                raise BodyTooSlow(
-                    f"the body did not arrive within {self.body_timeout_s:g} s"
-                ) from None
+            await self._arrived(limit)
         if self._size > limit:
             self._chunks.clear()
             raise BodyTooLarge(f"body is over the limit of {limit} bytes")
@@ -281,6 +295,22 @@ class HttpRequest:
         chunks = self._chunks
         self._chunks = []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _arrived(self, limit: Bytes) -> None:
+        """Return when the body is whole, or larger than `limit`. Raises BodyTooSlow."""
+        begun_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(None) as allowed:
+                while not self._complete and self._size <= limit:
+                    due_s = self.body_grace_s + self._size / _LEAST_BYTES_PER_S
+                    allowed.reschedule(begun_s + min(due_s, self.body_timeout_s))
+                    await self._more()
+        except TimeoutError:
+            raise BodyTooSlow(
+                f"the body arrives too slowly: after {self.body_grace_s:g} s it must come with"
+                f" {_LEAST_BYTES_PER_S} bytes a second, and all of it within"
+                f" {self.body_timeout_s:g} s"
+            ) from None
 
     def check(self) -> None:
         """Raise BadRequest if what has come of the body is not HTTP."""

@@ -27,7 +27,13 @@ from urllib.parse import unquote_to_bytes
 import httptools
 from prometheus_client.registry import Collector
 
-from moonserve.core.errors import BadRequest, ConfigError, Forbidden, MoonserveError
+from moonserve.core.errors import (
+    BadRequest,
+    ConfigError,
+    Forbidden,
+    MoonserveError,
+    Overloaded,
+)
 from moonserve.core.units import Bytes
 from moonserve.live.http.message import (
     HttpRequest,
@@ -36,6 +42,7 @@ from moonserve.live.http.message import (
     StreamingResponse,
     error_response,
 )
+from moonserve.live.http.places import PlaceLimits, Places
 from moonserve.live.http.switch import Switch
 from moonserve.live.tls.contexts import HANDSHAKE_S
 
@@ -54,9 +61,15 @@ _DISCARDED_BYTES_PER_S: Bytes = 16 << 20
 _CLEANUP_S = 5.0
 _FLUSH_S = 1.0
 _NOTICE_S = 0.1
-KEEP_ALIVE_S = 75
-"""How long a connection may be idle, or take to send a request's head. It is longer than the
-client's pool keeps a connection."""
+KEEP_ALIVE_S = 120.0
+"""How long a connection may be idle. Clients' pools and most load balancers keep it for less, so
+that they send no request on a connection that has just been closed."""
+_HEAD_S = 60.0
+"""How long a request's head may take."""
+_RESERVED_HEAD_S = 5.0
+"""How long it may take on a connection of the reserve."""
+_RESERVED_PATHS = ("/health", "/ready", "/metrics", "/internal/", "/api/")
+"""What connections of the reserve may ask for: the calls of the cluster and its operators."""
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_LENGTH_DIGITS = 19
 _MAX_BEHIND = 256
@@ -68,6 +81,10 @@ _BODILESS = (204, 304)
 """Replies that have no body, and no length (RFC 9110, 8.6)."""
 _STATUS = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TOO_MANY = (
+    _STATUS[429] + b"content-type: text/plain\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: 22\r\n\r\nToo many connections.\n"
+)
 _NOT_HTTP = b"Invalid HTTP request received."
 _BAD = (
     _STATUS[400] + b"content-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
@@ -107,6 +124,7 @@ class Connections:
 
     def __init__(self, app: App) -> None:
         self.app = app
+        self.places: Places[Accepted] = Places(app.place_limits)
         self.open: set[Accepted] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         """The tasks that answer requests. A task leaves this set as its last step."""
@@ -137,7 +155,10 @@ class Accepted(asyncio.Protocol):
         """Pipelined requests; while there are any, nothing more is read."""
         self._task: asyncio.Task[None] | None = None
         self._since_s = self._loop.time()
-        """The loop's time since which no request is being answered."""
+        """The loop's time since which no request is being answered, or a head is arriving."""
+        self._in_head = False
+        self._reserved = False
+        """Whether this connection has a place of the reserve: it gets one reply."""
         self._closing = False
         """Whether the reply under way is the last."""
         self._refused = False
@@ -269,14 +290,37 @@ class Accepted(asyncio.Protocol):
         """Close at once and drop unsent bytes."""
         self.transport.abort()
 
+    def make_room(self) -> None:
+        """Close this connection, which is idle: a new one gets its place."""
+        self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
+
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register the connection and start its timer."""
         self.transport = cast(asyncio.Transport, transport)
         self._address = address_of(transport.get_extra_info("peername"))
-        self._shared.open.add(self)
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
+        shared = self._shared
+        shared.open.add(self)
+        place, out = shared.places.enter(self, self._address)
+        if out is not None:
+            out.make_room()
+        self._reserved = place == "reserved"
+        first_s = min(self._head_s(), shared.app.keep_alive_s)
+        self._timer = self._loop.call_later(first_s, self._look)
+        if place != "own":
+            log.warning(
+                "%s: one more connection from %s, with %d open and %d at most: %s",
+                shared.app.name,
+                self._address,
+                len(shared.open),
+                shared.places.most,
+                "it may ask for health and admin paths only" if self._reserved else "it is closed",
+            )
+        if place == "none":
+            self._refused = True
+            self.send(_TOO_MANY)
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse; the callbacks below collect what was parsed."""
@@ -329,6 +373,7 @@ class Accepted(asyncio.Protocol):
         A closed connection is no reference cycle: its memory is free as soon as its handler ends.
         """
         self._shared.open.discard(self)
+        self._shared.places.leave(self)
         self._shared.lost.set()
         self._timer.cancel()
         self.resume_writing()
@@ -345,6 +390,9 @@ class Accepted(asyncio.Protocol):
         """A request begins."""
         self._url = b""
         self._headers = {}
+        self._in_head = True
+        if self._request is None:
+            self._since_s = self._loop.time()
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
@@ -367,6 +415,7 @@ class Accepted(asyncio.Protocol):
         url = self._url
         headers = self._headers
         self._headers = {}  # trailers come into it, and are dropped
+        self._in_head = False
         version = parser.get_http_version()
         _check_head(version, headers)
         if len(self._behind) == _MAX_BEHIND:
@@ -385,7 +434,8 @@ class Accepted(asyncio.Protocol):
         request.address = self._address
         request.arrived_s = self._loop.time()
         request.http_1_0 = old
-        request.keep_alive = not old and parser.should_keep_alive()
+        request.keep_alive = not (old or self._reserved) and parser.should_keep_alive()
+        request.reserved = self._reserved
         self._parsed = request
         has_body = "transfer-encoding" in headers or headers.get("content-length", "").strip("0 ")
         self._passed_over = bool(has_body) and parser.should_upgrade()
@@ -429,6 +479,7 @@ class Accepted(asyncio.Protocol):
         if self._closing:
             return
         self._request = request
+        self._shared.places.busy(self)
         self._chunked = self._begun = False
         self._task = task = self._loop.create_task(self._answer(request))
         self._shared.tasks.add(task)
@@ -464,6 +515,8 @@ class Accepted(asyncio.Protocol):
             self._end_with(self._wrong)
         elif self._half_closed:
             self.transport.close()
+        else:
+            self._shared.places.idle(self)
 
     def _refuse(self, why: bytes) -> None:
         """What the client sent is not HTTP: send a 400, and then close.
@@ -490,19 +543,24 @@ class Accepted(asyncio.Protocol):
         A client that is half-closed gets interim replies, at longer and longer intervals, until its
         reply begins (RFC 9110, 15.2: clients drop them). If it has left, the second one fails.
         """
-        left_s = float(KEEP_ALIVE_S)
+        left_s = head_s = self._head_s()
         if self._half_closed and self._request is not None:
             if not self._begun and not self._request.http_1_0:
                 self.send(_CONTINUE)
             self._probe_s *= _PROBE_FACTOR
             left_s = min(self._probe_s, left_s)
         elif self._request is None:
-            left_s += self._since_s - self._loop.time()
+            hurries = self._in_head or self._reserved or self.transport.is_closing()
+            allowed_s = head_s if hurries else self._shared.app.keep_alive_s
+            left_s = allowed_s + self._since_s - self._loop.time()
             if left_s <= 0:
-                unsent = self.transport.get_write_buffer_size()
-                self.transport.abort() if unsent else self.transport.close()
+                self.make_room()
                 return
+        left_s = min(left_s, head_s, self._shared.app.keep_alive_s)
         self._timer = self._loop.call_later(left_s, self._look)
+
+    def _head_s(self) -> float:
+        return _RESERVED_HEAD_S if self._reserved else self._shared.app.head_timeout_s
 
 
 class Gate(Protocol):
@@ -538,6 +596,10 @@ class App:
         max_body_bytes: Bytes = 8 << 20,
         body_limits: Mapping[str, Bytes] = _NO_LIMITS,
         body_timeout_s: float = 60.0,
+        body_grace_s: float = 5.0,
+        head_timeout_s: float = _HEAD_S,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        place_limits: PlaceLimits = PlaceLimits(),  # noqa: B008 - frozen
         stall_timeout_s: float = 60.0,
         fallback: Handler | None = None,
         gate: Gate | None = None,
@@ -553,6 +615,12 @@ class App:
         limits = {**body_limits, "": max_body_bytes}
         self._body_limits = sorted(limits.items(), key=lambda item: len(item[0]), reverse=True)
         self._body_timeout_s = body_timeout_s
+        self._body_grace_s = body_grace_s
+        self.head_timeout_s = head_timeout_s
+        """The longest time that a request's head may take."""
+        self.keep_alive_s = keep_alive_s
+        """The longest time for which a connection may be idle."""
+        self.place_limits = place_limits
         self.stall_timeout_s = stall_timeout_s
         """The longest time for which a client may read nothing of its reply."""
         self._date = (0, "")
@@ -562,6 +630,7 @@ class App:
         """Answer one request; it ends by itself when the client disconnects."""
         request.max_body_bytes = self._body_limit(request.path)
         request.body_timeout_s = self._body_timeout_s
+        request.body_grace_s = self._body_grace_s
         try:
             reply = await self._answer(request, connection)
             if isinstance(reply, StreamingResponse):
@@ -585,6 +654,12 @@ class App:
             request.check()
             if request.path.startswith(self._certified) and not connection.certified:
                 raise Forbidden(f"{request.path} needs a client certificate of the cluster")
+            if request.reserved and not request.path.startswith(_RESERVED_PATHS):
+                raise Overloaded(
+                    "all connections of this process are in use; send the request again later",
+                    "gateway_connections",
+                    1.0,
+                )
             method = "GET" if request.method == "HEAD" else request.method
             handler = self._handler(method, request.path)
             if self._gate is not None:

@@ -14,6 +14,7 @@ from moonserve.live.access.guard import Guard
 from moonserve.live.api.front import Front
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import HttpClient
+from moonserve.live.http.places import PlaceLimits
 from moonserve.live.http.server import App, Handler, ProcessPart, Routes, Server, serve
 from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.supervise import beat, say, stop_event
@@ -67,6 +68,12 @@ class Process:
                 self._mounted(lambda part: part.prefixes()),
                 max_body_bytes=self._config.max_body_bytes,
                 body_limits={"/internal/": INTERNAL_BODY_BYTES},
+                keep_alive_s=self._config.keep_alive_s,
+                place_limits=PlaceLimits(
+                    connections=self._config.max_connections,
+                    per_address=self._config.address_connections,
+                    files_each=2,  # a request needs one for its client, and one for an instance
+                ),
                 fallback=fallback,
                 gate=self._guard,
                 certified=() if self._config.tls_client_auth == "none" else ("/internal/",),
