@@ -349,7 +349,7 @@ def test_unasked_bytes_poison_a_pooled_connection() -> None:
 
     async def use(client: HttpClient, url: str) -> None:
         assert (await client.request("GET", url, timeout_s=5)).body == b"hi"
-        while client._open:  # noqa: ASYNC110 - until the unasked bytes have come
+        while client._open:
             await asyncio.sleep(0.01)
         assert (await client.request("GET", url, timeout_s=5)).body == b"hi"
         assert connections == 2
