@@ -120,8 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _flag(
             "gateway worker register unregister serve segment",
             "URL",
-            "registry in which all processes find each other, such as etcd://host:port; none: each"
-            " process gets the addresses by flags",
+            "registry in which all processes find each other, such as etcd://host:port, or"
+            " etcds://host:port for TLS; none: each process gets the addresses by flags",
         ),
     ] = ""
     store_url: Annotated[
@@ -685,7 +685,7 @@ def _check_eviction(name: str, origin: Mapping[str, str]) -> None:
 
 
 def _check_registry(url: str, origin: Mapping[str, str]) -> None:
-    if url and not url.startswith("etcd://"):
+    if url and not url.startswith(("etcd://", "etcds://")):
         remedy = "write it like etcd://127.0.0.1:2379 or etcd://a:2379,b:2379/prefix"
         raise ConfigError(f"{remedy} ({url!r} from {origin['registry']})", "registry")
 

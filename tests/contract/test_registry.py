@@ -14,6 +14,8 @@ from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.ports import Registry
 from moonserve.live.registry import etcd as registry_etcd
 from moonserve.live.registry.etcd import EtcdRegistry, RegistryAddress, parse
+from moonserve.live.tls.authority import init
+from tests.support.certificates import tls_of
 from tests.support.etcd import Etcd
 from tests.support.registry import MemoryRegistry, Shared
 
@@ -403,6 +405,41 @@ def test_a_connection_that_was_just_closed_is_a_registry_that_is_away(etcd: Etcd
         await one.close()
 
     asyncio.run(test())
+
+
+def test_etcd_by_tls_knows_members_only(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries, watches and new certificates by mutual TLS; a stranger gets a ConfigError."""
+    monkeypatch.setattr(registry_etcd, "_OPEN_S", 1.0)
+    folder, foreign = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
+    init(folder)
+    init(foreign)
+    files = tls_of(folder, "gateway").files
+    etcd = Etcd(tmp_path_factory.mktemp("etcd"), folder)
+
+    async def test() -> None:
+        address = parse(etcd.url)
+        with pytest.raises(ConfigError, match="etcds:// needs a certificate: set --tls-dir"):
+            await EtcdRegistry.open(address)
+        stranger = tls_of(foreign, "gateway").files
+        with pytest.raises(ConfigError, match=r"it must speak TLS with a certificate of --tls-ca"):
+            await EtcdRegistry.open(address, files=stranger)
+        one = await EtcdRegistry.open(address, TTL_S, files)
+        async with contextlib.aclosing(one.watch("x")) as watch:  # type: ignore[type-var]
+            assert await anext(watch) == {}
+            await one.put("x", b"1")
+            assert await anext(watch) == {"x": b"1"}
+        init(folder, renew=True)
+        two = await EtcdRegistry.open(address, TTL_S, files)
+        assert await two.read("x") == {"x": b"1"}
+        for it in (one, two):
+            await it.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(test(), 60))
+    finally:
+        etcd.close()
 
 
 def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

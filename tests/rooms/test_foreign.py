@@ -188,7 +188,7 @@ def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.Monkey
     at any gateway takes it away from all. What cannot be used is refused, and not there."""
     shared = Shared()
 
-    async def open_one(_: str) -> MemoryRegistry:
+    async def open_one(*_: object) -> MemoryRegistry:
         return MemoryRegistry(shared)
 
     monkeypatch.setattr(control, "open_registry", open_one)
@@ -250,7 +250,7 @@ def test_a_registry_that_is_away_is_told_nothing(monkeypatch: pytest.MonkeyPatch
                 raise RegistryError("etcd is away")
             await super().put(key, value)
 
-    async def open_one(_: str) -> Away:
+    async def open_one(*_: object) -> Away:
         return Away()
 
     monkeypatch.setattr(control, "open_registry", open_one)

@@ -221,7 +221,7 @@ def test_register_names_by_address_and_says_what_it_replaces(
     """Two addresses are two engines; the later of a name replaces the earlier."""
     shared = Shared()
 
-    async def open_one(_: str) -> MemoryRegistry:
+    async def open_one(*_: object) -> MemoryRegistry:
         return MemoryRegistry(shared)
 
     monkeypatch.setattr(entries, "open_registry", open_one)

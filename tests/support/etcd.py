@@ -19,24 +19,28 @@ import pytest
 class Etcd:
     """One etcd process; `close` it, whatever happens."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tls: Path | None = None) -> None:
+        """tls: the folder of its certificates; None: it speaks in clear."""
+        self._tls = tls
         binary = shutil.which("etcd")
         if binary is None:
             pytest.skip("etcd is not installed (Debian's etcd-server)")
         self._binary = binary
         self._folder = folder
         self.port, self._peer_port = _free_port(), _free_port()
+        self._health_port = _free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
     def url(self) -> str:
         """As --registry takes it."""
-        return f"etcd://127.0.0.1:{self.port}/test"
+        return f"etcd{'s' if self._tls else ''}://127.0.0.1:{self.port}/test"
 
     def start(self) -> None:
         """Start it, with what it knew before, and wait until it answers."""
-        client, peer = (f"http://127.0.0.1:{port}" for port in (self.port, self._peer_port))
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        client = f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
         flags = {
             "data-dir": str(self._folder / "etcd"),
             "listen-client-urls": client,
@@ -47,6 +51,14 @@ class Etcd:
             "log-level": "error",
             "unsafe-no-fsync": "true",
         }
+        if self._tls is not None:
+            flags |= {
+                "cert-file": str(self._tls / "etcd.crt"),
+                "key-file": str(self._tls / "etcd.key"),
+                "trusted-ca-file": str(self._tls / "ca.crt"),
+                "client-cert-auth": "true",
+                "listen-metrics-urls": f"http://127.0.0.1:{self._health_port}",
+            }
         argv = [self._binary, *(f"--{name}={value}" for name, value in flags.items())]
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(argv, stdout=quiet, stderr=quiet)
@@ -58,7 +70,8 @@ class Etcd:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1) as reply:
+            port = self._health_port if self._tls else self.port
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as reply:
                 return b"true" in reply.read()
         except (urllib.error.URLError, OSError):
             return False

@@ -14,9 +14,11 @@ import click
 
 from moonserve.cli.instances import Named, by_address, engines_of, instances_options, named_by_flags
 from moonserve.cli.settings import read_settings, settings_options
+from moonserve.cli.tls import tls_of
 from moonserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from moonserve.config import Settings
     from moonserve.live.external.spec import InstanceSpec
     from moonserve.live.ports import Registry
 
@@ -55,7 +57,7 @@ def register(
         raise ConfigError(
             "there is no engine: list some in the file, or name one by --url", "instances"
         )
-    replaced = asyncio.run(_put(settings.registry, [it.checked().untrusted() for it in engines]))
+    replaced = asyncio.run(_put(settings, [it.checked().untrusted() for it in engines]))
     for it in engines:
         old = replaced.get(it.name)
         click.echo(f"registered: {it.name}" + (f" (replaced the one at {old})" if old else ""))
@@ -69,16 +71,16 @@ def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None)
     import asyncio
 
     settings = read_settings(config, flags)
-    asyncio.run(_remove(settings.registry, names))
+    asyncio.run(_remove(settings, names))
     click.echo(f"unregistered: {', '.join(names)}")
 
 
 @contextlib.asynccontextmanager
-async def _opened(url: str) -> AsyncIterator[Registry]:
-    """The registry at a URL. Raises ConfigError."""
+async def _opened(settings: Settings) -> AsyncIterator[Registry]:
+    """The registry of these settings. Raises ConfigError."""
     from moonserve.live.registry.entries import open_registry
 
-    registry = await open_registry(url)
+    registry = await open_registry(settings.registry, tls_of(settings, "client"))
     if registry is None:
         raise ConfigError("is needed: write it like etcd://127.0.0.1:2379", "registry")
     try:
@@ -87,18 +89,18 @@ async def _opened(url: str) -> AsyncIterator[Registry]:
         await registry.close()
 
 
-async def _put(url: str, engines: Sequence[InstanceSpec]) -> dict[str, str | None]:
+async def _put(settings: Settings, engines: Sequence[InstanceSpec]) -> dict[str, str | None]:
     """Register engines; return the URLs of replaced ones, by name. Raises ConfigError."""
     from moonserve.live.external.registry_engines import register
 
-    async with _opened(url) as registry:
+    async with _opened(settings) as registry:
         return await register(registry, engines)
 
 
-async def _remove(url: str, names: Sequence[str]) -> None:
+async def _remove(settings: Settings, names: Sequence[str]) -> None:
     from moonserve.live.registry.entries import ENGINES
 
-    async with _opened(url) as registry:
+    async with _opened(settings) as registry:
         absent = [name for name in names if not await registry.remove(ENGINES + name)]
     if absent:
         raise ConfigError(f"no engine of that name was registered: {', '.join(absent)}", "names")

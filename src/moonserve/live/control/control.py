@@ -59,7 +59,7 @@ async def registered(config: GatewayConfig) -> tuple[GatewayConfig, Registry | N
         return config, None
     if config.advertise_host is None:
         check_reachable(config.host)
-    registry = await open_registry(config.registry)
+    registry = await open_registry(config.registry, config.tls)
     if registry is not None and config.store == "embedded" and not config.store_url:
         try:
             master = await find_master(registry, _MASTER_S)

@@ -87,7 +87,7 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
 async def run_master(config: MasterConfig, say: Say = say) -> None:
     """Run a master. Raises ConfigError if it cannot listen."""
     stop = stop_event()
-    registry = await open_registry(config.registry)
+    registry = await open_registry(config.registry, config.tls)
     if registry is not None and config.advertise_host is None:
         check_reachable(config.host)
     start = time.time_ns() // 1_000
@@ -171,7 +171,7 @@ async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack)
     token = config.settings.token.decode()
     if config.store_url:
         return HttpRpc(http, config.store_url, token)
-    registry = await open_registry(config.registry)
+    registry = await open_registry(config.registry, config.settings.tls)
     assert registry is not None, "the command gives a URL or a registry"
     stack.push_async_callback(registry.close)
     rpc = HttpRpc(http, await find_master(registry, _MASTER_S), token)

@@ -186,7 +186,7 @@ async def run_worker(
             if config.engine == "torch":
                 say("warming up: measuring some passes")
             samples = await warm_up(model.engine, config.role, config.chunk_tokens)
-            registry = await open_registry(config.registry)
+            registry = await open_registry(config.registry, config.tls)
             if registry is not None:
                 stack.push_async_callback(registry.close)
             gateways = Gateways(http, config.token, config.gateway, registry)

@@ -20,6 +20,7 @@ import msgspec
 from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.live.ports import Registry
 from moonserve.live.registry.etcd import EtcdRegistry, parse
+from moonserve.live.tls.contexts import Tls
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,9 +46,14 @@ class MasterEntry(msgspec.Struct, frozen=True):
     url: str
 
 
-async def open_registry(url: str) -> Registry | None:
-    """Open the registry at this address; None: the address is empty. Raises ConfigError."""
-    return await EtcdRegistry.open(parse(url)) if url else None
+async def open_registry(url: str, tls: Tls | None) -> Registry | None:
+    """Open the registry at this address; None: the address is empty. Raises ConfigError.
+
+    tls: of this process, for an address etcds://….
+    """
+    if not url:
+        return None
+    return await EtcdRegistry.open(parse(url), files=None if tls is None else tls.files)
 
 
 def decoded(entries: Mapping[str, bytes], prefix: str, shape: type[T]) -> dict[str, T]:

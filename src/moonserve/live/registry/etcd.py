@@ -5,7 +5,8 @@ the reader, which then reads all entries again. It also reads every ten seconds,
 that ended silently, or a compacted history, loses nothing. If etcd loses entries without a lease,
 the processes that watched them put them there again.
 
-No call here is without a deadline, and no process keeps a duty after its lease has ended.
+No call here is without a deadline, and no process keeps a duty after its lease has ended. An
+address etcds://… is called by TLS only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.registry.history import History, Read
 from moonserve.live.tasks import keep_doing
+from moonserve.live.tls.contexts import TlsFiles
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,11 +44,13 @@ _OPTIONS = {"grpc.initial_reconnect_backoff_ms": 200, "grpc.max_reconnect_backof
 class RegistryAddress(msgspec.Struct, frozen=True):
     """The members of one etcd, and the root of moonserve's keys, which ends with a slash.
 
-    Users write it as etcd://host:port[,host:port][/prefix].
+    Users write it as etcd://host:port[,host:port][/prefix], or as etcds://… for TLS.
     """
 
     hosts: tuple[tuple[str, int], ...]
     root: str
+    secure: bool = False
+    """Whether it is called by TLS."""
 
     def __str__(self) -> str:
         return ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in self.hosts)
@@ -56,7 +60,7 @@ def parse(text: str) -> RegistryAddress:
     """Parse the address of a registry. Raises ConfigError."""
     scheme, at, rest = text.partition("://")
     members, _, prefix = rest.partition("/")
-    if scheme != "etcd" or not at or not members:
+    if scheme not in ("etcd", "etcds") or not at or not members:
         raise ConfigError(f"{text!r} is no registry address; {_FORM}", "registry")
     hosts = []
     for member in members.split(","):
@@ -69,7 +73,8 @@ def parse(text: str) -> RegistryAddress:
         if not host or "@" in member:
             raise ConfigError(f"{member!r} is no address of etcd; {_FORM}", "registry")
         hosts.append((host, port))
-    return RegistryAddress(tuple(hosts), f"/{prefix.strip('/') or 'moonserve'}/")
+    root = f"/{prefix.strip('/') or 'moonserve'}/"
+    return RegistryAddress(tuple(hosts), root, scheme == "etcds")
 
 
 class Entry(msgspec.Struct, eq=False):
@@ -114,12 +119,18 @@ class EtcdRegistry:
     """The port ports.Registry over etcd. `open` makes it."""
 
     def __init__(
-        self, aetcd: Any, usage_error: type[Exception], address: RegistryAddress, ttl_s: float
+        self,
+        aetcd: Any,
+        usage_error: type[Exception],
+        address: RegistryAddress,
+        ttl_s: float,
+        files: TlsFiles | None,
     ) -> None:
         self._aetcd = aetcd
         # OSError includes TimeoutError; usage_error is of a connection that was just closed.
         self._failures = (aetcd.ClientError, OSError, usage_error)
         self._address = address
+        self._files = files if address.secure else None
         beside = address.root.rstrip("/")  # beside the root: a removal of all entries keeps these
         self._mark = f"{beside}-history".encode()
         self._removed = f"{beside}-removed/".encode()
@@ -144,8 +155,17 @@ class EtcdRegistry:
         self._histories: list[History] = []
 
     @classmethod
-    async def open(cls, address: RegistryAddress, ttl_s: float = 5.0) -> EtcdRegistry:
-        """Connect. Raises ConfigError if etcd does not answer in time: the address may be wrong."""
+    async def open(
+        cls, address: RegistryAddress, ttl_s: float = 5.0, files: TlsFiles | None = None
+    ) -> EtcdRegistry:
+        """Connect. files: the certificate that etcd sees, and whom it trusts, if the address is
+        secure. Raises ConfigError if etcd does not answer in time: the address may be wrong."""
+        if address.secure and files is None:
+            raise ConfigError(
+                "etcds:// needs a certificate: set --tls-dir, or --tls-cert, --tls-key and"
+                " --tls-ca",
+                "registry",
+            )
         try:
             import aetcd
             from grpc.aio import UsageError
@@ -153,13 +173,16 @@ class EtcdRegistry:
             raise ConfigError(
                 "etcd needs the package aetcd: pip install 'moonserve[etcd]'", "registry"
             ) from None
-        self = cls(aetcd, UsageError, address, ttl_s)
+        self = cls(aetcd, UsageError, address, ttl_s, files)
         try:
             await self._patiently(lambda: self._marked(self._client))
         except RegistryError as error:
             await self.close()
+            hint = ""
+            if address.secure:
+                hint = "; it must speak TLS with a certificate of --tls-ca for that host"
             raise ConfigError(
-                f"no etcd answers at {address} within {_OPEN_S:g} s: {error}", "registry"
+                f"no etcd answers at {address} within {_OPEN_S:g} s: {error}{hint}", "registry"
             ) from None
         self._keeping = keep_doing("renewing the registry's lease", self._keep)
         return self
@@ -442,11 +465,17 @@ class EtcdRegistry:
     def _connect(self) -> Any:
         hosts = self._address.hosts
         host, port = hosts[self._at % len(hosts)]
-        return self._aetcd.Client(host, port, timeout=_CALL_S, options=_OPTIONS)
+        client = self._aetcd.Client(host, port, timeout=_CALL_S, options=_OPTIONS)
+        if self._files is not None:
+            _encrypt(client, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._files)
+        return client
 
     def _next_address(self) -> None:
-        """Use the next member of etcd from now on, if there are several."""
-        if len(self._address.hosts) > 1:
+        """Use the next member of etcd from now on, if there are several.
+
+        By TLS connect again in any case: the certificates may be new.
+        """
+        if len(self._address.hosts) > 1 or self._files is not None:
             self._at += 1
             old = self._client
             self._client = self._connect()
@@ -482,6 +511,24 @@ class EtcdRegistry:
 
     def _full(self, key: str) -> bytes:
         return (self._address.root + key).encode()
+
+
+def _encrypt(client: Any, target: str, files: TlsFiles) -> None:
+    """Connect a client of aetcd by TLS, which aetcd cannot do itself. May raise OSError."""
+    from aetcd import rpc, watcher
+    from grpc import ssl_channel_credentials
+
+    authority = None if files.ca is None else files.ca.read_bytes()
+    credentials = ssl_channel_credentials(
+        authority, files.key.read_bytes(), files.cert.read_bytes()
+    )
+    client.channel = rpc.secure_channel(target, credentials, options=list(_OPTIONS.items()))
+    client.kvstub = rpc.KVStub(client.channel)
+    client.clusterstub = rpc.ClusterStub(client.channel)
+    client.leasestub = rpc.LeaseStub(client.channel)
+    client.maintenancestub = rpc.MaintenanceStub(client.channel)
+    client._watcher = watcher.Watcher(rpc.WatchStub(client.channel), timeout=_CALL_S)
+    client._connected.set()  # so that its `connect` does nothing
 
 
 def _drop_result(task: asyncio.Task[Any]) -> None:
